@@ -1,0 +1,1 @@
+"""Starts and supervises fleets."""

@@ -1,0 +1,270 @@
+"""Turns one frozen dataclass per service into flags and environment variables, and these into an instance.
+
+A flag `--max-num-seqs` is also read from `PACELINE_MAX_NUM_SEQS`; the flag wins. This module knows no service:
+each declares its own dataclass, with defaults and limits beside the fields. Nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+from paceline.core.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT")
+
+ENVIRONMENT_PREFIX = "PACELINE_"
+TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
+FALSE_WORDS = frozenset({"0", "false", "no", "off"})
+EXIT_STATUS_CONFIG = 2
+REQUIRED: Any = dataclasses.MISSING
+
+_METADATA_KEY = "paceline.setting"
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What `--help` says of a field and which values it takes."""
+
+    help: str
+    unit: str | None
+    low: float | None
+    high: float | None
+    choices: tuple[str, ...] | None
+
+
+def setting(
+    default: Any = REQUIRED,
+    *,
+    help: str,  # noqa: A002 - the word argparse users know
+    unit: str | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    choices: Sequence[str] | None = None,
+) -> Any:
+    """Declares a field of a config class; without `default` it must be given.
+
+    The field may be `str`, `int`, `float`, `bool`, `Path`, one of these or None, or `tuple[X, ...]` (a flag that may
+    be repeated; comma-separated in the environment). `low` and `high` are inclusive, in `unit`.
+    """
+    described = Setting(
+        help=help, unit=unit, low=low, high=high, choices=tuple(choices) if choices is not None else None
+    )
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
+
+
+def parse(
+    config_class: type[ConfigT],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    prog: str,
+    description: str,
+) -> ConfigT:
+    """Builds the configuration; a bad value ends the process with one line on stderr and exit status 2."""
+    try:
+        return load(config_class, argv, environ, prog, description)
+    except ConfigError as error:
+        exit_with_error(prog, error)
+
+
+def load(
+    config_class: type[ConfigT],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    prog: str,
+    description: str,
+) -> ConfigT:
+    """Builds the configuration.
+
+    Raises:
+        ConfigError: A value is missing, has the wrong type or is outside its limits; names setting, value and limit.
+    """
+    options = _options(config_class)
+    given = vars(_parser(options, prog, description).parse_args(list(argv)))
+    values: dict[str, Any] = {}
+    for option in options:
+        raw = given[option.name]
+        if raw is not None:
+            values[option.name] = option.convert(raw, source=option.flag)
+        elif environ.get(option.variable):
+            values[option.name] = option.convert_variable(environ[option.variable])
+        elif option.required:
+            raise ConfigError(f"{option.flag} is required (or set {option.variable}): {option.setting.help}")
+    return config_class(**values)
+
+
+def exit_with_error(prog: str, error: Exception) -> NoReturn:
+    """Says in one line why the process cannot start, and ends it."""
+    message = " ".join(str(error).split())
+    sys.stderr.write(f"{prog}: error: {message}\n")
+    raise SystemExit(EXIT_STATUS_CONFIG)
+
+
+def loggable(config: Any) -> dict[str, Any]:
+    """Returns the fields of a config instance for the log line at start-up, without passwords in URLs."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {
+        name: public_url(value) if isinstance(value, str) and "://" in value else value
+        for name, value in fields.items()
+    }
+
+
+def public_url(url: str) -> str:
+    """Returns the URL without user, password and query, fit for logs and error messages."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    name: str
+    base_type: type
+    repeated: bool
+    required: bool
+    default: Any
+    setting: Setting
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    def convert_variable(self, text: str) -> Any:
+        if self.repeated:
+            return self.convert([part for part in text.split(",") if part], source=self.variable)
+        return self.convert(text, source=self.variable)
+
+    def convert(self, raw: Any, *, source: str) -> Any:
+        if self.repeated:
+            return tuple(self._convert_one(part, source) for part in raw)
+        return self._convert_one(raw, source)
+
+    def _convert_one(self, raw: str | bool, source: str) -> Any:
+        try:
+            value = _to_type(self.base_type, raw)
+        except ValueError:
+            raise self._refusal(raw, source) from None
+        allowed = self.setting.choices
+        if allowed is not None and value not in allowed:
+            raise self._refusal(raw, source)
+        if self.base_type in (int, float):
+            low, high = self.setting.low, self.setting.high
+            below = low is not None and value < low
+            above = high is not None and value > high
+            if not math.isfinite(value) or below or above:
+                raise self._refusal(raw, source)
+        return value
+
+    def _refusal(self, raw: str | bool, source: str) -> ConfigError:
+        return ConfigError(f"{source} must be {self.wanted}, got {str(raw)!r}")
+
+    @property
+    def wanted(self) -> str:
+        if self.setting.choices is not None:
+            return "one of " + ", ".join(self.setting.choices)
+        low, high, unit = self.setting.low, self.setting.high, self.setting.unit
+        wanted = _TYPE_NAMES[self.base_type]
+        if unit is not None:
+            wanted += f" of {unit}"
+        if low is not None and high is not None:
+            wanted += f" from {low:g} to {high:g}"
+        elif low is not None:
+            wanted += f" of at least {low:g}" if unit is None else f", at least {low:g}"
+        elif high is not None:
+            wanted += f" of at most {high:g}" if unit is None else f", at most {high:g}"
+        return wanted
+
+    @property
+    def help_line(self) -> str:
+        if self.required:
+            default = "required"
+        elif self.default is None or self.default == () or self.default == "":
+            default = "not set by default"
+        else:
+            default = f"default: {self.default}"
+        repeat = "; may be repeated" if self.repeated else ""
+        text = f"{self.setting.help} [{self.wanted}{repeat}; {default}; {self.variable}]"
+        return text.replace("%", "%%")
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that raises where argparse would print usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def _options(config_class: type[Any]) -> list[_Option]:
+    hints = typing.get_type_hints(config_class)
+    return [_option(field, hints[field.name]) for field in dataclasses.fields(config_class)]
+
+
+def _option(field: dataclasses.Field[Any], hint: Any) -> _Option:
+    described = field.metadata.get(_METADATA_KEY)
+    if described is None:
+        raise TypeError(f"field {field.name} is not declared with setting()")
+    alternatives = [hint]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        alternatives = [part for part in typing.get_args(hint) if part is not types.NoneType]
+    base_type = alternatives[0]
+    repeated = typing.get_origin(base_type) is tuple
+    if repeated:
+        base_type = typing.get_args(base_type)[0]
+    if len(alternatives) != 1 or base_type not in _TYPE_NAMES:
+        raise TypeError(f"field {field.name} has the unsupported type {hint!r}")
+    return _Option(
+        name=field.name,
+        base_type=base_type,
+        repeated=repeated,
+        required=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        default=field.default,
+        setting=described,
+    )
+
+
+def _parser(options: Sequence[_Option], prog: str, description: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        epilog="Every flag can also be set by the environment variable named beside it; the flag wins.",
+        allow_abbrev=False,
+    )
+    for option in options:
+        if option.base_type is bool and not option.repeated:
+            parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=option.help_line)
+        elif option.repeated:
+            parser.add_argument(option.flag, action="append", metavar="VALUE", help=option.help_line)
+        else:
+            metavar = "{" + ",".join(option.setting.choices) + "}" if option.setting.choices else "VALUE"
+            parser.add_argument(option.flag, metavar=metavar, help=option.help_line)
+    return parser
+
+
+def _to_type(base_type: type, raw: str | bool) -> Any:
+    if base_type is bool:
+        return raw if isinstance(raw, bool) else _to_bool(raw)
+    text = str(raw)
+    if base_type is Path:
+        if not text:
+            raise ValueError("empty path")
+        return Path(text).expanduser()
+    return base_type(text)
+
+
+def _to_bool(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in TRUE_WORDS | FALSE_WORDS:
+        raise ValueError(text)
+    return word in TRUE_WORDS

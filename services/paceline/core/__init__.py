@@ -1,0 +1,1 @@
+"""Pure state machines and policies: no I/O, no clock, no torch."""

@@ -1,0 +1,44 @@
+"""Error types of the whole product; status codes of HTTP and gRPC are given to them at the edges only."""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of all errors that a user may see."""
+
+
+class InvalidRequestError(PacelineError):
+    """A request field holds what it must not hold; the message says the limit and what came."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class ModelNotFoundError(PacelineError):
+    """The model asked for is not served here."""
+
+
+class OverloadedError(PacelineError):
+    """Admission refused for now."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(PacelineError):
+    """A peer that the request needs cannot be reached."""
+
+
+class ConfigError(PacelineError):
+    """A setting, a checkpoint or the environment makes starting impossible; says what to do next."""
+
+
+class LocalProtocolError(PacelineError):
+    """Our own code broke the session protocol: a bug here."""
+
+
+class RemoteProtocolError(PacelineError):
+    """A peer broke the session protocol; its stream ends, nothing else."""

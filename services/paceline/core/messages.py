@@ -1,0 +1,168 @@
+"""What verifier, drafter and gateway say to one another, as plain values; `paceline.wire` gives them bytes."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from paceline.core.params import SamplingParams, SpeculationParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """What must agree between a verifier and a drafter before they are paired."""
+
+    name: str
+    vocab_hash: str
+    vocab_size: int
+    context_len: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSession:
+    """Everything a drafter needs to know of a session."""
+
+    session_id: str
+    epoch: int
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    sampling: SamplingParams
+    price: float
+    room: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Newly committed tokens of one session, price and room for what comes next."""
+
+    session_id: str
+    epoch: int
+    base_len: int
+    token_ids: tuple[int, ...]
+    price: float
+    room: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseSession:
+    """A session ended."""
+
+    session_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGuess:
+    """One new node of a draft tree; parent 0 is the last committed token the drafter knew."""
+
+    node_id: int
+    parent_id: int
+    token_id: int
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftNodes:
+    """New nodes of one session's tree, parents before children."""
+
+    session_id: str
+    epoch: int
+    base_len: int
+    nodes: tuple[NodeGuess, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaggingSession:
+    """The drafter misses commits after `have_len` tokens; 0: it does not know the session."""
+
+    session_id: str
+    epoch: int
+    have_len: int
+
+
+ToDrafter = OpenSession | Commit | CloseSession
+ToVerifier = DraftNodes | LaggingSession
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One session for a verifier to run."""
+
+    session_id: str
+    epoch: int
+    prompt_token_ids: tuple[int, ...]
+    committed_token_ids: tuple[int, ...] = ()
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    drafter_address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionLogprobs:
+    """Log probabilities of a committed token and of the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationRecord:
+    """What speculation did for one session; a round is a step that verified at least one draft token."""
+
+    num_steps: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    mean_batch_size: float = 0.0
+    num_hits: int = 0
+    num_misses: int = 0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted draft tokens over verified ones; 0 without any."""
+        return self.num_accepted_draft_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a round commits: 1 + accepted / rounds, vLLM's definition."""
+        return 1.0 + self.num_accepted_draft_tokens / max(1, self.num_spec_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where the time of a request went."""
+
+    queue_ns: int = 0
+    prefill_ns: int = 0
+    decode_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """How a session ended."""
+
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    speculation: SpeculationRecord = field(default_factory=SpeculationRecord)
+    timings: Timings = field(default_factory=Timings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedTokens:
+    """Tokens of one session as one step committed them; the last message of a session carries its result."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    result: GenerateResult | None = None

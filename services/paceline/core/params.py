@@ -1,0 +1,136 @@
+"""What a request asks for: sampling and speculation, validated on construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import InvalidRequestError
+
+MAX_SEED = 2**64 - 1
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_DRAFT_TOKENS = 64
+
+
+def _require(field: str, ok: bool, problem: str) -> None:
+    if not ok:
+        raise InvalidRequestError(field, problem)
+
+
+def _require_range(field: str, value: float, low: float, high: float) -> None:
+    inside = math.isfinite(value) and low <= value <= high
+    _require(field, inside, f"must be a number from {low:g} to {high:g}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the target's logits become tokens; the same seed gives the same tokens.
+
+    Raises:
+        InvalidRequestError: A field is outside its limits; the error names field and limit.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks every field that needs no knowledge of the model."""
+        _require("max_tokens", self.max_tokens >= 1, f"must be at least 1, got {self.max_tokens}")
+        _require_range("temperature", self.temperature, 0.0, 100.0)
+        _require_range("top_p", self.top_p, 0.0, 1.0)
+        _require("top_p", self.top_p > 0.0, f"must be above 0, got {self.top_p!r}")
+        _require("top_k", self.top_k >= 0, f"must be 0 (off) or more, got {self.top_k}")
+        _require_range("min_p", self.min_p, 0.0, 1.0)
+        _require_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _require_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._check_lists()
+        _require(
+            "min_tokens",
+            0 <= self.min_tokens <= self.max_tokens,
+            f"must be from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}",
+        )
+        _require("seed", 0 <= self.seed <= MAX_SEED, f"must be from 0 to 2**64-1, got {self.seed}")
+        if self.logprobs is not None:
+            _require_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+
+    def _check_lists(self) -> None:
+        _require(
+            "logit_bias",
+            len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES,
+            f"has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS_ENTRIES} are allowed",
+        )
+        for token_id, bias in self.logit_bias:
+            _require_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        _require(
+            "stop_token_ids",
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            f"has {len(self.stop_token_ids)} entries, at most {MAX_STOP_TOKEN_IDS} are allowed",
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Checks the fields that name tokens.
+
+        Raises:
+            InvalidRequestError: A token id lies outside the vocabulary.
+        """
+        check_token_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationParams:
+    """What one request asks of speculation; it never changes the tokens.
+
+    Raises:
+        InvalidRequestError: A field is outside its limits.
+    """
+
+    enabled: bool = True
+    max_draft_tokens: int | None = None
+    acceptance: str = "coupled"
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if self.max_draft_tokens is not None:
+            _require_range("speculation.max_draft_tokens", self.max_draft_tokens, 0, MAX_DRAFT_TOKENS)
+        _require(
+            "speculation.acceptance",
+            self.acceptance == "coupled",
+            f'must be "coupled", the only rule served, got {self.acceptance!r}',
+        )
+
+    @property
+    def cap(self) -> int:
+        """Most draft tokens verified in one step."""
+        if not self.enabled:
+            return 0
+        return MAX_DRAFT_TOKENS if self.max_draft_tokens is None else self.max_draft_tokens
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuses ids outside the vocabulary.
+
+    Raises:
+        InvalidRequestError: Names the first offending index.
+    """
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"{field}[{index}]", f"token id {token_id} is outside the vocabulary of {vocab_size}"
+            )

@@ -1,0 +1,54 @@
+"""Whether a step should wait for drafts or decode now: the goodput objective applied to time.
+
+A step of `T` seconds over sessions that already expect `1 + S` tokens each gains by waiting `w` seconds for the next
+nodes when the tokens these bring are worth more than the tokens that `w` seconds cost:
+
+    sum of gains / w  >  sum of (1 + S) / T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.tree import DraftTree
+
+# Share of a promising leaf's survival that its best child keeps; a plain prior, good enough to order waiting.
+CHILD_SHARE = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What a decoding session has in hand and may still get.
+
+    Args:
+        expected: Expected committed tokens if the step ran now (1 + sum of survivals of nodes in hand).
+        gain: Expected tokens that the next nodes of the drafter would add; 0 for a session that must not be delayed.
+    """
+
+    expected: float
+    gain: float
+
+
+def prospect(tree: DraftTree, cap: int, *, may_wait: bool) -> Prospect:
+    """Looks at a tree: survivals in hand, and the best leaf that the drafter is extending right now.
+
+    Args:
+        tree: The session's tree.
+        cap: Most nodes it may have verified.
+        may_wait: False for sessions that must not be delayed for drafts.
+    """
+    survivals = sorted((tree.survival(node) for node in tree.nodes()), reverse=True)[:cap]
+    in_hand = 1.0 + sum(survivals)
+    if not may_wait or len(survivals) >= cap:
+        return Prospect(expected=in_hand, gain=0.0)
+    leaves = (tree.survival(node) for node in tree.nodes() if not node.children)
+    best_leaf = max(leaves, default=1.0)
+    return Prospect(expected=in_hand, gain=CHILD_SHARE * best_leaf)
+
+
+def worth_waiting(prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
+    """True when waiting `wait_s` for the next nodes beats running a step of `step_s` now."""
+    gain = sum(each.gain for each in prospects)
+    expected = sum(each.expected for each in prospects)
+    return gain * step_s > expected * wait_s

@@ -1,0 +1,215 @@
+"""The two ends of a session as state machines: messages in, messages out.
+
+The verifier's end is the authority on committed tokens; the drafter's end is soft state that can be rebuilt from them
+at any time. Neither knows sockets, clocks or models. Every message carries `(session_id, epoch, base_len)`; older
+epochs are dropped, and nothing is ever rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.errors import LocalProtocolError, RemoteProtocolError
+from paceline.core.messages import (
+    Commit,
+    DraftNodes,
+    GenerateRequest,
+    LaggingSession,
+    NodeGuess,
+    OpenSession,
+    SpeculationRecord,
+)
+from paceline.core.tree import DraftTree, GraftOutcome, Node, Pruning
+
+NOTHING_GRAFTED = GraftOutcome(num_added=0, num_late=0, num_stale=0)
+
+
+@dataclass(slots=True)
+class SpeculationTally:
+    """Running counts behind a session's `SpeculationRecord`."""
+
+    num_steps: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    batch_size_sum: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def count(self, *, num_draft_tokens: int, num_accepted: int, hit: bool, batch_size: int) -> None:
+        """Takes in one step of the session."""
+        self.num_steps += 1
+        self.batch_size_sum += batch_size
+        if not num_draft_tokens:
+            return
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted += num_accepted
+        self.num_hits += hit
+        self.num_misses += not hit
+        self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
+        self.histogram[num_accepted] += 1
+
+    def record(self) -> SpeculationRecord:
+        """The counts so far."""
+        return SpeculationRecord(
+            num_steps=self.num_steps,
+            num_spec_steps=self.num_spec_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_draft_tokens=self.num_accepted,
+            acceptance_histogram=tuple(self.histogram),
+            mean_batch_size=self.batch_size_sum / max(1, self.num_steps),
+            num_hits=self.num_hits,
+            num_misses=self.num_misses,
+        )
+
+
+class VerifierSession:
+    """The authority's end: committed tokens, and the tree of guesses beyond them."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.session_id = request.session_id
+        self.epoch = request.epoch
+        self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
+        self.prompt_len = len(request.prompt_token_ids)
+        self.tree = DraftTree(len(self.tokens))
+        self.tally = SpeculationTally()
+        self.price = 0.0
+        self.room = 0
+
+    @property
+    def committed_len(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens, those of earlier owners included."""
+        return len(self.tokens) - self.prompt_len
+
+    def open(self) -> OpenSession:
+        """Everything a drafter needs to start, or to start anew."""
+        return OpenSession(
+            session_id=self.session_id,
+            epoch=self.epoch,
+            token_ids=tuple(self.tokens),
+            prompt_len=self.prompt_len,
+            sampling=self.request.sampling,
+            price=self.price,
+            room=self.room,
+        )
+
+    def commit(self, token_ids: Sequence[int]) -> Pruning:
+        """Appends newly committed tokens and prunes the tree.
+
+        Raises:
+            LocalProtocolError: There is no token to commit.
+        """
+        if not token_ids:
+            raise LocalProtocolError("a commit holds at least one token")
+        self.tokens.extend(token_ids)
+        return self.tree.advance(token_ids)
+
+    def commit_message(self, since_len: int) -> Commit:
+        """Tells a drafter that has `since_len` tokens all that were committed since."""
+        return Commit(
+            session_id=self.session_id,
+            epoch=self.epoch,
+            base_len=since_len,
+            token_ids=tuple(self.tokens[since_len:]),
+            price=self.price,
+            room=self.room,
+        )
+
+    def receive(self, message: DraftNodes) -> GraftOutcome:
+        """Takes in guesses; those of another epoch are dropped and counted as stale.
+
+        Raises:
+            RemoteProtocolError: The drafter claims to know tokens that were never committed.
+        """
+        if message.epoch != self.epoch:
+            return GraftOutcome(num_added=0, num_late=0, num_stale=len(message.nodes))
+        return self.tree.graft(message.nodes, message.base_len, self.tokens)
+
+    def catch_up(self, lagging: LaggingSession) -> OpenSession | Commit | None:
+        """Answers a drafter that misses commits; None when the question is of another epoch."""
+        if lagging.epoch != self.epoch:
+            return None
+        if not 1 <= lagging.have_len <= self.committed_len:
+            return self.open()
+        return self.commit_message(lagging.have_len)
+
+
+class DrafterSession:
+    """The mirror's end: the committed tokens it was told, and the tree it grows beyond them."""
+
+    def __init__(self, opened: OpenSession) -> None:
+        if not opened.token_ids:
+            raise RemoteProtocolError(f"session {opened.session_id} was opened without tokens")
+        self.session_id = opened.session_id
+        self.epoch = opened.epoch
+        self.tokens = list(opened.token_ids)
+        self.prompt_len = opened.prompt_len
+        self.sampling = opened.sampling
+        self.price = opened.price
+        self.room = opened.room
+        self.tree = DraftTree(len(self.tokens))
+        self._next_node_id = 1
+        self._outbox: list[NodeGuess] = []
+
+    def receive(self, commit: Commit) -> Pruning | LaggingSession | None:
+        """Applies a commit.
+
+        Returns:
+            What it did to the tree; a `LaggingSession` to send back when tokens before it are missing; None when it
+            brought nothing new (an old epoch, or a message received twice).
+
+        Raises:
+            RemoteProtocolError: It contradicts tokens that were committed before.
+        """
+        if commit.epoch < self.epoch:
+            return None
+        if commit.epoch > self.epoch:
+            return LaggingSession(session_id=self.session_id, epoch=commit.epoch, have_len=0)
+        have_len = len(self.tokens)
+        if commit.base_len > have_len:
+            return LaggingSession(session_id=self.session_id, epoch=self.epoch, have_len=have_len)
+        known = self.tokens[commit.base_len : commit.base_len + len(commit.token_ids)]
+        if tuple(known) != commit.token_ids[: len(known)]:
+            raise RemoteProtocolError(
+                f"session {self.session_id}: commit at {commit.base_len} contradicts earlier ones"
+            )
+        fresh = commit.token_ids[len(known) :]
+        if not fresh:
+            return None
+        self.price, self.room = commit.price, commit.room
+        self.tokens.extend(fresh)
+        return self.tree.advance(fresh)
+
+    def grow(self, parent: Node, guesses: Sequence[tuple[int, float]]) -> list[Node]:
+        """Hangs `(token_id, confidence)` guesses below a node and keeps them for the next `drain`."""
+        grown: list[Node] = []
+        for token_id, confidence in guesses:
+            parent_id = 0 if parent is self.tree.root else parent.node_id
+            guess = NodeGuess(
+                node_id=self._next_node_id, parent_id=parent_id, token_id=token_id, confidence=confidence
+            )
+            node = self.tree.add(parent, guess)
+            if node is None:
+                continue
+            self._next_node_id += 1
+            self._outbox.append(guess)
+            grown.append(node)
+        return grown
+
+    def drain(self) -> DraftNodes | None:
+        """The nodes grown since the last call, to be sent before another commit is applied."""
+        if not self._outbox:
+            return None
+        nodes, self._outbox = tuple(self._outbox), []
+        return DraftNodes(
+            session_id=self.session_id, epoch=self.epoch, base_len=len(self.tokens), nodes=nodes
+        )

@@ -1,0 +1,244 @@
+"""The draft tree: one side grows it, a commit prunes it, and both hold the same one.
+
+The tree knows tokens, positions and confidences. It knows nothing of models, networks or time.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import RemoteProtocolError
+from paceline.core.messages import NodeGuess
+
+# A guess nobody believes in still has a survival above 0, so that logarithms stay finite.
+LEAST_CONFIDENCE = 1 / 512
+# Committed nodes keep their ids for so many positions, for messages that are still on their way.
+REMEMBERED_POSITIONS = 128
+
+
+class NodeState(enum.Enum):
+    """Where a node stands with respect to the committed tokens."""
+
+    LIVE = "live"
+    COMMITTED = "committed"
+    DEAD = "dead"
+
+
+class Node:
+    """One guessed token; `position` is the absolute index that the token would take."""
+
+    __slots__ = ("children", "confidence", "log_weight", "node_id", "parent", "position", "state", "token_id")
+
+    def __init__(self, *, node_id: int, parent: Node | None, token_id: int, position: int, confidence: float) -> None:
+        self.node_id = node_id
+        self.parent = parent
+        self.token_id = token_id
+        self.position = position
+        self.confidence = confidence
+        above = 0.0 if parent is None else parent.log_weight
+        self.log_weight = above + math.log(max(confidence, LEAST_CONFIDENCE))
+        self.children: dict[int, Node] = {}
+        self.state = NodeState.LIVE
+
+    def __repr__(self) -> str:
+        """Short form for failing tests."""
+        return f"Node({self.node_id}, token={self.token_id}, position={self.position}, {self.state.value})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraftOutcome:
+    """What became of the guesses of one message: `late` ones fell off, `stale` ones have no known parent."""
+
+    num_added: int
+    num_late: int
+    num_stale: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruning:
+    """What a commit did: the nodes it met, oldest first, and whether all its tokens were in the tree."""
+
+    matched: tuple[Node, ...]
+    hit: bool
+
+
+class DraftTree:
+    """Guesses beyond the committed tokens; the root stands for the last committed token.
+
+    Args:
+        committed_len: Number of committed tokens, at least 1.
+    """
+
+    def __init__(self, committed_len: int) -> None:
+        self._index: dict[int, Node] = {}
+        self.root = self._bare_root(committed_len)
+        self.num_nodes = 0
+
+    @staticmethod
+    def _bare_root(committed_len: int) -> Node:
+        root = Node(node_id=0, parent=None, token_id=-1, position=committed_len - 1, confidence=1.0)
+        root.state = NodeState.COMMITTED
+        return root
+
+    @property
+    def committed_len(self) -> int:
+        """Committed tokens up to and including the root."""
+        return self.root.position + 1
+
+    def survival(self, node: Node) -> float:
+        """Probability that the whole path from the root to the node matches."""
+        return math.exp(node.log_weight - self.root.log_weight)
+
+    def depth(self, node: Node) -> int:
+        """Steps from the root."""
+        return node.position - self.root.position
+
+    def nodes(self) -> Iterator[Node]:
+        """All live nodes, parents before children."""
+        level = list(self.root.children.values())
+        while level:
+            yield from level
+            level = [child for node in level for child in node.children.values()]
+
+    def add(self, parent: Node, guess: NodeGuess) -> Node | None:
+        """Hangs a guess below a node; None when the parent already has that token (the id then names that node)."""
+        known = parent.children.get(guess.token_id)
+        if known is not None:
+            self._index[guess.node_id] = known
+            return None
+        node = Node(
+            node_id=guess.node_id,
+            parent=parent,
+            token_id=guess.token_id,
+            position=parent.position + 1,
+            confidence=guess.confidence,
+        )
+        parent.children[guess.token_id] = node
+        self._index[guess.node_id] = node
+        self.num_nodes += 1
+        return node
+
+    def graft(self, guesses: Sequence[NodeGuess], base_len: int, committed: Sequence[int]) -> GraftOutcome:
+        """Takes in guesses that were made when `base_len` tokens were committed.
+
+        A late message is no error: its nodes are walked down what has been committed since, and what falls off is
+        dropped and counted.
+
+        Args:
+            guesses: Parents before children.
+            base_len: Committed length the sender knew.
+            committed: All committed tokens.
+
+        Raises:
+            RemoteProtocolError: `base_len` is 0 or beyond what was ever committed.
+        """
+        if not 1 <= base_len <= len(committed):
+            raise RemoteProtocolError(f"base_len {base_len} is not within the {len(committed)} committed tokens")
+        num_added = num_late = num_stale = 0
+        for guess in guesses:
+            if guess.node_id in self._index:
+                continue
+            parent = self._index.get(guess.parent_id) if guess.parent_id else None
+            if guess.parent_id and parent is None:
+                num_stale += 1
+                continue
+            position = base_len if parent is None else parent.position + 1
+            if parent is not None and parent.state is NodeState.LIVE:
+                num_added += self.add(parent, guess) is not None
+            elif position == self.committed_len:
+                num_added += self.add(self.root, guess) is not None
+            elif committed[position] == guess.token_id:
+                self._remember(guess, position)
+            else:
+                num_late += 1
+        return GraftOutcome(num_added=num_added, num_late=num_late, num_stale=num_stale)
+
+    def _remember(self, guess: NodeGuess, position: int) -> None:
+        """The guess came late but was right: its children may still be of use."""
+        node = Node(
+            node_id=guess.node_id, parent=None, token_id=guess.token_id, position=position, confidence=1.0
+        )
+        node.state = NodeState.COMMITTED
+        self._index[guess.node_id] = node
+
+    def advance(self, token_ids: Sequence[int]) -> Pruning:
+        """Walks newly committed tokens down from the root; the subtree reached is the new tree, or an empty one."""
+        matched: list[Node] = []
+        node = self.root
+        for token_id in token_ids:
+            child = node.children.get(token_id)
+            if child is None:
+                break
+            self._bury_siblings(node, child)
+            child.state = NodeState.COMMITTED
+            matched.append(child)
+            node = child
+        hit = len(matched) == len(token_ids)
+        if hit:
+            self.root = node
+            node.parent = None
+        else:
+            self._bury_below(node)
+            self.root = self._bare_root(self.committed_len + len(token_ids))
+        self._forget()
+        return Pruning(matched=tuple(matched), hit=hit)
+
+    def _bury_siblings(self, node: Node, survivor: Node) -> None:
+        for child in node.children.values():
+            if child is not survivor:
+                child.state = NodeState.DEAD
+                self._bury_below(child)
+
+    def _bury_below(self, node: Node) -> None:
+        stack = list(node.children.values())
+        while stack:
+            below = stack.pop()
+            below.state = NodeState.DEAD
+            stack.extend(below.children.values())
+
+    def _forget(self) -> None:
+        oldest = self.root.position - REMEMBERED_POSITIONS
+        self._index = {
+            node_id: node
+            for node_id, node in self._index.items()
+            if node.state is NodeState.LIVE or (node.state is NodeState.COMMITTED and node.position >= oldest)
+        }
+        self.num_nodes = sum(1 for _ in self.nodes())
+
+
+def best_first(tree: DraftTree, limit: int) -> list[Node]:
+    """The `limit` live nodes of highest survival, parents before children (ties: shallow first, then lowest id)."""
+    ranked = sorted(tree.nodes(), key=lambda node: (-node.log_weight, node.position, node.node_id))
+    return ranked[:limit]
+
+
+def walk(
+    root: Node, verified: Sequence[Node], choose: Callable[[Node], int], ends: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """Coupled verification: follows the target's own tokens down the verified nodes.
+
+    Starts at the root; every token that the target chooses is committed; while it is among the verified children of
+    the node it was chosen at, the walk goes on from there.
+
+    Args:
+        root: Stands for the last committed token.
+        verified: Nodes whose logits this step computed.
+        choose: The target's token after a node; called once per committed token, in order.
+        ends: True for a token after which nothing may be committed (end of sequence, token limit).
+
+    Returns:
+        Committed tokens: accepted draft tokens, then one recovered or bonus token unless the walk ended before it.
+    """
+    members = set(map(id, verified))
+    tokens: list[int] = []
+    node = root
+    while True:
+        token_id = choose(node)
+        tokens.append(token_id)
+        child = node.children.get(token_id)
+        if ends(token_id) or child is None or id(child) not in members:
+            return tuple(tokens)
+        node = child

@@ -1,0 +1,1 @@
+"""The service that runs the draft model and grows draft trees."""

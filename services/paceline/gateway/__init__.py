@@ -1,0 +1,1 @@
+"""The front door: HTTP and gRPC, tokens and text, admission and pairing."""

@@ -1,0 +1,1 @@
+"""Registry of replicas and records of sessions."""

@@ -1,0 +1,1 @@
+"""The service that runs the target model and commits tokens."""

@@ -1,0 +1,196 @@
+"""Verifier sessions against drafter sessions over an in-memory link that loses, doubles, reorders and delays.
+
+The models are toys: the target's next token is a hash of the prefix, the drafter guesses it right most of the time.
+Everything is driven by explicit calls, so every story is repeatable.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+from paceline.core.allocator import Allocator, Demand, FixedGamma
+from paceline.core.messages import (
+    CloseSession,
+    Commit,
+    DraftNodes,
+    GenerateRequest,
+    LaggingSession,
+    OpenSession,
+    ToDrafter,
+    ToVerifier,
+)
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.session import DrafterSession, VerifierSession
+from paceline.core.tree import Node, walk
+
+VOCAB_SIZE = 5
+
+
+def target_token(prefix: list[int], seed: int) -> int:
+    """The one right continuation of a prefix."""
+    return zlib.crc32(bytes(prefix) + seed.to_bytes(2, "little")) % VOCAB_SIZE
+
+
+def path_tokens(node: Node) -> list[int]:
+    """Tokens from below the root down to the node."""
+    tokens: list[int] = []
+    step: Node | None = node
+    while step is not None and step.parent is not None:
+        tokens.append(step.token_id)
+        step = step.parent
+    return tokens[::-1]
+
+
+def plain_text(prompt: list[int], seed: int, length: int) -> list[int]:
+    """What decoding without drafts gives."""
+    tokens = list(prompt)
+    while len(tokens) < length:
+        tokens.append(target_token(tokens, seed))
+    return tokens
+
+
+@dataclass
+class Link:
+    """Messages under way; the test decides which is delivered, doubled or lost."""
+
+    to_drafter: list[ToDrafter] = field(default_factory=list)
+    to_verifier: list[ToVerifier] = field(default_factory=list)
+
+
+class ToyDrafter:
+    """Holds drafter sessions; `skill` out of 10 guesses are right."""
+
+    def __init__(self, seed: int, skill: int = 7, width: int = 2) -> None:
+        self.seed = seed
+        self.skill = skill
+        self.width = width
+        self.sessions: dict[str, DrafterSession] = {}
+
+    def receive(self, message: ToDrafter) -> list[ToVerifier]:
+        known = self.sessions.get(message.session_id)
+        match message:
+            case OpenSession():
+                if known is None or message.epoch >= known.epoch:
+                    self.sessions[message.session_id] = DrafterSession(message)
+            case Commit() if known is None:
+                return [LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0)]
+            case Commit():
+                answer = known.receive(message)
+                return [answer] if isinstance(answer, LaggingSession) else []
+            case CloseSession():
+                self.sessions.pop(message.session_id, None)
+        return []
+
+    def grow(self) -> list[ToVerifier]:
+        """Expands the best leaf of every session and pushes the new nodes."""
+        pushed: list[ToVerifier] = []
+        for session in self.sessions.values():
+            tree = session.tree
+            leaves = [node for node in [tree.root, *tree.nodes()] if not node.children]
+            if tree.num_nodes < session.room and leaves:
+                leaf = max(leaves, key=lambda node: node.log_weight)
+                session.grow(leaf, self._guesses(session.tokens + path_tokens(leaf)))
+            message = session.drain()
+            pushed += [message] if message else []
+        return pushed
+
+    def _guesses(self, prefix: list[int]) -> list[tuple[int, float]]:
+        right = target_token(prefix, self.seed)
+        skilled = zlib.crc32(bytes([*prefix, 1])) % 10 < self.skill
+        first = right if skilled else (right + 1) % VOCAB_SIZE
+        return [((first + rank) % VOCAB_SIZE, 0.7 / (rank + 1)) for rank in range(self.width)]
+
+
+class ToyFleet:
+    """One verifier, one drafter, one session at a time, and the link between them."""
+
+    def __init__(self, *, seed: int = 1, length: int = 40, allocator: Allocator | None = None) -> None:
+        self.seed = seed
+        self.length = length
+        self.prompt = [1, 2, 3]
+        self.allocator = allocator or FixedGamma(gamma=4)
+        self.link = Link()
+        self.drafter = ToyDrafter(seed)
+        self.session = self._session(epoch=1, committed=[])
+        self.link.to_drafter.append(self.session.open())
+
+    def _session(self, epoch: int, committed: list[int]) -> VerifierSession:
+        session = VerifierSession(
+            GenerateRequest(
+                session_id="s",
+                epoch=epoch,
+                prompt_token_ids=tuple(self.prompt),
+                committed_token_ids=tuple(committed),
+                sampling=SamplingParams(max_tokens=self.length, seed=self.seed),
+                speculation=SpeculationParams(),
+            )
+        )
+        session.room = 12
+        return session
+
+    @property
+    def done(self) -> bool:
+        return self.session.committed_len >= self.length
+
+    def verify(self) -> None:
+        """One verifier step."""
+        if self.done:
+            return
+        session = self.session
+        cap = self.length - session.committed_len
+        chosen = self.allocator.allocate([Demand(tree=session.tree, cap=cap)], other_rows=0).nodes[0]
+        prefix = list(session.tokens)
+
+        def choose(node: Node) -> int:
+            prefix.append(target_token(prefix, self.seed))
+            return prefix[-1]
+
+        base_len = session.committed_len
+        tokens = walk(session.tree.root, chosen, choose, lambda _: len(prefix) >= self.length)
+        pruning = session.commit(tokens)
+        accepted = sum(node in chosen for node in pruning.matched)
+        session.tally.count(num_draft_tokens=len(chosen), num_accepted=accepted, hit=pruning.hit, batch_size=1)
+        self.link.to_drafter.append(session.commit_message(base_len))
+
+    def grow(self) -> None:
+        """One drafter step."""
+        self.link.to_verifier += self.drafter.grow()
+
+    def deliver_to_drafter(self, index: int = 0, *, keep: bool = False) -> None:
+        """Delivers one message under way; `keep` leaves a copy behind (a duplicate)."""
+        message = self.link.to_drafter[index] if keep else self.link.to_drafter.pop(index)
+        self.link.to_verifier += self.drafter.receive(message)
+
+    def deliver_to_verifier(self, index: int = 0, *, keep: bool = False) -> None:
+        """The other direction."""
+        message = self.link.to_verifier[index] if keep else self.link.to_verifier.pop(index)
+        match message:
+            case DraftNodes():
+                self.session.receive(message)
+            case LaggingSession():
+                answer = self.session.catch_up(message)
+                self.link.to_drafter += [answer] if answer else []
+
+    def kill(self) -> None:
+        """The drafter dies with all it knew and all that was under way; another one starts empty."""
+        self.drafter = ToyDrafter(self.seed)
+        self.link = Link()
+
+    def reopen(self) -> None:
+        """The verifier dials again and opens the session anew."""
+        self.link.to_drafter.append(self.session.open())
+
+    def migrate(self) -> None:
+        """Another verifier takes over with the committed tokens; messages of the old epoch stay under way."""
+        committed = self.session.tokens[len(self.prompt) :]
+        self.session = self._session(self.session.epoch + 1, committed)
+        self.link.to_drafter.append(self.session.open())
+
+    def exchange(self) -> None:
+        """Delivers everything under way, both directions, until nothing is."""
+        while self.link.to_drafter or self.link.to_verifier:
+            while self.link.to_drafter:
+                self.deliver_to_drafter()
+            while self.link.to_verifier:
+                self.deliver_to_verifier()

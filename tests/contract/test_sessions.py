@@ -1,0 +1,212 @@
+"""Whatever happens between the tiers, the committed tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.errors import RemoteProtocolError
+from paceline.core.messages import Commit, DraftNodes, NodeGuess
+from paceline.core.tree import NodeState
+from tests.contract.fleet import ToyDrafter, ToyFleet, plain_text
+
+
+def run_to_end(fleet: ToyFleet) -> list[int]:
+    """Plays rounds with a perfect link until the session is done."""
+    while not fleet.done:
+        fleet.exchange()
+        for _ in range(4):
+            fleet.grow()
+            fleet.exchange()
+        fleet.verify()
+    return fleet.session.tokens
+
+
+@pytest.mark.parametrize("allocator", [FixedGamma(gamma=0), FixedGamma(gamma=1), FixedGamma(gamma=8), Goodput()])
+@pytest.mark.parametrize("width", [1, 3])
+def test_gamma_and_tree_shape_leave_the_tokens_alone(allocator, width):
+    fleet = ToyFleet(allocator=allocator)
+    fleet.drafter.width = width
+    assert run_to_end(fleet) == plain_text(fleet.prompt, fleet.seed, fleet.length)
+
+
+def test_good_drafts_save_steps():
+    fleet = ToyFleet(length=80)
+    run_to_end(fleet)
+    record = fleet.session.tally.record()
+    assert record.num_accepted_draft_tokens + record.num_steps == 80 - len(fleet.prompt)
+    assert record.num_steps < 40
+    assert record.mean_acceptance_length > 2
+
+
+def test_a_dead_drafter_costs_steps_and_nothing_else():
+    fleet = ToyFleet()
+    fleet.kill()
+    while not fleet.done:
+        fleet.verify()
+    assert fleet.session.tokens == plain_text(fleet.prompt, fleet.seed, fleet.length)
+    assert fleet.session.tally.num_spec_steps == 0
+
+
+def test_a_restarted_drafter_asks_for_what_it_misses():
+    fleet = ToyFleet()
+    fleet.exchange()
+    fleet.kill()
+    fleet.verify()
+    fleet.exchange()
+    assert fleet.drafter.sessions["s"].tokens == fleet.session.tokens
+
+
+def test_a_lost_commit_is_asked_for_again():
+    fleet = ToyFleet()
+    fleet.exchange()
+    fleet.verify()
+    fleet.link.to_drafter.clear()
+    fleet.verify()
+    fleet.exchange()
+    assert fleet.drafter.sessions["s"].tokens == fleet.session.tokens
+
+
+def test_both_ends_hold_the_same_tree_after_every_exchange():
+    fleet = ToyFleet()
+    while not fleet.done:
+        fleet.exchange()
+        fleet.grow()
+        fleet.exchange()
+        mirror = fleet.drafter.sessions["s"].tree
+        here = [(node.position, node.token_id) for node in fleet.session.tree.nodes()]
+        there = [(node.position, node.token_id) for node in mirror.nodes()]
+        assert here == there
+        fleet.verify()
+
+
+def test_a_late_message_still_helps_where_it_was_right():
+    fleet = ToyFleet()
+    fleet.drafter.skill = 10
+    fleet.exchange()
+    for _ in range(4):
+        fleet.grow()
+    fleet.verify()
+    fleet.verify()
+    while fleet.link.to_verifier:
+        fleet.deliver_to_verifier()
+    assert fleet.session.tree.num_nodes > 0
+    assert all(node.position >= fleet.session.committed_len for node in fleet.session.tree.nodes())
+
+
+def test_messages_of_an_older_epoch_are_dropped_on_both_sides():
+    fleet = ToyFleet()
+    fleet.exchange()
+    fleet.grow()
+    fleet.migrate()
+    fleet.deliver_to_verifier()
+    assert fleet.session.tree.num_nodes == 0
+    fleet.exchange()
+    stale = Commit(session_id="s", epoch=1, base_len=3, token_ids=(0,), price=0.0, room=4)
+    assert fleet.drafter.sessions["s"].receive(stale) is None
+    assert fleet.drafter.sessions["s"].tokens == fleet.session.tokens
+
+
+def test_a_commit_that_contradicts_earlier_ones_is_the_peers_error():
+    fleet = ToyFleet()
+    fleet.exchange()
+    fleet.verify()
+    fleet.exchange()
+    wrong = (fleet.session.tokens[3] + 1) % 5
+    with pytest.raises(RemoteProtocolError, match="contradicts"):
+        fleet.drafter.sessions["s"].receive(
+            Commit(session_id="s", epoch=1, base_len=3, token_ids=(wrong,), price=0.0, room=4)
+        )
+
+
+@pytest.mark.parametrize("base_len", [0, 99])
+def test_guesses_beyond_the_committed_tokens_are_the_peers_error(base_len):
+    fleet = ToyFleet()
+    guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=0.5)
+    with pytest.raises(RemoteProtocolError, match="base_len"):
+        fleet.session.receive(DraftNodes(session_id="s", epoch=1, base_len=base_len, nodes=(guess,)))
+
+
+class UnreliableLink(RuleBasedStateMachine):
+    """Random interleavings of steps with loss, duplication, reordering, delay, death and migration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = ToyFleet()
+
+    @rule(gamma=st.integers(0, 6))
+    def verify(self, gamma):
+        self.fleet.allocator = FixedGamma(gamma=gamma)
+        self.fleet.verify()
+
+    @rule(times=st.integers(1, 4))
+    def grow(self, times):
+        for _ in range(times):
+            self.fleet.grow()
+
+    @precondition(lambda self: self.fleet.link.to_drafter)
+    @rule(where=st.integers(0, 99), keep=st.booleans())
+    def deliver_to_drafter(self, where, keep):
+        self.fleet.deliver_to_drafter(where % len(self.fleet.link.to_drafter), keep=keep)
+
+    @precondition(lambda self: self.fleet.link.to_verifier)
+    @rule(where=st.integers(0, 99), keep=st.booleans())
+    def deliver_to_verifier(self, where, keep):
+        self.fleet.deliver_to_verifier(where % len(self.fleet.link.to_verifier), keep=keep)
+
+    @precondition(lambda self: self.fleet.link.to_drafter)
+    @rule(where=st.integers(0, 99))
+    def lose_to_drafter(self, where):
+        self.fleet.link.to_drafter.pop(where % len(self.fleet.link.to_drafter))
+
+    @precondition(lambda self: self.fleet.link.to_verifier)
+    @rule(where=st.integers(0, 99))
+    def lose_to_verifier(self, where):
+        self.fleet.link.to_verifier.pop(where % len(self.fleet.link.to_verifier))
+
+    @rule()
+    def kill_and_reopen(self):
+        self.fleet.kill()
+        self.fleet.reopen()
+
+    @rule(skill=st.integers(0, 10), width=st.integers(1, 4))
+    def swap_the_drafter(self, skill, width):
+        self.fleet.drafter = ToyDrafter(self.fleet.seed, skill, width)
+
+    @rule()
+    def migrate(self):
+        self.fleet.migrate()
+
+    @invariant()
+    def committed_tokens_are_those_of_plain_decoding(self):
+        session = self.fleet.session
+        assert session.tokens == plain_text(self.fleet.prompt, self.fleet.seed, session.committed_len)
+
+    @invariant()
+    def every_node_in_the_tree_lies_beyond_the_committed_tokens(self):
+        tree = self.fleet.session.tree
+        live = list(tree.nodes())
+        assert tree.num_nodes == len(live)
+        assert tree.committed_len == self.fleet.session.committed_len
+        for node in live:
+            assert node.state is NodeState.LIVE
+            assert node.position >= tree.committed_len
+            assert tree.survival(node) <= tree.survival(node.parent) + 1e-12
+
+    @invariant()
+    def the_mirror_never_runs_ahead(self):
+        for mirror in self.fleet.drafter.sessions.values():
+            if mirror.epoch == self.fleet.session.epoch:
+                assert mirror.tokens == self.fleet.session.tokens[: len(mirror.tokens)]
+
+    def teardown(self):
+        self.fleet.kill()
+        self.fleet.reopen()
+        assert run_to_end(self.fleet) == plain_text(self.fleet.prompt, self.fleet.seed, self.fleet.length)
+
+
+TestUnreliableLink = UnreliableLink.TestCase
+TestUnreliableLink.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
