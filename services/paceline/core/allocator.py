@@ -77,6 +77,11 @@ class Allocation:
 class Allocator(Protocol):
     """Policy that picks the nodes of a step."""
 
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes that any session may have verified in one step."""
+        ...
+
     def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
         """Picks nodes for every session; `other_rows` rows of the step are spoken for (prefill)."""
         ...
@@ -87,6 +92,11 @@ class FixedGamma:
     """Always the `gamma` best nodes of every session, whatever the load; for comparison and tests."""
 
     gamma: int
+
+    @property
+    def max_nodes(self) -> int:
+        """See `Allocator`."""
+        return self.gamma
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
         """See `Allocator`; the price is 0 unless gamma is."""

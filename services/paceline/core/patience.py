@@ -30,21 +30,21 @@ class Prospect:
     gain: float
 
 
-def prospect(tree: DraftTree, cap: int, *, may_wait: bool) -> Prospect:
+def prospect(tree: DraftTree, cap: int, *, price: float) -> Prospect:
     """Looks at a tree: survivals in hand, and the best leaf that the drafter is extending right now.
 
     Args:
         tree: The session's tree.
         cap: Most nodes it may have verified.
-        may_wait: False for sessions that must not be delayed for drafts.
+        price: Least survival worth verifying; 1 for a session that must not be delayed for drafts.
     """
     survivals = sorted((tree.survival(node) for node in tree.nodes()), reverse=True)[:cap]
     in_hand = 1.0 + sum(survivals)
-    if not may_wait or len(survivals) >= cap:
-        return Prospect(expected=in_hand, gain=0.0)
     leaves = (tree.survival(node) for node in tree.nodes() if not node.children)
-    best_leaf = max(leaves, default=1.0)
-    return Prospect(expected=in_hand, gain=CHILD_SHARE * best_leaf)
+    gain = CHILD_SHARE * max(leaves, default=1.0)
+    if len(survivals) >= cap or gain <= price:
+        gain = 0.0
+    return Prospect(expected=in_hand, gain=gain)
 
 
 def worth_waiting(prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:

@@ -1,0 +1,146 @@
+"""Which draft tokens become committed tokens: the coupled rule and the classic rejection rule, pure.
+
+Randomness comes in as an argument (noise or uniforms), probabilities are those after all processors. The
+coupled rule chooses the target's token without a look at any draft; the rejection rule is Leviathan et al.
+2211.17192, algorithm 1, and Chen et al. 2302.01318, algorithm 2. Nothing here knows models, sessions, or how
+random numbers are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import LocalProtocolError
+
+FloatArray = npt.NDArray[np.float64]
+
+MAX_WEIGHT = 65535
+DEFAULT_KEEP = 64
+
+
+def coupled_choice(log_weights: FloatArray, noise: FloatArray | None) -> int:
+    """Returns the coupled rule's token: the argmax of log weights plus noise, the lowest id among equals.
+
+    With Gumbel noise an exact sample of softmax(log_weights) (Gumbel-max), without noise the greedy choice.
+
+    Args:
+        log_weights: [vocab], log probabilities up to a constant, -inf for masked ids.
+        noise: [vocab], or None at temperature 0.
+    """
+    return int(np.argmax(log_weights if noise is None else log_weights + noise))
+
+
+def coupled_match_prob(target_probs: FloatArray, draft_probs: FloatArray) -> float:
+    """Returns the probability that drafter and target choose the same token under shared Gumbel noise.
+
+    sum_i 1 / sum_j max(target_j / target_i, draft_j / draft_i), between (1 - TV) / (1 + TV) and 1 - TV
+    (Daliri, Musco, Suresh 2408.07978).
+    """
+    both = np.flatnonzero((target_probs > 0.0) & (draft_probs > 0.0))
+    ratios = [np.maximum(target_probs / target_probs[i], draft_probs / draft_probs[i]) for i in both]
+    return float(sum(1.0 / ratio.sum() for ratio in ratios))
+
+
+def accept_prob(target_probs: FloatArray, draft_probs: FloatArray, token_id: int) -> float:
+    """Returns the probability that u * draft_prob < target_prob for u uniform in [0, 1)."""
+    target_prob, draft_prob = float(target_probs[token_id]), float(draft_probs[token_id])
+    if target_prob >= draft_prob:
+        return 1.0 if target_prob > 0.0 else 0.0
+    return target_prob / draft_prob
+
+
+def residual(target_probs: FloatArray, draft_probs: FloatArray) -> FloatArray:
+    """Returns norm(max(target_probs - draft_probs, 0)), [vocab]: the law of the token after a rejection.
+
+    Where nothing is left, the two laws are equal up to rounding, no rejection can happen, and the target's
+    law comes back.
+    """
+    excess = np.maximum(target_probs - draft_probs, 0.0)
+    mass = float(excess.sum())
+    return excess / mass if mass > 0.0 else target_probs / float(target_probs.sum())
+
+
+def pick(probs: FloatArray, uniform: float) -> int:
+    """Returns the token whose interval of cumulative mass holds `uniform` in [0, 1), never one of mass 0."""
+    cumulative = np.cumsum(probs)
+    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    return min(index, int(np.flatnonzero(probs)[-1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseDraft:
+    """A draft distribution as it is sampled and as it is sent: integer weights over few ids, best first.
+
+    The probability of `token_ids[i]` is `weights[i] / sum(weights)`; every other id has none. Weights fit 16
+    bits.
+    """
+
+    token_ids: tuple[int, ...]
+    weights: tuple[int, ...]
+
+    def probs(self, vocab_size: int) -> FloatArray:
+        """Returns the distribution over the whole vocabulary, [vocab_size]."""
+        dense = np.zeros(vocab_size)
+        dense[list(self.token_ids)] = np.array(self.weights, dtype=np.float64) / sum(self.weights)
+        return dense
+
+    def sample(self, uniform: float) -> int:
+        """Returns the token that `uniform` in [0, 1) selects."""
+        return self.token_ids[pick(np.array(self.weights, dtype=np.float64), uniform)]
+
+
+def sparse_draft(draft_probs: FloatArray, keep: int = DEFAULT_KEEP) -> SparseDraft:
+    """Returns the `keep` most probable ids, the lowest first among equals; weights that round to 0 go.
+
+    The drafter samples from the result and sends it, so what is lost here costs acceptance, never exactness.
+    """
+    order = np.argsort(-draft_probs, kind="stable")[:keep]
+    weights = np.rint(draft_probs[order] * (MAX_WEIGHT / draft_probs[order[0]])).astype(np.int64)
+    kept = weights > 0
+    return SparseDraft(token_ids=tuple(order[kept].tolist()), weights=tuple(weights[kept].tolist()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOutcome:
+    """How many draft tokens were accepted, and the one token that follows them."""
+
+    num_accepted: int
+    next_token_id: int
+    next_kind: Literal["recovered", "bonus"]
+
+
+def reject_walk(
+    target_rows: Sequence[FloatArray],
+    draft_rows: Sequence[FloatArray],
+    draft_tokens: Sequence[int],
+    uniforms: Sequence[float],
+) -> VerifyOutcome:
+    """Verifies a chain of draft tokens by the rejection rule (2211.17192, algorithm 1).
+
+    Args:
+        target_rows: gamma + 1 rows [vocab]; row i is the target's law after the first i draft tokens.
+        draft_rows: gamma rows [vocab]; row i is the law that `draft_tokens[i]` was sampled from.
+        draft_tokens: gamma token ids.
+        uniforms: gamma + 1 fresh numbers in [0, 1): one per draft token, the last for the token that follows.
+
+    Raises:
+        LocalProtocolError: The lengths do not fit together.
+    """
+    gamma = len(draft_tokens)
+    if (len(target_rows), len(draft_rows), len(uniforms)) != (gamma + 1, gamma, gamma + 1):
+        raise LocalProtocolError(
+            f"{gamma} draft tokens came with {len(target_rows)} target rows, {len(draft_rows)} draft rows"
+            f" and {len(uniforms)} uniforms"
+        )
+    for index, token_id in enumerate(draft_tokens):
+        target_probs, draft_probs = target_rows[index], draft_rows[index]
+        if not uniforms[index] * draft_probs[token_id] < target_probs[token_id]:
+            recovered = pick(residual(target_probs, draft_probs), uniforms[gamma])
+            return VerifyOutcome(num_accepted=index, next_token_id=recovered, next_kind="recovered")
+    bonus = pick(target_rows[gamma], uniforms[gamma])
+    return VerifyOutcome(num_accepted=gamma, next_token_id=bonus, next_kind="bonus")

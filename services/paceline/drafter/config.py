@@ -1,0 +1,37 @@
+"""Settings of a drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterConfig:
+    """Flags and environment variables of `paceline drafter`."""
+
+    model: Path = setting(help="Checkpoint folder of the draft model, in Hugging Face layout.")
+    model_name: str = setting("", help="Name shown in the registry; empty: the folder's name.")
+    host: str = setting("127.0.0.1", help="Address to listen on, and to announce.")
+    port: int = setting(8201, help="gRPC port; 0 picks a free one.", low=0, high=65535)
+    metrics_port: int = setting(8202, help="Prometheus port; 0 picks a free one.", low=0, high=65535)
+    redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
+    replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
+    dtype: str = setting("auto", help="Weight type.", choices=("auto", "bfloat16", "float32"))
+    device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
+    threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
+    cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
+    num_kv_blocks: int = setting(4096, help="Pages of 16 tokens for committed KV.", low=8, high=10_000_000)
+    max_num_seqs: int = setting(256, help="Most sessions drafted for.", low=1, high=65536)
+    max_num_batched_tokens: int = setting(256, help="Most rows of a step.", unit="tokens", low=16, high=65536)
+    draft_width: int = setting(
+        2, help="Children a node gets; 1 grows chains, more grow trees.", unit="nodes", low=1, high=16
+    )
+    draft_rows: int = setting(
+        16, help="Most tree nodes expanded in one step, all sessions together.", unit="nodes", low=1, high=4096
+    )
+    draft_rows_per_session: int = setting(
+        2, help="Most tree nodes of one session expanded in one step.", unit="nodes", low=1, high=64
+    )

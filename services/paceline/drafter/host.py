@@ -1,0 +1,126 @@
+"""Joins the engine thread and the verifiers' streams, in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+
+from paceline.core.errors import PacelineError, UnavailableError
+from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
+from paceline.drafting.draft_model import DraftEngine, DraftEvent, DraftOutput, VerifierLeft, VerifierSaid
+from paceline.engine.bridge import EngineThread
+from paceline.obs.metrics import DrafterMetrics, rows_label
+
+logger = logging.getLogger(__name__)
+
+# A verifier that leaves the messages of so many steps unread loses its stream; it will dial again.
+OUTBOX_LIMIT = 4096
+
+_Outbox = asyncio.Queue[Sequence[ToVerifier] | PacelineError]
+
+
+class DraftHost:
+    """Everything of a drafter that lives in the event loop, save the gRPC server.
+
+    Args:
+        identity: The draft model.
+        make_engine: Builds the engine; called in the engine thread.
+        metrics: Where steps are counted.
+    """
+
+    def __init__(
+        self, *, identity: ModelIdentity, make_engine: Callable[[], DraftEngine], metrics: DrafterMetrics
+    ) -> None:
+        self.identity = identity
+        self._metrics = metrics
+        self._engine: EngineThread[DraftEvent, DraftOutput] = EngineThread(make_engine, self._deliver, "draft")
+        self._outboxes: dict[int, _Outbox] = {}
+        self._numbers = itertools.count(1)
+        self.num_sessions = 0
+
+    async def start(self) -> None:
+        """Starts the engine; returns when the model is loaded."""
+        await self._engine.start()
+
+    async def engine_ended(self) -> None:
+        """Waits until the engine ends, ends every stream, and raises what broke it."""
+        try:
+            await self._engine.ended()
+        finally:
+            self.end_streams(UnavailableError("the drafter's engine has stopped"))
+
+    def end_streams(self, reason: PacelineError) -> None:
+        """Ends the streams of all verifiers with a status; they go on without us."""
+        for outbox in self._outboxes.values():
+            _replace(outbox, reason)
+
+    async def close(self) -> None:
+        """Ends the engine."""
+        await self._engine.close()
+
+    async def converse(self, requests: AsyncIterator[Sequence[ToDrafter]]) -> AsyncIterator[Sequence[ToVerifier]]:
+        """One verifier's stream: what it says goes in, what the engine answers comes out.
+
+        Raises:
+            RemoteProtocolError: The verifier broke the protocol.
+            UnavailableError: The drafter stops, or the verifier does not read.
+        """
+        link = next(self._numbers)
+        outbox: _Outbox = asyncio.Queue(OUTBOX_LIMIT)
+        self._outboxes[link] = outbox
+        self._metrics.num_streams.set(len(self._outboxes))
+        reader = asyncio.create_task(self._read(link, requests, outbox))
+        try:
+            while True:
+                messages = await outbox.get()
+                if isinstance(messages, PacelineError):
+                    raise messages
+                yield messages
+        finally:
+            reader.cancel()
+            del self._outboxes[link]
+            self._metrics.num_streams.set(len(self._outboxes))
+            with suppress(UnavailableError):
+                self._engine.post(VerifierLeft(link=link))
+
+    async def _read(self, link: int, requests: AsyncIterator[Sequence[ToDrafter]], outbox: _Outbox) -> None:
+        try:
+            async for messages in requests:
+                self._engine.post(VerifierSaid(link=link, messages=messages))
+            _replace(outbox, UnavailableError("the verifier ended its side of the stream"))
+        except PacelineError as error:
+            _replace(outbox, error)
+
+    def _deliver(self, output: DraftOutput) -> None:
+        for link, messages in output.to_verifiers.items():
+            outbox = self._outboxes.get(link)
+            if outbox is None:
+                continue
+            try:
+                outbox.put_nowait(messages)
+            except asyncio.QueueFull:
+                _replace(outbox, UnavailableError("the verifier does not read its drafts"))
+        for link, error in output.broken_links.items():
+            if link in self._outboxes:
+                _replace(self._outboxes[link], error)
+        self._record(output)
+
+    def _record(self, output: DraftOutput) -> None:
+        report = output.report
+        self.num_sessions = report.num_sessions
+        self._metrics.num_sessions.set(report.num_sessions)
+        self._metrics.engine.kv_cache_usage.set(report.kv_usage)
+        self._metrics.lag.set(report.lag_tokens)
+        self._metrics.nodes_sent.inc(report.num_nodes)
+        if report.num_rows:
+            self._metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)
+
+
+def _replace(outbox: _Outbox, reason: PacelineError) -> None:
+    """The stream ends: what has not been read is soft state that nobody will miss."""
+    while not outbox.empty():
+        outbox.get_nowait()
+    outbox.put_nowait(reason)

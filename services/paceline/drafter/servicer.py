@@ -1,0 +1,60 @@
+"""The drafter's gRPC face: decode, hand over, stream back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from paceline.core.errors import ConfigError, RemoteProtocolError
+from paceline.core.messages import ModelIdentity, ToDrafter
+from paceline.drafter.host import DraftHost
+from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
+from paceline.wire import draft_request_from_pb, draft_response_to_pb
+
+HELLO_TIMEOUT_S = 5.0
+
+
+class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
+    """Serves `paceline.rpc.v1.Drafter`."""
+
+    def __init__(self, host: DraftHost) -> None:
+        self._host = host
+
+    async def Draft(  # noqa: N802 - the name is the protocol's
+        self, request_iterator: AsyncIterator[drafter_pb2.DraftRequest], context: Any
+    ) -> AsyncIterator[drafter_pb2.DraftResponse]:
+        """One verifier's stream; ends with a status that says what it did wrong."""
+        del context
+        requests = aiter(request_iterator)
+        await self._greet(requests)
+        yield draft_response_to_pb((), draft=self._host.identity)
+        async with aclosing(self._host.converse(_decoded(requests))) as answers:
+            async for messages in answers:
+                yield draft_response_to_pb(messages)
+
+    async def _greet(self, requests: AsyncIterator[drafter_pb2.DraftRequest]) -> None:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                target, _ = draft_request_from_pb(await anext(requests))
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise RemoteProtocolError(f"no first message within {HELLO_TIMEOUT_S:g} s") from error
+        if target is None:
+            raise RemoteProtocolError("the first message must name the target model")
+        self._check_vocabulary(target)
+
+    def _check_vocabulary(self, target: ModelIdentity) -> None:
+        draft = self._host.identity
+        if target.vocab_hash != draft.vocab_hash:
+            raise ConfigError(
+                f"draft model {draft.name!r} ({draft.vocab_size} tokens, vocabulary {draft.vocab_hash[:12]}) cannot draft "
+                f"for target {target.name!r} ({target.vocab_size} tokens, vocabulary {target.vocab_hash[:12]}): "
+                "the vocabularies differ"
+            )
+
+
+async def _decoded(requests: AsyncIterator[drafter_pb2.DraftRequest]) -> AsyncIterator[Sequence[ToDrafter]]:
+    async for request in requests:
+        _, messages = draft_request_from_pb(request)
+        yield messages

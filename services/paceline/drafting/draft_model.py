@@ -1,0 +1,284 @@
+"""Method `draft_model`: a small language model grows the trees of many sessions in shared batches.
+
+Every step applies what was committed, expands the most promising nodes of all sessions in one forward pass, and
+pushes the new nodes. It never waits for a verdict: while the verifier checks one path, the tree grows where survival
+is highest. All state here is soft and can be rebuilt from committed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.core.errors import RemoteProtocolError
+from paceline.core.messages import (
+    CloseSession,
+    Commit,
+    LaggingSession,
+    ModelIdentity,
+    OpenSession,
+    ToDrafter,
+    ToVerifier,
+)
+from paceline.core.tree import Node, Pruning
+from paceline.drafting.drafted_session import DraftedSession
+from paceline.engine.decoder import Decoder
+from paceline.engine.blocks import BlockPool, SlotPool
+from paceline.engine.kv import BLOCK_SIZE
+from paceline.engine.packing import BatchBuilder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierSaid:
+    """Messages that came over one verifier's stream."""
+
+    link: int
+    messages: Sequence[ToDrafter]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierLeft:
+    """A verifier's stream ended; its sessions end here with it."""
+
+    link: int
+
+
+DraftEvent = VerifierSaid | VerifierLeft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLimits:
+    """Bounds of the engine.
+
+    Args:
+        width: Children a node gets; 1 grows chains.
+        max_rows: Most tree nodes expanded in one step.
+        max_rows_per_session: Most of these for one session; the next step knows better where to go on.
+        max_num_batched_tokens: Most rows of a step, catching up included.
+        max_num_seqs: Most sessions; more are left to decode without drafts.
+    """
+
+    width: int
+    max_rows: int
+    max_rows_per_session: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+@dataclass(slots=True)
+class DraftReport:
+    """What one step did, for metrics."""
+
+    seconds: float = 0.0
+    num_rows: int = 0
+    num_nodes: int = 0
+    num_sessions: int = 0
+    lag_tokens: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    kv_usage: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOutput:
+    """What one step has to say to the verifiers."""
+
+    to_verifiers: dict[int, list[ToVerifier]]
+    broken_links: dict[int, RemoteProtocolError]
+    report: DraftReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expansion:
+    """A node whose children this step computes, and where its logits are."""
+
+    session: DraftedSession
+    node: Node
+    logit_index: int
+
+
+class DraftEngine:
+    """Grows draft trees with a small model; see the module docstring.
+
+    Args:
+        decoder: The draft model.
+        identity: What it calls itself.
+        num_blocks: Pages of committed KV; a quarter as many are added for tree nodes.
+        limits: Bounds.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        identity: ModelIdentity,
+        num_blocks: int,
+        limits: DraftLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        scratch_blocks = max(1, num_blocks // 4)
+        self.pool = BlockPool(num_blocks)
+        self._decoder = decoder
+        self._identity = identity
+        self._limits = limits
+        self._clock = clock
+        self._cache = decoder.new_cache(num_blocks + scratch_blocks)
+        self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
+        self._sessions: dict[tuple[int, str], DraftedSession] = {}
+        self._outgoing: dict[int, list[ToVerifier]] = {}
+        self._broken: dict[int, RemoteProtocolError] = {}
+        self._report = DraftReport()
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions of all verifiers."""
+        return len(self._sessions)
+
+    def handle(self, event: DraftEvent) -> None:
+        """Takes in one event; a verifier that breaks the protocol loses its stream, nobody else's."""
+        match event:
+            case VerifierLeft():
+                self._drop_link(event.link)
+            case VerifierSaid():
+                try:
+                    for message in event.messages:
+                        self._receive(event.link, message)
+                except RemoteProtocolError as error:
+                    self._broken[event.link] = error
+                    self._drop_link(event.link)
+
+    def _drop_link(self, link: int) -> None:
+        for key in [key for key in self._sessions if key[0] == link]:
+            self._sessions.pop(key).close()
+        self._outgoing.pop(link, None)
+
+    def _receive(self, link: int, message: ToDrafter) -> None:
+        key = (link, message.session_id)
+        known = self._sessions.get(key)
+        match message:
+            case OpenSession():
+                self._open(key, known, message)
+            case CloseSession():
+                if known is not None and message.epoch >= known.mirror.epoch:
+                    self._sessions.pop(key).close()
+            case Commit() if known is None:
+                if self.num_sessions < self._limits.max_num_seqs:
+                    self._say(link, LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
+            case Commit():
+                self._commit(link, known, message)
+
+    def _open(self, key: tuple[int, str], known: DraftedSession | None, message: OpenSession) -> None:
+        if known is not None and message.epoch < known.mirror.epoch:
+            return
+        if known is not None:
+            self._sessions.pop(key).close()
+        if self.num_sessions < self._limits.max_num_seqs:
+            self._sessions[key] = DraftedSession(message, self._identity, self.pool, self._scratch)
+
+    def _commit(self, link: int, session: DraftedSession | None, message: Commit) -> None:
+        assert session is not None, "the caller looked it up"
+        match session.receive(message, self._cache):
+            case LaggingSession() as lagging:
+                self._say(link, lagging)
+            case Pruning(hit=True):
+                self._report.num_hits += 1
+            case Pruning():
+                self._report.num_misses += 1
+
+    def _say(self, link: int, message: ToVerifier) -> None:
+        self._outgoing.setdefault(link, []).append(message)
+
+    def has_work(self) -> bool:
+        """True while a session lags or has a node worth expanding, or something is left to say."""
+        if self._outgoing or self._broken:
+            return True
+        return any(session.wants_step(self._identity.context_len) for session in self._sessions.values())
+
+    def patience_s(self) -> float:
+        """A drafter never waits."""
+        return 0.0
+
+    def step(self) -> DraftOutput:
+        """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
+        started_s = self._clock()
+        builder = BatchBuilder()
+        expansions = self._plan_catching_up(builder) + self._plan_growth(builder)
+        if builder.num_rows:
+            logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
+            for each in expansions:
+                self._expand(each, logits[each.logit_index])
+        for (link, _), session in self._sessions.items():
+            session.settle()
+            message = session.mirror.drain()
+            if message is not None:
+                self._report.num_nodes += len(message.nodes)
+                self._say(link, message)
+        return self._output(started_s, builder.num_rows)
+
+    def _plan_catching_up(self, builder: BatchBuilder) -> list[_Expansion]:
+        expansions: list[_Expansion] = []
+        for session in self._sessions.values():
+            room = self._limits.max_num_batched_tokens - builder.num_rows
+            if not session.pages.num_missing or room <= 0 or not self._reserve(session):
+                continue
+            start = session.pages.num_computed
+            stop = min(start + room, len(session.mirror.tokens))
+            wanted = stop == len(session.mirror.tokens) and session.wants_drafts(self._identity.context_len)
+            logit_index = builder.add_prefix(session.pages, start, stop, wants_logits=wanted)
+            session.computed_to = stop
+            self._report.lag_tokens = max(self._report.lag_tokens, session.pages.num_missing)
+            if logit_index is not None:
+                root = session.mirror.tree.root
+                expansions.append(_Expansion(session=session, node=root, logit_index=logit_index))
+        return expansions
+
+    def _reserve(self, session: DraftedSession) -> bool:
+        """Pages for all its tokens, taken from the session that was committed to longest ago if need be."""
+        while not session.ready(self._clock()):
+            others = [each for each in self._sessions.values() if each is not session and each.pages.blocks]
+            if not others:
+                return False
+            min(others, key=lambda each: each.touched_s).forget()
+        return True
+
+    def _plan_growth(self, builder: BatchBuilder) -> list[_Expansion]:
+        limits = self._limits
+        candidates = [
+            (session.mirror.tree.survival(node), session, node)
+            for session in self._sessions.values()
+            for node in session.frontier(self._identity.context_len, limits.max_rows_per_session)
+        ]
+        candidates.sort(key=lambda entry: -entry[0])
+        expansions: list[_Expansion] = []
+        for _, session, node in candidates[: limits.max_rows]:
+            slot = self._scratch.take()
+            if slot is None:
+                break
+            logit_index = builder.add_node(
+                session.pages,
+                token_id=node.token_id,
+                position=node.position,
+                slot=slot,
+                ancestors=session.ancestor_slots(node),
+            )
+            session.slots[node.node_id] = slot
+            expansions.append(_Expansion(session=session, node=node, logit_index=logit_index))
+        return expansions
+
+    def _expand(self, each: _Expansion, row: np.ndarray) -> None:
+        each.session.expand(each.node, row, self._limits.width)
+
+    def _output(self, started_s: float, num_rows: int) -> DraftOutput:
+        report, self._report = self._report, DraftReport()
+        report.seconds = self._clock() - started_s
+        report.num_rows = num_rows
+        report.num_sessions = len(self._sessions)
+        report.kv_usage = self.pool.num_used / self.pool.num_blocks
+        outgoing, self._outgoing = self._outgoing, {}
+        broken, self._broken = self._broken, {}
+        return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)
+
+

@@ -1,0 +1,139 @@
+"""One session inside the drafter's engine: its mirror of the protocol, its pages, and the KV of its tree."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.core.messages import Commit, LaggingSession, ModelIdentity, OpenSession
+from paceline.core.session import DrafterSession
+from paceline.core.tree import DraftTree, Node, NodeState, Pruning
+from paceline.engine.blocks import BlockPool, SlotPool
+from paceline.engine.kv import KVCache
+from paceline.engine.sampler import RowSampler
+from paceline.engine.sequence import KVSequence
+
+
+class DraftedSession:
+    """A session from open to close.
+
+    Args:
+        opened: What the verifier told of it.
+        identity: The draft model.
+        pool: Pages for committed tokens.
+        scratch: Slots for tree nodes.
+    """
+
+    def __init__(self, opened: OpenSession, identity: ModelIdentity, pool: BlockPool, scratch: SlotPool) -> None:
+        self.mirror = DrafterSession(opened)
+        self.pages = KVSequence(self.mirror.tokens, pool)
+        self.slots: dict[int, int] = {}
+        self.computed_to = 0
+        self.touched_s = 0.0
+        self._scratch = scratch
+        tokens, prompt_len = opened.token_ids, opened.prompt_len
+        self._sampler = RowSampler(
+            opened.sampling, identity.vocab_size, identity.eos_token_ids, tokens[:prompt_len], tokens[prompt_len:]
+        )
+
+    def receive(self, commit: Commit, cache: KVCache) -> Pruning | LaggingSession | None:
+        """Applies a commit; KV of the nodes on the committed path moves from scratch to the session's pages."""
+        base_len = len(self.mirror.tokens)
+        outcome = self.mirror.receive(commit)
+        if isinstance(outcome, Pruning):
+            for token_id in self.mirror.tokens[base_len:]:
+                self._sampler.push(token_id)
+            self._keep(outcome, base_len, cache)
+            self._free_dead_slots()
+        return outcome
+
+    def _keep(self, pruning: Pruning, base_len: int, cache: KVCache) -> None:
+        kept = [node for node in pruning.matched if node.node_id in self.slots]
+        if not kept or self.pages.num_computed != base_len or not self.pages.reserve(base_len + len(kept)):
+            return
+        sources = [self.slots[node.node_id] for node in kept]
+        targets = [self.pages.slot(node.position) for node in kept]
+        cache.copy_slots(np.array(sources, np.int64), np.array(targets, np.int64))
+        self.pages.mark_computed(base_len + len(kept))
+
+    def _free_dead_slots(self) -> None:
+        live = {node.node_id for node in self.mirror.tree.nodes()}
+        for node_id in [node_id for node_id in self.slots if node_id not in live]:
+            self._scratch.give_back(self.slots.pop(node_id))
+
+    def wants_drafts(self, context_len: int) -> bool:
+        """True when the verifier would take more nodes."""
+        tree = self.mirror.tree
+        return (
+            self.mirror.price < 1.0
+            and tree.num_nodes < self.mirror.room
+            and len(self.mirror.tokens) < context_len
+        )
+
+    def wants_step(self, context_len: int) -> bool:
+        """True when it lags or has a node worth expanding."""
+        return self.pages.num_missing > 0 or bool(self.frontier(context_len, 1))
+
+    def frontier(self, context_len: int, limit: int) -> list[Node]:
+        """Unexpanded nodes at or above the price, best first; none while the session lags."""
+        if self.pages.num_missing or not self.wants_drafts(context_len):
+            return []
+        tree = self.mirror.tree
+        worth = [
+            node
+            for node in tree.nodes()
+            if node.node_id not in self.slots
+            and node.position + 1 < context_len
+            and tree.survival(node) >= self.mirror.price
+        ]
+        worth.sort(key=lambda node: -node.log_weight)
+        return worth[:limit]
+
+    def ancestor_slots(self, node: Node) -> list[int]:
+        """Scratch slots of a node's ancestors below the root, oldest first."""
+        path: list[int] = []
+        above = node.parent
+        while above is not None and above.state is NodeState.LIVE:
+            path.append(self.slots[above.node_id])
+            above = above.parent
+        return path[::-1]
+
+    def expand(self, node: Node, row: np.ndarray, width: int) -> None:
+        """Hangs the best `width` guesses below a node, from the draft model's logits `[vocab]` after it."""
+        path = [step.token_id for step in _path(node)]
+        token_ids, confidences = self._sampler.rank(row, node.position + 1, width, path)
+        self.mirror.grow(node, list(zip(token_ids, confidences, strict=True)))
+
+    def ready(self, now_s: float) -> bool:
+        """Takes pages for all its tokens, cached ones first; False when there are too few."""
+        self.touched_s = now_s
+        if not self.pages.blocks:
+            self.computed_to = self.pages.attach_cached_prefix()
+        return self.pages.reserve(len(self.mirror.tokens))
+
+    def settle(self) -> None:
+        """The step is over: what it computed counts."""
+        if self.computed_to > self.pages.num_computed:
+            self.pages.mark_computed(self.computed_to)
+
+    def forget(self) -> None:
+        """Gives up all KV, and with it the tree; committed tokens stay and may be computed anew."""
+        self.close()
+        self.computed_to = 0
+        self.mirror.tree = DraftTree(len(self.mirror.tokens))
+
+    def close(self) -> None:
+        """Frees pages and slots."""
+        self.pages.release()
+        for slot in self.slots.values():
+            self._scratch.give_back(slot)
+        self.slots.clear()
+
+
+def _path(node: Node) -> list[Node]:
+    """Live nodes from below the root down to the node."""
+    path: list[Node] = []
+    step: Node | None = node
+    while step is not None and step.state is NodeState.LIVE:
+        path.append(step)
+        step = step.parent
+    return path[::-1]

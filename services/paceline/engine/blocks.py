@@ -1,0 +1,144 @@
+"""Pages and scratch slots as numbers: who holds which, and which full pages hold a known prefix. No tensors here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.core.errors import LocalProtocolError
+from paceline.engine.kv import BLOCK_SIZE
+
+HASH_BYTES = 16
+
+
+def block_hash(parent: bytes | None, token_ids: Sequence[int]) -> bytes:
+    """Names a full block by its tokens and all tokens before them; strong, because a collision would mix sessions."""
+    digest = hashlib.blake2b(parent or b"", digest_size=HASH_BYTES)
+    digest.update(np.asarray(token_ids, np.uint32).tobytes())
+    return digest.digest()
+
+
+class BlockPool:
+    """Reference-counted blocks; full ones whose tokens are known stay findable until their place is needed.
+
+    Args:
+        num_blocks: Blocks 0 to `num_blocks` - 1.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_queries = 0
+        self.num_hits = 0
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._references = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        # Cached blocks that nobody holds, least recently used first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - len(self._free) - len(self._idle)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their tokens, held or not."""
+        return len(self._block_of)
+
+    def match_prefix(self, token_ids: Sequence[int]) -> tuple[list[int], list[bytes]]:
+        """Takes hold of the longest cached prefix, leaving at least one token to compute.
+
+        Returns:
+            Its blocks and their hashes; `num_queries` and `num_hits` count tokens.
+        """
+        blocks: list[int] = []
+        hashes: list[bytes] = []
+        for start in range(0, len(token_ids) - BLOCK_SIZE, BLOCK_SIZE):
+            key = block_hash(hashes[-1] if hashes else None, token_ids[start : start + BLOCK_SIZE])
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            self._hold(block)
+            blocks.append(block)
+            hashes.append(key)
+        self.num_queries += len(token_ids)
+        self.num_hits += len(blocks) * BLOCK_SIZE
+        return blocks, hashes
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Takes fresh blocks, forgetting cached ones nobody holds if need be; None, and none taken, if too few."""
+        if count > len(self._free) + len(self._idle):
+            return None
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def register(self, block: int, parent: bytes | None, token_ids: Sequence[int]) -> bytes:
+        """Makes a full block findable by its tokens; of two with the same tokens the first stays the one found.
+
+        Returns:
+            Its hash, the parent of the next block's.
+        """
+        key = block_hash(parent, token_ids)
+        if key not in self._block_of and block not in self._hash_of:
+            self._block_of[key] = block
+            self._hash_of[block] = key
+        return key
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Gives blocks back; the last ones of a sequence are forgotten first.
+
+        Raises:
+            LocalProtocolError: A block is not held by anybody.
+        """
+        for block in reversed(blocks):
+            if self._references[block] <= 0:
+                raise LocalProtocolError(f"block {block} is released by somebody who does not hold it")
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if block in self._hash_of:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
+
+    def _hold(self, block: int) -> None:
+        self._references[block] += 1
+        self._idle.pop(block, None)
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        return block
+
+
+class SlotPool:
+    """Single slots for the KV of tree nodes, in blocks of their own.
+
+    Args:
+        first_block: First of the blocks set aside.
+        num_blocks: How many.
+    """
+
+    def __init__(self, first_block: int, num_blocks: int) -> None:
+        start = first_block * BLOCK_SIZE
+        self.num_slots = num_blocks * BLOCK_SIZE
+        self._free = list(range(start + self.num_slots - 1, start - 1, -1))
+
+    @property
+    def num_used(self) -> int:
+        """Slots taken."""
+        return self.num_slots - len(self._free)
+
+    def take(self) -> int | None:
+        """A free slot; None when there is none."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """Frees a slot."""
+        self._free.append(slot)

@@ -1,0 +1,168 @@
+"""Where the asyncio world and the thread that owns torch meet; nothing else crosses between them.
+
+Events go in through a bounded inbox, outputs come back once per step. A step that raises ends the engine loudly:
+every waiter learns of it. The bridge knows nothing of models, sessions or messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from paceline.core.errors import OverloadedError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+EventT = TypeVar("EventT", contravariant=True)
+OutputT = TypeVar("OutputT", covariant=True)
+_Event = TypeVar("_Event")
+_Output = TypeVar("_Output")
+
+# Far beyond what peers with bounded streams can have under way; reaching it means that the engine hangs.
+INBOX_LIMIT = 65_536
+
+
+class Stepper(Protocol[EventT, OutputT]):
+    """What the engine thread drives."""
+
+    def handle(self, event: EventT) -> None:
+        """Takes in one event; must not raise for anything a peer can cause."""
+        ...
+
+    def has_work(self) -> bool:
+        """True when a step would do something."""
+        ...
+
+    def patience_s(self) -> float:
+        """Seconds for which waiting for events beats stepping now; 0: step."""
+        ...
+
+    def step(self) -> OutputT:
+        """Runs one step."""
+        ...
+
+
+class EngineThread(Generic[_Event, _Output]):
+    """Runs a `Stepper` in a thread of its own.
+
+    Args:
+        make_stepper: Called inside the thread, so that everything torch lives there.
+        deliver: Called in the event loop with every step's output.
+        name: Shown in thread lists and logs.
+    """
+
+    def __init__(
+        self,
+        make_stepper: Callable[[], Stepper[_Event, _Output]],
+        deliver: Callable[[_Output], None],
+        name: str,
+    ) -> None:
+        self._make_stepper = make_stepper
+        self._deliver = deliver
+        self._inbox: deque[_Event] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        """Starts the thread and returns once the stepper stands.
+
+        Raises:
+            Exception: Whatever making the stepper raised.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        self._ended = self._loop.create_future()
+        self._thread.start()
+        await self._ready
+
+    def post(self, event: _Event) -> None:
+        """Hands an event to the thread; safe from any thread, never blocks.
+
+        Raises:
+            UnavailableError: The engine has ended.
+            OverloadedError: The inbox is full.
+        """
+        with self._wake:
+            if self._closing or (self._ended is not None and self._ended.done()):
+                raise UnavailableError("the engine has stopped")
+            if len(self._inbox) >= INBOX_LIMIT:
+                raise OverloadedError("the engine's inbox is full", retry_after_s=1.0)
+            self._inbox.append(event)
+            self._wake.notify()
+
+    async def ended(self) -> None:
+        """Waits until the engine ends.
+
+        Raises:
+            Exception: What broke the engine; nothing after `close`.
+        """
+        assert self._ended is not None, "start() comes first"
+        await asyncio.shield(self._ended)
+
+    async def close(self) -> None:
+        """Ends the thread after the step under way; events not yet handled are dropped."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        try:
+            stepper = self._make_stepper()
+        except BaseException as error:  # noqa: BLE001 - the waiter in start() must learn of every failure
+            self._tell(self._ready, error)
+            return
+        self._tell(self._ready, None)
+        try:
+            self._drive(stepper)
+        except BaseException as error:  # noqa: BLE001 - a dead engine is loud: every waiter learns why
+            logger.exception("engine %s died", self._thread.name)
+            self._tell(self._ended, error)
+        else:
+            self._tell(self._ended, None)
+
+    def _drive(self, stepper: Stepper[_Event, _Output]) -> None:
+        while True:
+            patience_s = stepper.patience_s() if stepper.has_work() else None
+            for event in self._take(patience_s):
+                stepper.handle(event)
+            if self._closing:
+                return
+            if stepper.has_work() and stepper.patience_s() <= 0:
+                self._post_output(stepper.step())
+
+    def _take(self, timeout_s: float | None) -> list[_Event]:
+        """Everything that has arrived; waits up to the timeout for the first event, None: for ever."""
+        with self._wake:
+            if not self._inbox and not self._closing and (timeout_s is None or timeout_s > 0):
+                self._wake.wait(timeout_s)
+            events = list(self._inbox)
+            self._inbox.clear()
+            return events
+
+    def _post_output(self, output: _Output) -> None:
+        assert self._loop is not None, "the thread starts after the loop is known"
+        self._loop.call_soon_threadsafe(self._deliver, output)
+
+    def _tell(self, future: asyncio.Future[None] | None, error: BaseException | None) -> None:
+        assert self._loop is not None, "the thread starts after the loop is known"
+        assert future is not None, "the futures are made in start()"
+
+        def settle() -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        self._loop.call_soon_threadsafe(settle)

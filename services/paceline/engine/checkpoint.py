@@ -1,0 +1,85 @@
+"""Tensors of a Hugging Face checkpoint folder by name; reads safetensors only and knows no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from paceline.core.errors import ConfigError
+
+_INDEX: Final = "model.safetensors.index.json"
+_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class Checkpoint:
+    """The tensors of a folder; each read returns a fresh tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens every shard.
+
+        Raises:
+            ConfigError: No safetensors, a missing shard, or a damaged file; says what to do.
+        """
+        self._folder = folder
+        self._shards = {}
+        self._shard_of: dict[str, Path] = {}
+        for path in _shard_paths(folder):
+            try:
+                shard = safe_open(path, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
+            self._shards[path] = shard
+            self._shard_of.update(dict.fromkeys(shard.keys(), path))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensor names."""
+        return frozenset(self._shard_of)
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor exists."""
+        return name in self._shard_of
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """One tensor.
+
+        Raises:
+            ConfigError: It is missing, or has another shape than the config asks for.
+        """
+        if name not in self._shard_of:
+            raise ConfigError(f"{self._folder} lacks the tensor {name!r} that its config.json asks for")
+        tensor: torch.Tensor = self._shards[self._shard_of[name]].get_tensor(name)
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise ConfigError(
+                f"{self._folder}: tensor {name!r} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
+            )
+        return tensor
+
+
+def _shard_paths(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            paths = sorted({folder / Path(name).name for name in weight_map.values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is not a safetensors index: {error!r}") from error
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise ConfigError(f"{index} names shards that are not there: {', '.join(missing)}; copy them too")
+        return paths
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    paths = sorted(folder.glob("*.safetensors"))
+    if paths:
+        return paths
+    if any(any(folder.glob(pattern)) for pattern in _PICKLES):
+        raise ConfigError(
+            f"{folder} holds pickled weights only, which can run code when read and are refused: convert them with "
+            "transformers' save_pretrained(..., safe_serialization=True)"
+        )
+    raise ConfigError(f"{folder} has no *.safetensors weights")

@@ -1,0 +1,188 @@
+"""What a checkpoint folder says about its model: sizes, rotary frequencies, end tokens, vocabulary. Loads no weights.
+
+transformers reads config.json, so that old and new spellings (`rope_theta` and `rope_scaling`, or `rope_parameters`)
+mean what their authors meant; everything this engine would compute wrongly is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import AutoConfig, PretrainedConfig
+
+from paceline.core.errors import ConfigError
+from paceline.engine.rope import RopeFrequencies, rope_frequencies
+
+LEAN_ARCHITECTURES: Final = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """What every decoder has.
+
+    Attributes:
+        model_type: transformers' name of the family, e.g. "llama".
+        architecture: Class named in config.json, e.g. "LlamaForCausalLM".
+        vocab_size: Rows of the head, padding included.
+        context_len: Longest sequence; a sliding window shortens it, since beyond it results would differ.
+        eos_token_ids: From generation_config.json, else config.json; may be empty.
+    """
+
+    model_type: str
+    architecture: str
+    vocab_size: int
+    context_len: int
+    eos_token_ids: tuple[int, ...]
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> DecoderConfig:
+        """Reads a checkpoint folder.
+
+        Raises:
+            ConfigError: Unreadable, or not served; names the field.
+        """
+        return cls.from_transformers(read_transformers_config(folder), folder)
+
+    @classmethod
+    def from_transformers(cls, config: PretrainedConfig, folder: Path) -> DecoderConfig:
+        """Takes what is needed from a config that transformers has read."""
+        num_heads = int(config.num_attention_heads)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        return cls(
+            model_type=config.model_type,
+            architecture=architecture_of(config, folder),
+            vocab_size=int(config.vocab_size),
+            context_len=_context_len(config),
+            eos_token_ids=_eos_token_ids(config, folder),
+            num_layers=int(config.num_hidden_layers),
+            num_heads=num_heads,
+            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
+            head_dim=int(head_dim),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaShape:
+    """What the lean decoder needs beyond `DecoderConfig`."""
+
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    tied_head: bool
+    rope: RopeFrequencies
+
+    @classmethod
+    def from_transformers(cls, config: PretrainedConfig, head_dim: int) -> LlamaShape:
+        """Takes the shape from a config of one of `LEAN_ARCHITECTURES`.
+
+        Raises:
+            ConfigError: An option that the lean decoder does not compute; names the field.
+        """
+        if config.hidden_act not in ("silu", "swish"):
+            raise ConfigError(f"hidden_act: only silu is served for {config.model_type}, got {config.hidden_act!r}")
+        rope = rope_frequencies(config, head_dim)
+        if 2 * len(rope.inverse) != head_dim:
+            raise ConfigError(f"partial_rotary_factor: {config.model_type} is served with full rotary heads only")
+        return cls(
+            hidden_size=int(config.hidden_size),
+            intermediate_size=int(config.intermediate_size),
+            rms_norm_eps=float(config.rms_norm_eps),
+            tied_head=bool(config.tie_word_embeddings),
+            rope=rope,
+        )
+
+
+def read_transformers_config(folder: Path) -> PretrainedConfig:
+    """config.json of a local folder, read by transformers; remote code is never run.
+
+    Raises:
+        ConfigError: Says what is missing or wrong.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json: give a folder in the Hugging Face checkpoint format")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"quantization_config: quantised checkpoints are not served ({folder}); use the bf16 one")
+    return config
+
+
+def architecture_of(config: PretrainedConfig, folder: Path) -> str:
+    """The class that config.json names.
+
+    Raises:
+        ConfigError: None is named, or it is no causal language model.
+    """
+    names = list(getattr(config, "architectures", None) or [])
+    if len(names) != 1 or not names[0].endswith(("ForCausalLM", "LMHeadModel")):
+        raise ConfigError(
+            f"architectures: {folder / 'config.json'} must name one causal language model, got {names}"
+        )
+    return str(names[0])
+
+
+def _context_len(config: PretrainedConfig) -> int:
+    limit = int(config.max_position_embeddings)
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if window and (layer_types is None or "sliding_attention" in layer_types):
+        return min(limit, int(window))
+    return limit
+
+
+def _eos_token_ids(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
+    found = config.eos_token_id
+    path = folder / "generation_config.json"
+    if path.is_file():
+        generation = _read_json(path)
+        if generation.get("eos_token_id") is not None:
+            found = generation["eos_token_id"]
+    if found is None:
+        return ()
+    return tuple(int(token_id) for token_id in found) if isinstance(found, list | tuple) else (int(found),)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+def vocab_hash(folder: Path) -> str:
+    """Hash of the map from tokens to ids, added tokens included: equal means that token ids can be exchanged.
+
+    Raises:
+        ConfigError: tokenizer.json is missing or is not the `tokenizers` library's format.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no tokenizer.json: save one with "
+            "AutoTokenizer.from_pretrained(<original>).save_pretrained(<folder>), a fast tokenizer is needed"
+        )
+    content = _read_json(path)
+    vocab = (content.get("model") or {}).get("vocab")
+    if isinstance(vocab, list):
+        vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
+    if not isinstance(vocab, dict):
+        raise ConfigError(f"{path} has no model.vocab: it was not written by the tokenizers library")
+    tokens = {int(token_id): str(token) for token, token_id in vocab.items()}
+    tokens.update({int(token["id"]): str(token["content"]) for token in content.get("added_tokens") or []})
+    digest = hashlib.sha256(json.dumps(sorted(tokens.items()), ensure_ascii=True).encode("ascii"))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,233 @@
+"""Decoders: a batch of rows in, float32 logits out. The lean one for the Llama family lives here.
+
+A decoder knows nothing of sessions, trees or sampling: rows, slots and block tables are all it sees.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.engine.attention import attend_rows, write_kv
+from paceline.engine.batch import Batch
+from paceline.engine.checkpoint import Checkpoint
+from paceline.engine.config import (
+    LEAN_ARCHITECTURES,
+    DecoderConfig,
+    LlamaShape,
+    architecture_of,
+    read_transformers_config,
+)
+from paceline.engine.kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
+from paceline.engine.kv import KVCache
+from paceline.engine.linear import MIN_ROWS
+from paceline.engine.llama import LlamaLayer, LlamaReader, LlamaWeights
+from paceline.engine.rope import RopeTable
+from paceline.engine.torch_attention import GroupPlan, plan_attention, run_attention
+
+_DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Decoder(Protocol):
+    """A causal language model over paged KV.
+
+    Attributes:
+        config: Sizes and limits.
+        device: Where logits and cache lie.
+        weight_bytes: What one step reads of the weights.
+    """
+
+    config: DecoderConfig
+    device: torch.device
+    weight_bytes: int
+
+    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """Writes the rows' KV and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order."""
+        ...
+
+    def new_cache(self, num_blocks: int) -> KVCache:
+        """An empty cache of the right shape."""
+        ...
+
+
+def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A CPU tensor's memory for the compiled loops; bfloat16 shows as its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+class _CompiledLayer:
+    """A layer with its norms as arrays."""
+
+    __slots__ = ("down", "gate_up", "input_norm", "key_norm", "out", "post_norm", "qkv", "query_norm")
+
+    def __init__(self, layer: LlamaLayer) -> None:
+        self.qkv, self.out = layer.qkv.raw, layer.out.raw
+        self.gate_up, self.down = layer.gate_up.raw, layer.down.raw
+        self.input_norm, self.post_norm = layer.input_norm.numpy(), layer.post_norm.numpy()
+        self.query_norm, self.key_norm = layer.query_norm.numpy(), layer.key_norm.numpy()
+
+
+class LlamaDecoder:
+    """Llama, Mistral, Qwen2 and Qwen3 with as little as possible between the linear layers.
+
+    On the CPU the rows go through compiled loops and packed linears, each row's bits independent of the others;
+    elsewhere, or with `compiled=False`, through torch operations. The residual stream is float32.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights, *, compiled: bool | None = None
+    ) -> None:
+        """Takes packed weights; `compiled` is true by default on the CPU."""
+        self.config = config
+        self.device = weights.embedding.device
+        self.weight_bytes = weights.head.nbytes + sum(layer.nbytes for layer in weights.layers)
+        self._weights = weights
+        self._inner = shape.intermediate_size
+        self._eps = shape.rms_norm_eps
+        self._scale = config.head_dim**-0.5
+        self._rope = RopeTable(shape.rope)
+        self._compiled = self.device.type == "cpu" if compiled is None else compiled
+        self._layers = [_CompiledLayer(layer) for layer in weights.layers] if self._compiled else []
+        self._dtype = weights.embedding.dtype
+
+    def new_cache(self, num_blocks: int) -> KVCache:
+        """An empty cache of `num_blocks` blocks."""
+        config = self.config
+        return KVCache(
+            config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, self.device, self._dtype
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """Writes the rows' KV and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order."""
+        if self._compiled:
+            return self._forward_compiled(batch, cache)
+        return self._forward_torch(batch, cache)
+
+    def _rows_buffer(self, rows: int, width: int) -> tuple[torch.Tensor, npt.NDArray[Any]]:
+        """Input of a packed linear, padded to MIN_ROWS, and the array of its real rows."""
+        tensor = torch.zeros((max(rows, MIN_ROWS), width), dtype=self._dtype)
+        return tensor, _as_array(tensor)[:rows]
+
+    def _forward_compiled(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        config, rows, eps = self.config, batch.num_rows, np.float32(self._eps)
+        scale, arrays = np.float32(self._scale), batch.attention_arrays
+        cos, sin = self._rope.rows(batch.positions)
+        token_ids = torch.from_numpy(batch.token_ids)
+        residual = torch.nn.functional.embedding(token_ids, self._weights.embedding).float().numpy()
+        query = np.empty((rows, config.num_heads, config.head_dim), dtype=np.float32)
+        normed, normed_rows = self._rows_buffer(rows, residual.shape[1])
+        attended, attended_rows = self._rows_buffer(rows, config.num_heads * config.head_dim)
+        activated, activated_rows = self._rows_buffer(rows, self._inner)
+        delta = None
+        for layer, (keys, values) in zip(self._layers, cache.layers, strict=True):
+            if delta is None:
+                rms_norm_rows(residual, layer.input_norm, eps, normed_rows)
+            else:
+                add_rms_norm_rows(residual, delta, layer.input_norm, eps, normed_rows)
+            qkv = _as_array(layer.qkv(normed))
+            norms = (layer.query_norm, layer.key_norm)
+            project_rows(qkv, *norms, eps, cos, sin, batch.slots, keys, values, query)
+            attend_rows(query, keys, values, arrays, scale, attended_rows)
+            add_rms_norm_rows(residual, _as_array(layer.out(attended)), layer.post_norm, eps, normed_rows)
+            silu_mul_rows(_as_array(layer.gate_up(normed)), activated_rows)
+            delta = _as_array(layer.down(activated))
+        assert delta is not None
+        return self._logits(residual[batch.logit_rows], delta[batch.logit_rows], eps)
+
+    def _logits(self, residual: npt.NDArray[Any], delta: npt.NDArray[Any], eps: np.float32) -> torch.Tensor:
+        final = np.empty_like(residual)
+        add_rms_norm_rows(residual, delta, self._weights.final_norm.numpy(), eps, final)
+        return self._weights.head(torch.from_numpy(final))
+
+    def _forward_torch(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        plan = plan_attention(batch, self.device)
+        cos, sin = (torch.from_numpy(part).to(self.device)[:, None] for part in self._rope.rows(batch.positions))
+        slots = torch.from_numpy(batch.slots).to(self.device)
+        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
+        residual = torch.nn.functional.embedding(token_ids, self._weights.embedding).float()
+        for index, layer in enumerate(self._weights.layers):
+            kv = (cache.keys[index], cache.values[index])
+            normed = self._norm(residual, layer.input_norm)
+            residual = residual + layer.out(self._attend_torch(layer, normed, (cos, sin), slots, plan, kv))
+            gate, up = layer.gate_up(self._norm(residual, layer.post_norm)).chunk(2, dim=-1)
+            residual = residual + layer.down(torch.nn.functional.silu(gate) * up)
+        wanted = torch.from_numpy(batch.logit_rows).to(self.device)
+        return self._weights.head(self._norm(residual[wanted], self._weights.final_norm))
+
+    def _norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(rows, (rows.shape[-1],), weight, self._eps)
+
+    def _attend_torch(
+        self,
+        layer: LlamaLayer,
+        normed: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        plan: list[GroupPlan],
+        kv: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        config = self.config
+        heads = layer.qkv(normed).view(len(normed), -1, config.head_dim)
+        query, key, value = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        if len(layer.query_norm):
+            query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
+        query, key = (_rotate(part, *rope) for part in (query, key))
+        write_kv(*kv, slots, key.contiguous(), value.contiguous())
+        return run_attention(plan, query, *kv, self._scale).flatten(1)
+
+
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = heads.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def _choose_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be cpu, cuda or auto, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but this machine has no usable GPU; use cpu or auto")
+    return torch.device(device)
+
+
+def _choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
+    if dtype == "auto":
+        kinds = {checkpoint.tensor(name).dtype for name in checkpoint.names if "embed" in name}
+        return torch.float32 if kinds <= {torch.float32, torch.float64} else torch.bfloat16
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype must be bfloat16, float32 or auto, got {dtype!r}")
+    return _DTYPES[dtype]
+
+
+def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_threads: int | None = None) -> Decoder:
+    """Loads a checkpoint folder.
+
+    Args:
+        folder: In the Hugging Face format, with safetensors.
+        dtype: Of the weights: "bfloat16", "float32" or "auto" (as stored; float16 becomes bfloat16).
+        device: "cpu", "cuda" or "auto" (CUDA if there is one).
+        num_threads: CPU threads of the linear layers, for the whole process; None leaves torch's choice.
+
+    Raises:
+        ConfigError: The folder or a setting makes serving impossible; says what to do.
+    """
+    place = _choose_device(device)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    described = read_transformers_config(folder)
+    config = DecoderConfig.from_transformers(described, folder)
+    checkpoint = Checkpoint(folder)
+    kind = _choose_dtype(dtype, checkpoint)
+    if architecture_of(described, folder) not in LEAN_ARCHITECTURES:
+        from paceline.engine.generic import GenericDecoder
+
+        return GenericDecoder.load(folder, config, kind, place)
+    shape = LlamaShape.from_transformers(described, config.head_dim)
+    return LlamaDecoder(config, shape, LlamaReader(checkpoint, config, shape, kind, place).read())

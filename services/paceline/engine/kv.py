@@ -1,0 +1,90 @@
+"""Paged KV: the cache itself, reference-counted blocks with a prefix cache, and scratch slots. Knows no model.
+
+A physical slot is `block * BLOCK_SIZE + offset`. Keys of a block lie transposed, [head_dim, BLOCK_SIZE], so that the
+score loop runs over tokens side by side without changing the order of any sum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+
+BLOCK_SIZE = 16
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _copy_slots(keys: Any, values: Any, sources: Any, targets: Any) -> None:
+    layers, _, kv_heads, head_dim, block_size = keys.shape
+    count = sources.shape[0]
+    held_keys = np.empty((count, kv_heads, head_dim), np.float32)
+    held_values = np.empty((count, kv_heads, head_dim), np.float32)
+    for layer in range(layers):
+        for index in range(count):
+            block, offset = sources[index] // block_size, sources[index] % block_size
+            held_keys[index] = keys[layer, block, :, :, offset]
+            held_values[index] = values[layer, block, :, offset, :]
+        for index in range(count):
+            block, offset = targets[index] // block_size, targets[index] % block_size
+            keys[layer, block, :, :, offset] = held_keys[index]
+            values[layer, block, :, offset, :] = held_values[index]
+
+
+class KVCache:
+    """Keys and values of all layers for `num_blocks` blocks: float32 on the CPU, `dtype` elsewhere.
+
+    Attributes:
+        keys: [layers, blocks, kv_heads, head_dim, BLOCK_SIZE].
+        values: [layers, blocks, kv_heads, BLOCK_SIZE, head_dim].
+        layers: One (keys, values) pair of numpy views a layer on the CPU, empty elsewhere.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocates the cache; contents are zero, so that unused lanes never hold NaN."""
+        self.device = torch.device(device)
+        self.num_blocks = num_blocks
+        kind = torch.float32 if self.device.type == "cpu" else dtype
+        shape = (num_layers, num_blocks, num_kv_heads)
+        self.keys = torch.zeros((*shape, head_dim, BLOCK_SIZE), dtype=kind, device=self.device)
+        self.values = torch.zeros((*shape, BLOCK_SIZE, head_dim), dtype=kind, device=self.device)
+        self.layers: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
+        if self.device.type == "cpu":
+            self.layers = list(zip(self.keys.numpy(), self.values.numpy(), strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def copy_slots(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        """Copies KV of slots in all layers; all sources are read before any target is written.
+
+        Args:
+            sources: int64 [n].
+            targets: int64 [n], distinct.
+        """
+        if len(sources) == 0:
+            return
+        if self.layers:
+            _copy_slots(self.keys.numpy(), self.values.numpy(), sources, targets)
+            return
+        source, target = (torch.from_numpy(slots).to(self.device) for slots in (sources, targets))
+        from_block, from_offset = source // BLOCK_SIZE, source % BLOCK_SIZE
+        to_block, to_offset = target // BLOCK_SIZE, target % BLOCK_SIZE
+        self.keys[:, to_block, :, :, to_offset] = self.keys[:, from_block, :, :, from_offset]
+        self.values[:, to_block, :, to_offset] = self.values[:, from_block, :, from_offset]

@@ -1,0 +1,107 @@
+"""Linear layers over Hugging Face weights, prepacked for oneDNN on the CPU; knows matrices, no models.
+
+Measured on the reference machine with torch 2.13: from two rows up, a row of a layer packed for 64 rows has the same
+bits whatever the other rows are and however many, in bfloat16 and float32, with one thread and with two. A lone row
+takes another kernel that differs once a sum is longer than 1,024, so it is computed as the first of two.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+PACKED_ROWS: Final = 64
+MIN_ROWS: Final = 2
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class Linear:
+    """y = x W^T + b with weights in bfloat16 or float32.
+
+    Where oneDNN is missing, and on CUDA, it is torch's own linear: then a row's last bits may depend on the other rows.
+
+    Attributes:
+        dtype: Of the weight, and of what `raw` takes and gives.
+        nbytes: Of weight and bias.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Packs weight [out, in] and bias [out]; both may be dropped by the caller afterwards."""
+        self.dtype = weight.dtype
+        self.out_features, self.in_features = weight.shape
+        self.packed = _can_pack(weight)
+        self._bias = None if bias is None else bias.to(weight.dtype).contiguous()
+        self.nbytes = weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+        with torch.inference_mode():
+            self._weight = weight.contiguous()
+            if self.packed:
+                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, PACKED_ROWS)
+
+    def raw(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, in] -> [rows, out], both of `dtype`; at least MIN_ROWS rows where `packed`, in inference mode."""
+        if self.packed:
+            result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+                rows, self._weight, self._bias, "none", [], ""
+            )
+            return result
+        return torch.nn.functional.linear(rows, self._weight, self._bias)
+
+    @torch.inference_mode()
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, in] -> float32 [rows, out]."""
+        count = len(rows)
+        if count < MIN_ROWS and self.packed:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, MIN_ROWS - count))
+        return self.raw(rows.to(self.dtype))[:count].to(torch.float32)
+
+
+class HeadLinear:
+    """The language model head: like `Linear`, but logits are never rounded to bfloat16.
+
+    bfloat16 logits have 8 bits, so that near-equal tokens would tie and sampling would see steps of 1/16 at 10. On the
+    CPU bfloat16 weights are kept as float16 instead (exact to 3e-8) and multiplied with float32 rows by FBGEMM, whose
+    rows are independent of one another from one row up; without FBGEMM, or beyond float16's range, as float32.
+
+    Attributes:
+        nbytes: Of the weight as kept.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Packs weight [vocab, hidden]."""
+        self._on_cuda = weight.device.type == "cuda"
+        self._half: object | None = None
+        self._linear: Linear | None = None
+        self._weight = weight
+        self.nbytes = weight.nbytes
+        if self._on_cuda:
+            return
+        if weight.dtype == torch.bfloat16 and _fits_float16(weight):
+            self._half = torch.ops.quantized.linear_prepack_fp16(weight.to(torch.float32), None)
+        else:
+            self._linear = Linear(weight.to(torch.float32))
+            self.nbytes = self._linear.nbytes
+        self._weight = weight[:0]
+
+    @torch.inference_mode()
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, hidden] -> float32 [rows, vocab]."""
+        if self._linear is not None:
+            return self._linear(rows)
+        if self._half is not None:
+            logits: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._half)
+            return logits
+        if self._weight.dtype == torch.float32:
+            return torch.nn.functional.linear(rows, self._weight)
+        return torch.mm(rows.to(self._weight.dtype), self._weight.t(), out_dtype=torch.float32)
+
+
+def _fits_float16(weight: torch.Tensor) -> bool:
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    return bool(weight.abs().max() < torch.finfo(torch.float16).max)

@@ -1,0 +1,117 @@
+"""Weights of the Llama family, fused and packed: Llama, Mistral, Qwen2, Qwen3. Knows names and shapes, computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.engine.checkpoint import Checkpoint
+from paceline.engine.config import DecoderConfig, LlamaShape
+from paceline.engine.linear import HeadLinear, Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaLayer:
+    """One layer; norms are float32, and the q/k norms [head_dim] are empty where the family has none."""
+
+    input_norm: torch.Tensor
+    query_norm: torch.Tensor
+    key_norm: torch.Tensor
+    post_norm: torch.Tensor
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def nbytes(self) -> int:
+        """What one step reads of this layer."""
+        return self.qkv.nbytes + self.out.nbytes + self.gate_up.nbytes + self.down.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaWeights:
+    """All weights of a decoder."""
+
+    embedding: torch.Tensor
+    layers: tuple[LlamaLayer, ...]
+    final_norm: torch.Tensor
+    head: HeadLinear
+
+
+class LlamaReader:
+    """Reads the weights of one checkpoint in the wanted kind and place."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: DecoderConfig,
+        shape: LlamaShape,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Remembers what to read."""
+        self._checkpoint = checkpoint
+        self._config = config
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+
+    def read(self) -> LlamaWeights:
+        """Reads and packs everything.
+
+        Raises:
+            ConfigError: A tensor is missing or has another shape than config.json says.
+        """
+        vocab = (self._config.vocab_size, self._shape.hidden_size)
+        embedding = self._weight("model.embed_tokens.weight", vocab)
+        head = embedding if self._shape.tied_head else self._weight("lm_head.weight", vocab)
+        return LlamaWeights(
+            embedding=embedding,
+            layers=tuple(self._layer(index) for index in range(self._config.num_layers)),
+            final_norm=self._norm("model.norm.weight", self._shape.hidden_size),
+            head=HeadLinear(head),
+        )
+
+    def _weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
+
+    def _norm(self, name: str, size: int) -> torch.Tensor:
+        return self._checkpoint.tensor(name, (size,)).to(device=self._device, dtype=torch.float32).contiguous()
+
+    def _head_norm(self, name: str) -> torch.Tensor:
+        if self._checkpoint.has(name):
+            return self._norm(name, self._config.head_dim)
+        return torch.empty(0, dtype=torch.float32, device=self._device)
+
+    def _fused(self, prefix: str, parts: dict[str, int], in_features: int) -> Linear:
+        """One linear of several: their outputs follow one another; missing biases count as zero."""
+        weights = [self._weight(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts.items()]
+        named = {name: f"{prefix}.{name}.bias" for name in parts}
+        if not any(self._checkpoint.has(name) for name in named.values()):
+            return Linear(torch.cat(weights))
+        biases = [
+            self._weight(named[name], (size,))
+            if self._checkpoint.has(named[name])
+            else torch.zeros(size, dtype=self._dtype, device=self._device)
+            for name, size in parts.items()
+        ]
+        return Linear(torch.cat(weights), torch.cat(biases))
+
+    def _layer(self, index: int) -> LlamaLayer:
+        prefix = f"model.layers.{index}"
+        config, shape = self._config, self._shape
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return LlamaLayer(
+            input_norm=self._norm(f"{prefix}.input_layernorm.weight", hidden),
+            query_norm=self._head_norm(f"{attention}.q_norm.weight"),
+            key_norm=self._head_norm(f"{attention}.k_norm.weight"),
+            post_norm=self._norm(f"{prefix}.post_attention_layernorm.weight", hidden),
+            qkv=self._fused(attention, {"q_proj": query, "k_proj": kv, "v_proj": kv}, hidden),
+            out=self._fused(attention, {"o_proj": hidden}, query),
+            gate_up=self._fused(mlp, {"gate_proj": inner, "up_proj": inner}, hidden),
+            down=self._fused(mlp, {"down_proj": hidden}, inner),
+        )

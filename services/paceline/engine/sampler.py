@@ -1,0 +1,299 @@
+"""Target tokens, draft rankings and log probabilities from rows of logits, one sampler a session.
+
+The order of processors, the filters and the noise are defined in `paceline.core.processors` and
+`paceline.core.noise`; the compiled loops choose the very same token. This module must not know trees, steps
+or other sessions.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import LocalProtocolError
+from paceline.core.messages import PositionLogprobs
+from paceline.core.noise import split_uint64
+from paceline.core.params import SamplingParams
+from paceline.core.processors import MAX_VOCAB_SIZE, Truncation, masked_until_min_tokens, require_usable
+from paceline.engine import noise_kernels, row_kernels
+
+Logits = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_NO_IDS = np.empty(0, np.int64)
+_NO_VALUES = np.empty(0)
+_NO_PENALTIES = (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Buffers:
+    """Working space for one row; scores beyond the vocabulary stay at -inf."""
+
+    scores: Floats
+    chunk_max: Floats
+    gathered: tuple[Floats, Ints, Ints]
+
+    @classmethod
+    def for_vocabulary(cls, vocab_size: int) -> _Buffers:
+        num_chunks = -(-vocab_size // row_kernels.CHUNK)
+        padded = num_chunks * row_kernels.CHUNK
+        # One entry more: the gathering loop writes before it decides whether to keep.
+        gathered = (np.empty(padded + 1), np.empty(padded + 1, np.int64), np.empty(padded + 1, np.int64))
+        return cls(scores=np.full(padded, -np.inf), chunk_max=np.empty(num_chunks), gathered=gathered)
+
+
+class _ThreadBuffers(threading.local):
+    """Each thread's buffers by vocabulary size, shared by its samplers."""
+
+    def __init__(self) -> None:
+        self._by_vocab_size: dict[int, _Buffers] = {}
+
+    def of(self, vocab_size: int) -> _Buffers:
+        buffers = self._by_vocab_size.get(vocab_size)
+        if buffers is None:
+            buffers = self._by_vocab_size[vocab_size] = _Buffers.for_vocabulary(vocab_size)
+        return buffers
+
+
+_BUFFERS = _ThreadBuffers()
+
+
+class _SeenTokens:
+    """Ids that penalties look at, with their output counts, as arrays for the compiled loops."""
+
+    def __init__(
+        self, vocab_size: int, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int]
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._slots: dict[int, int] = {}
+        self._ids = np.empty(64, np.int64)
+        self._counts = np.empty(64, np.int64)
+        for token_id in prompt_token_ids:
+            self.add(token_id, 0)
+        for token_id in output_token_ids:
+            self.add(token_id, 1)
+
+    def arrays(self) -> tuple[Ints, Ints]:
+        """Returns ids and output counts; a count of 0 is a token of the prompt alone."""
+        return self._ids[: len(self._slots)], self._counts[: len(self._slots)]
+
+    def add(self, token_id: int, count: int) -> None:
+        slot = self._slots.get(token_id)
+        if slot is None:
+            _require_ids((token_id,), self._vocab_size)
+            slot = self._slots[token_id] = len(self._slots)
+            if slot == len(self._ids):
+                self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+                self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
+            self._ids[slot] = token_id
+            self._counts[slot] = 0
+        self._counts[slot] += count
+
+    @contextmanager
+    def extended(self, path: Sequence[int]) -> Iterator[None]:
+        """Counts the path as output for the time of the block."""
+        size = len(self._slots)
+        counted = []
+        try:
+            for token_id in path:
+                self.add(token_id, 1)
+                counted.append(token_id)
+            yield
+        finally:
+            for token_id in counted:
+                self._counts[self._slots[token_id]] -= 1
+            while len(self._slots) > size:
+                self._slots.popitem()
+
+
+def _require_ids(token_ids: Iterable[int], vocab_size: int) -> None:
+    """Refuses ids that a compiled loop would take as an address outside its row."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise LocalProtocolError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
+
+
+class RowSampler:
+    """Turns the rows of one session into tokens; every committed token is pushed once.
+
+    Any thread may call it, one at a time. Logits are float32 [vocab], C-contiguous, never written to.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        if not 0 < vocab_size <= MAX_VOCAB_SIZE:
+            raise LocalProtocolError(
+                f"the vocabulary must hold from 1 to {MAX_VOCAB_SIZE} ids, not {vocab_size}"
+            )
+        masked_ids = masked_until_min_tokens(params, eos_token_ids)
+        _require_ids((*masked_ids, *(token_id for token_id, _ in params.logit_bias)), vocab_size)
+        self._vocab_size = vocab_size
+        self._min_tokens = params.min_tokens
+        self._truncation = Truncation.of(params)
+        self._key = split_uint64(params.seed)
+        self._bias_ids = np.array([token_id for token_id, _ in params.logit_bias], np.int64)
+        self._biases = np.array([bias for _, bias in params.logit_bias], np.float64)
+        self._masked_ids = np.array(masked_ids, np.int64)
+        self._num_outputs = len(output_token_ids)
+        self._penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self._seen: _SeenTokens | None = None
+        if self._penalties != _NO_PENALTIES:
+            # Only the repetition penalty looks at the prompt.
+            prompt = prompt_token_ids if params.repetition_penalty != 1.0 else ()
+            self._seen = _SeenTokens(vocab_size, prompt, output_token_ids)
+
+    def push(self, token_id: int) -> None:
+        """Appends one output token to the history."""
+        self._num_outputs += 1
+        if self._seen is not None:
+            self._seen.add(token_id, 1)
+
+    def choose(self, logits: Logits, position: int) -> int:
+        """Returns the target's token for an absolute position, from the row's logits [vocab].
+
+        Equal to `coupled_choice(process(logits, ...), gumbel(seed, position, ids))`, without noise at
+        temperature 0.
+
+        Raises:
+            UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
+        """
+        self._require_row(logits)
+        if self._truncation.greedy and not self._has_processors():
+            best = int(np.argmax(logits))
+            require_usable(float(logits[best]))
+            return best
+        buffers = _BUFFERS.of(self._vocab_size)
+        largest = self._load(logits, buffers)
+        if self._truncation.greedy:
+            return int(row_kernels.first_of(buffers.scores, buffers.chunk_max, largest))
+        cut, last_id = self._filter(buffers, largest)
+        noise_at = (self._key, split_uint64(position))
+        row = (buffers.scores, buffers.chunk_max, largest)
+        return int(noise_kernels.best_perturbed(*row, cut, last_id, *noise_at))
+
+    def rank(
+        self, logits: Logits, position: int, count: int, path: Sequence[int] = ()
+    ) -> tuple[list[int], list[float]]:
+        """Returns the best ids of the coupled rule's scores, best first, and the confidence in each.
+
+        Confidence is the id's share in the softmax of the scores: with noise, or at temperature 0 of the
+        processed logits alone. Fewer than `count` ids come back when fewer survive the filters.
+
+        Args:
+            logits: [vocab], usually of a draft model.
+            position: Absolute position of the token to guess.
+            count: How many ids, at least 1.
+            path: Tokens between the history and this row (the tree path); they count as output.
+
+        Raises:
+            UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
+        """
+        self._require_row(logits)
+        buffers = _BUFFERS.of(self._vocab_size)
+        if self._seen is None:
+            largest = self._load(logits, buffers, len(path))
+        else:
+            with self._seen.extended(path):
+                largest = self._load(logits, buffers, len(path))
+        top_ids, top_scores = np.empty(count, np.int64), np.full(count, -np.inf)
+        row = (buffers.scores, buffers.chunk_max, largest)
+        if self._truncation.greedy:
+            filled, total = noise_kernels.rank_plain(*row, top_ids, top_scores)
+        else:
+            noise_at = (self._key, split_uint64(position))
+            filled, total = noise_kernels.rank_perturbed(
+                *row, *self._filter(buffers, largest), *noise_at, top_ids, top_scores
+            )
+        confidences = np.exp(top_scores[:filled] - largest) / total
+        return top_ids[:filled].tolist(), confidences.tolist()
+
+    def logprobs(self, logits: Logits, token_id: int, count: int) -> PositionLogprobs:
+        """Returns log probabilities of the raw logits [vocab]: the token's and the `count` best.
+
+        Raises:
+            UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
+        """
+        self._require_row(logits)
+        buffers = _BUFFERS.of(self._vocab_size)
+        largest = row_kernels.load_row(
+            logits, _NO_IDS, _NO_VALUES, _NO_IDS, _NO_IDS, _NO_IDS, _NO_PENALTIES, 1.0,
+            buffers.scores, buffers.chunk_max,
+        )  # fmt: skip
+        require_usable(largest)
+        top_ids, top_scores = np.empty(count, np.int64), np.full(count, -np.inf)
+        filled, total = noise_kernels.rank_plain(
+            buffers.scores, buffers.chunk_max, largest, top_ids, top_scores
+        )
+        normaliser = largest + math.log(total)
+        top = zip(top_ids[:filled].tolist(), (top_scores[:filled] - normaliser).tolist(), strict=True)
+        return PositionLogprobs(
+            token_id=token_id, logprob=float(logits[token_id]) - normaliser, top=tuple(top)
+        )
+
+    def _require_row(self, logits: Logits) -> None:
+        if logits.shape != (self._vocab_size,) or logits.dtype != np.float32:
+            raise LocalProtocolError(
+                f"a row must hold {self._vocab_size} float32 logits, got {logits.dtype} {logits.shape}"
+            )
+
+    def _has_processors(self) -> bool:
+        masking = self._num_outputs < self._min_tokens
+        return masking or self._seen is not None or len(self._bias_ids) > 0
+
+    def _load(self, logits: Logits, buffers: _Buffers, num_ahead: int = 0) -> float:
+        """Fills the buffers with processed scores and returns the largest."""
+        masking = self._num_outputs + num_ahead < self._min_tokens
+        seen_ids, seen_counts = (_NO_IDS, _NO_IDS) if self._seen is None else self._seen.arrays()
+        largest = row_kernels.load_row(
+            logits,
+            self._bias_ids,
+            self._biases,
+            self._masked_ids if masking else _NO_IDS,
+            seen_ids,
+            seen_counts,
+            self._penalties,
+            self._truncation.inverse_temperature,
+            buffers.scores,
+            buffers.chunk_max,
+        )
+        require_usable(largest)
+        return largest
+
+    def _filter(self, buffers: _Buffers, largest: float) -> tuple[float, int]:
+        rule = self._truncation
+        cut, last_id = row_kernels.filter_row(
+            buffers.scores,
+            buffers.chunk_max,
+            largest,
+            rule.log_min_p,
+            rule.top_k,
+            rule.top_p,
+            buffers.gathered,
+        )
+        return cut, last_id
+
+
+def warm_up(vocab_size: int) -> None:
+    """Compiles every loop, or loads it from the cache, so that no request waits for it."""
+    row = np.zeros(vocab_size, np.float32)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            max_tokens=1, temperature=temperature, top_k=vocab_size, top_p=0.5, presence_penalty=1.0
+        )
+        sampler = RowSampler(params, vocab_size, (), ())
+        sampler.choose(row, 0)
+        sampler.rank(row, 0, 1)
+    sampler.logprobs(row, 0, 1)

@@ -1,0 +1,479 @@
+"""The verifier's engine: one step at a time, plan -> pack -> forward -> walk -> commit.
+
+It runs in the engine thread and owns the target model. It knows sessions and messages as plain values, never a
+socket; time comes from the clock it is given.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.core.allocator import Allocation, Allocator, Demand
+from paceline.core.errors import RemoteProtocolError
+from paceline.core.messages import (
+    CloseSession,
+    CommittedTokens,
+    DraftNodes,
+    GenerateRequest,
+    LaggingSession,
+    ModelIdentity,
+    ToDrafter,
+    ToVerifier,
+)
+from paceline.core.pace import LinkPace
+from paceline.core.patience import Prospect, prospect, worth_waiting
+from paceline.core.tree import Node, walk
+from paceline.engine.decoder import Decoder
+from paceline.engine.blocks import BlockPool, SlotPool
+from paceline.engine.kv import BLOCK_SIZE
+from paceline.engine.packing import BatchBuilder
+from paceline.engine.target_session import TargetSession
+
+# Smoothing of the step time that waiting is weighed against.
+STEP_SMOOTHING = 0.1
+# Nodes a drafter may keep ahead of the committed tokens, per node that may be verified.
+ROOM_PER_NODE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A session to run."""
+
+    request: GenerateRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """The client of a session left."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftsArrived:
+    """Messages of one drafter, with the time they arrived."""
+
+    address: str
+    messages: Sequence[ToVerifier]
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkChanged:
+    """A drafter was reached (its sessions are opened anew) or lost."""
+
+    address: str
+    up: bool
+
+
+TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetLimits:
+    """Bounds of the engine.
+
+    Args:
+        max_num_seqs: Most sessions that run at once.
+        max_num_batched_tokens: Most rows of a step.
+        max_model_len: Most tokens of a session, prompt and output.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one step did, for metrics."""
+
+    seconds: float = 0.0
+    num_rows: int = 0
+    num_prefill_rows: int = 0
+    num_decoding: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    price: float = 1.0
+    gammas: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    num_hits: int = 0
+    num_misses: int = 0
+    num_late_nodes: int = 0
+    num_stale_nodes: int = 0
+    num_preempted: int = 0
+    kv_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOutput:
+    """What one step has to say to the world."""
+
+    committed: Sequence[tuple[str, CommittedTokens]]
+    to_drafters: dict[str, list[ToDrafter]]
+    broken_links: dict[str, RemoteProtocolError]
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verification:
+    """One decoding session in a step: its nodes, their scratch slots, and where the logits of each row are."""
+
+    session: TargetSession
+    nodes: tuple[Node, ...]
+    slots: dict[int, int]
+    logit_index: dict[int, int]
+
+
+class TargetEngine:
+    """Continuous batching over the target model; see the module docstring.
+
+    Args:
+        decoder: The target model.
+        identity: What it calls itself.
+        num_blocks: Pages of committed KV.
+        limits: Bounds.
+        allocator: Which nodes a step verifies.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        identity: ModelIdentity,
+        num_blocks: int,
+        limits: TargetLimits,
+        allocator: Allocator,
+        clock: Callable[[], float],
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._decoder = decoder
+        self._identity = identity
+        self._limits = limits
+        self._allocator = allocator
+        self._clock = clock
+        scratch_blocks = -(-limits.max_num_batched_tokens // BLOCK_SIZE)
+        self._cache = decoder.new_cache(num_blocks + scratch_blocks)
+        self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
+        self._waiting: deque[TargetSession] = deque()
+        self._running: list[TargetSession] = []
+        self._sessions: dict[str, TargetSession] = {}
+        self._links: dict[str, LinkPace] = {}
+        self._outgoing: dict[str, list[ToDrafter]] = {}
+        self._broken: dict[str, RemoteProtocolError] = {}
+        self._report = StepReport()
+        self._prefix_totals = (0, 0)
+        self._step_s = 0.01
+        self._idle_since_s = clock()
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that wait or run."""
+        return len(self._sessions)
+
+    # Events
+
+    def handle(self, event: TargetEvent) -> None:
+        """Takes in one event."""
+        match event:
+            case Submit():
+                self._submit(event.request)
+            case Cancel():
+                self._drop(event.session_id)
+            case DraftsArrived():
+                self._receive(event)
+            case LinkChanged(up=True):
+                self._links[event.address] = LinkPace()
+                for session in self._sessions.values():
+                    if session.drafter_address == event.address:
+                        self._say(session, session.draft.open())
+            case LinkChanged():
+                self._links.pop(event.address, None)
+
+    def _submit(self, request: GenerateRequest) -> None:
+        session = TargetSession(request, self._identity, self._limits.max_model_len, self.pool, self._clock())
+        self._sessions[request.session_id] = session
+        self._waiting.append(session)
+        session.draft.room = ROOM_PER_NODE * self._cap(session)
+        self._say(session, session.draft.open())
+
+    def _drop(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return
+        session.pages.release()
+        if session in self._running:
+            self._running.remove(session)
+        else:
+            self._waiting.remove(session)
+        self._say(session, CloseSession(session_id=session_id, epoch=session.draft.epoch))
+
+    def _receive(self, event: DraftsArrived) -> None:
+        pace = self._links.get(event.address)
+        if pace is None:
+            return
+        pace.silent = False
+        try:
+            for message in event.messages:
+                session = self._sessions.get(message.session_id)
+                if session is not None and session.drafter_address == event.address:
+                    self._receive_one(session, message, event.arrived_s, pace)
+        except RemoteProtocolError as error:
+            self._broken[event.address] = error
+            self._links.pop(event.address, None)
+
+    def _receive_one(
+        self, session: TargetSession, message: ToVerifier, arrived_s: float, pace: LinkPace
+    ) -> None:
+        match message:
+            case DraftNodes():
+                outcome = session.draft.receive(message)
+                self._report.num_late_nodes += outcome.num_late
+                self._report.num_stale_nodes += outcome.num_stale
+                if message.base_len == session.draft.committed_len:
+                    session.heard(arrived_s, pace)
+            case LaggingSession():
+                answer = session.draft.catch_up(message)
+                if answer is not None:
+                    self._say(session, answer)
+
+    def _say(self, session: TargetSession, message: ToDrafter) -> None:
+        if session.drafter_address in self._links:
+            self._outgoing.setdefault(session.drafter_address, []).append(message)
+
+    # Stepping
+
+    def has_work(self) -> bool:
+        """True while sessions wait or run, or something is left to say."""
+        return bool(self._sessions or self._outgoing or self._broken)
+
+    def patience_s(self) -> float:
+        """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
+        now_s = self._clock()
+        decoding = [session for session in self._running if session.is_decoding]
+        if self._outgoing or self._waiting or not decoding or len(decoding) < len(self._running):
+            return 0.0
+        if now_s - self._idle_since_s >= self._step_s:
+            self._blame_silence(decoding, now_s)
+            return 0.0
+        prospects: list[Prospect] = []
+        waits: list[float] = []
+        for session in decoding:
+            wait_s = self._wait_s(session, now_s)
+            price = 1.0 if wait_s is None else session.draft.price
+            look = prospect(session.draft.tree, self._cap(session), price=price)
+            prospects.append(look)
+            if wait_s is not None and look.gain:
+                waits.append(wait_s)
+        if not waits or not worth_waiting(prospects, wait_s=min(waits), step_s=self._step_s):
+            return 0.0
+        return min(max(waits), self._step_s - (now_s - self._idle_since_s))
+
+    def _wait_s(self, session: TargetSession, now_s: float) -> float | None:
+        pace = self._links.get(session.drafter_address)
+        if pace is None or not session.may_wait():
+            return None
+        return pace.wait_s(now_s=now_s, committed_s=session.committed_s, heard_s=session.heard_s)
+
+    def _blame_silence(self, decoding: Sequence[TargetSession], now_s: float) -> None:
+        """A whole step's time was waited: links that said nothing are not waited for until they speak."""
+        for session in decoding:
+            pace = self._links.get(session.drafter_address)
+            unheard = session.heard_s is None and now_s - session.committed_s >= self._step_s
+            if pace is not None and unheard and self._cap(session):
+                pace.silent = True
+
+    def step(self) -> TargetOutput:
+        """Runs one step over all sessions that have something to compute."""
+        started_s = self._clock()
+        self._admit()
+        builder = BatchBuilder()
+        verifications = self._plan_decoding(builder)
+        finishing = self._plan_prefill(builder)
+        committed: list[tuple[str, CommittedTokens]] = []
+        if builder.num_rows:
+            logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
+            batch_size = len(verifications) + len(finishing)
+            for each in verifications:
+                committed.append(self._verify(each, logits, batch_size))
+            for session, logit_index in finishing:
+                committed.append(self._first_token(session, logits[logit_index], batch_size))
+            self._time_step(started_s, builder.num_rows)
+        return self._output(committed, builder.num_rows)
+
+    def _time_step(self, started_s: float, num_rows: int) -> None:
+        now_s = self._clock()
+        self._idle_since_s = now_s
+        self._report.seconds = now_s - started_s
+        if not self._report.num_prefill_rows and num_rows:
+            self._step_s += STEP_SMOOTHING * (self._report.seconds - self._step_s)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._limits.max_num_seqs:
+            session = self._waiting[0]
+            if not session.admit(self._clock()):
+                return
+            self._waiting.popleft()
+            self._running.append(session)
+
+    def _plan_decoding(self, builder: BatchBuilder) -> list[_Verification]:
+        decoding = [session for session in self._running if session.is_decoding]
+        for session in decoding:
+            while session in self._running and not session.pages.reserve(session.draft.committed_len):
+                self._preempt()
+        decoding = [session for session in decoding if session in self._running]
+        backlog = sum(session.pages.num_missing for session in self._running if not session.is_decoding)
+        budget = self._limits.max_num_batched_tokens
+        other_rows = min(backlog, max(0, budget - len(decoding)))
+        share = max(0, budget // max(1, len(decoding)) - 1)
+        demands = [Demand(tree=each.draft.tree, cap=min(self._cap(each), share)) for each in decoding]
+        allocation = self._allocator.allocate(demands, other_rows=other_rows)
+        self._set_price(decoding, allocation)
+        return [
+            self._pack(builder, session, nodes)
+            for session, nodes in zip(decoding, allocation.nodes, strict=True)
+        ]
+
+    def _cap(self, session: TargetSession) -> int:
+        return min(session.cap(), self._allocator.max_nodes)
+
+    def _set_price(self, decoding: Sequence[TargetSession], allocation: Allocation) -> None:
+        self._report.price = allocation.price
+        for session in decoding:
+            session.draft.price = allocation.price
+            session.draft.room = ROOM_PER_NODE * self._cap(session)
+
+    def _pack(self, builder: BatchBuilder, session: TargetSession, nodes: tuple[Node, ...]) -> _Verification:
+        length = session.draft.committed_len
+        deepest = max((node.position for node in nodes), default=0)
+        if not session.pages.reserve(deepest + 1):
+            nodes = ()
+        root_index = builder.add_prefix(session.pages, length - 1, length, wants_logits=True)
+        assert root_index is not None, "the root's logits were asked for"
+        logit_index = {id(session.draft.tree.root): root_index}
+        slots: dict[int, int] = {}
+        for node in nodes:
+            slot = self._scratch.take()
+            assert slot is not None, "scratch holds as many slots as a step has rows"
+            slots[id(node)] = slot
+            path = _ancestors(node, slots)
+            logit_index[id(node)] = builder.add_node(
+                session.pages,
+                token_id=node.token_id,
+                position=node.position,
+                slot=slot,
+                ancestors=path,
+            )
+        return _Verification(session=session, nodes=nodes, slots=slots, logit_index=logit_index)
+
+    def _plan_prefill(self, builder: BatchBuilder) -> list[tuple[TargetSession, int]]:
+        """Adds prefill chunks while the step has room; returns the sessions whose first token this step gives."""
+        finishing: list[tuple[TargetSession, int]] = []
+        for session in self._running:
+            room = self._limits.max_num_batched_tokens - builder.num_rows
+            if session.is_decoding or room <= 0:
+                continue
+            start = session.pages.num_computed
+            stop = min(start + room, session.draft.committed_len)
+            last = stop == session.draft.committed_len
+            logit_index = builder.add_prefix(session.pages, start, stop, wants_logits=last)
+            self._report.num_prefill_rows += stop - start
+            if logit_index is None:
+                session.prefilled_to = stop
+            else:
+                finishing.append((session, logit_index))
+        return finishing
+
+    def _preempt(self) -> None:
+        """Takes the pages of the youngest session; it will be computed anew when there is room."""
+        session = self._running.pop()
+        session.pages.release()
+        self._waiting.appendleft(session)
+        self._report.num_preempted += 1
+
+    # Committing
+
+    def _verify(
+        self, each: _Verification, logits: np.ndarray, batch_size: int
+    ) -> tuple[str, CommittedTokens]:
+        session = each.session
+        base_len = session.draft.committed_len
+
+        def choose(node: Node) -> int:
+            return session.choose(logits[each.logit_index[id(node)]])
+
+        tokens = walk(session.draft.tree.root, each.nodes, choose, session.ends)
+        pruning = session.draft.commit(tokens)
+        accepted = [node for node in pruning.matched if id(node) in each.slots]
+        self._compact(session, accepted, each)
+        session.pages.mark_computed(base_len + len(accepted))
+        session.draft.tally.count(
+            num_draft_tokens=len(each.nodes), num_accepted=len(accepted), hit=pruning.hit, batch_size=batch_size
+        )
+        self._report.gammas.append(len(each.nodes))
+        if each.nodes:
+            self._report.accepted.append(len(accepted))
+            self._report.num_hits += pruning.hit
+            self._report.num_misses += not pruning.hit
+        return self._hand_out(session, base_len)
+
+    def _compact(self, session: TargetSession, accepted: Sequence[Node], each: _Verification) -> None:
+        if accepted:
+            sources = [each.slots[id(node)] for node in accepted]
+            targets = [session.pages.slot(node.position) for node in accepted]
+            self._cache.copy_slots(np.array(sources, np.int64), np.array(targets, np.int64))
+        for slot in each.slots.values():
+            self._scratch.give_back(slot)
+
+    def _first_token(
+        self, session: TargetSession, row: np.ndarray, batch_size: int
+    ) -> tuple[str, CommittedTokens]:
+        base_len = session.draft.committed_len
+        session.pages.mark_computed(base_len)
+        session.draft.commit((session.choose(row),))
+        session.draft.tally.count(num_draft_tokens=0, num_accepted=0, hit=False, batch_size=batch_size)
+        return self._hand_out(session, base_len)
+
+    def _hand_out(self, session: TargetSession, base_len: int) -> tuple[str, CommittedTokens]:
+        now_s = self._clock()
+        committed = session.hand_out(base_len, now_s)
+        if committed.result is not None:
+            self._drop(session.draft.session_id)
+        else:
+            self._say(session, session.draft.commit_message(base_len))
+        return session.draft.session_id, committed
+
+    def _output(self, committed: list[tuple[str, CommittedTokens]], num_rows: int) -> TargetOutput:
+        for session in self._running:
+            if session.prefilled_to > session.pages.num_computed:
+                session.pages.mark_computed(session.prefilled_to)
+        report, self._report = self._report, StepReport()
+        report.num_rows = num_rows
+        report.num_decoding = len(report.gammas)
+        report.num_running = len(self._running)
+        report.num_waiting = len(self._waiting)
+        report.kv_usage = self.pool.num_used / self.pool.num_blocks
+        totals = (self.pool.num_queries, self.pool.num_hits)
+        report.prefix_queries = totals[0] - self._prefix_totals[0]
+        report.prefix_hits = totals[1] - self._prefix_totals[1]
+        self._prefix_totals = totals
+        to_drafters, self._outgoing = self._outgoing, {}
+        broken, self._broken = self._broken, {}
+        return TargetOutput(committed=committed, to_drafters=to_drafters, broken_links=broken, report=report)
+
+
+def _ancestors(node: Node, slots: dict[int, int]) -> list[int]:
+    """Scratch slots of a node's ancestors below the root, oldest first."""
+    path: list[int] = []
+    above = node.parent
+    while above is not None and id(above) in slots:
+        path.append(slots[id(above)])
+        above = above.parent
+    return path[::-1]

@@ -1,0 +1,164 @@
+"""Starts a verifier: `python -m paceline.verifier --model FOLDER`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from paceline.config import loggable, parse
+from paceline.core.errors import ConfigError
+from paceline.core.messages import GenerateRequest, ModelIdentity
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.engine.identity import model_identity
+from paceline.engine.decoder import load_decoder
+from paceline.engine.kv import BLOCK_SIZE
+from paceline.engine.process import prepare_process
+from paceline.engine.target import Submit, TargetEngine, TargetLimits
+from paceline.obs.log import setup_logging
+from paceline.obs.metrics import VerifierMetrics, start_metrics_server
+from paceline.rpc.v1 import verifier_pb2_grpc
+from paceline.serving import GrpcServer, install_signal_handlers, run, start_grpc_server
+from paceline.store.announcer import announced
+from paceline.store.base import Replica, open_store
+from paceline.verifier.config import VerifierConfig, allocator_from
+from paceline.verifier.host import TargetHost
+from paceline.verifier.servicer import VerifierServicer
+
+logger = logging.getLogger(__name__)
+
+PROG = "paceline verifier"
+SERVICE = "paceline.rpc.v1.Verifier"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `paceline verifier`."""
+    arguments = sys.argv[1:] if argv is None else argv
+    config = parse(VerifierConfig, arguments, os.environ, PROG, "Runs a target model and verifies draft trees.")
+    setup_logging("verifier")
+    run(serve(config), prog=PROG)
+
+
+async def serve(config: VerifierConfig) -> None:
+    """Serves until SIGTERM or SIGINT; raises what breaks the engine."""
+    logger.info("starting", extra=loggable(config))
+    prepare_process(config.cpus)
+    identity = model_identity(config.model, config.model_name)
+    max_model_len = _max_model_len(config, identity)
+    registry = CollectorRegistry()
+    host = TargetHost(
+        identity=identity,
+        max_model_len=max_model_len,
+        max_queue=config.max_queue,
+        make_engine=lambda: make_engine(config, identity, max_model_len),
+        metrics=VerifierMetrics(registry),
+    )
+    async with open_store(config.redis_url) as store:
+        await store.ping()
+        server = await start_grpc_server(
+            host=config.host,
+            port=config.port,
+            add_servicers=lambda it: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), it),
+            service_names=[SERVICE],
+        )
+        with start_metrics_server(registry, config.host, config.metrics_port):
+            await host.start()
+            await server.ready()
+
+            def replica() -> Replica:
+                return Replica(
+                    replica_id=config.replica_id or f"verifier-{server.address}",
+                    role="verifier",
+                    address=server.address,
+                    identity=identity,
+                    max_sessions=config.max_num_seqs,
+                    num_sessions=host.num_sessions,
+                    draining=False,
+                )
+
+            async with announced(store, replica):
+                await _until_stopped(host)
+            await _shut_down(host, server, config.grace_s)
+
+
+async def _until_stopped(host: TargetHost) -> None:
+    stop = asyncio.Event()
+    install_signal_handlers(stop)
+    stopped = asyncio.create_task(stop.wait())
+    death = asyncio.create_task(host.engine_ended())
+    await asyncio.wait({stopped, death}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if death.done():
+        death.result()
+    death.cancel()
+
+
+async def _shut_down(host: TargetHost, server: GrpcServer, grace_s: float) -> None:
+    await server.drain()
+    await host.drain(grace_s)
+    await server.stop(1.0)
+    await host.close()
+
+
+def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
+    """Longest session that model and pages allow.
+
+    Raises:
+        ConfigError: `--max-model-len` is more than either allows.
+    """
+    paged = (config.num_kv_blocks - 1) * BLOCK_SIZE
+    allowed = min(identity.context_len, paged)
+    if config.max_model_len > allowed:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than the model's {identity.context_len} tokens or "
+            f"the {paged} tokens of --num-kv-blocks {config.num_kv_blocks} allow"
+        )
+    return config.max_model_len or allowed
+
+
+def make_engine(config: VerifierConfig, identity: ModelIdentity, max_model_len: int) -> TargetEngine:
+    """Loads the model and runs a few steps, so that the first request finds everything compiled."""
+    decoder = load_decoder(config.model, config.dtype, config.device, config.threads)
+    engine = TargetEngine(
+        decoder=decoder,
+        identity=identity,
+        num_blocks=config.num_kv_blocks,
+        limits=TargetLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+        ),
+        allocator=allocator_from(config.speculative_config),
+        clock=time.monotonic,
+    )
+    warm_up(engine)
+    logger.info("model is ready", extra={"weight_bytes": decoder.weight_bytes, "model": identity.name})
+    return engine
+
+
+def warm_up(engine: TargetEngine) -> None:
+    """Runs a greedy and a sampled session of a few tokens."""
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+    sampled = SamplingParams(
+        max_tokens=8, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, frequency_penalty=0.1, ignore_eos=True
+    )
+    for index, sampling in enumerate((greedy, sampled)):
+        request = GenerateRequest(
+            session_id=f"warm-up-{index}",
+            epoch=0,
+            prompt_token_ids=(0,),
+            sampling=sampling,
+            speculation=SpeculationParams(enabled=False),
+        )
+        engine.handle(Submit(request=request))
+    while engine.has_work():
+        engine.step()
+
+
+if __name__ == "__main__":
+    main()

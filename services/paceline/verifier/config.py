@@ -1,0 +1,81 @@
+"""Settings of a verifier."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import setting
+from paceline.core.allocator import Allocator, FixedGamma, Goodput
+from paceline.core.errors import ConfigError
+from paceline.core.params import MAX_DRAFT_TOKENS
+
+METHODS = ("draft_model",)
+POLICIES = ("goodput", "fixed")
+DEFAULT_DRAFT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierConfig:
+    """Flags and environment variables of `paceline verifier`."""
+
+    model: Path = setting(help="Checkpoint folder of the target model, in Hugging Face layout.")
+    model_name: str = setting("", help="Name users ask for; empty: the folder's name.")
+    host: str = setting("127.0.0.1", help="Address to listen on, and to announce.")
+    port: int = setting(8101, help="gRPC port; 0 picks a free one.", low=0, high=65535)
+    metrics_port: int = setting(8102, help="Prometheus port; 0 picks a free one.", low=0, high=65535)
+    redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
+    replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
+    dtype: str = setting("auto", help="Weight type.", choices=("auto", "bfloat16", "float32"))
+    device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
+    threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
+    cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
+    num_kv_blocks: int = setting(2048, help="Pages of 16 tokens for committed KV.", low=8, high=10_000_000)
+    max_num_seqs: int = setting(64, help="Most sessions that run at once.", low=1, high=4096)
+    max_num_batched_tokens: int = setting(512, help="Most rows of a step.", unit="tokens", low=16, high=65536)
+    max_model_len: int = setting(
+        0, help="Longest prompt plus output; 0: what the model and the pages allow.", unit="tokens", low=0
+    )
+    max_queue: int = setting(1024, help="Most sessions that wait or run; more are refused.", low=1, high=100_000)
+    speculative_config: str = setting(
+        "{}",
+        help=(
+            "JSON with vLLM's keys: method (draft_model), num_speculative_tokens (most draft tokens verified per "
+            "session and step, default 8), model (passed to drafters by `paceline up`), and ours: policy "
+            "(goodput, or fixed for comparison)."
+        ),
+    )
+    grace_s: float = setting(
+        15.0, help="Time that running sessions get to finish on SIGTERM.", unit="s", low=0, high=3600
+    )
+
+
+def allocator_from(speculative_config: str) -> Allocator:
+    """Builds the policy that `--speculative-config` asks for.
+
+    Raises:
+        ConfigError: The JSON is broken or asks for what is not served.
+    """
+    name = "--speculative-config"
+    try:
+        given = json.loads(speculative_config)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}: not valid JSON ({error})") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{name}: must be a JSON object, got {type(given).__name__}")
+    unknown = sorted(set(given) - {"method", "model", "num_speculative_tokens", "policy"})
+    if unknown:
+        raise ConfigError(f"{name}: unknown key {unknown[0]!r}")
+    _one_of(name, "method", given.get("method", METHODS[0]), METHODS)
+    policy = _one_of(name, "policy", given.get("policy", POLICIES[0]), POLICIES)
+    gamma = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
+    if not isinstance(gamma, int) or isinstance(gamma, bool) or not 0 <= gamma <= MAX_DRAFT_TOKENS:
+        raise ConfigError(f"{name}: num_speculative_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {gamma!r}")
+    return FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma)
+
+
+def _one_of(name: str, key: str, value: object, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"{name}: {key} must be one of {', '.join(allowed)}, got {value!r}")
+    return str(value)

@@ -1,0 +1,176 @@
+"""Joins the engine thread, the drafters' streams and the requests under way, in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
+from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
+from paceline.core.params import check_token_ids
+from paceline.engine.bridge import EngineThread
+from paceline.engine.target import (
+    Cancel,
+    DraftsArrived,
+    LinkChanged,
+    Submit,
+    TargetEngine,
+    TargetEvent,
+    TargetOutput,
+)
+from paceline.obs.metrics import VerifierMetrics
+from paceline.verifier.links import DrafterLink
+from paceline.verifier.metrics import record_step
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+
+_Stream = asyncio.Queue[CommittedTokens | UnavailableError]
+
+
+class TargetHost:
+    """Everything of a verifier that lives in the event loop, save the gRPC server.
+
+    Args:
+        identity: The target model.
+        max_model_len: Most tokens of a session.
+        max_queue: Most sessions that wait or run.
+        make_engine: Builds the engine; called in the engine thread.
+        metrics: Where steps are counted.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: ModelIdentity,
+        max_model_len: int,
+        max_queue: int,
+        make_engine: Callable[[], TargetEngine],
+        metrics: VerifierMetrics,
+    ) -> None:
+        self.identity = identity
+        self._max_model_len = max_model_len
+        self._max_queue = max_queue
+        self._metrics = metrics
+        self._engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(make_engine, self._deliver, "target")
+        # Each queue is bounded by its session's max_tokens.
+        self._streams: dict[str, _Stream] = {}
+        self._links: dict[str, DrafterLink] = {}
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions under way."""
+        return len(self._streams)
+
+    async def start(self) -> None:
+        """Starts the engine; returns when the model is loaded."""
+        await self._engine.start()
+
+    async def engine_ended(self) -> None:
+        """Waits until the engine ends, tells every session under way, and raises what broke it."""
+        try:
+            await self._engine.ended()
+        finally:
+            for stream in self._streams.values():
+                stream.put_nowait(UnavailableError("the verifier's engine has stopped"))
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new sessions and waits up to `grace_s` seconds for those under way."""
+        self._draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), grace_s)
+
+    async def close(self) -> None:
+        """Ends streams to drafters and the engine."""
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+        await self._engine.close()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[CommittedTokens]:
+        """Runs one session; leaving early frees it within one step.
+
+        Raises:
+            InvalidRequestError: The session id is taken, or the request is beyond a limit of this verifier.
+            OverloadedError: Too many sessions.
+            UnavailableError: The verifier shuts down or its engine died.
+        """
+        self._check(request)
+        if request.drafter_address and request.speculation.cap:
+            self._dial(request.drafter_address)
+        with self._stream(request) as stream:
+            while True:
+                committed = await stream.get()
+                if isinstance(committed, UnavailableError):
+                    raise committed
+                yield committed
+                if committed.result is not None:
+                    return
+
+    def _check(self, request: GenerateRequest) -> None:
+        if self._draining:
+            raise UnavailableError("this verifier shuts down")
+        if self.num_sessions >= self._max_queue:
+            raise OverloadedError(f"{self._max_queue} sessions are under way", retry_after_s=RETRY_AFTER_S)
+        if request.session_id in self._streams:
+            raise InvalidRequestError("session_id", f"{request.session_id!r} is under way here already")
+        vocab_size = self.identity.vocab_size
+        check_token_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
+        check_token_ids("committed_token_ids", request.committed_token_ids, vocab_size)
+        request.sampling.check_vocabulary(vocab_size)
+        total = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if total > self._max_model_len:
+            raise InvalidRequestError(
+                "max_tokens",
+                f"{len(request.prompt_token_ids)} prompt tokens + {request.sampling.max_tokens} output tokens exceed "
+                f"the context of {self._max_model_len}",
+            )
+        if len(request.committed_token_ids) >= request.sampling.max_tokens:
+            raise InvalidRequestError("committed_token_ids", "must be fewer than max_tokens")
+
+    @contextmanager
+    def _stream(self, request: GenerateRequest) -> Iterator[_Stream]:
+        stream: _Stream = asyncio.Queue()
+        self._streams[request.session_id] = stream
+        self._empty.clear()
+        try:
+            self._engine.post(Submit(request=request))
+            yield stream
+        finally:
+            del self._streams[request.session_id]
+            if not self._streams:
+                self._empty.set()
+            # A session that ended by itself is gone from the engine already; cancelling it again does nothing.
+            with suppress(UnavailableError):
+                self._engine.post(Cancel(session_id=request.session_id))
+
+    def _dial(self, address: str) -> None:
+        if address not in self._links:
+            self._links[address] = DrafterLink(address, self.identity, self._link_changed, self._drafts_arrived)
+
+    def _link_changed(self, address: str, up: bool) -> None:
+        if not up:
+            self._metrics.fallbacks.labels("link_lost").inc()
+        with suppress(UnavailableError):
+            self._engine.post(LinkChanged(address=address, up=up))
+
+    def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
+        with suppress(UnavailableError):
+            self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
+
+    def _deliver(self, output: TargetOutput) -> None:
+        for address, to_drafter in output.to_drafters.items():
+            self._links[address].send(to_drafter)
+        for session_id, committed in output.committed:
+            stream = self._streams.get(session_id)
+            if stream is not None:
+                stream.put_nowait(committed)
+        for address, error in output.broken_links.items():
+            self._metrics.fallbacks.labels("protocol_error").inc()
+            self._links[address].reset(str(error))
+        record_step(self._metrics, output.report)

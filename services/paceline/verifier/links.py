@@ -1,0 +1,134 @@
+"""Streams to drafters: one a drafter, dialled when first needed, redialled when lost, never waited for.
+
+Everything a drafter does wrong ends its stream and nothing else. When a stream comes up again, all its sessions are
+opened anew: the drafter's state is soft.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+
+from paceline.core.errors import RemoteProtocolError
+from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
+from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
+from paceline.serving import CHANNEL_OPTIONS
+from paceline.wire import draft_request_to_pb, draft_response_from_pb
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 5.0
+# A drafter that leaves so many messages unread is as good as dead; it is dialled anew and told everything again.
+OUTBOX_LIMIT = 4096
+_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+
+class DrafterLink:
+    """One drafter's stream, kept up by a task of its own.
+
+    Args:
+        address: Where the drafter listens, `host:port`.
+        target: Whom we verify for; a drafter for another vocabulary refuses.
+        on_change: Called with True when the stream is up, with False when it is lost.
+        on_messages: Called with what the drafter says.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        target: ModelIdentity,
+        on_change: Callable[[str, bool], None],
+        on_messages: Callable[[str, Sequence[ToVerifier]], None],
+    ) -> None:
+        self.address = address
+        self._target = target
+        self._on_change = on_change
+        self._on_messages = on_messages
+        self._outbox: asyncio.Queue[drafter_pb2.DraftRequest] = asyncio.Queue(OUTBOX_LIMIT)
+        self._stream: asyncio.Task[None] | None = None
+        self._keeper = asyncio.create_task(self._keep_up(), name=f"link to {address}")
+
+    def send(self, messages: Sequence[ToDrafter]) -> None:
+        """Queues messages of one step; never blocks. What is queued while the stream is down is not sent."""
+        try:
+            self._outbox.put_nowait(draft_request_to_pb(messages))
+        except asyncio.QueueFull:
+            self.reset("the drafter does not read")
+
+    def reset(self, reason: str) -> None:
+        """Ends the stream; a new one is dialled."""
+        logger.warning("resetting a drafter's stream", extra={"drafter": self.address, "reason": reason})
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def close(self) -> None:
+        """Ends the stream for good."""
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+
+    async def _keep_up(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            self._stream = asyncio.create_task(self._run_stream())
+            try:
+                await asyncio.wait({self._stream})
+            finally:
+                self._stream.cancel()
+            was_up = self._end_of_stream(self._stream)
+            backoff_s = FIRST_BACKOFF_S if was_up else min(2 * backoff_s, LAST_BACKOFF_S)
+            await asyncio.sleep(backoff_s)
+
+    def _end_of_stream(self, stream: asyncio.Task[None]) -> bool:
+        """Reports how a stream ended; True if it had been up."""
+        error = None if stream.cancelled() else stream.exception()
+        if isinstance(error, grpc.aio.AioRpcError):
+            reason = f"{error.code().name}: {error.details()}"
+        else:
+            reason = repr(error) if error else "ended"
+        was_up = self._up
+        log = logger.warning if was_up else logger.info
+        log("no stream to drafter", extra={"drafter": self.address, "reason": reason})
+        if was_up:
+            self._on_change(self.address, False)
+        return was_up
+
+    async def _run_stream(self) -> None:
+        self._up = False
+        self._outbox = asyncio.Queue(OUTBOX_LIMIT)
+        async with grpc.aio.insecure_channel(self.address, options=_OPTIONS) as channel:
+            stub: drafter_pb2_grpc.DrafterAsyncStub = drafter_pb2_grpc.DrafterStub(channel)
+            call = stub.Draft(self._requests(self._outbox))
+            responses = aiter(call)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                await self._greet(responses)
+            self._up = True
+            logger.info("stream to drafter is up", extra={"drafter": self.address})
+            self._on_change(self.address, True)
+            async for response in responses:
+                _, messages = draft_response_from_pb(response)
+                self._on_messages(self.address, messages)
+
+    async def _greet(self, responses: AsyncIterator[drafter_pb2.DraftResponse]) -> None:
+        draft, _ = draft_response_from_pb(await anext(responses))
+        if draft is None or draft.vocab_hash != self._target.vocab_hash:
+            raise RemoteProtocolError(f"drafter {self.address} drafts for another vocabulary")
+
+    async def _requests(
+        self, outbox: asyncio.Queue[drafter_pb2.DraftRequest]
+    ) -> AsyncIterator[drafter_pb2.DraftRequest]:
+        yield draft_request_to_pb((), target=self._target)
+        while True:
+            yield await outbox.get()
+
+    _up = False

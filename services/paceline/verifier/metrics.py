@@ -1,0 +1,41 @@
+"""Turns the engine's step reports into metrics."""
+
+from __future__ import annotations
+
+from paceline.engine.target import StepReport
+from paceline.obs.metrics import VerifierMetrics, rows_label
+
+SOURCE = "draft_model"
+
+
+def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
+    """Counts one step."""
+    engine = metrics.engine
+    engine.num_requests_running.set(report.num_running)
+    engine.num_requests_waiting.set(report.num_waiting)
+    engine.kv_cache_usage.set(report.kv_usage)
+    engine.prefix_cache_queries.inc(report.prefix_queries)
+    engine.prefix_cache_hits.inc(report.prefix_hits)
+    if not report.num_rows:
+        return
+    metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)
+    metrics.price.set(report.price)
+    metrics.round_hits.inc(report.num_hits)
+    metrics.round_misses.inc(report.num_misses)
+    for gamma in report.gammas:
+        metrics.gamma.observe(gamma)
+    drafted = [gamma for gamma in report.gammas if gamma]
+    for gamma, accepted in zip(drafted, report.accepted, strict=True):
+        metrics.speculation.add_round(num_draft_tokens=gamma, num_accepted_tokens=accepted)
+    _count_nodes(metrics, report, sum(drafted), sum(report.accepted))
+
+
+def _count_nodes(metrics: VerifierMetrics, report: StepReport, num_drafted: int, num_accepted: int) -> None:
+    fates = {
+        "accepted": num_accepted,
+        "rejected": num_drafted - num_accepted,
+        "late": report.num_late_nodes + report.num_stale_nodes,
+    }
+    for fate, count in fates.items():
+        if count:
+            metrics.draft_nodes.labels(SOURCE, fate).inc(count)

@@ -1,0 +1,27 @@
+"""The verifier's gRPC face: decode, hand over, stream back. It never runs the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
+from paceline.verifier.host import TargetHost
+from paceline.wire import committed_to_pb, generate_request_from_pb
+
+
+class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
+    """Serves `paceline.rpc.v1.Verifier`."""
+
+    def __init__(self, host: TargetHost) -> None:
+        self._host = host
+
+    async def Generate(  # noqa: N802 - the name is the protocol's
+        self, request: verifier_pb2.VerifierGenerateRequest, context: Any
+    ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
+        """Streams one session to its end."""
+        del context
+        async with aclosing(self._host.generate(generate_request_from_pb(request))) as stream:
+            async for committed in stream:
+                yield committed_to_pb(committed)

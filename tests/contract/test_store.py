@@ -1,0 +1,256 @@
+"""One contract for every store: in memory, on Valkey, and on Redis where the system has one."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.valkey import answers_ping, find_server, free_port, server_command
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.messages import ModelIdentity
+from paceline.store.base import Replica, SessionRecord, Store, open_store
+from paceline.store.redis import RedisStore
+
+HOST = "127.0.0.1"
+IDENTITY = ModelIdentity(
+    name="demo", vocab_hash="abc", vocab_size=4096, context_len=1024, eos_token_ids=(0, 3)
+)
+VERIFIER = Replica(
+    replica_id="v1", role="verifier", address="127.0.0.1:8101", identity=IDENTITY, max_sessions=16
+)
+DRAFTER = Replica(replica_id="d1", role="drafter", address="127.0.0.1:8201", identity=IDENTITY)
+GATEWAY = Replica(replica_id="g1", role="gateway", address="127.0.0.1:8001")
+SESSION = SessionRecord(
+    session_id="s1",
+    epoch=5,
+    model="demo",
+    verifier_id="v1",
+    drafter_id="d1",
+    seed=2**64 - 1,
+    prompt_hash="h",
+    prompt_len=9,
+    committed_len=9,
+    state="running",
+    params_json='{"temperature": 0.8}',
+)
+
+
+@contextmanager
+def server_process(
+    program: Path, data_dir: Path, port: int | None = None
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    port = free_port(HOST) if port is None else port
+    command = server_command(program, host=HOST, port=port, data_dir=data_dir)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        while not answers_ping(HOST, port, timeout_s=1.0):
+            assert process.poll() is None
+        yield port, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def servers() -> list[str]:
+    names = ["valkey"]
+    if shutil.which("redis-server"):
+        names.append("redis-server")
+    return names
+
+
+@pytest.fixture(scope="module", params=["memory", *servers()])
+def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param == "memory":
+        yield "memory://"
+        return
+    program = find_server(None if request.param == "valkey" else Path(request.param))
+    with server_process(program, tmp_path_factory.mktemp("data")) as (port, _):
+        yield f"redis://{HOST}:{port}/0"
+
+
+@pytest.fixture
+async def store(store_url: str) -> AsyncIterator[Store]:
+    opened = open_store(store_url)
+    yield opened
+    for replica in await opened.replicas():
+        await opened.withdraw(replica.replica_id)
+    await opened.delete_session(SESSION.session_id)
+    await opened.close()
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(30):
+        while not await condition():  # noqa: ASYNC110 - the server's clock gives no event
+            await asyncio.sleep(0.01)
+
+
+async def test_an_announced_replica_is_found_as_it_was(store: Store) -> None:
+    await store.announce(VERIFIER, ttl_s=60)
+    assert await store.replicas() == [VERIFIER]
+
+
+async def test_replicas_are_listed_by_role_and_sorted_by_id(store: Store) -> None:
+    for replica in (GATEWAY, VERIFIER, DRAFTER, replace(VERIFIER, replica_id="v0")):
+        await store.announce(replica, ttl_s=60)
+    assert [replica.replica_id for replica in await store.replicas()] == ["d1", "g1", "v0", "v1"]
+    assert [replica.replica_id for replica in await store.replicas("verifier")] == ["v0", "v1"]
+    assert await store.replicas("nobody") == []
+
+
+async def test_announcing_again_replaces_what_was_said(store: Store) -> None:
+    await store.announce(VERIFIER, ttl_s=60)
+    busy = replace(VERIFIER, num_sessions=7, draining=True)
+    await store.announce(busy, ttl_s=60)
+    assert await store.replicas() == [busy]
+
+
+async def test_a_withdrawn_replica_is_gone_at_once(store: Store) -> None:
+    await store.announce(VERIFIER, ttl_s=60)
+    await store.withdraw("v1")
+    await store.withdraw("never there")
+    assert await store.replicas() == []
+
+
+async def test_a_silent_replica_is_forgotten_and_may_come_back(store: Store) -> None:
+    await store.announce(VERIFIER, ttl_s=0.05)
+    await store.announce(DRAFTER, ttl_s=60)
+
+    async def only_the_drafter() -> bool:
+        return await store.replicas() == [DRAFTER]
+
+    await eventually(only_the_drafter)
+    await store.announce(VERIFIER, ttl_s=60)
+    assert await store.replicas() == [DRAFTER, VERIFIER]
+
+
+async def test_a_session_record_comes_back_as_it_was(store: Store) -> None:
+    assert await store.session("s1") is None
+    assert await store.put_session(SESSION, ttl_s=60)
+    assert await store.session("s1") == SESSION
+
+
+async def test_a_newer_epoch_may_replace_a_record_and_an_older_one_may_not(store: Store) -> None:
+    newer = replace(SESSION, epoch=10, verifier_id="v2")
+    assert await store.put_session(SESSION, ttl_s=60)
+    assert await store.put_session(newer, ttl_s=60)
+    assert not await store.put_session(replace(SESSION, epoch=9), ttl_s=60)
+    assert await store.session("s1") == newer
+
+
+async def test_the_owner_advances_its_session(store: Store) -> None:
+    await store.put_session(SESSION, ttl_s=60)
+    assert await store.advance_session("s1", 5, 40, "done")
+    assert await store.session("s1") == replace(SESSION, committed_len=40, state="done")
+
+
+async def test_an_owner_that_was_replaced_is_told_so_and_changes_nothing(store: Store) -> None:
+    owned = replace(SESSION, epoch=10)
+    await store.put_session(owned, ttl_s=60)
+    assert not await store.advance_session("s1", 9, 40, "done")
+    assert await store.session("s1") == owned
+
+
+async def test_epochs_of_64_bits_are_told_apart(store: Store) -> None:
+    owned = replace(SESSION, epoch=2**64 - 1)
+    await store.put_session(owned, ttl_s=60)
+    assert not await store.advance_session("s1", 2**64 - 2, 40, "done")
+    assert await store.advance_session("s1", 2**64 - 1, 40, "done")
+
+
+async def test_a_session_nobody_knows_cannot_be_advanced(store: Store) -> None:
+    assert not await store.advance_session("s1", 5, 40, "done")
+    assert await store.session("s1") is None
+
+
+async def test_a_deleted_session_is_gone(store: Store) -> None:
+    await store.put_session(SESSION, ttl_s=60)
+    await store.delete_session("s1")
+    assert await store.session("s1") is None
+
+
+async def test_an_old_session_is_forgotten(store: Store) -> None:
+    await store.put_session(SESSION, ttl_s=0.05)
+
+    async def gone() -> bool:
+        return await store.session("s1") is None
+
+    await eventually(gone)
+    assert not await store.advance_session("s1", 5, 40, "done")
+
+
+async def test_advancing_renews_the_time_to_live(store: Store) -> None:
+    await store.put_session(SESSION, ttl_s=2.0)
+    await store.put_session(replace(SESSION, session_id="idle"), ttl_s=2.0)
+
+    async def the_idle_one_is_gone() -> bool:
+        assert await store.advance_session("s1", 5, 40, "running")
+        return await store.session("idle") is None
+
+    await eventually(the_idle_one_is_gone)
+    assert await store.session("s1") is not None
+
+
+async def test_of_many_owners_at_once_the_newest_wins(store: Store) -> None:
+    await store.put_session(SESSION, ttl_s=60)
+    await asyncio.gather(*(store.advance_session("s1", 5 + i % 7, i, f"by {5 + i % 7}") for i in range(49)))
+    record = await store.session("s1")
+    assert record is not None
+    assert (record.epoch, record.state) == (11, "by 11")
+
+
+async def test_ping_answers(store: Store) -> None:
+    await store.ping()
+
+
+@pytest.mark.parametrize("url", ["http://x", "", "redis//x", "redis://host:99999/0", "redis://host:x/0"])
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="URL"):
+        open_store(url)
+
+
+async def test_a_server_that_is_not_there_is_named_without_its_password() -> None:
+    store = open_store(f"redis://user:secret@{HOST}:1/0")
+    with pytest.raises(UnavailableError, match=f"{HOST}:1") as caught:
+        await store.ping()
+    assert "secret" not in str(caught.value)
+    with pytest.raises(UnavailableError):
+        await store.replicas()
+    await store.close()
+
+
+async def test_a_server_that_never_answers_is_given_up() -> None:
+    with socket.socket() as silent:
+        silent.bind((HOST, 0))
+        silent.listen()
+        store = RedisStore(f"redis://{HOST}:{silent.getsockname()[1]}/0", socket_timeout_s=0.05)
+        with pytest.raises(UnavailableError, match="does not answer in time"):
+            await store.ping()
+        await store.close()
+
+
+async def test_the_store_works_again_after_its_server_was_stopped_and_replaced(tmp_path: Path) -> None:
+    with server_process(find_server(), tmp_path) as (port, process):
+        store = RedisStore(f"redis://{HOST}:{port}/0", socket_timeout_s=0.2)
+        await store.announce(VERIFIER, ttl_s=60)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(UnavailableError):
+            await store.replicas()
+        process.send_signal(signal.SIGCONT)
+        assert await store.replicas() == [VERIFIER]
+        process.kill()
+        process.wait()
+        with pytest.raises(UnavailableError):
+            await store.replicas()
+        with server_process(find_server(), tmp_path, port):
+            await store.announce(VERIFIER, ttl_s=60)
+            assert await store.replicas() == [VERIFIER]
+        await store.close()

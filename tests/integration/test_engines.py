@@ -1,0 +1,253 @@
+"""Target and draft engines on real (tiny) models: the same seed gives the same tokens, whatever happens around it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.engine.target import DraftsArrived
+from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
+from tests.support.engines import DRAFTER, EnginePair
+
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=40, temperature=0.0),
+    "sampled": SamplingParams(max_tokens=40, temperature=0.8, top_p=0.95, seed=11),
+    "everything": SamplingParams(
+        max_tokens=40, temperature=0.8, top_p=0.95, top_k=50, min_p=0.01, seed=5, repetition_penalty=1.1,
+        presence_penalty=0.3, frequency_penalty=0.2, logit_bias=((3, 1.5), (9, -4.0)), min_tokens=20,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair_folders(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(250) for _ in range(rng.randint(1, 60))] for _ in range(count)]
+
+
+def texts(pair: EnginePair, sampling: SamplingParams, count: int, **kwargs) -> list[list[int]]:
+    """Runs `count` sessions at once and returns their tokens."""
+    for index, prompt in enumerate(prompts(count)):
+        pair.submit(f"s{index}", prompt, sampling, **kwargs)
+    pair.run()
+    return [pair.sessions[f"s{index}"].token_ids for index in range(count)]
+
+
+@pytest.fixture(scope="module")
+def plain(pair_folders):
+    """Each session alone, without drafts."""
+    found = {}
+    for name, sampling in SAMPLINGS.items():
+        pair = EnginePair(*pair_folders)
+        rows = []
+        for index, prompt in enumerate(prompts(16)):
+            pair.submit(f"s{index}", prompt, sampling, SpeculationParams(enabled=False))
+            pair.run()
+            rows.append(pair.sessions[f"s{index}"].token_ids)
+        found[name] = rows
+    return found
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("width", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize("gamma", [0, 1, 4, 8])
+def test_gamma_tree_shape_and_batch_leave_the_tokens_alone(pair_folders, plain, sampling, width, gamma):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=gamma), width=width)
+    assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
+    if gamma:
+        accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in pair.sessions.values())
+        assert accepted > 100, "the test would prove little without accepted drafts"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_goodput_policy_leaves_the_tokens_alone(pair_folders, plain, sampling):
+    assert texts(EnginePair(*pair_folders, allocator=Goodput()), SAMPLINGS[sampling], 16) == plain[sampling]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_drafter_killed_in_mid_stream_and_restarted_costs_nothing_but_speed(pair_folders, plain, sampling):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    for index, prompt in enumerate(prompts(16)):
+        pair.submit(f"s{index}", prompt, SAMPLINGS[sampling])
+    for _ in range(4):
+        pair.round()
+    pair.kill_drafter()
+    for _ in range(4):
+        pair.round()
+    pair.start_drafter()
+    pair.run()
+    assert [pair.sessions[f"s{index}"].token_ids for index in range(16)] == plain[sampling]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_session_taken_over_with_its_tokens_continues_the_same_text(pair_folders, plain, sampling):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    unfinished = {f"s{index}": row for index, row in enumerate(plain[sampling]) if len(row) > 7}
+    assert len(unfinished) > 8
+    for index, prompt in enumerate(prompts(16)):
+        if f"s{index}" in unfinished:
+            pair.submit(f"s{index}", prompt, SAMPLINGS[sampling], committed=unfinished[f"s{index}"][:7])
+    pair.run()
+    assert {name: session.token_ids for name, session in pair.sessions.items()} == {
+        name: row[7:] for name, row in unfinished.items()
+    }
+
+
+def test_few_pages_mean_preemption_and_the_same_tokens(pair_folders, plain):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4), num_blocks=20)
+    for index, prompt in enumerate(prompts(16)):
+        pair.submit(f"s{index}", prompt, SAMPLINGS["sampled"])
+    pair.run()
+    assert pair.num_preempted > 0, "the pool must be too small, or this proves nothing"
+    assert [pair.sessions[f"s{index}"].token_ids for index in range(16)] == plain["sampled"]
+    assert pair.target.pool.num_used == 0
+
+
+def test_chunked_prefill_and_the_prefix_cache_leave_the_tokens_alone(pair_folders):
+    prompt = [index % 250 for index in range(200)]
+    sampling = SamplingParams(max_tokens=24, temperature=0.9, seed=3)
+    whole = EnginePair(*pair_folders, max_num_batched_tokens=256)
+    whole.submit("a", prompt, sampling)
+    whole.run()
+    chunked = EnginePair(*pair_folders, max_num_batched_tokens=16)
+    for name in ("a", "b"):
+        chunked.submit(name, prompt, sampling)
+        chunked.run()
+    assert chunked.sessions["a"].token_ids == whole.sessions["a"].token_ids
+    assert chunked.sessions["b"].token_ids == whole.sessions["a"].token_ids
+    assert chunked.sessions["a"].result.num_cached_tokens == 0
+    assert chunked.sessions["b"].result.num_cached_tokens == 192
+
+
+def test_cancelling_frees_pages_on_both_tiers_within_one_step(pair_folders):
+    pair = EnginePair(*pair_folders)
+    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
+    for _ in range(5):
+        pair.round()
+    assert pair.target.pool.num_used > 0
+    assert pair.draft.pool.num_used > 0
+    pair.cancel("s")
+    assert pair.target.pool.num_used == 0
+    pair.round()
+    assert pair.draft.pool.num_used == 0
+    assert pair.draft.num_sessions == 0
+
+
+def test_a_verifier_that_leaves_takes_its_sessions_from_the_drafter(pair_folders):
+    pair = EnginePair(*pair_folders)
+    pair.submit("s", prompts(1)[0], SAMPLINGS["greedy"])
+    pair.round()
+    assert pair.draft.num_sessions == 1
+    pair.leave()
+    assert pair.draft.num_sessions == 0
+    assert pair.draft.pool.num_used == 0
+
+
+def test_speculation_off_says_nothing_to_the_drafter(pair_folders):
+    pair = EnginePair(*pair_folders)
+    pair.submit("s", prompts(1)[0], SAMPLINGS["greedy"], SpeculationParams(enabled=False))
+    pair.run()
+    assert pair.draft.num_sessions == 0
+    assert pair.sessions["s"].result.speculation.num_draft_tokens == 0
+
+
+def test_max_draft_tokens_caps_every_step(pair_folders):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=8))
+    pair.submit("s", prompts(1)[0], SAMPLINGS["greedy"], SpeculationParams(max_draft_tokens=2))
+    pair.run()
+    record = pair.sessions["s"].result.speculation
+    assert 0 < record.num_draft_tokens <= 2 * record.num_spec_steps
+
+
+@pytest.mark.parametrize("gamma", [0, 6])
+def test_a_stop_token_inside_an_accepted_run_ends_the_text_there(pair_folders, plain, gamma):
+    text = plain["greedy"][0]
+    stop = text[9]
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=gamma))
+    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=(stop,)))
+    pair.run()
+    assert pair.sessions["s"].token_ids == text[: text.index(stop) + 1]
+    assert pair.sessions["s"].result.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("gamma", [0, 8])
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 13])
+def test_max_tokens_is_met_exactly(pair_folders, plain, gamma, max_tokens):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=gamma))
+    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    pair.run()
+    assert pair.sessions["s"].token_ids == plain["greedy"][0][:max_tokens]
+    assert pair.sessions["s"].result.finish_reason is FinishReason.LENGTH
+    assert pair.sessions["s"].result.num_generated_tokens == max_tokens
+
+
+def test_logprobs_belong_to_the_committed_tokens_with_and_without_drafts(pair_folders):
+    rows = {}
+    for gamma in (0, 6):
+        pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=gamma))
+        pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=30, temperature=0.7, seed=2, logprobs=3))
+        pair.run()
+        session = pair.sessions["s"]
+        rows[gamma] = [entry for message in session.messages for entry in message.logprobs]
+        assert [entry.token_id for entry in rows[gamma]] == session.token_ids
+    assert rows[0] == rows[6]
+    assert all(len(entry.top) == 3 and entry.logprob <= 0 for entry in rows[0])
+
+
+def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(pair_folders, plain):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
+    pair.round()
+    guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
+    garbage = DraftNodes(session_id="s0", epoch=1, base_len=10_000, nodes=(guess,))
+    pair.target.handle(DraftsArrived(address=DRAFTER, messages=[garbage], arrived_s=0.0))
+    output = pair.target.step()
+    assert DRAFTER in output.broken_links
+    pair.sessions["s0"].token_ids += [token for _, message in output.committed for token in message.token_ids]
+    pair.run()
+    assert pair.sessions["s0"].token_ids == plain["greedy"][0]
+
+
+def test_wrong_guesses_with_full_confidence_change_nothing(pair_folders, plain):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair.kill_drafter()
+    pair.target.handle(pair_link_up())
+    pair.submit("s0", prompts(1)[0], SAMPLINGS["sampled"])
+    rng = random.Random(1)
+    node_id = 0
+    while pair.target.has_work():
+        base_len = len(prompts(1)[0]) + len(pair.sessions["s0"].token_ids)
+        guesses = tuple(
+            NodeGuess(node_id=node_id + step, parent_id=0 if step == 1 else node_id + step - 1,
+                      token_id=rng.randrange(VOCAB_SIZE), confidence=1.0)
+            for step in range(1, 5)
+        )  # fmt: skip
+        node_id += 4
+        nodes = DraftNodes(session_id="s0", epoch=1, base_len=base_len, nodes=guesses)
+        pair.target.handle(DraftsArrived(address=DRAFTER, messages=[nodes], arrived_s=0.0))
+        pair.round()
+    assert pair.sessions["s0"].token_ids == plain["sampled"][0]
+    assert pair.sessions["s0"].result.speculation.num_draft_tokens > 40
+
+
+def pair_link_up():
+    from paceline.engine.target import LinkChanged
+
+    return LinkChanged(address=DRAFTER, up=True)
+
+
+def test_eos_is_not_chosen_before_min_tokens(pair_folders):
+    bias = ((EOS_TOKEN_ID, 100.0),)
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=30, temperature=0.0, min_tokens=12, logit_bias=bias))
+    pair.run()
+    assert pair.sessions["s"].token_ids[-1] == EOS_TOKEN_ID
+    assert len(pair.sessions["s"].token_ids) == 13

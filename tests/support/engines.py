@@ -1,0 +1,156 @@
+"""A target engine and a draft engine in one thread, with the link between them in the test's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.core.allocator import Allocator, Goodput
+from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
+from paceline.engine.identity import model_identity
+from paceline.engine.decoder import load_decoder
+from paceline.engine.target import Cancel, DraftsArrived, LinkChanged, Submit, TargetEngine, TargetLimits
+
+DRAFTER = "drafter:1"
+
+
+@dataclass
+class Clock:
+    """Time that the test moves."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+
+@dataclass
+class Generated:
+    """What one session has given so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    messages: list[CommittedTokens] = field(default_factory=list)
+    result: GenerateResult | None = None
+
+
+class EnginePair:
+    """Steps both engines and carries messages between them; the drafter may be lost and come back."""
+
+    def __init__(
+        self,
+        target: Path,
+        drafter: Path,
+        *,
+        allocator: Allocator | None = None,
+        width: int = 2,
+        num_blocks: int = 256,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 128,
+        dtype: str = "float32",
+    ) -> None:
+        self.clock = Clock()
+        self.drafter_folder, self.width, self.dtype = drafter, width, dtype
+        identity = model_identity(target, "target")
+        self.target = TargetEngine(
+            decoder=load_decoder(target, dtype, "cpu", 1),
+            identity=identity,
+            num_blocks=num_blocks,
+            limits=TargetLimits(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=identity.context_len,
+            ),
+            allocator=allocator or Goodput(),
+            clock=self.clock,
+        )
+        self.sessions: dict[str, Generated] = {}
+        self.num_preempted = 0
+        self.draft: DraftEngine | None = None
+        self.start_drafter()
+
+    def start_drafter(self) -> None:
+        """A fresh drafter, and a stream to it."""
+        self.draft = DraftEngine(
+            decoder=load_decoder(self.drafter_folder, self.dtype, "cpu", 1),
+            identity=model_identity(self.drafter_folder, "drafter"),
+            num_blocks=256,
+            limits=DraftLimits(
+                width=self.width, max_rows=16, max_rows_per_session=2, max_num_batched_tokens=128, max_num_seqs=64
+            ),
+            clock=self.clock,
+        )
+        self.target.handle(LinkChanged(address=DRAFTER, up=True))
+
+    def kill_drafter(self) -> None:
+        """The drafter dies; the verifier sees its stream end."""
+        self.draft = None
+        self.target.handle(LinkChanged(address=DRAFTER, up=False))
+
+    def submit(
+        self,
+        session_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        speculation: SpeculationParams | None = None,
+        committed: Sequence[int] = (),
+    ) -> None:
+        """Starts a session."""
+        self.sessions[session_id] = Generated()
+        self.target.handle(
+            Submit(
+                request=GenerateRequest(
+                    session_id=session_id,
+                    epoch=1,
+                    prompt_token_ids=tuple(prompt),
+                    committed_token_ids=tuple(committed),
+                    sampling=sampling,
+                    speculation=speculation or SpeculationParams(),
+                    drafter_address=DRAFTER,
+                )
+            )
+        )
+
+    def cancel(self, session_id: str) -> None:
+        """Its client leaves."""
+        self.target.handle(Cancel(session_id=session_id))
+
+    def round(self, draft_steps: int = 4) -> None:
+        """One target step, then a few draft steps."""
+        self._target_step()
+        for _ in range(draft_steps):
+            if self.draft is not None and self.draft.has_work():
+                self._draft_step()
+
+    def run(self, draft_steps: int = 4, max_rounds: int = 2000) -> None:
+        """Plays rounds until every session has ended."""
+        for _ in range(max_rounds):
+            if not self.target.has_work():
+                return
+            self.round(draft_steps)
+        raise AssertionError("sessions did not end")
+
+    def _target_step(self) -> None:
+        output = self.target.step()
+        self.num_preempted += output.report.num_preempted
+        for session_id, committed in output.committed:
+            generated = self.sessions[session_id]
+            generated.messages.append(committed)
+            generated.token_ids += committed.token_ids
+            generated.result = committed.result
+        if self.draft is not None:
+            for messages in output.to_drafters.values():
+                self.draft.handle(VerifierSaid(link=1, messages=messages))
+
+    def _draft_step(self) -> None:
+        assert self.draft is not None
+        for messages in self.draft.step().to_verifiers.values():
+            self.target.handle(DraftsArrived(address=DRAFTER, messages=messages, arrived_s=self.clock()))
+
+    def leave(self) -> None:
+        """The verifier's stream ends at the drafter."""
+        assert self.draft is not None
+        self.draft.handle(VerifierLeft(link=1))

@@ -1,0 +1,273 @@
+"""A real gateway before real gRPC servers whose verifiers follow a script instead of running a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from openai import AsyncOpenAI
+
+from paceline.core.messages import (
+    CommittedTokens,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    ModelIdentity,
+    PositionLogprobs,
+    SpeculationRecord,
+    Timings,
+)
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.service import Addresses, serve
+from paceline.gateway.text import TextCodec
+from paceline.rpc.v1 import gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from paceline.serving import GrpcServer, start_grpc_server
+from paceline.store.base import Replica
+from paceline.store.memory import MemoryStore
+from paceline.wire import committed_to_pb, generate_request_from_pb
+from tests.support import tiny_tokenizer
+
+MODEL = "tiny"
+CONTEXT_LEN = 256
+EOS = 1
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+WAIT_S = 30.0
+RECORD = SpeculationRecord(
+    num_steps=4,
+    num_spec_steps=3,
+    num_draft_tokens=9,
+    num_accepted_draft_tokens=6,
+    acceptance_histogram=(0, 1, 1, 1),
+    mean_batch_size=1.5,
+    num_hits=2,
+    num_misses=1,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What a verifier does with every session.
+
+    Attributes:
+        tokens: Commits these; None: the letters of the alphabet, from the one that the seed names.
+        step_len: Tokens a step.
+        stop_after: Commits the end token after that many tokens.
+        pause_after: Waits after that many tokens until `ScriptedVerifier.resume` is set.
+        fail_after: Raises `error` after that many tokens.
+        error: What is raised then.
+    """
+
+    tokens: tuple[int, ...] | None = None
+    step_len: int = 3
+    stop_after: int | None = None
+    pause_after: int | None = None
+    fail_after: int | None = None
+    error: BaseException | None = None
+
+
+class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
+    """Commits tokens that a test can foretell."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self.script = Script()
+        self.requests: list[GenerateRequest] = []
+        self.abandoned: asyncio.Queue[str] = asyncio.Queue()
+        self.paused: asyncio.Queue[str] = asyncio.Queue()
+        self.resume = asyncio.Event()
+        self._letters = [
+            codec.encode(letter, field="letter", special_tokens=False, context_len=1)[0]
+            for letter in ALPHABET
+        ]
+
+    async def Generate(  # noqa: D102 - the protocol's
+        self, request: verifier_pb2.VerifierGenerateRequest, context: Any
+    ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
+        generate = generate_request_from_pb(request)
+        self.requests.append(generate)
+        finished = False
+        try:
+            async for committed in self._run(generate):
+                finished = committed.result is not None
+                yield committed_to_pb(committed)
+        finally:
+            if not finished:
+                self.abandoned.put_nowait(generate.session_id)
+
+    async def _run(self, generate: GenerateRequest) -> AsyncIterator[CommittedTokens]:
+        script = self.script
+        at = len(generate.committed_token_ids)
+        while True:
+            if script.fail_after is not None and at >= script.fail_after and script.error is not None:
+                raise script.error
+            if script.pause_after is not None and at >= script.pause_after:
+                self.paused.put_nowait(generate.session_id)
+                await self.resume.wait()
+            tokens = self._step(generate, at)
+            at += len(tokens)
+            reason = self._finish_reason(generate, tokens, at)
+            yield CommittedTokens(
+                token_ids=tuple(tokens),
+                logprobs=_logprobs(generate, tokens),
+                result=None if reason is None else _result(generate, reason, at),
+            )
+            if reason is not None:
+                return
+
+    def _step(self, generate: GenerateRequest, at: int) -> list[int]:
+        script = self.script
+        end = min(at + script.step_len, generate.sampling.max_tokens)
+        if script.stop_after is not None:
+            end = min(end, script.stop_after + 1)
+        if script.tokens is not None:
+            tokens = list(script.tokens[at:end])
+        else:
+            tokens = [self._letters[(generate.sampling.seed + k) % len(ALPHABET)] for k in range(at, end)]
+        if script.stop_after is not None and end == script.stop_after + 1:
+            tokens[-1] = EOS
+        return tokens
+
+    def _finish_reason(self, generate: GenerateRequest, tokens: list[int], at: int) -> FinishReason | None:
+        if EOS in tokens or set(generate.sampling.stop_token_ids) & set(tokens):
+            return FinishReason.STOP
+        ended = self.script.tokens is not None and at >= len(self.script.tokens)
+        return FinishReason.LENGTH if ended or at >= generate.sampling.max_tokens else None
+
+
+def _logprobs(generate: GenerateRequest, tokens: list[int]) -> tuple[PositionLogprobs, ...]:
+    num_top = generate.sampling.logprobs
+    if num_top is None:
+        return ()
+    return tuple(
+        PositionLogprobs(
+            token_id=token, logprob=-0.5, top=tuple((token + k, -0.5 - k) for k in range(num_top))
+        )
+        for token in tokens
+    )
+
+
+def _result(generate: GenerateRequest, reason: FinishReason, at: int) -> GenerateResult:
+    return GenerateResult(
+        finish_reason=reason,
+        num_prompt_tokens=len(generate.prompt_token_ids),
+        num_cached_tokens=2,
+        num_generated_tokens=at - len(generate.committed_token_ids),
+        speculation=RECORD,
+        timings=Timings(queue_ns=1, prefill_ns=2, decode_ns=3),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptedFleet:
+    """A started gateway with its verifiers and clients of all kinds."""
+
+    codec: TextCodec
+    store: MemoryStore
+    verifiers: list[ScriptedVerifier]
+    servers: list[GrpcServer]
+    stop: asyncio.Event
+    addresses: Addresses
+    gateway: asyncio.Task[None]
+    openai: AsyncOpenAI
+    http: httpx.AsyncClient
+    stub: gateway_pb2_grpc.GatewayAsyncStub
+
+    @property
+    def verifier(self) -> ScriptedVerifier:
+        """The first verifier."""
+        return self.verifiers[0]
+
+    def letters(self, seed: int, num_tokens: int) -> str:
+        """Returns the text that a verifier without a script of tokens commits."""
+        return "".join(ALPHABET[(seed + k) % len(ALPHABET)] for k in range(num_tokens))
+
+    async def announce(self, *replicas: Replica) -> None:
+        """Puts replicas into the registry for the time of a test."""
+        for replica in replicas:
+            await self.store.announce(replica, 3600)
+
+
+def identity(codec: TextCodec, **changes: Any) -> ModelIdentity:
+    """Returns the identity of the scripted model."""
+    values: dict[str, Any] = {
+        "name": MODEL,
+        "vocab_hash": "tiny-vocabulary",
+        "vocab_size": codec.vocab_size,
+        "context_len": CONTEXT_LEN,
+        "eos_token_ids": (EOS,),
+    }
+    return ModelIdentity(**{**values, **changes})
+
+
+@asynccontextmanager
+async def scripted_fleet(
+    folder: Path, *, num_verifiers: int = 1, **settings: Any
+) -> AsyncIterator[ScriptedFleet]:
+    """Starts verifiers and a gateway on free ports; `settings` are fields of `GatewayConfig`."""
+    codec = TextCodec.from_folder(tiny_tokenizer.save_folder(folder / MODEL))
+    store = MemoryStore()
+    verifiers, servers = await _start_verifiers(codec, store, num_verifiers)
+    config = GatewayConfig(
+        **{"model": (), "port": 0, "grpc_port": 0, "refresh_s": 0.05, "grace_s": 5.0, **settings}
+    )
+    stop = asyncio.Event()
+    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    gateway = asyncio.create_task(serve(config, store, {MODEL: codec}, stop, ready.set_result))
+    await asyncio.wait({gateway, ready}, return_when=asyncio.FIRST_COMPLETED)
+    if gateway.done():
+        gateway.result()
+    addresses = ready.result()
+    try:
+        async with (
+            httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=WAIT_S, trust_env=False) as http,
+            AsyncOpenAI(base_url=f"http://{addresses.http}/v1", api_key="none", max_retries=0) as openai,
+            grpc.aio.insecure_channel(addresses.grpc) as channel,
+        ):
+            yield ScriptedFleet(
+                codec=codec,
+                store=store,
+                verifiers=verifiers,
+                servers=servers,
+                stop=stop,
+                addresses=addresses,
+                gateway=gateway,
+                openai=openai,
+                http=http,
+                stub=gateway_pb2_grpc.GatewayStub(channel),
+            )
+    finally:
+        stop.set()
+        await gateway
+        for server in servers:
+            await server.stop(0)
+
+
+async def _start_verifiers(
+    codec: TextCodec, store: MemoryStore, num_verifiers: int
+) -> tuple[list[ScriptedVerifier], list[GrpcServer]]:
+    verifiers: list[ScriptedVerifier] = []
+    servers: list[GrpcServer] = []
+    for index in range(num_verifiers):
+        verifier = ScriptedVerifier(codec)
+        server = await start_grpc_server(
+            host="127.0.0.1",
+            port=0,
+            add_servicers=lambda it, v=verifier: verifier_pb2_grpc.add_VerifierServicer_to_server(v, it),
+            service_names=["paceline.rpc.v1.Verifier"],
+        )
+        replica = Replica(
+            replica_id=f"verifier-{index}",
+            role="verifier",
+            address=server.address,
+            identity=identity(codec),
+            max_sessions=8,
+        )
+        await store.announce(replica, 3600)
+        verifiers.append(verifier)
+        servers.append(server)
+    return verifiers, servers

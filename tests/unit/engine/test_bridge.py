@@ -1,0 +1,102 @@
+"""The bridge loses no event, delivers every output, and dies loudly."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from paceline.core.errors import UnavailableError
+from paceline.engine.bridge import EngineThread
+
+
+class Adder:
+    """Adds up what it is told; a step hands out the sum so far."""
+
+    def __init__(self, patience_s: float = 0.0) -> None:
+        self.total = 0
+        self.fresh = False
+        self.patience = patience_s
+        self.thread = threading.current_thread()
+
+    def handle(self, event: int) -> None:
+        self.total += event
+        self.fresh = True
+        self.patience = 0.0
+
+    def has_work(self) -> bool:
+        return self.fresh
+
+    def patience_s(self) -> float:
+        return self.patience
+
+    def step(self) -> int:
+        if self.total < 0:
+            raise ArithmeticError("negative")
+        self.fresh = False
+        return self.total
+
+
+async def started(stepper: Adder | None = None):
+    outputs: asyncio.Queue[int] = asyncio.Queue()
+    engine: EngineThread[int, int] = EngineThread(lambda: stepper or Adder(), outputs.put_nowait, "adder")
+    await engine.start()
+    return engine, outputs
+
+
+async def test_every_event_is_handled_once_whoever_posts_it():
+    engine, outputs = await started()
+    posters = [threading.Thread(target=lambda: [engine.post(1) for _ in range(500)]) for _ in range(4)]
+    for poster in posters:
+        poster.start()
+    while await asyncio.wait_for(outputs.get(), 10) < 2000:
+        pass
+    await engine.close()
+    assert outputs.empty()
+
+
+async def test_the_stepper_lives_in_the_engines_thread():
+    made: list[Adder] = []
+    outputs: asyncio.Queue[int] = asyncio.Queue()
+    engine: EngineThread[int, int] = EngineThread(
+        lambda: made.append(Adder()) or made[0], outputs.put_nowait, "adder"
+    )
+    await engine.start()
+    assert made[0].thread is not threading.current_thread()
+    await engine.close()
+
+
+async def test_a_failing_start_reaches_the_caller():
+    def fail() -> Adder:
+        raise FileNotFoundError("no checkpoint")
+
+    engine: EngineThread[int, int] = EngineThread(fail, lambda _: None, "adder")
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        await engine.start()
+
+
+async def test_a_failing_step_reaches_every_waiter_and_later_posts_are_refused():
+    engine, _ = await started()
+    waiters = [asyncio.ensure_future(engine.ended()) for _ in range(3)]
+    engine.post(-1)
+    for waiter in waiters:
+        with pytest.raises(ArithmeticError, match="negative"):
+            await asyncio.wait_for(waiter, 10)
+    with pytest.raises(UnavailableError):
+        engine.post(1)
+
+
+async def test_a_closed_engine_ends_without_error():
+    engine, _ = await started()
+    await engine.close()
+    await asyncio.wait_for(engine.ended(), 10)
+    with pytest.raises(UnavailableError):
+        engine.post(1)
+
+
+async def test_patience_ends_when_an_event_arrives():
+    engine, outputs = await started(Adder(patience_s=3600.0))
+    engine.post(5)
+    assert await asyncio.wait_for(outputs.get(), 10) == 5
+    await engine.close()

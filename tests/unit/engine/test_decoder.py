@@ -1,0 +1,148 @@
+"""The lean decoder against transformers, and the promise that a row's bits depend on nothing but its own prefix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.engine.checkpoint import Checkpoint
+from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
+from paceline.engine.decoder import LlamaDecoder, load_decoder
+from paceline.engine.llama import LlamaReader
+from tests.unit.engine.tiny_models import FAMILIES, branch, chain, greedy, pack
+
+PROMPT = np.random.default_rng(3).integers(2, 97, 45).tolist()
+TABLE = [3, 1, 6, 2]
+OTHER_TABLE = [4, 0, 5, 7]
+SCRATCH = [8 * 16 + offset for offset in (3, 0, 9, 10, 17, 18, 40, 41)]
+NUM_BLOCKS = 12
+
+each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
+each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def torch_decoder(folder):
+    """The path that CUDA takes, on the CPU."""
+    described = read_transformers_config(folder)
+    config = DecoderConfig.from_transformers(described, folder)
+    shape = LlamaShape.from_transformers(described, config.head_dim)
+    reader = LlamaReader(Checkpoint(folder), config, shape, torch.float32, torch.device("cpu"))
+    return LlamaDecoder(config, shape, reader.read(), compiled=False)
+
+
+def assert_prompt_and_tree_match(decoder, model):
+    for cuts in ([0, 45], [0, 18, 45], list(range(46))):
+        cache = decoder.new_cache(NUM_BLOCKS)
+        parts = [
+            decoder.forward(pack(chain(PROMPT[first:last], first), [TABLE]), cache)
+            for first, last in zip(cuts, cuts[1:], strict=False)
+        ]
+        torch.testing.assert_close(torch.cat(parts), model.logits(PROMPT), atol=1e-4, rtol=1e-4)
+    cache = decoder.new_cache(NUM_BLOCKS)
+    decoder.forward(pack(chain(PROMPT[:37]), [TABLE]), cache)
+    left, right = PROMPT[37:41], [*PROMPT[37:39], 5, 6]
+    rows = branch(left, 37, SCRATCH[:4]) + branch(right, 37, SCRATCH[:2] + SCRATCH[4:6], after=2)
+    logits = decoder.forward(pack(rows, [TABLE]), cache)
+    torch.testing.assert_close(logits[:4], model.logits(PROMPT[:37] + left)[37:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[4:], model.logits(PROMPT[:37] + right)[39:], atol=1e-4, rtol=1e-4)
+
+
+@each_family
+def test_logits_of_chunks_single_tokens_and_tree_rows_equal_transformers(family, tiny):
+    assert_prompt_and_tree_match(tiny(family).load(), tiny(family))
+
+
+@each_family
+def test_the_torch_path_gives_the_same_logits(family, tiny):
+    assert_prompt_and_tree_match(torch_decoder(tiny(family).folder), tiny(family))
+
+
+@each_family
+def test_greedy_generation_equals_generate_token_for_token(family, tiny):
+    decoder = tiny(family).load()
+    expected = tiny(family).generate(PROMPT[:11], 32)
+    assert greedy(decoder, decoder.new_cache(NUM_BLOCKS), PROMPT[:11], 32, TABLE) == expected
+    assert len(set(expected)) > 4
+
+
+@each_family
+def test_bfloat16_logits_stay_near_those_of_float32(family, tiny):
+    decoder = tiny(family).load("bfloat16")
+    logits = decoder.forward(pack(chain(PROMPT), [TABLE]), decoder.new_cache(NUM_BLOCKS))
+    exact = tiny(family).logits(PROMPT)
+    assert logits.dtype == torch.float32
+    assert float((logits - exact).square().mean().sqrt() / exact.square().mean().sqrt()) < 0.1
+
+
+def plain_logits(decoder, token_ids):
+    """Logits of each position, computed one row at a time in an empty cache."""
+    cache = decoder.new_cache(NUM_BLOCKS)
+    return torch.cat(
+        [decoder.forward(pack(chain([token], index), [TABLE]), cache) for index, token in enumerate(token_ids)]
+    )
+
+
+@each_dtype
+@each_family
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_row_has_the_same_bits_in_any_chunk_tree_and_company(family, dtype, tiny, data):
+    decoder = tiny(family).load(dtype)
+    prefix = data.draw(st.integers(1, 40), label="prefix")
+    depth = data.draw(st.integers(1, min(5, 45 - prefix)), label="depth")
+    first = data.draw(st.integers(0, prefix - 1), label="first chunk ends before")
+    others = data.draw(st.integers(0, 20), label="other session's rows")
+    expected = plain_logits(decoder, PROMPT[: prefix + depth])
+    cache = decoder.new_cache(NUM_BLOCKS)
+    for part, start in ((PROMPT[:first], 0), (PROMPT[first:prefix], first)):
+        if part:
+            logits = decoder.forward(pack(chain(part, start), [TABLE]), cache)
+            assert torch.equal(logits, expected[start : start + len(part)])
+    tree = branch(PROMPT[prefix : prefix + depth], prefix, SCRATCH[:depth])
+    company = chain(PROMPT[::-1][:others], sequence=1)
+    sibling = branch([7], prefix, SCRATCH[6:7])
+    rows = company + sibling + tree
+    wanted = list(range(len(rows) - depth, len(rows)))
+    logits = decoder.forward(pack(rows, [TABLE, OTHER_TABLE], wanted), cache)
+    assert torch.equal(logits, expected[prefix:])
+
+
+@each_dtype
+def test_accepted_nodes_copied_into_place_continue_as_if_decoded_there(dtype, tiny):
+    decoder = tiny("llama").load(dtype)
+    expected = plain_logits(decoder, PROMPT[:38])
+    cache = decoder.new_cache(NUM_BLOCKS)
+    decoder.forward(pack(chain(PROMPT[:30]), [TABLE]), cache)
+    decoder.forward(pack(branch(PROMPT[30:35], 30, SCRATCH[:5]), [TABLE]), cache)
+    targets = [TABLE[position // 16] * 16 + position % 16 for position in range(30, 35)]
+    cache.copy_slots(np.array(SCRATCH[:5], dtype=np.int64), np.array(targets, dtype=np.int64))
+    logits = decoder.forward(pack(chain(PROMPT[35:38], 35), [TABLE]), cache)
+    assert torch.equal(logits, expected[35:])
+
+
+def test_logits_come_in_the_order_asked_for(tiny):
+    decoder = tiny("qwen3").load()
+    every = decoder.forward(pack(chain(PROMPT), [TABLE]), decoder.new_cache(NUM_BLOCKS))
+    some = decoder.forward(pack(chain(PROMPT), [TABLE], [44, 0, 7]), decoder.new_cache(NUM_BLOCKS))
+    assert torch.equal(some, every[[44, 0, 7]])
+    none = decoder.forward(pack(chain(PROMPT), [TABLE], []), decoder.new_cache(NUM_BLOCKS))
+    assert none.shape == (0, 97)
+
+
+def test_weight_bytes_count_what_a_step_reads(tiny):
+    decoder = tiny("qwen2").load("bfloat16")
+    hidden, inner, vocab, heads = 48, 80, 97, 4 * 12 + 2 * 2 * 12
+    layer = hidden * heads + heads + 48 * hidden + 3 * hidden * inner
+    assert decoder.weight_bytes == 2 * (3 * layer + vocab * hidden)
+
+
+def test_settings_that_cannot_work_are_refused_by_name(tiny):
+    folder = tiny("llama").folder
+    with pytest.raises(ConfigError, match="dtype must be bfloat16, float32 or auto, got 'int4'"):
+        load_decoder(folder, "int4", "cpu")
+    with pytest.raises(ConfigError, match="device must be cpu, cuda or auto"):
+        load_decoder(folder, "auto", "tpu")

@@ -1,0 +1,291 @@
+"""The compiled sampler chooses the very token of the numpy reference, for any request and any row."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.acceptance import coupled_choice
+from paceline.core.errors import LocalProtocolError
+from paceline.core.noise import exact_exp, exact_log, gumbel, noise_words
+from paceline.core.params import SamplingParams
+from paceline.core.processors import RowHistory, UnusableLogitsError, process
+from paceline.engine import noise_kernels, row_kernels
+from paceline.engine.sampler import RowSampler
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row with everything that decides its token."""
+
+    params: SamplingParams
+    logits: Logits
+    history: RowHistory
+    position: int
+
+    def sampler(self) -> RowSampler:
+        return RowSampler(
+            self.params,
+            len(self.logits),
+            tuple(self.history.eos_token_ids),
+            self.history.prompt_token_ids,
+            self.history.output_token_ids,
+        )
+
+    def perturbed(self, path: tuple[int, ...] = ()) -> npt.NDArray[np.float64]:
+        """Scores of the reference, noise included unless greedy."""
+        outputs = (*self.history.output_token_ids, *path)
+        history = RowHistory(
+            prompt_token_ids=self.history.prompt_token_ids,
+            output_token_ids=outputs,
+            eos_token_ids=self.history.eos_token_ids,
+        )
+        weights = process(self.logits, self.params, history)
+        if self.params.temperature < 1e-5:
+            return weights
+        return weights + gumbel(self.params.seed, self.position, np.arange(len(weights)))
+
+
+def off_or(off: Any, strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(st.just(off), strategy)
+
+
+@st.composite
+def logit_rows(draw: st.DrawFn, vocab: int) -> Logits:
+    """Rows of all shapes: peaked, flat, on a coarse grid (many ties), all equal, partly masked."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    row = rng.standard_normal(vocab) * draw(st.sampled_from([0.0, 0.01, 1.0, 4.0, 30.0]))
+    if draw(st.booleans()):
+        row = np.round(row)
+    if draw(st.booleans()):
+        row[rng.integers(vocab, size=3)] += 15.0
+    if draw(st.booleans()):
+        row[rng.random(vocab) < 0.3] = -np.inf
+        row[rng.integers(vocab, size=5)] = rng.standard_normal(5)
+    return row.astype(np.float32)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    vocab = draw(st.one_of(st.integers(1, 40), st.integers(100, 700)))
+    ids = st.integers(0, vocab - 1)
+    params = SamplingParams(
+        max_tokens=50,
+        temperature=draw(st.one_of(st.sampled_from([0.0, 0.01, 1.0, 100.0]), st.floats(0.1, 3.0))),
+        top_p=draw(off_or(1.0, st.floats(1e-6, 1.0))),
+        top_k=draw(off_or(0, st.integers(1, vocab + 1))),
+        min_p=draw(off_or(0.0, st.floats(0.0, 1.0))),
+        repetition_penalty=draw(off_or(1.0, st.floats(0.3, 3.0))),
+        presence_penalty=draw(off_or(0.0, st.floats(-2.0, 2.0))),
+        frequency_penalty=draw(off_or(0.0, st.floats(-2.0, 2.0))),
+        logit_bias=tuple(draw(st.lists(st.tuples(ids, st.floats(-5.0, 5.0)), max_size=4))),
+        min_tokens=draw(st.integers(0, 3)) if vocab > 3 else 0,
+        stop_token_ids=tuple(draw(st.lists(ids, max_size=2))),
+        seed=draw(st.integers(0, 2**64 - 1)),
+    )
+    history = RowHistory(
+        prompt_token_ids=tuple(draw(st.lists(ids, max_size=6))),
+        output_token_ids=tuple(draw(st.lists(ids, max_size=6))),
+        eos_token_ids=(vocab - 1,),
+    )
+    position = draw(st.one_of(st.integers(0, 5000), st.integers(0, 2**40)))
+    return Case(params=params, logits=draw(logit_rows(vocab)), history=history, position=position)
+
+
+def plain(logits: Logits, position: int = 5, **fields: Any) -> Case:
+    params = SamplingParams(max_tokens=50, **fields)
+    return Case(params=params, logits=logits, history=RowHistory(), position=position)
+
+
+def usable(case: Case) -> bool:
+    """Masks may leave nothing; that is another test's matter."""
+    try:
+        case.perturbed()
+    except UnusableLogitsError:
+        return False
+    return True
+
+
+@settings(deadline=None, max_examples=400)
+@given(cases().filter(usable))
+def test_the_token_is_that_of_the_reference(case: Case) -> None:
+    before = case.logits.copy()
+    assert case.sampler().choose(case.logits, case.position) == coupled_choice(case.perturbed(), None)
+    np.testing.assert_array_equal(case.logits, before)
+
+
+@pytest.mark.parametrize("vocab", [4096, 5001])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.8, "top_p": 0.95},
+        {"top_k": 40},
+        {"temperature": 3.0, "min_p": 0.02},
+        {"temperature": 0.7, "top_k": 500, "top_p": 0.6},
+        {"temperature": 50.0, "top_p": 0.9},
+    ],
+)
+def test_the_token_is_that_of_the_reference_on_rows_of_real_size(vocab: int, fields: dict[str, Any]) -> None:
+    rng = np.random.default_rng(vocab)
+    for scale in (0.0, 1.0, 6.0):
+        row = (rng.standard_normal(vocab) * scale).astype(np.float32)
+        for position in range(8):
+            case = plain(row, position, seed=91, **fields)
+            assert case.sampler().choose(row, position) == coupled_choice(case.perturbed(), None)
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases().filter(usable), st.integers(1, 9), st.data())
+def test_a_ranking_is_the_order_of_the_reference_scores_with_the_path_as_history(
+    case: Case, count: int, data: st.DataObject
+) -> None:
+    path = tuple(data.draw(st.lists(st.integers(0, len(case.logits) - 1), max_size=3)))
+    scores = case.perturbed(path)
+    order = [int(i) for i in np.argsort(-scores, kind="stable") if scores[i] > -np.inf][:count]
+    sampler = case.sampler()
+    token_ids, confidences = sampler.rank(case.logits, case.position, count, path)
+    assert token_ids == order
+    shares = np.exp(scores - scores.max())
+    np.testing.assert_allclose(confidences, (shares / shares.sum())[order], rtol=1e-4)
+    assert sampler.choose(case.logits, case.position) == coupled_choice(case.perturbed(), None)
+
+
+@settings(deadline=None)
+@given(cases().filter(usable), st.data())
+def test_pushing_tokens_one_by_one_equals_starting_with_them(case: Case, data: st.DataObject) -> None:
+    more = data.draw(st.lists(st.integers(0, len(case.logits) - 1), max_size=100))
+    pushed = case.sampler()
+    for token_id in more:
+        pushed.push(token_id)
+    started = RowSampler(
+        case.params,
+        len(case.logits),
+        tuple(case.history.eos_token_ids),
+        case.history.prompt_token_ids,
+        (*case.history.output_token_ids, *more),
+    )
+    assert pushed.choose(case.logits, case.position) == started.choose(case.logits, case.position)
+
+
+@settings(deadline=None)
+@given(cases().filter(usable), st.integers(0, 8))
+def test_log_probabilities_are_those_of_the_raw_logits(case: Case, count: int) -> None:
+    logits = case.logits.astype(np.float64)
+    exact = logits - logits.max()
+    exact -= math.log(np.exp(exact).sum())
+    token_id = int(np.argmax(logits))
+    found = case.sampler().logprobs(case.logits, token_id, count)
+    order = [int(i) for i in np.argsort(-logits, kind="stable") if logits[i] > -np.inf][:count]
+    assert (found.token_id, [token for token, _ in found.top]) == (token_id, order)
+    assert found.logprob == pytest.approx(exact[token_id], abs=1e-12)
+    np.testing.assert_allclose([logprob for _, logprob in found.top], exact[order], atol=1e-12)
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    row = np.array([1.0, 7.0, 7.0, 0.0], dtype=np.float32)
+    assert plain(row, temperature=0.0).sampler().choose(row, 0) == 1
+    assert plain(row, temperature=0.0, presence_penalty=0.5).sampler().choose(row, 0) == 1
+
+
+def test_the_token_depends_on_seed_and_position_alone() -> None:
+    row = np.zeros(1000, dtype=np.float32)
+    by_position = {plain(row, seed=1).sampler().choose(row, position) for position in range(20)}
+    by_seed = {plain(row, seed=seed).sampler().choose(row, 0) for seed in range(20)}
+    again = {plain(row, seed=seed).sampler().choose(row, 0) for seed in range(20)}
+    assert len(by_position) > 15
+    assert len(by_seed) > 15
+    assert by_seed == again
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 77, 299])
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"top_p": 0.5}, {"presence_penalty": 1.0}])
+def test_unusable_logits_are_refused_and_the_next_row_works(
+    bad: float, place: int, fields: dict[str, Any]
+) -> None:
+    row = np.zeros(300, dtype=np.float32)
+    sampler = plain(row, **fields).sampler()
+    expected = sampler.choose(row, 3)
+    spoiled = row.copy()
+    spoiled[place] = bad
+    for call in (
+        lambda: sampler.choose(spoiled, 3),
+        lambda: sampler.rank(spoiled, 3, 2),
+        lambda: sampler.logprobs(spoiled, 0, 1),
+    ):
+        with pytest.raises(UnusableLogitsError):
+            call()
+    assert sampler.choose(row, 3) == expected
+
+
+def test_a_row_with_every_token_masked_is_refused() -> None:
+    row = np.full(10, -np.inf, dtype=np.float32)
+    with pytest.raises(UnusableLogitsError, match="every token is masked"):
+        plain(row).sampler().choose(row, 0)
+    with pytest.raises(UnusableLogitsError, match="every token is masked"):
+        plain(row, temperature=0.0).sampler().choose(row, 0)
+
+
+@pytest.mark.parametrize("row", [np.zeros(9, np.float32), np.zeros(10), np.zeros((1, 10), np.float32)])
+def test_a_row_of_another_shape_or_type_is_refused(row: Any) -> None:
+    sampler = plain(np.zeros(10, np.float32)).sampler()
+    with pytest.raises(LocalProtocolError, match="a row must hold 10 float32 logits"):
+        sampler.choose(row, 0)
+
+
+def test_ids_outside_the_vocabulary_never_reach_a_compiled_loop() -> None:
+    row = np.zeros(10, np.float32)
+    with pytest.raises(LocalProtocolError, match="token id 10 is outside"):
+        plain(row, logit_bias=((10, 1.0),)).sampler()
+    with pytest.raises(LocalProtocolError, match="token id 12 is outside"):
+        RowSampler(SamplingParams(max_tokens=5, min_tokens=1), 10, (12,), ())
+    penalised = plain(row, presence_penalty=1.0).sampler()
+    expected = penalised.rank(row, 0, 3)
+    with pytest.raises(LocalProtocolError, match="token id -1 is outside"):
+        penalised.push(-1)
+    with pytest.raises(LocalProtocolError, match="token id 99 is outside"):
+        penalised.rank(row, 0, 3, (4, 99))
+    assert penalised.rank(row, 0, 3) == expected
+
+
+def test_threads_do_not_share_working_space() -> None:
+    rng = np.random.default_rng(3)
+    rows = [(rng.standard_normal(4096) * 3).astype(np.float32) for _ in range(8)]
+    fields: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "frequency_penalty": 0.1}
+    alone = [[plain(row, **fields).sampler().choose(row, i) for i in range(40)] for row in rows]
+
+    def run(row: Logits) -> list[int]:
+        sampler = plain(row, **fields).sampler()
+        return [sampler.choose(row, i) for i in range(40)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(run, rows)) == alone
+
+
+def test_the_compiled_arithmetic_gives_the_bits_of_the_reference() -> None:
+    words = noise_words(5, 6, np.arange(4000))
+    uniforms = (words.astype(np.float64) + 0.5) * 2.0**-32
+    expected = -exact_log(-exact_log(uniforms))
+    assert [noise_kernels.word_gumbel(word) for word in words] == expected.tolist()
+    ratios = -40.0 * uniforms
+    assert [row_kernels.exact_exp(ratio) for ratio in ratios] == exact_exp(ratios).tolist()
+
+
+def test_the_cheap_noise_bound_is_never_below_the_noise_and_close_where_it_matters() -> None:
+    near_one = 2**32 - 1 - np.unique(np.geomspace(1, 2**31, 3000).astype(np.uint64))
+    words = [2**32 - 1, 0, 1, *near_one.tolist(), *noise_words(1, 2, np.arange(3000)).tolist()]
+    for word in words:
+        noise, bound = noise_kernels.word_gumbel(np.uint64(word)), noise_kernels.noise_bound(np.uint64(word))
+        assert noise <= bound
+        assert noise < 6.0 or bound < noise + 0.07
