@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from paceline.core.messages import (
     CommittedTokens,
@@ -58,7 +60,7 @@ class Script:
         tokens: Commits these; None: the letters of the alphabet, from the one that the seed names.
         step_len: Tokens a step.
         stop_after: Commits the end token after that many tokens.
-        pause_after: Waits after that many tokens until `ScriptedVerifier.resume` is set.
+        pause_after: Waits after that many tokens for `ScriptedVerifier.resume`.
         fail_after: Raises `error` after that many tokens.
         error: What is raised then.
     """
@@ -79,13 +81,17 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         self.requests: list[GenerateRequest] = []
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()
         self.paused: asyncio.Queue[str] = asyncio.Queue()
-        self.resume = asyncio.Event()
+        self._resumed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._letters = [
             codec.encode(letter, field="letter", special_tokens=False, context_len=1)[0]
             for letter in ALPHABET
         ]
 
-    async def Generate(  # noqa: D102 - the protocol's
+    def resume(self, session_id: str) -> None:
+        """Lets a paused session run on to its end."""
+        self._resumed[session_id].set()
+
+    async def Generate(
         self, request: verifier_pb2.VerifierGenerateRequest, context: Any
     ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
         generate = generate_request_from_pb(request)
@@ -107,7 +113,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
                 raise script.error
             if script.pause_after is not None and at >= script.pause_after:
                 self.paused.put_nowait(generate.session_id)
-                await self.resume.wait()
+                await self._resumed[generate.session_id].wait()
             tokens = self._step(generate, at)
             at += len(tokens)
             reason = self._finish_reason(generate, tokens, at)
@@ -218,14 +224,23 @@ async def scripted_fleet(
     stop = asyncio.Event()
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
     gateway = asyncio.create_task(serve(config, store, {MODEL: codec}, stop, ready.set_result))
-    await asyncio.wait({gateway, ready}, return_when=asyncio.FIRST_COMPLETED)
+    either: set[asyncio.Future[Any]] = {gateway, ready}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if gateway.done():
         gateway.result()
     addresses = ready.result()
     try:
         async with (
-            httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=WAIT_S, trust_env=False) as http,
-            AsyncOpenAI(base_url=f"http://{addresses.http}/v1", api_key="none", max_retries=0) as openai,
+            # Reading certificates takes longer than most tests.
+            httpx.AsyncClient(
+                base_url=f"http://{addresses.http}", timeout=WAIT_S, trust_env=False, verify=False
+            ) as http,
+            AsyncOpenAI(
+                base_url=f"http://{addresses.http}/v1",
+                api_key="none",
+                max_retries=0,
+                http_client=DefaultAsyncHttpxClient(verify=False, trust_env=False),
+            ) as openai,
             grpc.aio.insecure_channel(addresses.grpc) as channel,
         ):
             yield ScriptedFleet(
@@ -257,7 +272,7 @@ async def _start_verifiers(
         server = await start_grpc_server(
             host="127.0.0.1",
             port=0,
-            add_servicers=lambda it, v=verifier: verifier_pb2_grpc.add_VerifierServicer_to_server(v, it),
+            add_servicers=partial(verifier_pb2_grpc.add_VerifierServicer_to_server, verifier),
             service_names=["paceline.rpc.v1.Verifier"],
         )
         replica = Replica(

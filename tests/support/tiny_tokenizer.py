@@ -46,7 +46,7 @@ def save_folder(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> P
     """Writes tokenizer.json and tokenizer_config.json and returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     train().save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": BEGIN, "eos_token": {"content": END, "special": True}}
+    settings = {"bos_token": BEGIN, "eos_token": {"__type": "AddedToken", "content": END, "special": True}}
     if chat_template is not None:
         settings["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

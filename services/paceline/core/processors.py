@@ -87,7 +87,7 @@ def fixed_point_mass(log_ratio: Any) -> Any:
     """Returns exp(log_ratio) in units of 2**-42 as uint64, rounded to nearest, for log_ratio in [-700, 0].
 
     Integers add up to the same total in any order. A vocabulary may hold 2**21 ids before a total leaves
-    int64. Takes the compiled exponential's place in `paceline.engine`, which spells out these two lines.
+    int64. `paceline.engine` has its own copy of these two lines, for compiled code cannot call this one.
     """
     shifted = exact_exp(log_ratio) * _MASS_SCALE + _TWO_52
     return np.float64(shifted).view(np.uint64) - _TWO_52_BITS

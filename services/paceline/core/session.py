@@ -16,6 +16,7 @@ from paceline.core.messages import (
     DraftNodes,
     GenerateRequest,
     LaggingSession,
+    ModelIdentity,
     NodeGuess,
     OpenSession,
     SpeculationRecord,
@@ -23,6 +24,18 @@ from paceline.core.messages import (
 from paceline.core.tree import DraftTree, GraftOutcome, Node, Pruning
 
 NOTHING_GRAFTED = GraftOutcome(num_added=0, num_late=0, num_stale=0)
+
+
+def check_vocabulary(session_id: str, token_ids: Sequence[int], identity: ModelIdentity) -> None:
+    """Refuses token ids of a peer that our model does not have.
+
+    Raises:
+        RemoteProtocolError: Names the session, the id and the limit.
+    """
+    if token_ids and max(token_ids) >= identity.vocab_size:
+        raise RemoteProtocolError(
+            f"session {session_id}: token id {max(token_ids)} is outside the vocabulary of {identity.vocab_size}"
+        )
 
 
 @dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -25,7 +24,7 @@ from paceline.engine.process import prepare_process
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics, start_metrics_server
 from paceline.rpc.v1 import drafter_pb2_grpc
-from paceline.serving import install_signal_handlers, run, start_grpc_server
+from paceline.serving import run, start_grpc_server, until_stopped
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, open_store
 
@@ -78,23 +77,11 @@ async def serve(config: DrafterConfig) -> None:
                 )
 
             async with announced(store, replica):
-                await _until_stopped(host)
+                await until_stopped(host.engine_ended())
             await server.drain()
             host.end_streams(UnavailableError("this drafter shuts down"))
             await server.stop(1.0)
             await host.close()
-
-
-async def _until_stopped(host: DraftHost) -> None:
-    stop = asyncio.Event()
-    install_signal_handlers(stop)
-    stopped = asyncio.create_task(stop.wait())
-    death = asyncio.create_task(host.engine_ended())
-    await asyncio.wait({stopped, death}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if death.done():
-        death.result()
-    death.cancel()
 
 
 def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:

@@ -22,6 +22,7 @@ from paceline.core.messages import (
     ToDrafter,
     ToVerifier,
 )
+from paceline.core.session import check_vocabulary
 from paceline.core.tree import Node, Pruning
 from paceline.drafting.drafted_session import DraftedSession
 from paceline.engine.decoder import Decoder
@@ -160,6 +161,7 @@ class DraftEngine:
         known = self._sessions.get(key)
         match message:
             case OpenSession():
+                check_vocabulary(message.session_id, message.token_ids, self._identity)
                 self._open(key, known, message)
             case CloseSession():
                 if known is not None and message.epoch >= known.mirror.epoch:
@@ -168,6 +170,7 @@ class DraftEngine:
                 if self.num_sessions < self._limits.max_num_seqs:
                     self._say(link, LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
             case Commit():
+                check_vocabulary(message.session_id, message.token_ids, self._identity)
                 self._commit(link, known, message)
 
     def _open(self, key: tuple[int, str], known: DraftedSession | None, message: OpenSession) -> None:

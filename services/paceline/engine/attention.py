@@ -1,8 +1,9 @@
 """Attention of single rows over paged KV and tree ancestors; knows the cache layout, no models.
 
-On the CPU a compiled loop handles one row and head at a time: scores, softmax and the weighted sum run over the row's
-tokens in order. So a row's result has the same bits whether its context lies in blocks or in ancestor slots, and
-whatever else is in the batch. On other devices torch's scaled_dot_product_attention does it (`torch_attention`).
+On the CPU a compiled loop handles one row and head at a time: scores, softmax and the weighted sum run over
+the row's tokens in order. So a row's result has the same bits whether its context lies in blocks or in
+ancestor slots, and whatever else is in the batch. On other devices torch's scaled_dot_product_attention does
+it (`torch_attention`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from paceline.engine.torch_attention import plan_attention, run_attention
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _scores(query: Any, query_at: Any, keys: Any, head: Any, prefix: Any, context: Any, nodes: Any, scores: Any) -> None:
-    """Fills scores[context + len(nodes)]; the last block's lanes past the context are overwritten or unused."""
+def _scores(
+    query: Any, query_at: Any, keys: Any, head: Any, prefix: Any, context: Any, nodes: Any, scores: Any
+) -> None:
+    """Fills scores[context + len(nodes)]; lanes of the last block past the context are unused."""
     head_dim, block_size = keys.shape[2:]
     flat = keys.reshape(-1)
     block_step, head_step = keys.shape[1] * head_dim * block_size, head_dim * block_size
@@ -52,8 +55,10 @@ def _softmax(scores: Any, count: Any, scale: Any) -> Any:
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _add_tokens(weights: Any, at: Any, values: Any, start: Any, count: Any, head_dim: Any, total: Any) -> None:
-    """total[head_dim] += weights[at + t] * values[start + t * head_dim:] for `count` neighbouring tokens t."""
+def _add_tokens(
+    weights: Any, at: Any, values: Any, start: Any, count: Any, head_dim: Any, total: Any
+) -> None:
+    """Adds weights[at + t] * values[start + t * head_dim:] of `count` tokens t to total[head_dim]."""
     whole = head_dim - head_dim % LANES
     for dim in range(0, whole, LANES):
         add_weighted_lanes(weights, at, values, start + dim, count, head_dim, total, dim)
@@ -63,7 +68,9 @@ def _add_tokens(weights: Any, at: Any, values: Any, start: Any, count: Any, head
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _weighted_sum(weights: Any, values: Any, head: Any, prefix: Any, context: Any, nodes: Any, total: Any) -> None:
+def _weighted_sum(
+    weights: Any, values: Any, head: Any, prefix: Any, context: Any, nodes: Any, total: Any
+) -> None:
     block_size, head_dim = values.shape[2:]
     flat = values.reshape(-1)
     block_step, head_step = values.shape[1] * block_size * head_dim, block_size * head_dim
@@ -73,15 +80,20 @@ def _weighted_sum(weights: Any, values: Any, head: Any, prefix: Any, context: An
         first = index * block_size
         _add_tokens(weights, first, flat, start, min(block_size, context - first), head_dim, total)
     for index in range(nodes.shape[0]):
-        start = (nodes[index] // block_size) * block_step + head * head_step + (nodes[index] % block_size) * head_dim
+        start = (
+            (nodes[index] // block_size) * block_step
+            + head * head_step
+            + (nodes[index] % block_size) * head_dim
+        )
         _add_tokens(weights, context + index, flat, start, 1, head_dim, total)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def attend_rows(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out: Any) -> None:
-    """Fills out[rows, H * D] from query[rows, H, D] and one layer's keys [blocks, G, D, 16], values [blocks, G, 16, D].
+    """Fills out[rows, H * D] from query[rows, H, D] and one layer's cache.
 
-    `arrays` are `Batch.attention_arrays`; each group of H / G query heads shares a KV head (GQA).
+    `keys` are [blocks, G, D, 16], `values` [blocks, G, 16, D], `arrays` the `Batch.attention_arrays`; each
+    group of H / G query heads shares a KV head (GQA).
     """
     sequences, context_lens, ancestors, num_ancestors, block_tables = arrays
     rows, heads, head_dim = query.shape
@@ -94,7 +106,9 @@ def attend_rows(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out
         prefix = block_tables[sequences[row]]
         nodes = ancestors[row, : num_ancestors[row]]
         for head in range(heads):
-            _scores(flat, (row * heads + head) * head_dim, keys, head // group, prefix, context, nodes, scores)
+            _scores(
+                flat, (row * heads + head) * head_dim, keys, head // group, prefix, context, nodes, scores
+            )
             inverse = _softmax(scores, context + nodes.shape[0], scale)
             _weighted_sum(scores, values, head // group, prefix, context, nodes, total)
             for dim in range(head_dim):
@@ -111,9 +125,13 @@ def _write_rows(keys: Any, values: Any, slots: Any, new_keys: Any, new_values: A
 
 
 def write_kv(
-    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
 ) -> None:
-    """Writes new_keys and new_values [rows, G, D] into the slots [rows] of one layer's cache, on any device."""
+    """Writes new_keys and new_values [rows, G, D] into the slots [rows] of one layer's cache."""
     if keys.device.type == "cpu":
         _write_rows(keys.numpy(), values.numpy(), slots.numpy(), new_keys.numpy(), new_values.numpy())
         return
@@ -141,6 +159,8 @@ def paged_attention(
     if query.device.type == "cpu":
         out = torch.empty_like(query)
         rows = out.numpy().reshape(len(out), -1)
-        attend_rows(query.numpy(), keys.numpy(), values.numpy(), batch.attention_arrays, np.float32(scale), rows)
+        attend_rows(
+            query.numpy(), keys.numpy(), values.numpy(), batch.attention_arrays, np.float32(scale), rows
+        )
         return out
     return run_attention(plan_attention(batch, query.device), query, keys, values, scale)

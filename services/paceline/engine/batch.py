@@ -52,10 +52,11 @@ class Batch:
     logit_rows: npt.NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        """Checks kinds: another one would make the compiled loops compile themselves again, in the middle of a step."""
+        """Checks kinds: another one would make the compiled loops compile again, in the middle of a step."""
         for name, kind in _KINDS:
             array = getattr(self, name)
-            assert array.dtype == kind and array.flags.c_contiguous, f"{name} must be contiguous {kind}"
+            assert array.dtype == kind, f"{name} must be {kind}, is {array.dtype}"
+            assert array.flags.c_contiguous, f"{name} must be C-contiguous"
 
     @property
     def num_rows(self) -> int:

@@ -55,7 +55,7 @@ class Checkpoint:
         tensor: torch.Tensor = self._shards[self._shard_of[name]].get_tensor(name)
         if shape is not None and tuple(tensor.shape) != shape:
             raise ConfigError(
-                f"{self._folder}: tensor {name!r} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
+                f"{self._folder}: tensor {name!r} is {list(tensor.shape)}, config.json asks for {list(shape)}"
             )
         return tensor
 
@@ -79,7 +79,7 @@ def _shard_paths(folder: Path) -> list[Path]:
         return paths
     if any(any(folder.glob(pattern)) for pattern in _PICKLES):
         raise ConfigError(
-            f"{folder} holds pickled weights only, which can run code when read and are refused: convert them with "
-            "transformers' save_pretrained(..., safe_serialization=True)"
+            f"{folder} holds pickled weights only, which can run code when read and are refused: "
+            "convert them with transformers' save_pretrained(..., safe_serialization=True)"
         )
     raise ConfigError(f"{folder} has no *.safetensors weights")

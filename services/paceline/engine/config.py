@@ -1,7 +1,8 @@
-"""What a checkpoint folder says about its model: sizes, rotary frequencies, end tokens, vocabulary. Loads no weights.
+"""What a checkpoint folder says about its model: sizes, end tokens, vocabulary. Loads no weights.
 
-transformers reads config.json, so that old and new spellings (`rope_theta` and `rope_scaling`, or `rope_parameters`)
-mean what their authors meant; everything this engine would compute wrongly is refused here, by name.
+transformers reads config.json, so that old and new spellings (`rope_theta` and `rope_scaling`, or
+`rope_parameters`) mean what their authors meant; everything this engine would compute wrongly is refused
+here, by name.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ class DecoderConfig:
     @classmethod
     def from_transformers(cls, config: PretrainedConfig, folder: Path) -> DecoderConfig:
         """Takes what is needed from a config that transformers has read."""
-        num_heads = int(config.num_attention_heads)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        num_heads = _size(config, "num_attention_heads")
+        head_dim = getattr(config, "head_dim", None) or _size(config, "hidden_size") // num_heads
         return cls(
             model_type=config.model_type,
             architecture=architecture_of(config, folder),
-            vocab_size=int(config.vocab_size),
+            vocab_size=_size(config, "vocab_size"),
             context_len=_context_len(config),
             eos_token_ids=_eos_token_ids(config, folder),
-            num_layers=int(config.num_hidden_layers),
+            num_layers=_size(config, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
             head_dim=int(head_dim),
@@ -89,10 +90,14 @@ class LlamaShape:
             ConfigError: An option that the lean decoder does not compute; names the field.
         """
         if config.hidden_act not in ("silu", "swish"):
-            raise ConfigError(f"hidden_act: only silu is served for {config.model_type}, got {config.hidden_act!r}")
+            raise ConfigError(
+                f"hidden_act: only silu is served for {config.model_type}, got {config.hidden_act!r}"
+            )
         rope = rope_frequencies(config, head_dim)
         if 2 * len(rope.inverse) != head_dim:
-            raise ConfigError(f"partial_rotary_factor: {config.model_type} is served with full rotary heads only")
+            raise ConfigError(
+                f"partial_rotary_factor: {config.model_type} is served with full rotary heads only"
+            )
         return cls(
             hidden_size=int(config.hidden_size),
             intermediate_size=int(config.intermediate_size),
@@ -111,11 +116,15 @@ def read_transformers_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json: give a folder in the Hugging Face checkpoint format")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
     if getattr(config, "quantization_config", None):
-        raise ConfigError(f"quantization_config: quantised checkpoints are not served ({folder}); use the bf16 one")
+        raise ConfigError(
+            f"quantization_config: quantised checkpoints are not served ({folder}); use the bf16 one"
+        )
     return config
 
 
@@ -133,8 +142,17 @@ def architecture_of(config: PretrainedConfig, folder: Path) -> str:
     return str(names[0])
 
 
+def _size(config: PretrainedConfig, name: str) -> int:
+    size = getattr(config, name, None)
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(
+            f"{name}: config.json of a {config.model_type} must give it as a positive number, got {size}"
+        )
+    return size
+
+
 def _context_len(config: PretrainedConfig) -> int:
-    limit = int(config.max_position_embeddings)
+    limit = _size(config, "max_position_embeddings")
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if window and (layer_types is None or "sliding_attention" in layer_types):

@@ -75,8 +75,8 @@ class _CompiledLayer:
 class LlamaDecoder:
     """Llama, Mistral, Qwen2 and Qwen3 with as little as possible between the linear layers.
 
-    On the CPU the rows go through compiled loops and packed linears, each row's bits independent of the others;
-    elsewhere, or with `compiled=False`, through torch operations. The residual stream is float32.
+    On the CPU the rows go through compiled loops and packed linears, each row's bits independent of the
+    others; elsewhere, or with `compiled=False`, through torch operations. The residual stream is float32.
     """
 
     def __init__(
@@ -147,7 +147,9 @@ class LlamaDecoder:
 
     def _forward_torch(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         plan = plan_attention(batch, self.device)
-        cos, sin = (torch.from_numpy(part).to(self.device)[:, None] for part in self._rope.rows(batch.positions))
+        cos, sin = (
+            torch.from_numpy(part).to(self.device)[:, None] for part in self._rope.rows(batch.positions)
+        )
         slots = torch.from_numpy(batch.slots).to(self.device)
         token_ids = torch.from_numpy(batch.token_ids).to(self.device)
         residual = torch.nn.functional.embedding(token_ids, self._weights.embedding).float()
@@ -206,7 +208,9 @@ def _choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_threads: int | None = None) -> Decoder:
+def load_decoder(
+    folder: Path, dtype: str = "auto", device: str = "auto", num_threads: int | None = None
+) -> Decoder:
     """Loads a checkpoint folder.
 
     Args:

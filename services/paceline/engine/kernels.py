@@ -1,7 +1,7 @@
 """Compiled CPU loops around the linear layers, one row at a time in a fixed order; knows arrays, no models.
 
-No loop uses fast-math, and no sum depends on how many rows there are: a row has the same bits in any batch. Arrays
-are float32, or uint16 holding bfloat16 bits where a linear layer takes or gives bfloat16.
+No loop uses fast-math, and no sum depends on how many rows there are: a row has the same bits in any batch.
+Arrays are float32, or uint16 holding bfloat16 bits where a linear layer takes or gives bfloat16.
 """
 
 from __future__ import annotations
@@ -111,12 +111,21 @@ def _load_head(source: Any, start: Any, norm: Any, eps: Any, head: Any) -> None:
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def project_rows(
-    qkv: Any, query_norm: Any, key_norm: Any, eps: Any, cos: Any, sin: Any, slots: Any, keys: Any, values: Any, query: Any
+    qkv: Any,
+    query_norm: Any,
+    key_norm: Any,
+    eps: Any,
+    cos: Any,
+    sin: Any,
+    slots: Any,
+    keys: Any,
+    values: Any,
+    query: Any,
 ) -> None:
     """Splits qkv[rows, (H + 2G) * D] into rotated queries and the KV of each row's slot.
 
-    `cos` and `sin` are [rows, D / 2]; `keys` [blocks, G, D, 16] and `values` [blocks, G, 16, D] of one layer are
-    written; `query` [rows, H, D] is filled.
+    `cos` and `sin` are [rows, D / 2]; `keys` [blocks, G, D, 16] and `values` [blocks, G, 16, D] of one layer
+    are written; `query` [rows, H, D] is filled.
     """
     kv_heads, block_size, head_dim = values.shape[1:]
     heads = query.shape[1]

@@ -1,15 +1,11 @@
-"""Paged KV: the cache itself, reference-counted blocks with a prefix cache, and scratch slots. Knows no model.
+"""Paged KV: the memory of keys and values, by physical slot; `blocks` decides who owns which. Knows no model.
 
-A physical slot is `block * BLOCK_SIZE + offset`. Keys of a block lie transposed, [head_dim, BLOCK_SIZE], so that the
-score loop runs over tokens side by side without changing the order of any sum.
+A physical slot is `block * BLOCK_SIZE + offset`. Keys of a block lie transposed, [head_dim, BLOCK_SIZE], so
+that the score loop runs over tokens side by side without changing the order of any sum.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,9 @@
 """Linear layers over Hugging Face weights, prepacked for oneDNN on the CPU; knows matrices, no models.
 
-Measured on the reference machine with torch 2.13: from two rows up, a row of a layer packed for 64 rows has the same
-bits whatever the other rows are and however many, in bfloat16 and float32, with one thread and with two. A lone row
-takes another kernel that differs once a sum is longer than 1,024, so it is computed as the first of two.
+Measured on the reference machine with torch 2.13: from two rows up, a row of a layer packed for 64 rows has
+the same bits whatever the other rows are and however many, in bfloat16 and float32, with one thread and with
+two. A lone row takes another kernel that differs once a sum is longer than 1,024, so it is computed as the
+first of two.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from typing import Final
 
 import torch
 
+# oneDNN's packed layout is reachable through torch's private operators only (inductor uses the same).
+_can_use_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
+_pack_weight = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
+_packed_linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+
 PACKED_ROWS: Final = 64
 MIN_ROWS: Final = 2
 
@@ -18,13 +24,14 @@ MIN_ROWS: Final = 2
 def _can_pack(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 or bool(_can_use_bf16())
 
 
 class Linear:
     """y = x W^T + b with weights in bfloat16 or float32.
 
-    Where oneDNN is missing, and on CUDA, it is torch's own linear: then a row's last bits may depend on the other rows.
+    Where oneDNN is missing, and on CUDA, it is torch's own linear: then a row's last bits may depend on the
+    other rows.
 
     Attributes:
         dtype: Of the weight, and of what `raw` takes and gives.
@@ -41,14 +48,12 @@ class Linear:
         with torch.inference_mode():
             self._weight = weight.contiguous()
             if self.packed:
-                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, PACKED_ROWS)
+                self._weight = _pack_weight(self._weight, PACKED_ROWS)
 
     def raw(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, in] -> [rows, out], both of `dtype`; at least MIN_ROWS rows where `packed`, in inference mode."""
+        """[rows, in] -> [rows, out] in `dtype`; where `packed`, in inference mode and from MIN_ROWS rows."""
         if self.packed:
-            result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-                rows, self._weight, self._bias, "none", [], ""
-            )
+            result: torch.Tensor = _packed_linear(rows, self._weight, self._bias, "none", [], "")
             return result
         return torch.nn.functional.linear(rows, self._weight, self._bias)
 
@@ -64,9 +69,10 @@ class Linear:
 class HeadLinear:
     """The language model head: like `Linear`, but logits are never rounded to bfloat16.
 
-    bfloat16 logits have 8 bits, so that near-equal tokens would tie and sampling would see steps of 1/16 at 10. On the
-    CPU bfloat16 weights are kept as float16 instead (exact to 3e-8) and multiplied with float32 rows by FBGEMM, whose
-    rows are independent of one another from one row up; without FBGEMM, or beyond float16's range, as float32.
+    bfloat16 logits have 8 bits, so that near-equal tokens would tie and sampling would see steps of 1/16 at
+    10. On the CPU bfloat16 weights are kept as float16 instead (exact to 3e-8) and multiplied with float32
+    rows by FBGEMM, whose rows are independent of one another from one row up; without FBGEMM, or beyond
+    float16's range, as float32.
 
     Attributes:
         nbytes: Of the weight as kept.

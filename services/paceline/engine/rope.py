@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies as transformers computes them, and tables of cosines and sines.
 
-Knows no model beyond its config. Scalings whose frequencies depend on the longest sequence of a batch are refused: a
-row must not depend on its neighbours.
+Knows no model beyond its config. Scalings whose frequencies depend on the longest sequence of a batch are
+refused: a row must not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RopeFrequencies:
 
 
 def rope_frequencies(config: PretrainedConfig, head_dim: int) -> RopeFrequencies:
-    """Frequencies of a config, by transformers' own functions (Su et al. 2104.09864, eq. 15, and its scalings).
+    """Frequencies of a config, by transformers' own functions (RoPE: Su et al. 2104.09864, eq. 15).
 
     Raises:
         ConfigError: The scaling is unknown, or depends on the length of the sequence.
@@ -49,7 +49,7 @@ def rope_frequencies(config: PretrainedConfig, head_dim: int) -> RopeFrequencies
 
 
 class RopeTable:
-    """Cosines and sines by position, computed in chunks of fixed shape so that a position always has the same bits."""
+    """Cosines and sines by position, in chunks of fixed shape: a position always has the same bits."""
 
     def __init__(self, frequencies: RopeFrequencies) -> None:
         """Starts with the first chunk of positions."""

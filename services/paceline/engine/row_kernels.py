@@ -119,12 +119,17 @@ def first_of(scores: Floats, chunk_max: Floats, largest: float) -> int:
     return 0
 
 
+@inlined
+def fixed_point_mass(log_ratio: float) -> Any:
+    """`core.processors.fixed_point_mass`, with its floor."""
+    shifted = exact_exp(max(log_ratio, MASS_FLOOR)) * _MASS_SCALE + _TWO_52
+    return np.float64(shifted).view(np.uint64) - _TWO_52_BITS
+
+
 @kernel
 def _fill_masses(scores: Floats, largest: float, masses: Words) -> None:
-    """`core.processors.fixed_point_mass` for one chunk."""
     for offset in range(CHUNK):
-        shifted = exact_exp(max(scores[offset] - largest, MASS_FLOOR)) * _MASS_SCALE + _TWO_52
-        masses[offset] = np.float64(shifted).view(np.uint64) - _TWO_52_BITS
+        masses[offset] = fixed_point_mass(scores[offset] - largest)
 
 
 @inlined
@@ -226,9 +231,7 @@ def _tighten(
             found[size], ids[size] = score, token_id
             size += 1 if survives and _bucket_of(score, largest) == bucket else 0
     for entry in range(size):
-        ratio = max(found[entry] - largest, MASS_FLOOR)
-        mass = np.float64(exact_exp(ratio) * _MASS_SCALE + _TWO_52).view(np.uint64) - _TWO_52_BITS
-        weights[entry] = np.int64(mass) if by_mass else 1
+        weights[entry] = np.int64(fixed_point_mass(found[entry] - largest)) if by_mass else 1
     return _resolve(found[:size], ids[:size], weights[:size], needed)
 
 

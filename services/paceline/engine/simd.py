@@ -1,8 +1,9 @@
 """Sixteen-lane float32 building blocks for the compiled CPU loops; knows arrays and offsets, no models.
 
 LLVM does not keep partial sums of a plain loop in registers here, because it cannot prove that the arrays do
-not overlap; written out as vector code the score loop ran five times faster. Every operation is a fused multiply-add
-with one rounding, in a fixed order, so that a lane gives the same bits as the scalar form of the same sum.
+not overlap; written out as vector code the score loop ran five times faster. Every operation is a fused
+multiply-add with one rounding, in a fixed order, so that a lane gives the same bits as the scalar form of the
+same sum.
 """
 
 from __future__ import annotations
@@ -93,7 +94,15 @@ def dot_lanes(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_weighted_lanes(
-    typing: Any, weights: Any, weights_at: Any, rows: Any, rows_at: Any, count: Any, width: Any, out: Any, out_at: Any
+    typing: Any,
+    weights: Any,
+    weights_at: Any,
+    rows: Any,
+    rows_at: Any,
+    count: Any,
+    width: Any,
+    out: Any,
+    out_at: Any,
 ) -> Any:
     """out[out_at + j] += sum_t weights[weights_at + t] * rows[rows_at + t * width + j] for all lanes j."""
     intp = types.intp
@@ -112,7 +121,7 @@ def add_weighted_lanes(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fma(typing: Any, left: Any, right: Any, addend: Any) -> Any:
-    """left * right + addend with one rounding: one lane of the vector forms above."""
+    """One lane of the vector forms above: left * right + addend, rounded once."""
     signature = types.float32(types.float32, types.float32, types.float32)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -122,7 +131,7 @@ def fma(typing: Any, left: Any, right: Any, addend: Any) -> Any:
 
 
 def to_float32(value: Any) -> Any:
-    """An element of a float32 array, or of a uint16 array that holds bfloat16 bits, as float32; compiled code only."""
+    """An element of a float32 array, or of a uint16 one of bfloat16 bits, as float32; compiled code only."""
     raise NotImplementedError
 
 

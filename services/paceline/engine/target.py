@@ -26,6 +26,7 @@ from paceline.core.messages import (
 )
 from paceline.core.pace import LinkPace
 from paceline.core.patience import Prospect, prospect, worth_waiting
+from paceline.core.session import check_vocabulary
 from paceline.core.tree import Node, walk
 from paceline.engine.decoder import Decoder
 from paceline.engine.blocks import BlockPool, SlotPool
@@ -234,6 +235,7 @@ class TargetEngine:
     ) -> None:
         match message:
             case DraftNodes():
+                check_vocabulary(message.session_id, [node.token_id for node in message.nodes], self._identity)
                 outcome = session.draft.receive(message)
                 self._report.num_late_nodes += outcome.num_late
                 self._report.num_stale_nodes += outcome.num_stale

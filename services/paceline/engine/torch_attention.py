@@ -1,7 +1,8 @@
-"""The same attention in torch operations, for CUDA and as a check of the compiled loop; knows the cache layout only.
+"""The same attention in torch operations, for CUDA and to check the compiled loop; knows the cache layout.
 
-Rows are grouped by sequence, sequences of like row counts are padded to one another, and each group is one call of
-scaled_dot_product_attention with a mask. The plan of a batch is made once on the host and used by every layer.
+Rows are grouped by sequence, sequences of like row counts are padded to one another, and each group is one
+call of scaled_dot_product_attention with a mask. The plan of a batch is made once on the host and used by
+every layer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class GroupPlan:
     Attributes:
         rows: int64 [n, most_rows], batch rows of each sequence; padding repeats the first.
         real: bool [n, most_rows], false for padding.
-        slots: int64 [n, most_slots], all slots that any row of the sequence attends; padding repeats the first.
+        slots: int64 [n, most_slots], all slots that any row of the sequence attends; padding repeats the
+            first.
         mask: bool [n, 1, most_rows, most_slots], true where the row attends the slot.
     """
 
@@ -81,7 +83,7 @@ def _pad_group(plans: list[_SequencePlan], device: torch.device) -> GroupPlan:
 
 
 def plan_attention(batch: Batch, device: torch.device, block_size: int = 16) -> list[GroupPlan]:
-    """Groups the batch's sequences by the power of two above their row count, so that padding at most doubles."""
+    """Groups sequences by the power of two above their row count, so that padding at most doubles."""
     groups: dict[int, list[_SequencePlan]] = {}
     for sequence in np.unique(batch.sequences):
         plan = _plan_sequence(batch, int(sequence), block_size)

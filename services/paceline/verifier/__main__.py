@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -23,7 +22,7 @@ from paceline.engine.target import Submit, TargetEngine, TargetLimits
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics, start_metrics_server
 from paceline.rpc.v1 import verifier_pb2_grpc
-from paceline.serving import GrpcServer, install_signal_handlers, run, start_grpc_server
+from paceline.serving import GrpcServer, run, start_grpc_server, until_stopped
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, open_store
 from paceline.verifier.config import VerifierConfig, allocator_from
@@ -82,20 +81,8 @@ async def serve(config: VerifierConfig) -> None:
                 )
 
             async with announced(store, replica):
-                await _until_stopped(host)
+                await until_stopped(host.engine_ended())
             await _shut_down(host, server, config.grace_s)
-
-
-async def _until_stopped(host: TargetHost) -> None:
-    stop = asyncio.Event()
-    install_signal_handlers(stop)
-    stopped = asyncio.create_task(stop.wait())
-    death = asyncio.create_task(host.engine_ended())
-    await asyncio.wait({stopped, death}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if death.done():
-        death.result()
-    death.cancel()
 
 
 async def _shut_down(host: TargetHost, server: GrpcServer, grace_s: float) -> None:

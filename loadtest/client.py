@@ -1,0 +1,169 @@
+"""A streaming client of the gateway that keeps the time of every piece, and batches of such clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What to ask the gateway for; `speculation` None leaves the defaults to it."""
+
+    prompt: str
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 1
+    speculation: dict[str, Any] | None = None
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body of `/v1/completions`."""
+        body: dict[str, Any] = {
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.speculation is not None:
+            body["speculation"] = self.speculation
+        return body
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came back, with times in seconds since the request was sent."""
+
+    text: str = ""
+    num_tokens: int = 0
+    piece_times_s: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    record: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between pieces."""
+        return [later - sooner for sooner, later in zip(self.piece_times_s, self.piece_times_s[1:], strict=False)]
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first piece, over the time from it to the last."""
+        span_s = self.piece_times_s[-1] - self.piece_times_s[0]
+        return (self.num_tokens - 1) / span_s if span_s > 0 else 0.0
+
+
+async def complete(
+    client: httpx.AsyncClient, url: str, ask: Ask, on_text: Callable[[str], None] | None = None
+) -> Completion:
+    """Streams one completion; an error of the server ends up in `Completion.error`."""
+    completion = Completion()
+    started_s = time.perf_counter()
+    async with client.stream("POST", f"{url}/v1/completions", json=ask.body(), timeout=TIMEOUT) as response:
+        if response.status_code != 200:
+            completion.error = (await response.aread()).decode(errors="replace")
+            return completion
+        async for event in _events(response):
+            _take(completion, event, time.perf_counter() - started_s, on_text)
+    completion.seconds = time.perf_counter() - started_s
+    return completion
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line[len("data: ") :])
+
+
+def _take(
+    completion: Completion, event: dict[str, Any], now_s: float, on_text: Callable[[str], None] | None
+) -> None:
+    if "error" in event:
+        completion.error = json.dumps(event["error"])
+        return
+    for choice in event.get("choices", []):
+        if choice.get("text"):
+            completion.text += choice["text"]
+            completion.piece_times_s.append(now_s)
+            if on_text is not None:
+                on_text(choice["text"])
+    if event.get("usage"):
+        completion.num_tokens = event["usage"]["completion_tokens"]
+    if event.get("metrics"):
+        completion.record = event["metrics"]["speculative_decoding"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """Completions of one run at one concurrency."""
+
+    completions: Sequence[Completion]
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """All output tokens over the whole time, prefill included."""
+        return sum(each.num_tokens for each in self.completions) / self.seconds
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / rounds, over all sessions."""
+        return 1.0 + self.total("num_accepted_draft_tokens") / max(1, self.total("num_spec_steps"))
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over verified draft tokens, over all sessions."""
+        return self.total("num_accepted_draft_tokens") / max(1, self.total("num_draft_tokens"))
+
+    @property
+    def mean_gamma(self) -> float:
+        """Draft tokens a round."""
+        return self.total("num_draft_tokens") / max(1, self.total("num_spec_steps"))
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Decoding sessions in a step, averaged over sessions."""
+        return statistics.fmean(each.record.get("mean_batch_size", 0.0) for each in self.completions)
+
+    def total(self, key: str) -> int:
+        """Sum of one entry of the speculation records."""
+        return sum(int(each.record.get(key, 0)) for each in self.completions)
+
+
+async def run_batch(url: str, asks: Sequence[Ask], concurrency: int, title: str) -> BatchResult:
+    """Runs all requests, `concurrency` at a time.
+
+    Raises:
+        RuntimeError: A request failed; the message is the server's.
+    """
+    gate = asyncio.Semaphore(concurrency)
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=concurrency)) as client:
+        with tqdm(total=len(asks), desc=title, unit="request", leave=False) as bar:
+
+            async def one(ask: Ask) -> Completion:
+                async with gate:
+                    completion = await complete(client, url, ask)
+                bar.update()
+                return completion
+
+            started_s = time.perf_counter()
+            completions = await asyncio.gather(*(one(ask) for ask in asks))
+            seconds = time.perf_counter() - started_s
+    failed = [each.error for each in completions if each.error]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(asks)} requests failed, first: {failed[0]}")
+    return BatchResult(completions=completions, seconds=seconds)

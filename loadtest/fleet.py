@@ -1,0 +1,40 @@
+"""Fleets for benches: real processes on free ports, logs kept when something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from paceline.cluster.local import LocalFleet
+from paceline.cluster.spec import FleetSpec
+
+FREE_PORTS: dict[str, Any] = {
+    "gateway_port": 0,
+    "gateway_grpc_port": 0,
+    "verifier_port": 0,
+    "verifier_metrics_port": 0,
+    "drafter_port": 0,
+    "drafter_metrics_port": 0,
+    "redis_port": 0,
+}
+
+
+def bench_fleet(**settings: Any) -> LocalFleet:
+    """A fleet with the given `FleetSpec` settings, on free ports unless these are given too."""
+    return LocalFleet(FleetSpec(**{**FREE_PORTS, **settings}), environ=os.environ, say=_say)
+
+
+def machine() -> str:
+    """This machine in a few words, for the figures' line."""
+    model = "unknown CPU"
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{os.cpu_count()} cores, {model}"
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

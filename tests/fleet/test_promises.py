@@ -1,0 +1,124 @@
+"""What the fleet promises, shown on real processes and a real model: the same seed gives the same tokens, always."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from loadtest.client import Ask, Completion, run_batch
+from paceline.cluster.checkpoints import DEMO_TARGET
+from paceline.training.corpus import unseen_prompts
+from tests.fleet.client import Sampled, sample, sample_all
+
+NUM_PROMPTS = 40
+NUM_TOKENS = 128
+PLAIN = {"enabled": False}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return unseen_prompts(NUM_PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def oracle(prompts) -> list[str]:
+    """Greedy text of transformers' own `generate`, float32, one prompt at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    texts = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=NUM_TOKENS,
+                pad_token_id=0,
+            )
+        texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    torch.set_num_threads(threads)
+    return texts
+
+
+def texts_of(url: str, asks: list[Ask], concurrency: int) -> list[str]:
+    return [each.text for each in asyncio.run(run_batch(url, asks, concurrency, "texts")).completions]
+
+
+@pytest.mark.parametrize("speculation", [None, PLAIN], ids=["speculative", "plain"])
+def test_greedy_text_is_that_of_generate(trees, prompts, oracle, speculation):
+    asks = [Ask(prompt=prompt, max_tokens=NUM_TOKENS, speculation=speculation) for prompt in prompts]
+    assert texts_of(trees.url, asks, 8) == oracle
+
+
+def test_greedy_text_is_that_of_generate_with_fixed_chains(chains, prompts, oracle):
+    asks = [Ask(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
+    assert texts_of(chains.url, asks, 8) == oracle
+
+
+@pytest.fixture(scope="module")
+def sampled_plainly(trees, prompts) -> list[list[int]]:
+    """Sampled tokens without speculation, one session at a time."""
+    return sample_all(trees, [Sampled(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts[:16])], 1)
+
+
+@pytest.mark.parametrize("fleet_name", ["trees", "chains"])
+@pytest.mark.parametrize("gamma", [0, 1, 4, 8])
+@pytest.mark.parametrize("concurrency", [1, 16])
+def test_gamma_tree_shape_and_batch_change_no_sampled_token(
+    request, prompts, sampled_plainly, fleet_name, gamma, concurrency
+):
+    runner = request.getfixturevalue(fleet_name)
+    asks = [Sampled(prompt=prompt, seed=seed, gamma=gamma) for seed, prompt in enumerate(prompts[:16])]
+    assert sample_all(runner, asks, concurrency) == sampled_plainly
+
+
+@pytest.mark.parametrize("fleet_name", ["trees", "chains"])
+def test_a_drafter_killed_in_mid_stream_and_restarted_changes_no_token(
+    request, prompts, sampled_plainly, fleet_name
+):
+    runner = request.getfixturevalue(fleet_name)
+    restarts = runner.fleet.restart_count("drafter")
+
+    async def story() -> list[list[int]]:
+        pieces_seen = asyncio.Event()
+        asks = [Sampled(prompt=prompt, seed=seed, gamma=8) for seed, prompt in enumerate(prompts[:16])]
+        tasks = [asyncio.create_task(sample(runner, ask, on_piece=pieces_seen.set)) for ask in asks]
+        await pieces_seen.wait()
+        runner.fleet.kill("drafter")
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(story()) == sampled_plainly
+    runner.call(runner.fleet.until_restarted("drafter", restarts + 1), 60)
+    asks = [Sampled(prompt=prompt, seed=seed, gamma=8) for seed, prompt in enumerate(prompts[:16])]
+    assert sample_all(runner, asks, 16) == sampled_plainly
+
+
+def test_a_stopped_drafter_costs_no_token_and_little_time(trees, prompts):
+    """SIGSTOP for 5 s: gaps between pieces stay within two steps of plain decoding, by the medians of one run."""
+    plain = [Ask(prompt=prompt, max_tokens=400, speculation=PLAIN) for prompt in prompts[:2]]
+    drafted = [Ask(prompt=prompt, max_tokens=400) for prompt in prompts[:2]]
+    quiet = asyncio.run(run_batch(trees.url, plain, 1, "plain")).completions
+
+    async def story() -> list[Completion]:
+        task = asyncio.create_task(run_batch(trees.url, drafted, 1, "drafter stopped"))
+        await asyncio.sleep(0)
+        trees.fleet.pause("drafter")
+        try:
+            await asyncio.wait({task}, timeout=5)
+        finally:
+            trees.fleet.resume("drafter")
+        return list((await task).completions)
+
+    disturbed = asyncio.run(story())
+    assert [each.text for each in disturbed] == [each.text for each in quiet]
+    step_s = statistics.median(gap for each in quiet for gap in each.gaps_s)
+    gap_s = statistics.median(gap for each in disturbed for gap in each.gaps_s)
+    assert gap_s <= 3 * step_s

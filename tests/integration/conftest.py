@@ -1,0 +1,98 @@
+"""Tiny checkpoints and the verifier and drafter services on them, in this process, on loopback ports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from paceline.core.allocator import FixedGamma
+from paceline.drafter.host import DraftHost
+from paceline.drafter.servicer import DrafterServicer
+from paceline.drafting.draft_model import DraftEngine, DraftLimits
+from paceline.engine.decoder import load_decoder
+from paceline.engine.identity import model_identity
+from paceline.engine.target import TargetEngine, TargetLimits
+from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
+from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
+from paceline.serving import start_grpc_server
+from paceline.verifier.host import TargetHost
+from paceline.verifier.servicer import VerifierServicer
+from tests.support.checkpoints import save_pair
+
+MAX_MODEL_LEN = 256
+MAX_QUEUE = 4
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory) -> tuple[Path, Path]:
+    return save_pair(tmp_path_factory.mktemp("tiny-pair"))
+
+
+@asynccontextmanager
+async def running_verifier(folder: Path) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
+    """A verifier service and a stub to call it."""
+    identity = model_identity(folder, "tiny")
+    host = TargetHost(
+        identity=identity,
+        max_model_len=MAX_MODEL_LEN,
+        max_queue=MAX_QUEUE,
+        make_engine=lambda: TargetEngine(
+            decoder=load_decoder(folder, "float32", "cpu", 1),
+            identity=identity,
+            num_blocks=128,
+            limits=TargetLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN),
+            allocator=FixedGamma(gamma=4),
+            clock=time.monotonic,
+        ),
+        metrics=VerifierMetrics(CollectorRegistry()),
+    )
+    await host.start()
+    server = await start_grpc_server(
+        host="127.0.0.1",
+        port=0,
+        add_servicers=lambda it: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), it),
+        service_names=["paceline.rpc.v1.Verifier"],
+    )
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            yield verifier_pb2_grpc.VerifierStub(channel), host
+    finally:
+        await server.stop(0)
+        await host.close()
+
+
+@asynccontextmanager
+async def running_drafter(folder: Path, port: int = 0) -> AsyncIterator[tuple[str, DraftHost]]:
+    """A drafter service; yields its address."""
+    identity = model_identity(folder, "tiny-drafter")
+    host = DraftHost(
+        identity=identity,
+        make_engine=lambda: DraftEngine(
+            decoder=load_decoder(folder, "float32", "cpu", 1),
+            identity=identity,
+            num_blocks=128,
+            limits=DraftLimits(
+                width=2, max_rows=8, max_rows_per_session=2, max_num_batched_tokens=64, max_num_seqs=8
+            ),
+            clock=time.monotonic,
+        ),
+        metrics=DrafterMetrics(CollectorRegistry()),
+    )
+    await host.start()
+    server = await start_grpc_server(
+        host="127.0.0.1",
+        port=port,
+        add_servicers=lambda it: drafter_pb2_grpc.add_DrafterServicer_to_server(DrafterServicer(host), it),
+        service_names=["paceline.rpc.v1.Drafter"],
+    )
+    try:
+        yield server.address, host
+    finally:
+        await server.stop(0)
+        await host.close()

@@ -1,0 +1,148 @@
+"""`paceline generate` against a real HTTP server that plays a gateway."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from paceline import client
+
+RECORD = {
+    "num_steps": 3,
+    "num_spec_steps": 2,
+    "draft_acceptance_rate": 0.75,
+    "num_accepted_draft_tokens": 6,
+    "num_draft_tokens": 8,
+    "mean_acceptance_length": 4.0,
+    "mean_batch_size": 1.5,
+}
+TEXT = [{"choices": [{"text": "Hello,"}]}, {"choices": [{"text": " wörld"}]}]
+END = [
+    {"choices": [{"text": "", "finish_reason": "length"}]},
+    {"choices": [], "usage": {"completion_tokens": 9}, "metrics": {"speculative_decoding": RECORD}},
+]
+
+
+@dataclass
+class Script:
+    """What the server answers, and what it was asked."""
+
+    chunks: list[Any]
+    status: int = 200
+    models: list[str] = field(default_factory=lambda: ["demo"])
+    done: bool = True
+    bodies: list[Any] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    url: str = ""
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    played = Script(chunks=[*TEXT, *END])
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            """Says nothing."""
+
+        def do_GET(self) -> None:
+            body = json.dumps({"data": [{"id": name} for name in played.models]})
+            self.answer(200, body.encode())
+
+        def do_POST(self) -> None:
+            played.paths.append(self.path)
+            played.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in played.chunks]
+            lines += ["data: [DONE]\n\n"] if played.done else []
+            text = json.dumps(played.chunks[0]) if played.status != 200 else "".join(lines)
+            self.answer(played.status, text.encode())
+
+        def answer(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        played.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield played
+        server.shutdown()
+        thread.join()
+
+
+def test_text_goes_to_stdout_and_the_record_to_stderr(
+    script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.main(["Say hello", "--url", script.url, "--seed", "7", "--no-speculation"])
+    printed = capsys.readouterr()
+    assert printed.out == "Hello, wörld\n"
+    assert printed.err == (
+        "[9 tokens in 3 steps, acceptance rate 0.75 (6 of 8 draft tokens), mean acceptance length 4.00, "
+        "mean batch size 1.5]\n"
+    )
+    assert script.paths == ["/v1/completions"]
+    (body,) = script.bodies
+    assert (body["model"], body["prompt"], body["seed"]) == ("demo", "Say hello", 7)
+    assert body["speculation"] == {"enabled": False}
+
+
+def test_a_chat_sends_messages_and_reads_deltas(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    script.chunks = [
+        {"choices": [{"delta": {"role": "assistant"}}]},
+        {"choices": [{"delta": {"content": "Hi"}}]},
+    ]
+    client.main(["Hello", "--chat", "--url", script.url, "--max-draft-tokens", "4"])
+    assert capsys.readouterr().out == "Hi\n"
+    assert script.paths == ["/v1/chat/completions"]
+    assert script.bodies[0]["messages"] == [{"role": "user", "content": "Hello"}]
+    assert script.bodies[0]["speculation"] == {"enabled": True, "max_draft_tokens": 4}
+
+
+def test_a_dash_reads_the_prompt_from_stdin(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin"))
+    client.main(["-", "--url", script.url, "--model", "demo"])
+    assert script.bodies[0]["prompt"] == "from stdin"
+
+
+def failure(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        client.main(argv)
+    assert caught.value.code == 1
+    return capsys.readouterr().err
+
+
+def test_a_refusal_is_one_line(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    script.status = 400
+    script.chunks = [{"error": {"message": "max_tokens: too large"}}]
+    assert failure(["x", "--url", script.url], capsys) == "paceline generate: error: max_tokens: too large\n"
+
+
+def test_an_error_within_the_stream_is_told(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    script.chunks = [*TEXT, {"error": {"message": "the verifier is gone"}}]
+    assert "the verifier is gone" in failure(["x", "--url", script.url], capsys)
+
+
+def test_a_stream_that_breaks_off_is_no_success(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    script.done = False
+    assert "broke off" in failure(["x", "--url", script.url], capsys)
+
+
+def test_of_several_models_one_must_be_chosen(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    script.models = ["a", "b"]
+    assert "choose with --model: a, b" in failure(["x", "--url", script.url], capsys)
+
+
+def test_a_gateway_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "http://127.0.0.1:1 cannot be reached" in failure(["x", "--url", "http://127.0.0.1:1"], capsys)
+
+
+def test_without_draft_tokens_the_line_says_so() -> None:
+    assert client.summary(None, {"completion_tokens": 3}) == "[3 tokens, no draft token verified]"

@@ -1,0 +1,301 @@
+"""What HTTP clients see when requests are bad, verifiers fail, clients leave, or the gateway stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
+from paceline.store.base import Replica
+from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
+
+REQUEST: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 10, "seed": 0}
+COMPLETIONS = "/v1/completions"
+PAUSED = Script(pause_after=6)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path) as started:
+        yield started
+
+
+async def post(fleet: ScriptedFleet, **fields: Any) -> httpx.Response:
+    return await fleet.http.post(COMPLETIONS, json={**REQUEST, **fields})
+
+
+async def assert_next_request_works(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script()
+    answer = await post(fleet)
+    assert answer.json()["choices"][0]["text"] == "abcdefghij"
+
+
+def events_of(answer: httpx.Response) -> list[Any]:
+    """Returns the JSON events of a stream, which must have been closed in order."""
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "limit"),
+    [
+        ({"prompt": [7] * 256}, "prompt", "256 tokens"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": 100_000}, "max_tokens", "the context holds 256 tokens"),
+        ({"temperature": -1}, "temperature", "from 0 to 100"),
+        ({"top_p": 2}, "top_p", "from 0 to 1"),
+        ({"prompt": ""}, "prompt", "must not be empty"),
+        ({"prompt": [1, 99999]}, "prompt[1]", "outside the vocabulary"),
+        ({"stop": ["x"] * 10_000}, "stop", "at most 16"),
+    ],
+)
+async def test_bad_fields_are_refused_and_the_next_request_works(
+    fleet: ScriptedFleet, fields: dict[str, Any], param: str, limit: str
+) -> None:
+    error = error_of(await post(fleet, **fields), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert limit in error["message"]
+    assert not fleet.verifier.requests
+    await assert_next_request_works(fleet)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b'{"model": "tiny", "prompt": "x"', "not valid JSON"),
+        (b'{"model": "tiny", "prompt": "\xff"}', "not valid UTF-8"),
+        (b'{"model": "tiny", "prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias.5: NaN"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "half of a surrogate pair"),
+        (b"[" * 50_000, "nested too deeply"),
+        (b"", "not valid JSON"),
+    ],
+)
+async def test_broken_bodies_are_refused_and_the_next_request_works(
+    fleet: ScriptedFleet, body: bytes, problem: str
+) -> None:
+    error = error_of(await fleet.http.post(COMPLETIONS, content=body), 400)
+    assert problem in error["message"]
+    await assert_next_request_works(fleet)
+
+
+async def test_an_unknown_model_is_not_found_and_those_served_are_named(fleet: ScriptedFleet) -> None:
+    with pytest.raises(openai.NotFoundError, match="served: tiny") as caught:
+        await fleet.openai.completions.create(model="gpt-9", prompt="x")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+    error_of(await fleet.http.get("/v1/models/gpt-9"), 404)
+    await assert_next_request_works(fleet)
+
+
+async def test_a_body_of_10_mb_is_refused_with_the_limit(fleet: ScriptedFleet) -> None:
+    body = json.dumps({**REQUEST, "prompt": "x" * 10_000_000}).encode()
+    error = error_of(await fleet.http.post(COMPLETIONS, content=body), 413)
+    assert "4194304 bytes" in error["message"]
+    await assert_next_request_works(fleet)
+
+
+async def test_a_body_of_10_mb_without_a_length_is_refused_too(fleet: ScriptedFleet) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b" " * 1_000_000
+
+    error_of(await fleet.http.post(COMPLETIONS, content=pieces()), 413)
+    await assert_next_request_works(fleet)
+
+
+async def test_a_body_that_does_not_arrive_is_given_up(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, body_timeout_s=0.1) as fleet:
+        host, port = fleet.addresses.http.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        assert b" 408 " in await reader.readline()
+        writer.close()
+        await assert_next_request_works(fleet)
+
+
+async def test_unknown_paths_and_methods_have_an_error_object(fleet: ScriptedFleet) -> None:
+    assert "GET /v2" in error_of(await fleet.http.get("/v2"), 404)["message"]
+    error_of(await fleet.http.get(COMPLETIONS), 405)
+
+
+async def test_requests_beyond_the_bound_are_told_when_to_come_again(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, max_sessions=2) as fleet:
+        fleet.verifier.script = PAUSED
+        first = asyncio.create_task(post(fleet, n=2))
+        paused = [await fleet.verifier.paused.get() for _ in range(2)]
+        refused = await post(fleet)
+        assert "at most 2 are admitted" in error_of(refused, 429)["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        for session_id in paused:
+            fleet.verifier.resume(session_id)
+        assert (await first).status_code == 200
+        await assert_next_request_works(fleet)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (OverloadedError("queue is full", retry_after_s=7.0), 429),
+        (UnavailableError("engine is dead"), 503),
+        (InvalidRequestError("max_tokens", "too many for this verifier"), 400),
+        (ZeroDivisionError(), 500),
+    ],
+)
+async def test_a_verifier_that_refuses_at_once_gives_the_request_its_status(
+    fleet: ScriptedFleet, error: Exception, status: int, stream: bool
+) -> None:
+    fleet.verifier.script = Script(fail_after=0, error=error)
+    answer = await post(fleet, stream=stream)
+    described = error_of(answer, status)
+    if status == 429:
+        assert answer.headers["retry-after"] == "7"
+    if status == 400:
+        assert described["param"] == "max_tokens"
+    await assert_next_request_works(fleet)
+
+
+async def test_a_verifier_that_fails_in_mid_stream_ends_the_stream_with_an_error_event(
+    fleet: ScriptedFleet,
+) -> None:
+    fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
+    answer = await post(fleet, stream=True)
+    assert answer.status_code == 200
+    *chunks, last = events_of(answer)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcdef"
+    assert last["error"]["code"] == "unavailable"
+    assert "engine is dead" in last["error"]["message"]
+    await assert_next_request_works(fleet)
+
+
+async def test_the_official_client_raises_the_error_event(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
+    stream = await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=9, stream=True)
+    with pytest.raises(openai.APIError, match="engine is dead"):
+        async for _ in stream:
+            pass
+    await assert_next_request_works(fleet)
+
+
+async def test_one_failing_sample_ends_the_others_too(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(pause_after=3, fail_after=6, error=UnavailableError("engine is dead"))
+    asking = asyncio.create_task(post(fleet, stream=True, n=3))
+    paused = [await fleet.verifier.paused.get() for _ in range(3)]
+    fleet.verifier.resume(paused[1])
+    assert "error" in events_of(await asking)[-1]
+    assert {await fleet.verifier.abandoned.get() for _ in range(3)} == {
+        request.session_id for request in fleet.verifier.requests
+    }
+    await assert_next_request_works(fleet)
+
+
+async def test_a_session_whose_verifier_dies_goes_on_with_the_very_next_token_on_another(
+    tmp_path: Path,
+) -> None:
+    async with scripted_fleet(tmp_path, num_verifiers=2) as fleet:
+        fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
+        answer = await post(fleet, stream=True)
+        texts = [choice["text"] for event in events_of(answer) for choice in event["choices"]]
+        assert "".join(texts) == "abcdefghij"
+        [second] = fleet.verifiers[1].requests
+        assert (second.epoch, len(second.committed_token_ids)) == (2, 6)
+        assert second.sampling == fleet.verifier.requests[0].sampling
+
+
+async def test_a_dead_address_in_the_registry_costs_a_retry_and_no_error(fleet: ScriptedFleet) -> None:
+    await fleet.announce(
+        Replica(
+            replica_id="a-dead-one",
+            role="verifier",
+            address="127.0.0.1:1",
+            identity=identity(fleet.codec),
+            max_sessions=8,
+        )
+    )
+    while (await fleet.http.get("/health")).json()["verifiers"] < 2:
+        continue
+    await assert_next_request_works(fleet)
+
+
+async def test_a_silent_verifier_is_given_up_and_its_call_cancelled(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, next_token_timeout_s=0.1) as fleet:
+        fleet.verifier.script = PAUSED
+        last = events_of(await post(fleet, stream=True))[-1]
+        assert "was silent for 0.1 s" in last["error"]["message"]
+        assert await fleet.verifier.abandoned.get() == fleet.verifier.requests[0].session_id
+        await assert_next_request_works(fleet)
+
+
+async def test_a_client_that_leaves_a_stream_cancels_the_verifiers_call(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = PAUSED
+    stream = await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=99, stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+    assert await fleet.verifier.abandoned.get() == fleet.verifier.requests[0].session_id
+    await assert_next_request_works(fleet)
+
+
+async def test_a_client_that_leaves_before_its_answer_cancels_the_verifiers_calls(
+    fleet: ScriptedFleet,
+) -> None:
+    fleet.verifier.script = PAUSED
+    asking = asyncio.create_task(post(fleet, n=2))
+    for _ in range(2):
+        await fleet.verifier.paused.get()
+    asking.cancel()
+    assert {await fleet.verifier.abandoned.get() for _ in range(2)} == {
+        request.session_id for request in fleet.verifier.requests
+    }
+    await assert_next_request_works(fleet)
+
+
+async def test_a_fleet_without_a_verifier_is_unwell_and_says_so(fleet: ScriptedFleet) -> None:
+    await fleet.store.withdraw("verifier-0")
+    while (health := await fleet.http.get("/health")).status_code == 200:
+        continue
+    assert health.json()["status"] == "no verifier"
+    answer = await post(fleet)
+    assert "no verifier of model 'tiny'" in error_of(answer, 503)["message"]
+    assert "retry-after" in answer.headers
+
+
+async def test_a_stopping_gateway_finishes_its_streams_and_refuses_new_ones(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = PAUSED
+    running = asyncio.create_task(post(fleet, stream=True))
+    session_id = await fleet.verifier.paused.get()
+    fleet.stop.set()
+    while (health := await fleet.http.get("/health")).status_code == 200:
+        continue
+    assert health.json()["status"] == "draining"
+    assert "shutting down" in error_of(await post(fleet), 503)["message"]
+    fleet.verifier.resume(session_id)
+    chunks = events_of(await running)
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "abcdefghij"
+    await fleet.gateway
+
+
+async def test_at_the_deadline_a_stopping_gateway_ends_streams_with_an_error_event(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, grace_s=0.0) as fleet:
+        fleet.verifier.script = PAUSED
+        running = asyncio.create_task(post(fleet, stream=True))
+        await fleet.verifier.paused.get()
+        fleet.stop.set()
+        last = events_of(await running)[-1]
+        assert last["error"]["message"] == "the gateway is shutting down"
+        await fleet.gateway

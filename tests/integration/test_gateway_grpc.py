@@ -1,0 +1,152 @@
+"""The gRPC door: the same sessions as over HTTP, rich errors, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paceline.core.errors import InvalidRequestError, ModelNotFoundError, PacelineError, UnavailableError
+from paceline.rpc.v1 import common_pb2, gateway_pb2
+from paceline.status import error_from_rpc
+from paceline.wire import speculation_record_from_pb
+from tests.support.scripted_fleet import (
+    CONTEXT_LEN,
+    MODEL,
+    RECORD,
+    Script,
+    ScriptedFleet,
+    identity,
+    scripted_fleet,
+)
+
+Request = gateway_pb2.GatewayGenerateRequest
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path) as started:
+        yield started
+
+
+def sampling(max_tokens: int = 10, **fields: float) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+async def refusal(fleet: ScriptedFleet, request: Request) -> PacelineError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in fleet.stub.Generate(request):
+            pass
+    return error_from_rpc(caught.value)
+
+
+async def test_a_completion_streams_text_and_tokens_and_ends_with_its_result(fleet: ScriptedFleet) -> None:
+    request = Request(model=MODEL, prompt="the fox", sampling=sampling(seed=2))
+    responses = [response async for response in fleet.stub.Generate(request)]
+    assert "".join(response.text for response in responses) == "cdefghijkl"
+    assert sum(len(response.token_ids) for response in responses) == 10
+    assert len({response.session_id for response in responses}) == 1
+    result = responses[-1].result
+    assert (result.finish_reason, result.num_generated_tokens) == ("length", 10)
+    assert result.num_prompt_tokens == len(fleet.verifier.requests[0].prompt_token_ids)
+    assert speculation_record_from_pb(result.speculation) == RECORD
+    assert result.timings.decode_ns == 3
+    assert not any(response.HasField("result") for response in responses[:-1])
+
+
+async def test_without_model_and_sampling_the_defaults_of_the_http_door_hold(fleet: ScriptedFleet) -> None:
+    request = Request(prompt_token_ids=gateway_pb2.TokenIds(ids=[5, 6]), stop=["zzz"])
+    async for _ in fleet.stub.Generate(request):
+        pass
+    [generate] = fleet.verifier.requests
+    assert generate.prompt_token_ids == (5, 6)
+    assert (generate.sampling.max_tokens, generate.sampling.temperature) == (16, 1.0)
+
+
+async def test_a_stop_string_ends_the_text(fleet: ScriptedFleet) -> None:
+    request = Request(prompt="x", sampling=sampling(max_tokens=99), stop=["efg"])
+    responses = [response async for response in fleet.stub.Generate(request)]
+    assert "".join(response.text for response in responses) == "abcd"
+    assert responses[-1].result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "limit"),
+    [
+        (Request(sampling=sampling()), "prompt", "is required"),
+        (Request(prompt="", sampling=sampling()), "prompt", "must not be empty"),
+        (Request(prompt_token_ids=gateway_pb2.TokenIds()), "prompt_token_ids", "at least one token"),
+        (
+            Request(prompt_token_ids=gateway_pb2.TokenIds(ids=[1, 99999])),
+            "prompt_token_ids[1]",
+            "outside the vocabulary",
+        ),
+        (Request(prompt_token_ids=gateway_pb2.TokenIds(ids=[7] * 256)), "prompt_token_ids", "256 tokens"),
+        (Request(prompt="x", sampling=sampling(max_tokens=0)), "max_tokens", "at least 1"),
+        (
+            Request(prompt="x", sampling=sampling(max_tokens=CONTEXT_LEN)),
+            "sampling.max_tokens",
+            "the context holds 256",
+        ),
+        (Request(prompt="x", sampling=sampling(temperature=-1)), "temperature", "from 0 to 100"),
+        (Request(prompt="x", sampling=sampling(temperature=float("nan"))), "temperature", "got nan"),
+        (Request(prompt="x", sampling=sampling(top_p=2)), "top_p", "from 0 to 1"),
+        (Request(prompt="x", stop=["x"] * 10_000), "stop", "at most 16"),
+        (
+            Request(prompt="x", speculation=common_pb2.SpeculationParams(max_draft_tokens=65)),
+            "speculation.max_draft_tokens",
+            "from 0 to 64",
+        ),
+    ],
+)
+async def test_bad_fields_are_named_and_the_next_request_works(
+    fleet: ScriptedFleet, request_: Request, field: str, limit: str
+) -> None:
+    error = await refusal(fleet, request_)
+    assert isinstance(error, InvalidRequestError)
+    assert error.field == field
+    assert limit in error.problem
+    assert [r async for r in fleet.stub.Generate(Request(prompt="x"))][-1].HasField("result")
+
+
+async def test_an_unknown_model_is_not_found(fleet: ScriptedFleet) -> None:
+    assert isinstance(await refusal(fleet, Request(model="gpt-9", prompt="x")), ModelNotFoundError)
+
+
+async def test_a_failing_verifier_ends_the_stream_with_a_status(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
+    error = await refusal(fleet, Request(prompt="x"))
+    assert isinstance(error, UnavailableError)
+    assert "engine is dead" in str(error)
+
+
+async def test_cancelling_the_call_cancels_the_verifiers_call(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(pause_after=3)
+    call = fleet.stub.Generate(Request(prompt="x"))
+    await fleet.verifier.paused.get()
+    call.cancel()
+    assert await fleet.verifier.abandoned.get() == fleet.verifier.requests[0].session_id
+
+
+async def test_at_the_deadline_a_stopping_gateway_ends_calls_with_unavailable(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, grace_s=0.0) as fleet:
+        fleet.verifier.script = Script(pause_after=3)
+        running = asyncio.create_task(refusal(fleet, Request(prompt="x")))
+        await fleet.verifier.paused.get()
+        fleet.stop.set()
+        error = await running
+        assert isinstance(error, UnavailableError)
+        assert "shutting down" in str(error)
+
+
+async def test_models_are_listed(fleet: ScriptedFleet) -> None:
+    response = await fleet.stub.ListModels(gateway_pb2.ListModelsRequest())
+    [model] = response.models
+    assert (model.name, model.context_len, model.vocab_size) == (
+        MODEL,
+        CONTEXT_LEN,
+        identity(fleet.codec).vocab_size,
+    )

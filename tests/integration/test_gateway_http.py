@@ -1,0 +1,322 @@
+"""The HTTP door with the official client: text, streams, usage, logprobs, stop strings, samples, health."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.params import SpeculationParams
+from paceline.gateway.requests import sample_seed
+from paceline.store.base import Replica
+from tests.support.scripted_fleet import (
+    CONTEXT_LEN,
+    MODEL,
+    Script,
+    ScriptedFleet,
+    identity,
+    scripted_fleet,
+)
+
+EMOJI = "a😀é"
+SPECULATION = {
+    "mean_acceptance_length": 3.0,
+    "draft_acceptance_rate": 6 / 9,
+    "acceptance_histogram": [0, 1, 1, 1],
+    "num_spec_steps": 3,
+    "num_accepted_draft_tokens": 6,
+    "num_draft_tokens": 9,
+    "num_steps": 4,
+    "mean_batch_size": 1.5,
+    "num_hits": 2,
+    "num_misses": 1,
+}
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path) as started:
+        yield started
+
+
+async def test_a_completion_carries_text_usage_and_the_speculation_record(fleet: ScriptedFleet) -> None:
+    answer = await fleet.openai.completions.create(model=MODEL, prompt="the fox", max_tokens=10, seed=2)
+    prompt = fleet.codec.encode("the fox", field="prompt", special_tokens=True, context_len=99)
+    assert answer.choices[0].text == "cdefghijkl"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == 10
+    assert answer.usage.total_tokens == len(prompt) + 10
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert answer.to_dict()["metrics"] == {"speculative_decoding": SPECULATION}
+    assert fleet.verifier.requests[0].prompt_token_ids == prompt
+    assert fleet.verifier.abandoned.empty()
+
+
+async def test_a_streamed_completion_joins_to_the_same_text_and_ends_with_usage(fleet: ScriptedFleet) -> None:
+    stream = await fleet.openai.completions.create(
+        model=MODEL,
+        prompt="the fox",
+        max_tokens=10,
+        seed=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "cdefghijkl"
+    assert [choice.finish_reason for chunk in chunks[-3:] for choice in chunk.choices] == [None, "length"]
+    assert [chunk.usage is not None for chunk in chunks[-3:]] == [False, False, True]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 10
+    assert chunks[-1].to_dict()["metrics"] == {"speculative_decoding": SPECULATION}
+    assert chunks[-2].to_dict()["metrics"] == {"speculative_decoding": SPECULATION}
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_events_are_framed_as_server_sent_events_and_end_with_done(fleet: ScriptedFleet) -> None:
+    request = {"model": MODEL, "prompt": "a", "max_tokens": 4, "stream": True}
+    answer = await fleet.http.post("/v1/completions", json=request)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(event.startswith("data: ") for event in events[:-1])
+    assert all(json.loads(event[6:])["object"] == "text_completion" for event in events[:-2])
+
+
+async def test_a_chat_carries_a_message_of_the_assistant(fleet: ScriptedFleet) -> None:
+    answer = await fleet.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], max_completion_tokens=5, seed=0
+    )
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == "abcde"
+    prompt = b"".join(fleet.codec.token_bytes(t) for t in fleet.verifier.requests[0].prompt_token_ids)
+    assert prompt == b"<|begin|><|user|>hello<|end|><|assistant|>"
+
+
+async def test_a_streamed_chat_first_says_who_speaks(fleet: ScriptedFleet) -> None:
+    stream = await fleet.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=5, seed=0, stream=True
+    )
+    deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == "abcde"
+
+
+async def test_a_chat_without_max_tokens_may_use_the_rest_of_the_context(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(stop_after=4)
+    answer = await fleet.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], seed=0
+    )
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("abcd", "stop")
+    [request] = fleet.verifier.requests
+    assert request.sampling.max_tokens == CONTEXT_LEN - len(request.prompt_token_ids)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+
+
+async def test_a_stop_string_over_token_borders_ends_the_text_and_the_verifiers_work(
+    fleet: ScriptedFleet,
+) -> None:
+    fleet.verifier.script = Script(pause_after=9)
+    answer = await fleet.openai.completions.create(
+        model=MODEL, prompt="x", max_tokens=100, seed=0, stop=["zzz", "efg"]
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abcd", "stop")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 7
+    assert answer.to_dict()["metrics"] == {"speculative_decoding": None}
+    assert await fleet.verifier.abandoned.get() == fleet.verifier.requests[0].session_id
+
+
+async def test_a_streamed_text_never_shows_a_part_of_a_stop_string(fleet: ScriptedFleet) -> None:
+    stream = await fleet.openai.completions.create(
+        model=MODEL, prompt="x", max_tokens=100, seed=0, stop="hij", stream=True
+    )
+    texts = [chunk.choices[0].text async for chunk in stream]
+    assert "".join(texts) == "abcdefg"
+
+
+@pytest.mark.parametrize("step_len", [1, 2, 5, 8])
+async def test_the_number_of_tokens_at_a_stop_string_does_not_depend_on_the_steps(
+    fleet: ScriptedFleet, step_len: int
+) -> None:
+    fleet.verifier.script = Script(step_len=step_len)
+    answer = await fleet.openai.completions.create(
+        model=MODEL, prompt="x", max_tokens=100, seed=0, stop=["efg"], logprobs=0
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 7
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.tokens == list("abcdefg")
+
+
+async def test_a_stop_token_ends_the_text_without_being_part_of_it(fleet: ScriptedFleet) -> None:
+    c_id = fleet.codec.encode("c", field="c", special_tokens=False, context_len=1)[0]
+    answer = await fleet.openai.completions.create(
+        model=MODEL, prompt="x", max_tokens=9, seed=0, extra_body={"stop_token_ids": [c_id]}
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
+
+
+async def test_stop_strings_are_not_looked_for_before_min_tokens(fleet: ScriptedFleet) -> None:
+    answer = await fleet.openai.completions.create(
+        model=MODEL, prompt="x", max_tokens=40, seed=0, stop=["b"], extra_body={"min_tokens": 5}
+    )
+    assert answer.choices[0].text == "abcdefghijklmnopqrstuvwxyza"
+
+
+async def test_characters_split_over_steps_arrive_whole(fleet: ScriptedFleet) -> None:
+    tokens = tuple(
+        next(t for t in range(fleet.codec.vocab_size) if fleet.codec.token_bytes(t) == bytes([byte]))
+        for byte in EMOJI.encode()
+    )
+    fleet.verifier.script = Script(tokens=tokens, step_len=1)
+    stream = await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=100, stream=True)
+    texts = [choice.text async for chunk in stream for choice in chunk.choices if choice.text]
+    assert texts == list(EMOJI)
+
+
+async def test_completion_logprobs_name_tokens_offsets_and_alternatives(fleet: ScriptedFleet) -> None:
+    answer = await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=4, seed=0, logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["a", "b", "c", "d"]
+    assert logprobs.token_logprobs == [-0.5] * 4
+    assert logprobs.text_offset == [0, 1, 2, 3]
+    assert logprobs.top_logprobs is not None
+    assert logprobs.top_logprobs[0] == {"a": -0.5, "b": -1.5}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_chat_logprobs_spell_the_bytes_of_every_token(fleet: ScriptedFleet, streamed: bool) -> None:
+    request: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 4,
+        "seed": 0,
+        "logprobs": True,
+        "top_logprobs": 1,
+    }
+    if streamed:
+        stream = await fleet.openai.chat.completions.create(**request, stream=True)
+        choices = [choice async for chunk in stream for choice in chunk.choices]
+    else:
+        choices = (await fleet.openai.chat.completions.create(**request)).choices
+    content = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert [token.token for token in content] == ["a", "b", "c", "d"]
+    assert [token.bytes for token in content] == [[97], [98], [99], [100]]
+    assert content[0].top_logprobs[0].logprob == -0.5
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_two_samples_have_their_own_seeds_and_count_the_prompt_once(
+    fleet: ScriptedFleet, streamed: bool
+) -> None:
+    request: Any = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 7, "seed": 3, "n": 2}
+    texts = {0: "", 1: ""}
+    if streamed:
+        stream = await fleet.openai.completions.create(
+            **request, stream=True, stream_options={"include_usage": True}
+        )
+        async for chunk in stream:
+            usage = chunk.usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+    else:
+        answer = await fleet.openai.completions.create(**request)
+        usage = answer.usage
+        texts = {choice.index: choice.text for choice in answer.choices}
+    assert texts == {0: fleet.letters(3, 7), 1: fleet.letters(sample_seed(3, 1), 7)}
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3, 14)
+
+
+async def test_several_prompts_are_answered_in_their_order(fleet: ScriptedFleet) -> None:
+    answer = await fleet.openai.completions.create(
+        model=MODEL, prompt=[[5], [6, 7], [5]], max_tokens=2, seed=0
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 4
+    metrics = answer.to_dict()["metrics"]
+    assert isinstance(metrics, dict)
+    assert metrics["speculative_decoding"]["num_draft_tokens"] == 27
+    assert metrics["speculative_decoding"]["mean_batch_size"] == 1.5
+
+
+async def test_usage_can_be_asked_for_in_every_chunk(fleet: ScriptedFleet) -> None:
+    stream = await fleet.openai.completions.create(
+        model=MODEL,
+        prompt="x",
+        max_tokens=7,
+        stream=True,
+        extra_body={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    )
+    counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
+    assert counts == [3, 6, 7, 7, 7]
+
+
+async def test_what_a_request_says_of_speculation_reaches_the_verifier(fleet: ScriptedFleet) -> None:
+    await fleet.openai.completions.create(
+        model=MODEL, prompt="x", extra_body={"speculation": {"enabled": False, "max_draft_tokens": 3}}
+    )
+    expected = SpeculationParams(enabled=False, max_draft_tokens=3)
+    assert fleet.verifier.requests[0].speculation == expected
+
+
+async def test_a_session_is_paired_with_a_drafter_of_the_same_vocabulary_only(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path) as fleet:
+        await fleet.openai.completions.create(model=MODEL, prompt="x")
+        other = identity(fleet.codec, vocab_hash="another vocabulary")
+        await fleet.announce(
+            Replica(replica_id="drafter-other", role="drafter", address="127.0.0.1:1", identity=other),
+            Replica(
+                replica_id="drafter-same",
+                role="drafter",
+                address="127.0.0.1:2",
+                identity=identity(fleet.codec, name="draft"),
+            ),
+        )
+        while (await fleet.http.get("/health")).json()["drafters"] < 2:
+            continue
+        await fleet.openai.completions.create(model=MODEL, prompt="x")
+        assert [request.drafter_address for request in fleet.verifier.requests] == ["", "127.0.0.1:2"]
+
+
+async def test_a_request_that_names_no_model_is_served_by_the_only_one(fleet: ScriptedFleet) -> None:
+    answer = await fleet.http.post("/v1/completions", json={"prompt": "x", "seed": 0, "max_tokens": 3})
+    assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (MODEL, "abc")
+
+
+async def test_models_are_listed_with_their_context(fleet: ScriptedFleet) -> None:
+    [model] = [model async for model in fleet.openai.models.list()]
+    assert (model.id, model.to_dict()["max_model_len"]) == (MODEL, CONTEXT_LEN)
+    assert (await fleet.openai.models.retrieve(MODEL)).id == MODEL
+
+
+async def test_health_and_metrics_answer(fleet: ScriptedFleet) -> None:
+    await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=10)
+    health = (await fleet.http.get("/health")).json()
+    assert health == {"status": "ok", "store": "ok", "verifiers": 1, "drafters": 0, "sessions": 0}
+    metrics = (await fleet.http.get("/metrics")).text
+    assert "vllm:generation_tokens_total 10.0" in metrics
+    assert "vllm:spec_decode_num_drafts_total 3.0" in metrics
+    assert "vllm:spec_decode_num_draft_tokens_total 9.0" in metrics
+    assert "vllm:spec_decode_num_accepted_tokens_total 6.0" in metrics
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 3.0' in metrics
+    assert "vllm:time_to_first_token_seconds_count 1.0" in metrics
+
+
+async def test_a_session_record_is_written_in_the_background(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, record_interval_s=0.05) as fleet:
+        await fleet.openai.completions.create(model=MODEL, prompt=[5, 6], max_tokens=7, seed=9)
+        session_id = fleet.verifier.requests[0].session_id
+    record = await fleet.store.session(session_id)
+    assert record is not None
+    assert (record.model, record.verifier_id, record.seed) == (MODEL, "verifier-0", 9)
+    assert (record.prompt_len, record.committed_len, record.state) == (2, 7, "finished")

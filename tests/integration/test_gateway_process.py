@@ -1,0 +1,95 @@
+"""The gateway as a process: what stops it from starting, in one line, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support import tiny_tokenizer
+
+SERVICES = Path(__file__).parents[2] / "services"
+
+
+@contextmanager
+def gateway(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Starts a gateway; kills it if the test leaves it running."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.gateway", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SERVICES)},
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def refusal(*arguments: str) -> str:
+    """Returns the last line that a gateway prints which cannot start."""
+    with gateway(*arguments) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "Traceback" not in errors
+    return errors.splitlines()[-1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tiny_tokenizer.save_folder(tmp_path / "tiny"))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    line = refusal("--model", str(tmp_path), "--redis-url", "memory://")
+    assert line.startswith("paceline gateway: error: ")
+    assert "holds no tokenizer.json" in line
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "is not a tokenizer" in refusal("--model", str(tmp_path), "--redis-url", "memory://")
+
+
+def test_a_store_that_cannot_be_reached_is_named(folder: str) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        line = refusal("--model", folder, "--redis-url", f"redis://127.0.0.1:{port}")
+    assert f"127.0.0.1:{port}" in line
+    assert "--redis-url" in line
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_port_in_use_is_named(folder: str, flag: str) -> None:
+    other = {"--port": "--grpc-port", "--grpc-port": "--port"}[flag]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = refusal("--model", folder, "--redis-url", "memory://", flag, str(port), other, "0")
+    assert f"cannot listen on 127.0.0.1:{port}" in line
+    assert f"with {flag} (0 picks a free one)" in line
+
+
+def test_sigterm_ends_a_gateway_well(folder: str) -> None:
+    with gateway("--model", folder, "--redis-url", "memory://", "--port", "0", "--grpc-port", "0") as process:
+        assert process.stderr is not None
+        ready = next(line for line in process.stderr if "gateway is ready" in line)
+        http = next(part for part in ready.split() if part.startswith("http=")).removeprefix("http=")
+        assert httpx.get(f"http://{http}/v1/models", trust_env=False).json()["data"][0]["id"] == "tiny"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert "Traceback" not in errors

@@ -1,0 +1,140 @@
+"""A fleet of real processes on a tiny model: it comes up, restarts what dies and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paceline.cluster.local import LocalFleet
+from paceline.cluster.spec import FleetSpec
+from paceline.config import load
+from paceline.core.errors import ConfigError
+from tests.support.checkpoints import save_pair
+
+PORTS = ("gateway", "gateway-grpc", "verifier", "verifier-metrics", "drafter", "drafter-metrics", "redis")
+FREE_PORTS = [word for port in PORTS for word in (f"--{port}-port", "0")]
+SMALL = ["--dtype", "float32", *("--verifier-arg=--num-kv-blocks=64", "--drafter-arg=--num-kv-blocks=64")]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+def arguments(pair: tuple[Path, Path]) -> list[str]:
+    target, draft = pair
+    return [*FREE_PORTS, *SMALL, "--model", str(target), "--draft-model", str(draft)]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def gone(pid: int) -> None:
+    async with asyncio.timeout(30):
+        while Path(f"/proc/{pid}").exists():  # noqa: ASYNC110 - the kernel gives no event for it
+            await asyncio.sleep(0.01)
+
+
+async def complete(fleet: LocalFleet) -> str:
+    """Asks until there is an answer: a gateway learns of a new verifier with its next look at the registry."""
+    body = {"model": fleet.model_name, "prompt": "hello", "max_tokens": 12, "temperature": 0.8, "seed": 5}
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client, asyncio.timeout(60):
+        while True:
+            response = await client.post(f"{fleet.gateway_url}/v1/completions", json=body)
+            if response.status_code == httpx.codes.OK:
+                return str(response.json()["choices"][0]["text"])
+            assert response.status_code == httpx.codes.SERVICE_UNAVAILABLE, response.text
+            await asyncio.sleep(0.1)
+
+
+async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind(pair: tuple[Path, Path]) -> None:
+    said: list[str] = []
+    spec = load(FleetSpec, arguments(pair), {}, "up", "")
+    async with LocalFleet(spec, environ=os.environ, say=said.append) as fleet:
+        before = await complete(fleet)
+        for role in ("verifier", "valkey"):
+            fleet.kill(role)
+            await fleet.until_restarted(role, 1)
+            assert await complete(fleet) == before
+        assert [line.split(";")[0] for line in said] == [
+            "verifier-0 was ended by SIGKILL",
+            "valkey was ended by SIGKILL",
+        ]
+        assert (fleet.restart_count("verifier"), fleet.restart_count("drafter")) == (1, 0)
+        pids = [fleet.pid(endpoint.name) for endpoint in fleet.endpoints]
+        logs = fleet.log_dir
+        assert (logs / "gateway-0.log").exists()
+    assert len(pids) == 4
+    for pid in pids:
+        await gone(pid)
+    assert not logs.exists()
+
+
+async def test_a_service_that_cannot_start_is_reported_and_its_log_stays(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, draft = pair
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).symlink_to(target / name)
+    argv = [*FREE_PORTS, *SMALL, "--model", str(bare), "--draft-model", str(draft)]
+    spec = load(FleetSpec, [*argv, "--log-dir", str(tmp_path / "logs")], {}, "up", "")
+    fleet = LocalFleet(spec, environ=os.environ)
+    with pytest.raises(
+        ConfigError, match=r"verifier-0 ended with exit status 2 before it was ready: .*tokenizer"
+    ):
+        await fleet.__aenter__()
+    assert "tokenizer" in (tmp_path / "logs" / "verifier-0.log").read_text()
+
+
+async def up(*argv: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "paceline", "up", *argv),
+        env=os.environ | {"PYTHONPATH": "services", "PACELINE_GRACE_S": "10"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+
+
+async def test_up_prints_where_it_listens_and_stops_on_ctrl_c(pair: tuple[Path, Path]) -> None:
+    process = await up(*arguments(pair), "--no-drafter")
+    assert process.stdout is not None
+    lines: list[str] = []
+    async with asyncio.timeout(120):
+        while "Ctrl-C" not in (lines or [""])[-1]:
+            lines.append((await process.stdout.readline()).decode())
+            assert lines[-1], "it ended before it was up"
+    text = "".join(lines)
+    assert "is up" in text
+    assert "draft model   none, plain decoding" in text
+    assert "curl -N http://127.0.0.1:" in text
+    pids = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    rest, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert rest.decode().splitlines()[-1] == "stopped"
+    assert process.returncode == 0
+    assert len(pids) == 3
+    for pid in pids:
+        await gone(pid)
+
+
+async def test_ctrl_c_during_the_start_ends_what_was_started(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    process = await up(*arguments(pair), "--log-dir", str(tmp_path))
+    async with asyncio.timeout(60):
+        while not (tmp_path / "drafter-0.log").exists():
+            await asyncio.sleep(0.01)
+    pids = children(process.pid)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert printed.decode() == "stopped\n"
+    assert process.returncode == 0
+    assert pids
+    for pid in pids:
+        await gone(pid)

@@ -1,0 +1,220 @@
+"""The verifier over real gRPC: sessions, bad requests, departures, drafters that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from paceline.core.messages import DraftNodes, GenerateRequest, ModelIdentity, NodeGuess
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2
+from paceline.serving import start_grpc_server
+from paceline.wire import committed_from_pb, draft_request_from_pb, draft_response_to_pb, generate_request_to_pb
+from tests.integration.conftest import MAX_MODEL_LEN, MAX_QUEUE, running_drafter, running_verifier
+
+PROMPT = tuple(range(5, 25))
+
+
+def ask(session_id: str = "s", *, drafter: str = "", max_tokens: int = 24, **sampling) -> GenerateRequest:
+    return GenerateRequest(
+        session_id=session_id,
+        epoch=1,
+        prompt_token_ids=PROMPT,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampling),
+        speculation=SpeculationParams(),
+        drafter_address=drafter,
+    )
+
+
+async def tokens_of(stub, request: GenerateRequest) -> list[int]:
+    tokens: list[int] = []
+    async for message in stub.Generate(generate_request_to_pb(request), timeout=30):
+        tokens += committed_from_pb(message).token_ids
+    return tokens
+
+
+async def test_a_session_streams_its_tokens_and_ends_with_its_result(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (stub, _):
+        messages = [m async for m in stub.Generate(generate_request_to_pb(ask()), timeout=30)]
+    results = [committed_from_pb(message).result for message in messages]
+    assert results[:-1] == [None] * (len(messages) - 1)
+    assert results[-1].num_generated_tokens == 24
+    assert results[-1].num_prompt_tokens == len(PROMPT)
+
+
+async def drafted_tokens(stub, address: str, max_tokens: int = 100) -> list[int]:
+    """Tokens of the first session whose drafts were of use; the stream to the drafter takes its time to come up."""
+    async with asyncio.timeout(60):
+        while True:
+            tokens: list[int] = []
+            request = generate_request_to_pb(ask(drafter=address, max_tokens=max_tokens))
+            async for message in stub.Generate(request, timeout=30):
+                last = committed_from_pb(message)
+                tokens += last.token_ids
+            if last.result.speculation.num_accepted_draft_tokens:
+                assert last.result.speculation.num_steps < max_tokens
+                return tokens
+
+
+async def test_drafts_save_steps_and_change_nothing(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (stub, _), running_drafter(tiny_pair[1]) as (address, _):
+        assert await drafted_tokens(stub, address) == await tokens_of(stub, ask(max_tokens=100))
+
+
+BAD_REQUESTS = {
+    "prompt_token_ids": lambda m: m.ClearField("prompt_token_ids"),
+    "prompt_token_ids[1]": lambda m: m.prompt_token_ids.__setitem__(1, 999_999),
+    "max_tokens": lambda m: setattr(m.sampling, "max_tokens", MAX_MODEL_LEN),
+    "temperature": lambda m: setattr(m.sampling, "temperature", float("nan")),
+    "top_p": lambda m: setattr(m.sampling, "top_p", 2.0),
+    "logit_bias[3]": lambda m: m.sampling.logit_bias.append(common_pb2.LogitBias(token_id=3, bias=float("inf"))),
+    "stop_token_ids[0]": lambda m: m.sampling.stop_token_ids.append(999_999),
+    "speculation.acceptance": lambda m: setattr(m.speculation, "acceptance", "lossy"),
+    "sampling": lambda m: m.ClearField("sampling"),
+    "session_id": lambda m: m.ClearField("session_id"),
+}
+
+
+@pytest.mark.parametrize("field", BAD_REQUESTS)
+async def test_a_bad_request_is_answered_by_field_and_the_next_one_works(tiny_pair, field):
+    message = generate_request_to_pb(ask())
+    BAD_REQUESTS[field](message)
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            [m async for m in stub.Generate(message, timeout=30)]
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert field in refused.value.details()
+        assert host.num_sessions == 0
+        assert len(await tokens_of(stub, ask())) == 24
+
+
+async def test_a_session_id_under_way_is_refused_and_a_full_verifier_says_when_to_come_back(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        calls = []
+        for index in range(MAX_QUEUE):
+            call = stub.Generate(generate_request_to_pb(ask(f"s{index}", max_tokens=200)), timeout=30)
+            await call.read()
+            calls.append(call)
+        assert host.num_sessions == MAX_QUEUE
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await tokens_of(stub, ask("one too many"))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        calls.pop().cancel()
+        while host.num_sessions == MAX_QUEUE:
+            await asyncio.sleep(0)
+        with pytest.raises(grpc.aio.AioRpcError) as doubled:
+            await tokens_of(stub, ask("s0"))
+        assert doubled.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "session_id" in doubled.value.details()
+        for call in calls:
+            call.cancel()
+
+
+async def test_a_draining_verifier_finishes_what_runs_and_refuses_the_rest(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        messages = aiter(stub.Generate(generate_request_to_pb(ask(max_tokens=200)), timeout=30))
+        first = committed_from_pb(await anext(messages))
+        drain = asyncio.create_task(host.drain(30))
+        await asyncio.sleep(0)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await tokens_of(stub, ask("late"))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        rest = [committed_from_pb(message) async for message in messages]
+        assert len(first.token_ids) + sum(len(each.token_ids) for each in rest) == 200
+        await drain
+
+
+class Misbehaving(drafter_pb2_grpc.DrafterServicer):
+    """A drafter by the book until it has read so many messages, then `script` decides what it says."""
+
+    def __init__(self, identity: ModelIdentity, script) -> None:
+        self.identity = identity
+        self.script = script
+        self.num_streams = 0
+
+    async def Draft(self, request_iterator, context) -> AsyncIterator:
+        self.num_streams += 1
+        async for request in request_iterator:
+            target, messages = draft_request_from_pb(request)
+            if target is not None:
+                yield draft_response_to_pb((), draft=self.identity)
+            for message in messages:
+                answer = self.script(message)
+                if answer is not None:
+                    yield answer
+
+
+@asynccontextmanager
+async def misbehaving_drafter(identity: ModelIdentity, script):
+    servicer = Misbehaving(identity, script)
+    server = await start_grpc_server(
+        host="127.0.0.1",
+        port=0,
+        add_servicers=lambda it: drafter_pb2_grpc.add_DrafterServicer_to_server(servicer, it),
+        service_names=["paceline.rpc.v1.Drafter"],
+    )
+    yield server.address, servicer
+    await server.stop(0)
+
+
+def far_ahead(message):
+    guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
+    nodes = DraftNodes(session_id=message.session_id, epoch=message.epoch, base_len=10_000, nodes=(guess,))
+    return draft_response_to_pb([nodes])
+
+
+def ragged(message):
+    guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
+    nodes = DraftNodes(session_id=message.session_id, epoch=message.epoch, base_len=20, nodes=(guess,))
+    answer = draft_response_to_pb([nodes])
+    answer.nodes[0].parent_ids.append(7)
+    return answer
+
+
+def outside_the_vocabulary(message):
+    guess = NodeGuess(node_id=1, parent_id=0, token_id=4_000_000_000, confidence=1.0)
+    nodes = DraftNodes(session_id=message.session_id, epoch=message.epoch, base_len=20, nodes=(guess,))
+    return draft_response_to_pb([nodes])
+
+
+@pytest.mark.parametrize("script", [far_ahead, ragged, outside_the_vocabulary])
+async def test_a_drafter_that_talks_nonsense_loses_its_stream_and_nothing_else(tiny_pair, script):
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        plain = await tokens_of(stub, ask(max_tokens=200))
+        async with misbehaving_drafter(host.identity, script) as (address, servicer):
+            assert await tokens_of(stub, ask(drafter=address, max_tokens=200)) == plain
+            while servicer.num_streams < 2:
+                assert await tokens_of(stub, ask(drafter=address, max_tokens=200)) == plain
+
+
+async def test_a_drafter_for_another_vocabulary_is_not_used(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        stranger = ModelIdentity(name="stranger", vocab_hash="other", vocab_size=9, context_len=9)
+        plain = await tokens_of(stub, ask(max_tokens=100))
+        async with misbehaving_drafter(stranger, far_ahead) as (address, servicer):
+            assert await tokens_of(stub, ask(drafter=address, max_tokens=100)) == plain
+            while not servicer.num_streams:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_drafter_that_comes_back_is_used_again(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (stub, _):
+        async with running_drafter(tiny_pair[1]) as (address, _):
+            plain = await tokens_of(stub, ask(max_tokens=100))
+        assert await tokens_of(stub, ask(drafter=address, max_tokens=100)) == plain
+        async with running_drafter(tiny_pair[1], port=int(address.rpartition(":")[2])):
+            assert await drafted_tokens(stub, address) == plain
+
+
+async def test_garbage_bytes_are_refused_and_the_next_request_works(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        del host
+        call = stub.Generate(verifier_pb2.VerifierGenerateRequest(session_id="x"), timeout=30)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert len(await tokens_of(stub, ask())) == 24
