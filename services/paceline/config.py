@@ -1,7 +1,8 @@
 """Turns one frozen dataclass per service into flags and environment variables, and these into an instance.
 
-A flag `--max-num-seqs` is also read from `PACELINE_MAX_NUM_SEQS`; the flag wins. This module knows no service:
-each declares its own dataclass, with defaults and limits beside the fields. Nothing else reads the environment.
+A flag `--max-num-seqs` is also read from `PACELINE_MAX_NUM_SEQS`; the flag wins. This module knows no
+service: each declares its own dataclass, with defaults and limits beside the fields. Nothing else reads the
+environment.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def setting(
 ) -> Any:
     """Declares a field of a config class; without `default` it must be given.
 
-    The field may be `str`, `int`, `float`, `bool`, `Path`, one of these or None, or `tuple[X, ...]` (a flag that may
-    be repeated; comma-separated in the environment). `low` and `high` are inclusive, in `unit`.
+    The field may be `str`, `int`, `float`, `bool`, `Path`, one of these or None, or `tuple[X, ...]` (a flag
+    that may be repeated; comma-separated in the environment). `low` and `high` are inclusive, in `unit`.
     """
     described = Setting(
         help=help, unit=unit, low=low, high=high, choices=tuple(choices) if choices is not None else None
@@ -86,7 +87,8 @@ def load(
     """Builds the configuration.
 
     Raises:
-        ConfigError: A value is missing, has the wrong type or is outside its limits; names setting, value and limit.
+        ConfigError: A value is missing, has the wrong type or is outside its limits; the message names
+            setting, value and limit.
     """
     options = _options(config_class)
     given = vars(_parser(options, prog, description).parse_args(list(argv)))

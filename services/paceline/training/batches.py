@@ -1,8 +1,10 @@
 """Token batches as a pure function of seed and step, so that resuming needs no iterator state."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +18,16 @@ BEGIN_SHARE = 0.5
 """Share of chunks whose first token is replaced by <|begin|>: prompts begin in mid-file too."""
 
 
+Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStore:
     """A long row of token ids, cut into chunks of `CHUNK_TOKENS` when batches are drawn."""
 
-    tokens: np.ndarray[tuple[int], np.dtype[np.uint16]]
+    tokens: np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
     seed: int
+    begin_id: int | None = BEGIN_ID
 
     @property
     def num_chunks(self) -> int:
@@ -44,40 +50,59 @@ class TokenStore:
         ]
         return torch.from_numpy(np.stack(rows))
 
-    def _rows(self, index: int, sequence_tokens: int) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    def _rows(self, index: int, sequence_tokens: int) -> list[Ids]:
         epoch, place = divmod(index, self.num_chunks)
         order, offset = _epoch_order(self.seed, epoch, self.num_chunks)
         start = offset + int(order[place]) * CHUNK_TOKENS
         chunk = self.tokens[start : start + CHUNK_TOKENS + 1].astype(np.int64)
-        if np.random.default_rng((self.seed, 2, index)).random() < BEGIN_SHARE:
-            chunk[0] = BEGIN_ID
-        return [
-            chunk[at : at + sequence_tokens + 1] for at in range(0, CHUNK_TOKENS, sequence_tokens)
-        ]
+        coin = np.random.default_rng((self.seed, 2, index)).random()
+        if self.begin_id is not None and coin < BEGIN_SHARE:
+            chunk[0] = self.begin_id
+        return [chunk[at : at + sequence_tokens + 1] for at in range(0, CHUNK_TOKENS, sequence_tokens)]
 
 
 @lru_cache(maxsize=4)
-def _epoch_order(
-    seed: int, epoch: int, num_chunks: int
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], int]:
+def _epoch_order(seed: int, epoch: int, num_chunks: int) -> tuple[Ids, int]:
     rng = np.random.default_rng((seed, 1, epoch))
     offset = int(rng.integers(CHUNK_TOKENS)) if epoch else 0
     return rng.permutation(num_chunks), offset
 
 
 def encode_documents(
-    tokenizer: Tokenizer, files: tuple[SourceFile, ...], chats: list[Exchange], seed: int
+    tokenizer: Tokenizer, files: Sequence[SourceFile], chats: Sequence[Exchange], seed: int
 ) -> TokenStore:
-    """Pack shuffled documents, each between <|begin|> and <|end|>, into one row of ids."""
-    user, assistant = tokenizer.token_to_id(USER), tokenizer.token_to_id(ASSISTANT)
-    documents = [[*_encode(tokenizer, file.text), END_ID] for file in files]
-    for chat in chats:
-        question = _encode(tokenizer, "\n" + chat.question + "\n")
-        answer = _encode(tokenizer, "\n" + chat.answer)
-        documents.append([user, *question, assistant, *answer, END_ID])
+    """Pack shuffled documents, each between <|begin|> and <|end|>, into one row of ids.
+
+    Args:
+        tokenizer: the demo's own, whose special tokens frame documents and chat turns.
+        files: documents.
+        chats: further documents in the chat template's shape.
+        seed: of the order.
+    """
+    turns = [f"{USER}\n{chat.question}\n{ASSISTANT}\n{chat.answer}" for chat in chats]
+    documents = _encode(tokenizer, [*(file.text for file in files), *turns])
+    return _pack(documents, [BEGIN_ID], [END_ID], seed)
+
+
+def encode_for(
+    tokenizer: Tokenizer,
+    files: Sequence[SourceFile],
+    begin_id: int | None,
+    end_id: int | None,
+    seed: int,
+) -> TokenStore:
+    """Pack documents for any checkpoint's tokenizer; None where it has no such token."""
+    begin: list[int] = [] if begin_id is None else [begin_id]
+    end: list[int] = [] if end_id is None else [end_id]
+    return _pack(_encode(tokenizer, [file.text for file in files]), begin, end, seed)
+
+
+def _pack(documents: list[list[int]], begin: list[int], end: list[int], seed: int) -> TokenStore:
     order = np.random.default_rng((seed, 0)).permutation(len(documents))
-    row = [token for place in order for token in (BEGIN_ID, *documents[place])]
-    return TokenStore(tokens=np.asarray(row, dtype=np.uint16), seed=seed)
+    row = [token for place in order for token in (*begin, *documents[place], *end)]
+    return TokenStore(
+        tokens=np.asarray(row, dtype=np.uint32), seed=seed, begin_id=begin[0] if begin else None
+    )
 
 
 def save_store(store: TokenStore, path: Path) -> None:
@@ -94,5 +119,6 @@ def load_store(path: Path, seed: int) -> TokenStore:
     return TokenStore(tokens=np.load(path), seed=seed)
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Ids of each text, worked out on all cores."""
+    return [list(row.ids) for row in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 HELD_OUT_PERCENT = 2
 MAX_FILE_BYTES = 600_000
-MIN_PROMPT_CHARS = 240
-MAX_PROMPT_CHARS = 330
+MIN_PROMPT_CHARS = 210
+MAX_PROMPT_CHARS = 290
 MAX_EXCHANGE_CHARS = 2_000
 
 WELL_KNOWN_HELD_OUT = frozenset(
@@ -94,9 +94,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
     held_out = tuple(file for file in files if is_held_out(file.path))
     # A copy under another name must not carry held-out text into training: copies are dropped
     # before the split, held-out files first (see _read_files).
-    return Corpus(
-        train=tuple(file for file in files if not is_held_out(file.path)), held_out=held_out
-    )
+    return Corpus(train=tuple(file for file in files if not is_held_out(file.path)), held_out=held_out)
 
 
 def unseen_prompts(count: int, seed: int = 0, root: Path | None = None) -> list[str]:
@@ -114,10 +112,7 @@ def unseen_prompts(count: int, seed: int = 0, root: Path | None = None) -> list[
         ValueError: the held-out files have fewer openings than `count`.
     """
     candidates = [
-        prompt
-        for file in load_corpus(root).held_out
-        if not file.is_test
-        for prompt in _openings(file.text)
+        prompt for file in load_corpus(root).held_out if not file.is_test for prompt in _openings(file.text)
     ]
     unique = list(dict.fromkeys(candidates))
     if count > len(unique):
@@ -127,9 +122,7 @@ def unseen_prompts(count: int, seed: int = 0, root: Path | None = None) -> list[
 
 def exchanges(files: tuple[SourceFile, ...], limit: int, seed: int = 0) -> list[Exchange]:
     """Chat examples made of documented functions: first docstring line asked, source answered."""
-    found = [
-        exchange for file in files if not file.is_test for exchange in _exchanges_of(file.text)
-    ]
+    found = [exchange for file in files if not file.is_test for exchange in _exchanges_of(file.text)]
     return found if len(found) <= limit else random.Random(seed).sample(found, limit)
 
 
@@ -183,16 +176,18 @@ def _exchanges_of(text: str) -> list[Exchange]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return []
+    # Lines as the parser counts them: a form feed ends none.
+    lines = [line + "\n" for line in text.split("\n")]
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
         docstring = ast.get_docstring(node)
-        source = ast.get_source_segment(text, node) if docstring else None
-        if docstring and source and len(source) <= MAX_EXCHANGE_CHARS:
+        source = "".join(lines[node.lineno - 1 : node.end_lineno])
+        if docstring and len(source) <= MAX_EXCHANGE_CHARS:
             summary = " ".join(docstring.split("\n\n")[0].split())
             question = f"Write {node.name}: {summary}"
-            found.append(Exchange(question=question, answer=_dedent(source, node.col_offset)))
+            found.append(Exchange(question=question, answer=_dedent(source, node.col_offset).rstrip()))
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, PreTrainedModel
 
 from paceline.training.batches import TokenStore, encode_documents, load_store, save_store
 from paceline.training.corpus import exchanges, load_corpus
@@ -21,7 +21,9 @@ from paceline.training.loop import (
     precision,
     save_checkpoint,
     seeded,
+    walk,
 )
+from paceline.training.models import logits_of, moved, new_model
 from paceline.training.tokenizer import BEGIN_ID, END_ID, VOCAB_SIZE, save_tokenizer, train_tokenizer
 
 LOG = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class DemoConfig:
     checkpoint_every: int = 50
     evaluate_every: int = 200
     resume: bool = False
+    minutes: float | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -57,9 +60,9 @@ class DemoConfig:
         decay_from = round(self.steps * (1 - self.decay_share))
         return Schedule(steps=self.steps, warmup_steps=self.warmup_steps, decay_from=decay_from)
 
-    def sequence_tokens(self, step: int) -> int:
-        """Row length at this step."""
-        share = step / self.steps
+    def sequence_tokens(self, position: float) -> int:
+        """Row length at this position of the schedule."""
+        share = position / self.steps
         return next(length for until, length in SEQUENCE_STAGES if share < until)
 
 
@@ -96,14 +99,14 @@ def prepare(config: DemoConfig) -> tuple[TokenStore, TokenStore]:
     return load_store(train_path, config.seed), load_store(held_path, config.seed)
 
 
-def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+def next_token_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats over ids `[batch, sequence + 1]`."""
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    logits = logits_of(model, ids[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, store: TokenStore, batch_tokens: int) -> float:
+def held_out_loss(model: PreTrainedModel, store: TokenStore, batch_tokens: int) -> float:
     """Mean cross-entropy in nats per token over the first batches of the held-out files."""
     device = next(model.parameters()).device
     count = max(1, min(HELD_OUT_BATCHES, store.num_chunks * 1024 // batch_tokens))
@@ -115,7 +118,7 @@ def held_out_loss(model: LlamaForCausalLM, store: TokenStore, batch_tokens: int)
     return sum(losses) / count
 
 
-def train_target(config: DemoConfig, shape: LlamaConfig | None = None) -> LlamaForCausalLM:
+def train_target(config: DemoConfig, shape: LlamaConfig | None = None) -> PreTrainedModel:
     """Run (or resume) the training; leaves tokenizer, tokens and checkpoint under `config.out`.
 
     Args:
@@ -128,7 +131,7 @@ def train_target(config: DemoConfig, shape: LlamaConfig | None = None) -> LlamaF
     train, held_out = prepare(config)
     seeded(config.seed)
     device = pick_device()
-    model = LlamaForCausalLM(shape or target_config()).to(device)
+    model = moved(new_model(shape or target_config()), device)
     optimizer = MixedOptimizer(model, config.muon_lr, config.adamw_lr)
     first = load_checkpoint(config.out, model, optimizer)[0] if config.resume else 0
     _run_steps(config, model, optimizer, train, held_out, first)
@@ -137,7 +140,7 @@ def train_target(config: DemoConfig, shape: LlamaConfig | None = None) -> LlamaF
 
 def _run_steps(
     config: DemoConfig,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     optimizer: MixedOptimizer,
     train: TokenStore,
     held_out: TokenStore,
@@ -145,20 +148,22 @@ def _run_steps(
 ) -> None:
     device = next(model.parameters()).device
     use_bfloat16 = has_fast_bfloat16(device)
-    schedule = config.schedule
-    bar = tqdm(range(first, config.steps), initial=first, total=config.steps, unit="step", mininterval=10)
-    for step in bar:
+    done, last_loss = first, float("nan")
+    for step, position, bar in walk(first, config.steps, config.minutes):
         started_s = time.monotonic()
-        ids = train.batch(step, config.batch_tokens, config.sequence_tokens(step)).to(device)
+        ids = train.batch(step, config.batch_tokens, config.sequence_tokens(position)).to(device)
         with precision(device, use_bfloat16):
             loss = next_token_loss(model, ids)
-        loss.backward()
-        optimizer.step(schedule.factor(step))
+        torch.autograd.backward(loss)
+        optimizer.step(config.schedule.factor(position))
         rate = config.batch_tokens / (time.monotonic() - started_s)
-        bar.set_postfix_str(f"loss {loss.item():.3f}, {rate:,.0f} tokens/s")
-        done = step + 1
-        if done % config.checkpoint_every == 0 or done == config.steps:
-            save_checkpoint(config.out, done, model, optimizer, {"loss": loss.item()})
-        if done % config.evaluate_every == 0 or done == config.steps:
+        done, last_loss = step + 1, loss.item()
+        bar.set_postfix_str(f"loss {last_loss:.3f}, {rate:,.0f} tokens/s")
+        if done % config.checkpoint_every == 0:
+            save_checkpoint(config.out, done, model, optimizer, {"loss": last_loss})
+        if done % config.evaluate_every == 0:
             measured = held_out_loss(model, held_out, config.batch_tokens)
-            tqdm.write(f"step {done}: train loss {loss.item():.3f}, held-out {measured:.3f} nats")
+            tqdm.write(f"step {done}: train loss {last_loss:.3f}, held-out {measured:.3f} nats")
+    save_checkpoint(config.out, done, model, optimizer, {"loss": last_loss})
+    measured = held_out_loss(model, held_out, config.batch_tokens)
+    tqdm.write(f"end, step {done}: train loss {last_loss:.3f}, held-out {measured:.3f} nats")

@@ -1,7 +1,7 @@
 """What both training runs share: optimizers, learning-rate schedule, checkpoints, precision."""
 
-import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 CHECKPOINT_NAME = "checkpoint.pt"
 
@@ -26,14 +27,52 @@ class Schedule:
     decay_from: int
     floor: float = 0.02
 
-    def factor(self, step: int) -> float:
-        """Multiplier of the base rate at this step, in (0, 1]."""
+    def factor(self, step: float) -> float:
+        """Multiplier of the base rate at this step, in (0, 1]; steps between two are allowed."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if step < self.decay_from:
             return 1.0
         share = (step - self.decay_from) / max(1, self.steps - self.decay_from)
         return 1.0 - (1.0 - self.floor) * min(1.0, share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Where a run is in its schedule: at its step, or ahead of it when time is the tighter limit.
+
+    With `minutes`, the schedule is walked by the clock where the steps fall behind, so that a slow or
+    shared machine ends in time with a finished decay. Such a run depends on the machine's speed.
+    """
+
+    first: int
+    steps: int
+    minutes: float | None
+    started_s: float
+
+    def position(self, step: int, now_s: float) -> float:
+        """Step of the schedule, at least `step`; at `steps` the run is over.
+
+        Args:
+            step: finished steps.
+            now_s: on the clock of `started_s`.
+        """
+        if self.minutes is None:
+            return float(step)
+        share = (now_s - self.started_s) / (60 * self.minutes)
+        return max(float(step), self.first + share * (self.steps - self.first))
+
+
+def walk(first: int, steps: int, minutes: float | None) -> Iterator[tuple[int, float, tqdm]]:
+    """Steps still to do, each with its position in the schedule and the bar that shows them."""
+    pace = Pace(first=first, steps=steps, minutes=minutes, started_s=time.monotonic())
+    with tqdm(initial=first, total=steps, unit="step", mininterval=10) as bar:
+        for step in range(first, steps):
+            position = pace.position(step, time.monotonic())
+            if position >= steps:
+                return
+            yield step, position, bar
+            bar.update()
 
 
 class MixedOptimizer:
@@ -46,15 +85,14 @@ class MixedOptimizer:
     """
 
     def __init__(self, model: nn.Module, muon_lr: float, adamw_lr: float) -> None:
-        hidden, rest = [], []
+        hidden: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             is_matrix = parameter.ndim == 2 and "layers" in name
             (hidden if is_matrix else rest).append(parameter)
         self.parameters = hidden + rest
         self._muon = torch.optim.Muon(hidden, lr=muon_lr, weight_decay=0.02, momentum=0.95)
-        self._adamw = torch.optim.AdamW(
-            rest, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-        )
+        self._adamw = torch.optim.AdamW(rest, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self._rates = (muon_lr, adamw_lr)
 
     def step(self, factor: float, max_grad_norm: float = 1.0) -> float:
@@ -92,7 +130,7 @@ def precision(device: torch.device, use_bfloat16: bool) -> AbstractContextManage
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 matrix products are native here; emulated ones are slower than float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     return bool(torch.cpu._is_avx512_bf16_supported())  # noqa: SLF001 - no public query exists
 
 
@@ -113,9 +151,7 @@ def save_checkpoint(
     os.replace(partial, folder / CHECKPOINT_NAME)
 
 
-def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: MixedOptimizer
-) -> tuple[int, dict[str, Any]]:
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: MixedOptimizer) -> tuple[int, dict[str, Any]]:
     """Restore a run.
 
     Returns:
@@ -124,28 +160,34 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: the folder holds no checkpoint.
     """
-    path = folder / CHECKPOINT_NAME
-    if not path.is_file():
+    if not has_checkpoint(folder):
         raise FileNotFoundError(f"{folder} holds no {CHECKPOINT_NAME} to resume from")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = torch.load(folder / CHECKPOINT_NAME, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_rng"])
     return int(state["step"]), dict(state["extra"])
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is something to resume in this folder."""
+    return (folder / CHECKPOINT_NAME).is_file()
+
+
+def load_weights(folder: Path, model: nn.Module) -> int:
+    """Load the checkpoint's weights alone; returns its number of finished steps.
+
+    Raises:
+        FileNotFoundError: the folder holds no checkpoint.
+    """
+    if not has_checkpoint(folder):
+        raise FileNotFoundError(f"{folder} holds no {CHECKPOINT_NAME}")
+    state = torch.load(folder / CHECKPOINT_NAME, map_location="cpu", weights_only=True)
+    model.load_state_dict(state["model"])
+    return int(state["step"])
+
+
 def seeded(seed: int) -> torch.Generator:
     """Seed torch's global state and return a generator of its own stream."""
     torch.manual_seed(seed)
     return torch.Generator().manual_seed(seed)
-
-
-def perplexity(loss: float) -> float:
-    """Perplexity of a mean cross-entropy in nats."""
-    return math.exp(loss)
-
-
-def batches_of(total: int, size: int) -> Iterator[range]:
-    """Index ranges of at most `size` that cover `range(total)`."""
-    for start in range(0, total, size):
-        yield range(start, min(total, start + size))

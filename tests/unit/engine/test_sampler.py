@@ -17,7 +17,7 @@ from paceline.core.acceptance import coupled_choice
 from paceline.core.errors import LocalProtocolError
 from paceline.core.noise import exact_exp, exact_log, gumbel, noise_words
 from paceline.core.params import SamplingParams
-from paceline.core.processors import RowHistory, UnusableLogitsError, process
+from paceline.core.processors import RowHistory, UnusableLogitsError, fixed_point_mass, process
 from paceline.engine import noise_kernels, row_kernels
 from paceline.engine.sampler import RowSampler
 
@@ -161,6 +161,15 @@ def test_a_ranking_is_the_order_of_the_reference_scores_with_the_path_as_history
     assert sampler.choose(case.logits, case.position) == coupled_choice(case.perturbed(), None)
 
 
+def test_a_path_counts_for_its_ranking_alone() -> None:
+    row = np.zeros(10, np.float32)
+    case = plain(row, temperature=0.0, frequency_penalty=1.0, repetition_penalty=1.5)
+    sampler = RowSampler(case.params, 10, (), (1,), (4, 5))
+    before = sampler.rank(row, 0, 10)
+    assert sampler.rank(row, 0, 10, (4, 4, 1, 7)) != before
+    assert sampler.rank(row, 0, 10) == before
+
+
 @settings(deadline=None)
 @given(cases().filter(usable), st.data())
 def test_pushing_tokens_one_by_one_equals_starting_with_them(case: Case, data: st.DataObject) -> None:
@@ -196,6 +205,24 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     row = np.array([1.0, 7.0, 7.0, 0.0], dtype=np.float32)
     assert plain(row, temperature=0.0).sampler().choose(row, 0) == 1
     assert plain(row, temperature=0.0, presence_penalty=0.5).sampler().choose(row, 0) == 1
+
+
+def test_an_improbable_token_wins_when_its_noise_is_large_enough() -> None:
+    """Chunks far below the best may be skipped only where no noise could lift them."""
+    noise = gumbel(5, 5, np.arange(400_000))
+    lucky, usual = int(np.argmax(noise)), 10
+    assert noise[lucky] > 15.0
+    row = np.full(400_000, -40.0, dtype=np.float32)
+    row[lucky] = 0.0
+    row[usual] = noise[lucky] - noise[usual] - 0.01
+    assert plain(row, seed=5).sampler().choose(row, 5) == lucky
+    row[usual] += np.float32(0.02)
+    assert plain(row, seed=5).sampler().choose(row, 5) == usual
+
+
+def test_where_logits_swallow_the_noise_the_lowest_id_wins() -> None:
+    row = np.array([0.0, 1e30, 1e30, 1e30], dtype=np.float32)
+    assert {plain(row, seed=seed).sampler().choose(row, 5) for seed in range(20)} == {1}
 
 
 def test_the_token_depends_on_seed_and_position_alone() -> None:
@@ -280,6 +307,8 @@ def test_the_compiled_arithmetic_gives_the_bits_of_the_reference() -> None:
     assert [noise_kernels.word_gumbel(word) for word in words] == expected.tolist()
     ratios = -40.0 * uniforms
     assert [row_kernels.exact_exp(ratio) for ratio in ratios] == exact_exp(ratios).tolist()
+    assert [row_kernels.fixed_point_mass(ratio) for ratio in ratios] == fixed_point_mass(ratios).tolist()
+    assert row_kernels.fixed_point_mass(-math.inf) == 0
 
 
 def test_the_cheap_noise_bound_is_never_below_the_noise_and_close_where_it_matters() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from paceline.engine.decoder import Decoder, load_decoder
 from paceline.engine.kv import BLOCK_SIZE, KVCache
 
 VOCAB = 97
+PROMPT: list[int] = np.random.default_rng(3).integers(2, VOCAB, 45).tolist()
+TABLE = [3, 1, 6, 2]
+OTHER_TABLE = [4, 0, 5, 7]
+SCRATCH = [8 * BLOCK_SIZE + offset for offset in (3, 0, 9, 10, 17, 18, 40, 41)]
+NUM_BLOCKS = 12
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -42,9 +48,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
-    "mistral": {**SIZES, "sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+    "mistral": {
+        **SIZES,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+    },
     "qwen2": {**SIZES, "tie_word_embeddings": True},
-    "qwen3": {**SIZES, "head_dim": 24, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "qwen3": {
+        **SIZES,
+        "head_dim": 24,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    },
 }
 
 
@@ -127,12 +141,15 @@ def pack(rows: list[Row], tables: list[list[int]], wanted: list[int] | None = No
 def chain(token_ids: list[int], start: int = 0, sequence: int = 0) -> list[Row]:
     """Rows that continue a sequence's committed prefix from position `start`."""
     return [
-        Row(token_id=token_id, position=start + index, sequence=sequence) for index, token_id in enumerate(token_ids)
+        Row(token_id=token_id, position=start + index, sequence=sequence)
+        for index, token_id in enumerate(token_ids)
     ]
 
 
-def branch(token_ids: list[int], prefix: int, slots: list[int], sequence: int = 0, after: int = 0) -> list[Row]:
-    """Tree rows of one path below a committed prefix; the first `after` tokens of the path are there already."""
+def branch(
+    token_ids: list[int], prefix: int, slots: list[int], sequence: int = 0, after: int = 0
+) -> list[Row]:
+    """Tree rows of a path below a committed prefix; the path's first `after` tokens are there already."""
     return [
         Row(
             token_id=token_ids[index],
@@ -153,3 +170,21 @@ def greedy(decoder: Decoder, cache: KVCache, prompt: list[int], count: int, tabl
         tokens.append(int(logits[0].argmax()))
         logits = decoder.forward(pack(chain(tokens[-1:], len(tokens) - 1), [table]), cache)
     return tokens[len(prompt) :]
+
+
+def assert_prompt_and_tree_match(decoder: Decoder, model: TinyModel) -> None:
+    """Logits equal transformers' for a prompt in one chunk, in two, token by token, and as a tree."""
+    for cuts in ([0, 45], [0, 18, 45], list(range(46))):
+        cache = decoder.new_cache(NUM_BLOCKS)
+        parts = [
+            decoder.forward(pack(chain(PROMPT[first:last], first), [TABLE]), cache)
+            for first, last in itertools.pairwise(cuts)
+        ]
+        torch.testing.assert_close(torch.cat(parts), model.logits(PROMPT), atol=1e-4, rtol=1e-4)
+    cache = decoder.new_cache(NUM_BLOCKS)
+    decoder.forward(pack(chain(PROMPT[:37]), [TABLE]), cache)
+    left, right = PROMPT[37:41], [*PROMPT[37:39], 5, 6]
+    rows = branch(left, 37, SCRATCH[:4]) + branch(right, 37, SCRATCH[:2] + SCRATCH[4:6], after=2)
+    logits = decoder.forward(pack(rows, [TABLE]), cache)
+    torch.testing.assert_close(logits[:4], model.logits(PROMPT[:37] + left)[37:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[4:], model.logits(PROMPT[:37] + right)[39:], atol=1e-4, rtol=1e-4)

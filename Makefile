@@ -1,0 +1,62 @@
+# Every target sets up what it needs in .venv; no root rights, nothing outside this folder but pip's cache.
+.DEFAULT_GOAL := help
+.PHONY: help venv protos check style test up demo bench clean
+SHELL := /bin/bash
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PROTOC := .build/protoc
+PROTOC_STAMP := $(PROTOC)/.stamp
+PROTOS := $(wildcard protos/paceline/rpc/v1/*.proto)
+GENERATED := services/paceline/rpc
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+venv: $(STAMP) ## set up .venv
+
+$(STAMP): pyproject.toml constraints.txt services/paceline/__init__.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one with make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(PROTOC_STAMP): Makefile
+	test -x $(PROTOC)/bin/python || $(PYTHON) -m venv $(PROTOC)
+	$(PROTOC)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  grpcio-tools==1.71.2 mypy-protobuf==3.7.0 'setuptools<81'
+	@touch $@
+
+# The oldest grpcio-tools we support: generated code may not be newer than the runtime.
+protos: $(PROTOC_STAMP) $(STAMP) ## regenerate services/paceline/rpc from protos/
+	PATH="$(PROTOC)/bin:$$PATH" $(PROTOC)/bin/python -m grpc_tools.protoc -I protos --python_out=services \
+	  --grpc_python_out=services --mypy_out=services --mypy_grpc_out=services $(PROTOS)
+
+style: $(STAMP) ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: $(STAMP) protos ## lint, types, import law, generated code up to date
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	git diff --exit-code -- $(GENERATED)
+
+test: $(STAMP) ## all tests
+	$(BIN)/pytest $(ARGS)
+
+up: $(STAMP) ## serve the demo pair until Ctrl-C; ARGS='--model PATH --draft-model PATH ...' for others
+	$(BIN)/paceline up $(ARGS)
+
+demo: $(STAMP) ## stream completions with and without speculation and compare them
+	$(BIN)/paceline bench demo $(ARGS)
+
+bench: $(STAMP) ## run a bench: make bench NAME=acceptance; without NAME lists them
+	$(BIN)/paceline bench $(NAME) $(ARGS)
+
+clean: ## remove environments and caches
+	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

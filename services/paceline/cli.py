@@ -1,0 +1,154 @@
+"""The `paceline` command; each subcommand imports what it needs when it is called, so help is fast."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import paceline
+from paceline.config import exit_with_error, parse, setting
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.cluster.checkpoints import CheckpointFacts
+
+PROG = "paceline"
+EXTRA_OF_COMMAND = {
+    "gateway": "gateway",
+    "verifier": "engine",
+    "drafter": "engine",
+    "train": "train",
+    "models": "engine",
+}
+CHECKOUT = Path(paceline.__file__).parents[2]
+
+COMMANDS = {
+    "up": "start a whole fleet on this machine",
+    "gateway": "run the front door: OpenAI HTTP and gRPC",
+    "verifier": "run a target model",
+    "drafter": "run a draft model",
+    "generate": "stream a completion from a running fleet",
+    "bench": "list the benches of a checkout, or run one",
+    "train": "train the demo pair, or distil a drafter",
+    "models": "list checkpoints: the bundled ones and folders named",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsConfig:
+    """Settings of `paceline models`."""
+
+    path: tuple[Path, ...] = setting((), help="Another checkpoint folder to list.")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `paceline`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage())
+        raise SystemExit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        sys.stdout.write(f"{PROG} {paceline.__version__}\n")
+        return
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        exit_with_error(PROG, ConfigError(f"no command {command!r}; there are {', '.join(COMMANDS)}"))
+    try:
+        _action(command)(rest)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "paceline":
+            raise
+        extra = EXTRA_OF_COMMAND.get(command, "dev")
+        message = f"needs the package {error.name}: install paceline[{extra}]"
+        exit_with_error(f"{PROG} {command}", ConfigError(message))
+    except ConfigError as error:
+        exit_with_error(f"{PROG} {command}", error)
+
+
+def usage() -> str:
+    """Returns the text of `paceline --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: {PROG} COMMAND [OPTIONS]",
+            "",
+            "Serves language models with speculative decoding whose drafter is a tier of its own.",
+            "",
+            *lines,
+            "",
+            f"{PROG} COMMAND --help tells more; {PROG} --version tells the version.",
+            "",
+        ]
+    )
+
+
+def _action(command: str) -> Callable[[Sequence[str]], None]:
+    actions: dict[str, Callable[[Sequence[str]], None]] = {
+        "bench": _bench,
+        "train": _train,
+        "models": _models,
+    }
+    if command in actions:
+        return actions[command]
+    modules = {"up": "paceline.cluster.up", "generate": "paceline.client"}
+    module = importlib.import_module(modules.get(command, f"paceline.{command}.__main__"))
+    action: Callable[[Sequence[str]], None] = module.main
+    return action
+
+
+def _bench(argv: Sequence[str]) -> None:
+    """Hands over to the checkout's `loadtest`, which lists its benches when none is named."""
+    import runpy
+
+    if not (CHECKOUT / "loadtest" / "__main__.py").is_file():
+        raise ConfigError("benches are part of a checkout of the repository (loadtest/), none is here")
+    sys.path.insert(0, str(CHECKOUT))
+    sys.argv = [f"{PROG} bench", *argv]
+    runpy.run_module("loadtest", run_name="__main__")
+
+
+def _train(argv: Sequence[str]) -> None:
+    import argparse
+
+    from paceline.training import cli
+
+    parser = argparse.ArgumentParser(prog=f"{PROG} train")
+    cli.add_arguments(parser)
+    raise SystemExit(cli.main(parser.parse_args(list(argv))))
+
+
+def _models(argv: Sequence[str]) -> None:
+    import os
+
+    from paceline.cluster.checkpoints import bundled_and_cached, facts_of
+    from paceline.cluster.up import table
+
+    description = "Lists checkpoints: those in the package, the widened demo target, and folders named."
+    config = parse(ModelsConfig, argv, os.environ, f"{PROG} models", description)
+    rows = [("name", "architecture", "parameters", "vocabulary", "context", "vocabulary hash", "folder")]
+    rows += [_model_row(facts_of(path)) for path in (*bundled_and_cached(os.environ), *config.path)]
+    sys.stdout.write("\n".join(table(rows)) + "\n")
+
+
+def _model_row(facts: CheckpointFacts) -> tuple[str, str, str, str, str, str, str]:
+    size = f"{facts.num_parameters / 1e6:,.1f} M"
+    if facts.widened_from is not None:
+        size += f", widened from {facts.widened_from}"
+    return (
+        facts.path.name,
+        facts.architecture,
+        size,
+        f"{facts.vocab_size:,}",
+        f"{facts.context_len:,}",
+        facts.vocab_hash[:16],
+        str(facts.path),
+    )
+
+
+if __name__ == "__main__":
+    main()

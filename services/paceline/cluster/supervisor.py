@@ -1,0 +1,272 @@
+"""Keeps processes running: starts them, waits until they are well, restarts those that die, stops them all.
+
+It knows commands and health checks and nothing of what the processes do. All of it belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError, UnavailableError
+
+POLL_S = 0.1
+NUM_LOG_LINES_SHOWN = 5
+# What a process gets after the common deadline has passed, before it is killed.
+LEAST_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """One process to keep running.
+
+    Attributes:
+        name: Unique in its supervisor.
+        argv: Program and arguments.
+        env: The whole environment.
+        log_path: File that gets stdout and stderr; None: they are inherited.
+        is_healthy: Says whether the process does its work.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    is_healthy: Callable[[], Awaitable[bool]]
+    log_path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackOff:
+    """How long to wait before a restart: doubling, bounded, forgotten after a long life."""
+
+    first_s: float = 0.5
+    most_s: float = 30.0
+    reset_after_s: float = 60.0
+
+    def delay_s(self, previous_s: float | None, alive_s: float) -> float:
+        """Returns the next delay.
+
+        Args:
+            previous_s: Delay before the life that has just ended; None: it was the first life.
+            alive_s: Length of that life.
+        """
+        if previous_s is None or alive_s >= self.reset_after_s:
+            return self.first_s
+        return min(self.most_s, 2 * previous_s)
+
+
+class Child:
+    """One supervised process with its restarts."""
+
+    def __init__(self, spec: ChildSpec, say: Callable[[str], None], back_off: BackOff) -> None:
+        self.spec = spec
+        self.num_restarts = 0
+        self._say = say
+        self._back_off = back_off
+        self._stopping = asyncio.Event()
+        self._restarted = asyncio.Condition()
+        self._spawn()
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present life."""
+        return self._process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the process and all its children."""
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    async def until_healthy(self, timeout_s: float) -> None:
+        """Returns when the process does its work.
+
+        Raises:
+            ConfigError: The process ended.
+            UnavailableError: It did not get that far in time.
+        """
+        ended = self._ended
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self.spec.is_healthy() or ended.done():
+                    if ended.done():
+                        raise ConfigError(self._obituary(ended.result()))
+                    await asyncio.wait([ended], timeout=POLL_S)
+        except TimeoutError:
+            message = f"{self.spec.name} was not ready within {timeout_s:g} s{self._log_tail()}"
+            raise UnavailableError(message) from None
+
+    def keep(self) -> None:
+        """From now on restarts the process whenever it ends."""
+        self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.spec.name}")
+
+    async def until_restarted(self, count: int) -> None:
+        """Returns when the process was restarted `count` times in all."""
+        async with self._restarted:
+            await self._restarted.wait_for(lambda: self.num_restarts >= count)
+
+    async def stop(self, grace_s: float) -> None:
+        """Asks the process to end, gives it `grace_s` seconds, then kills it."""
+        self._stopping.set()
+        if self._keeper is not None:
+            await self._keeper
+        self.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGCONT)
+        done, _ = await asyncio.wait([self._ended], timeout=grace_s)
+        if not done:
+            self._say(f"{self.spec.name} did not stop within {grace_s:.0f} s and is killed")
+            self.send_signal(signal.SIGKILL)
+            await self._ended
+
+    def kill(self) -> None:
+        """Kills the process at once and does not wait; the last resort of a supervisor that is cancelled."""
+        self._stopping.set()
+        self.send_signal(signal.SIGKILL)
+
+    async def _keep(self) -> None:
+        delay_s: float | None = None
+        while True:
+            started_s = time.monotonic()
+            stopping = asyncio.ensure_future(self._stopping.wait())
+            either: tuple[asyncio.Future[Any], ...] = (self._ended, stopping)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if self._stopping.is_set():
+                return
+            delay_s = self._back_off.delay_s(delay_s, time.monotonic() - started_s)
+            self._say(
+                f"{self.spec.name} {_describe(self._ended.result())}; "
+                f"restart {self.num_restarts + 1} in {delay_s:g} s"
+            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
+                return
+            self._spawn()
+            async with self._restarted:
+                self.num_restarts += 1
+                self._restarted.notify_all()
+
+    def _spawn(self) -> None:
+        command = [sys.executable, "-m", "paceline.cluster.child", str(os.getpid()), *self.spec.argv]
+        path = self.spec.log_path
+        log = None if path is None else path.open("ab")
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(self.spec.env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=None if log is None else subprocess.STDOUT,
+                # Ctrl-C reaches the supervisor only, which then stops its children in order.
+                start_new_session=True,
+            )
+        finally:
+            if log is not None:
+                log.close()
+        self._ended = _exit_status(self._process)
+
+    def _obituary(self, status: int) -> str:
+        return f"{self.spec.name} {_describe(status)} before it was ready{self._log_tail()}"
+
+    def _log_tail(self) -> str:
+        path = self.spec.log_path
+        if path is None:
+            return ""
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return f": {' | '.join(lines[-NUM_LOG_LINES_SHOWN:])} (log: {path})"
+
+
+class Supervisor:
+    """Processes that live and end together; `say` gets one line for each restart and each kill."""
+
+    def __init__(self, say: Callable[[str], None], back_off: BackOff | None = None) -> None:
+        self._say = say
+        self._back_off = BackOff() if back_off is None else back_off
+        self._stages: list[list[Child]] = []
+
+    @property
+    def children(self) -> list[Child]:
+        """All processes in the order of their start."""
+        return [child for stage in self._stages for child in stage]
+
+    def child(self, name: str) -> Child:
+        """Returns a process by its name.
+
+        Raises:
+            KeyError: There is none of that name.
+        """
+        for child in self.children:
+            if child.spec.name == name:
+                return child
+        raise KeyError(name)
+
+    async def start(self, specs: Sequence[ChildSpec], timeout_s: float) -> None:
+        """Starts processes side by side and returns when all are well.
+
+        Raises:
+            ConfigError: One ended before; the others keep running until `stop`.
+            UnavailableError: One was not well within `timeout_s` seconds.
+        """
+        stage: list[Child] = []
+        self._stages.append(stage)
+        for spec in specs:
+            stage.append(Child(spec, self._say, self._back_off))
+        waits = [asyncio.ensure_future(child.until_healthy(timeout_s)) for child in stage]
+        try:
+            await asyncio.gather(*waits)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        for child in stage:
+            child.keep()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops all, those started last first; `grace_s` seconds for all together, then they are killed."""
+        deadline_s = time.monotonic() + grace_s
+        try:
+            while self._stages:
+                left_s = max(LEAST_GRACE_S, deadline_s - time.monotonic())
+                await asyncio.gather(*(child.stop(left_s) for child in self._stages[-1]))
+                self._stages.pop()
+        finally:
+            for child in self.children:
+                child.kill()
+
+
+def _exit_status(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
+    """Returns a future of the exit status, fed by a thread, so that it works under every event loop."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def deliver(status: int) -> None:
+        if not ended.done():
+            ended.set_result(status)
+
+    def wait() -> None:
+        status = process.wait()
+        with suppress(RuntimeError):  # the loop is closed: nobody asks any more
+            loop.call_soon_threadsafe(deliver, status)
+
+    threading.Thread(target=wait, name=f"wait {process.pid}", daemon=True).start()
+    return ended
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status}"
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"was ended by signal {-status}"

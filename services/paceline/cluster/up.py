@@ -1,0 +1,119 @@
+"""`paceline up`: a whole fleet on this machine until Ctrl-C, with its addresses and a line to try it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import paceline
+from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, num_parameters
+from paceline.cluster.local import LocalFleet
+from paceline.cluster.spec import FleetSpec
+from paceline.config import parse, public_url
+from paceline.serving import install_signal_handlers, run
+
+PROG = "paceline up"
+DESCRIPTION = (
+    "Starts a whole fleet on this machine (Valkey, verifiers, drafters, gateways), prints where it listens, "
+    "restarts what dies and stops everything on Ctrl-C. Without --model it serves the demo pair."
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Entry point of `paceline up`."""
+    spec = parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION)
+    run(serve(spec), prog=PROG)
+
+
+async def serve(spec: FleetSpec) -> None:
+    """Runs the fleet until SIGINT or SIGTERM, which also ends a start that is under way."""
+    stop, started = asyncio.Event(), asyncio.Event()
+    install_signal_handlers(stop)
+    running = asyncio.create_task(_run_fleet(spec, started, stop))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not started.is_set():
+        running.cancel()
+    await asyncio.wait({running})
+    if not running.cancelled():
+        running.result()
+    say("stopped")
+
+
+async def _run_fleet(spec: FleetSpec, started: asyncio.Event, stop: asyncio.Event) -> None:
+    async with LocalFleet(spec, environ=os.environ, say=say) as fleet:
+        started.set()
+        say(describe(fleet))
+        await stop.wait()
+        say("stopping: running requests may finish")
+
+
+def say(line: str) -> None:
+    """Prints a line at once, also into a pipe."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def describe(fleet: LocalFleet) -> str:
+    """Returns where everything listens and a command to try it."""
+    assert fleet.checkpoints is not None, "the fleet is not started"
+    rows = [("service", "pid", "address", "metrics")]
+    for endpoint in fleet.endpoints:
+        pid = str(fleet.pid(endpoint.name))
+        if endpoint.role == "gateway":
+            http = f"http://{endpoint.address}"
+            rows.append((endpoint.name, pid, http, f"{http}/metrics"))
+            rows.append(("", "", f"grpc {endpoint.second_address}", ""))
+        elif endpoint.role == "valkey":
+            rows.append((endpoint.name, pid, endpoint.address, ""))
+        else:
+            metrics = f"http://{endpoint.second_address}/metrics"
+            rows.append((endpoint.name, pid, f"grpc {endpoint.address}", metrics))
+    if fleet.spec.redis_url is not None:
+        rows.append(("store", "", public_url(fleet.spec.redis_url), ""))
+    target, draft = fleet.checkpoints.target, fleet.checkpoints.draft
+    body = json.dumps(
+        {"model": fleet.model_name, "prompt": "def read_lines(path):\n", "max_tokens": 64, "stream": True}
+    )
+    return "\n".join(
+        [
+            f"Paceline {paceline.__version__} is up",
+            f"target model  {describe_target(target)}",
+            f"draft model   {'none, plain decoding' if draft is None else draft.name}",
+            f"logs          {fleet.log_dir}",
+            "",
+            *table(rows),
+            "",
+            "Try it:",
+            f"  curl -N {fleet.gateway_url}/v1/completions -H 'Content-Type: application/json' \\",
+            f"    -d '{body}'",
+            f"  paceline generate 'def read_lines(path):' --url {fleet.gateway_url}",
+            "",
+            "Ctrl-C stops everything.",
+        ]
+    )
+
+
+def describe_target(target: Path) -> str:
+    """Returns the target's name and size, and says plainly when it is a widened one."""
+    millions = num_parameters(target) / 1e6
+    if target.name != WIDENED_NAME:
+        return f"{target.name} ({millions:,.1f} M parameters)"
+    honest = num_parameters(DEMO_TARGET) / 1e6
+    return (
+        f"{target.name} (the demo target of {honest:.1f} M parameters, widened with zero-effect neurons: "
+        f"it says what the {honest:.1f} M model says and costs what a {millions:.0f} M model costs)"
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns lines with the columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

@@ -1,0 +1,61 @@
+"""Starts a gateway: `python -m paceline.gateway --model FOLDER`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from paceline.config import loggable, parse
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.gateway.config import GatewayConfig, model_folders
+from paceline.gateway.service import Addresses, serve
+from paceline.gateway.text import TextCodec
+from paceline.obs.log import setup_logging
+from paceline.serving import install_signal_handlers, run
+from paceline.store.base import Store, open_store
+
+logger = logging.getLogger(__name__)
+
+PROG = "paceline gateway"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `paceline gateway`."""
+    arguments = sys.argv[1:] if argv is None else argv
+    config = parse(GatewayConfig, arguments, os.environ, PROG, "The front door: OpenAI HTTP and gRPC.")
+    setup_logging("gateway")
+    run(serve_until_signal(config), prog=PROG)
+
+
+async def serve_until_signal(config: GatewayConfig) -> None:
+    """Serves until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: A folder holds no tokenizer, a port is in use, or the store cannot be reached.
+    """
+    logger.info("starting", extra=loggable(config))
+    stop = asyncio.Event()
+    install_signal_handlers(stop)
+    folders = model_folders(config.model, config.model_name)
+    codecs = {name: TextCodec.from_folder(folder) for name, folder in folders.items()}
+    async with open_store(config.redis_url) as store:
+        await _check_store(store)
+        await serve(config, store, codecs, stop, _log_ready)
+
+
+def _log_ready(addresses: Addresses) -> None:
+    logger.info("gateway is ready", extra={"http": addresses.http, "grpc": addresses.grpc})
+
+
+async def _check_store(store: Store) -> None:
+    try:
+        await store.ping()
+    except UnavailableError as error:
+        raise ConfigError(f"{error}; start Redis or Valkey there or give another --redis-url") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Builds the response objects of the OpenAI API, whole and in chunks.
+
+Pure: it is told ids and times. It knows events of sessions and the tokenizer, no transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.core.messages import PositionLogprobs, SpeculationRecord
+from paceline.gateway.pieces import Ending, Piece, sum_of_records
+from paceline.gateway.requests import SessionRequest
+from paceline.gateway.text import TextCodec
+
+Json = dict[str, Any]
+
+# JSON has no infinity; vLLM writes this for a token that cannot be.
+LEAST_LOGPROB = -9999.0
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceState:
+    """One choice as it grows."""
+
+    request: SessionRequest
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    num_generated_tokens: int = 0
+    text_offset: int = 0
+    ending: Ending | None = None
+
+
+class Answer:
+    """The response to one request; feed it events and take chunks, or the whole at the end."""
+
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        request_id: str,
+        created_s: int,
+        model_name: str,
+        requests: Sequence[SessionRequest],
+        samples_per_prompt: int,
+    ) -> None:
+        """Starts with empty choices, in the order of the sessions: all samples of a prompt side by side."""
+        self._chat = chat
+        self._samples_per_prompt = samples_per_prompt
+        self._head: Json = {"id": request_id, "created": created_s, "model": model_name}
+        self._choices = [ChoiceState(request=request) for request in requests]
+
+    def add_piece(self, index: int, piece: Piece) -> None:
+        """Takes a piece of a choice for the whole."""
+        choice = self._choices[index]
+        choice.texts.append(piece.text)
+        choice.logprobs += piece.logprobs
+        choice.num_generated_tokens += len(piece.token_ids)
+
+    def add_ending(self, index: int, ending: Ending) -> None:
+        """Takes the end of a choice."""
+        self._choices[index].ending = ending
+
+    def opening_chunks(self) -> list[Json]:
+        """Returns what a stream begins with: for a chat, who speaks."""
+        if not self._chat:
+            return []
+        return [
+            self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+            for index in range(len(self._choices))
+        ]
+
+    def piece_chunk(self, index: int, piece: Piece) -> Json | None:
+        """Returns the chunk of a piece; None if there is nothing to show."""
+        choice = self._choices[index]
+        choice.num_generated_tokens += len(piece.token_ids)
+        logprobs = self._logprobs(choice, piece.logprobs)
+        if not piece.text and logprobs is None:
+            return None
+        return self._chunk(index, {"content": piece.text}, logprobs, None)
+
+    def ending_chunk(self, index: int, ending: Ending) -> Json:
+        """Returns the last chunk of a choice, with its speculation record."""
+        self.add_ending(index, ending)
+        chunk = self._chunk(index, {}, None, ending.finish_reason.value)
+        chunk["metrics"] = metrics(ending.speculation)
+        return chunk
+
+    def usage_chunk(self) -> Json:
+        """Returns the last chunk of a stream that asked for usage."""
+        return {
+            **self._head,
+            "object": self._object_name(chunk=True),
+            "choices": [],
+            "usage": self.usage(),
+            "metrics": self._metrics(),
+        }
+
+    def whole(self) -> Json:
+        """Returns the response in one piece; all choices have ended."""
+        return {
+            **self._head,
+            "object": self._object_name(chunk=False),
+            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)],
+            "usage": self.usage(),
+            "metrics": self._metrics(),
+        }
+
+    def usage(self) -> Json:
+        """Returns the token counts; a prompt counts once, however many samples it has."""
+        prompts = self._choices[:: self._samples_per_prompt]
+        num_prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in prompts)
+        num_generated = sum(choice.num_generated_tokens for choice in self._choices)
+        num_cached = sum(c.ending.num_cached_tokens for c in prompts if c.ending is not None)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt_tokens + num_generated,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+
+    def _metrics(self) -> Json:
+        records = [choice.ending.speculation for choice in self._choices if choice.ending is not None]
+        return metrics(sum_of_records(records))
+
+    def _object_name(self, *, chunk: bool) -> str:
+        if not self._chat:
+            return "text_completion"
+        return "chat.completion.chunk" if chunk else "chat.completion"
+
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
+        body = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
+        choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._head, "object": self._object_name(chunk=True), "choices": [choice]}
+
+    def _whole_choice(self, index: int, choice: ChoiceState) -> Json:
+        assert choice.ending is not None
+        text = "".join(choice.texts)
+        body: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        return {
+            "index": index,
+            **body,
+            "logprobs": self._logprobs(choice, choice.logprobs),
+            "finish_reason": choice.ending.finish_reason.value,
+        }
+
+    def _logprobs(self, choice: ChoiceState, positions: Sequence[PositionLogprobs]) -> Json | None:
+        if not positions:
+            return None
+        codec = choice.request.model.codec
+        if self._chat:
+            return {"content": [_chat_position(codec, position) for position in positions]}
+        return _completion_logprobs(codec, choice, positions)
+
+
+def metrics(record: SpeculationRecord | None) -> Json:
+    """Returns the `metrics` object of a response: vLLM's record of speculation, and ours beside it."""
+    if record is None:
+        return {"speculative_decoding": None}
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": record.mean_acceptance_length,
+            "draft_acceptance_rate": record.draft_acceptance_rate,
+            "acceptance_histogram": list(record.acceptance_histogram),
+            "num_spec_steps": record.num_spec_steps,
+            "num_accepted_draft_tokens": record.num_accepted_draft_tokens,
+            "num_draft_tokens": record.num_draft_tokens,
+            "num_steps": record.num_steps,
+            "mean_batch_size": record.mean_batch_size,
+            "num_hits": record.num_hits,
+            "num_misses": record.num_misses,
+        }
+    }
+
+
+def _chat_position(codec: TextCodec, position: PositionLogprobs) -> Json:
+    top = [_chat_token(codec, token_id, logprob) for token_id, logprob in position.top]
+    return {**_chat_token(codec, position.token_id, position.logprob), "top_logprobs": top}
+
+
+def _chat_token(codec: TextCodec, token_id: int, logprob: float) -> Json:
+    spelled = codec.token_bytes(token_id)
+    return {
+        "token": spelled.decode(errors="replace"),
+        "logprob": max(logprob, LEAST_LOGPROB),
+        "bytes": list(spelled),
+    }
+
+
+def _completion_logprobs(
+    codec: TextCodec, choice: ChoiceState, positions: Sequence[PositionLogprobs]
+) -> Json:
+    tokens = [codec.token_bytes(position.token_id).decode(errors="replace") for position in positions]
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(choice.text_offset)
+        choice.text_offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [max(position.logprob, LEAST_LOGPROB) for position in positions],
+        "top_logprobs": [_top_by_text(codec, position) for position in positions],
+        "text_offset": offsets,
+    }
+
+
+def _top_by_text(codec: TextCodec, position: PositionLogprobs) -> dict[str, float]:
+    """Returns the alternatives by their text, the chosen token among them; of equal texts the best stays."""
+    best: dict[str, float] = {}
+    for token_id, logprob in (*position.top, (position.token_id, position.logprob)):
+        best.setdefault(codec.token_bytes(token_id).decode(errors="replace"), max(logprob, LEAST_LOGPROB))
+    return best

@@ -1,0 +1,96 @@
+"""Renders chat messages with a checkpoint's own template, as transformers does.
+
+It knows Jinja and nothing else. Templates come with checkpoints, so they run in a sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from paceline.core.errors import ConfigError, InvalidRequestError
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """A compiled chat template together with the special tokens it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compiles the template.
+
+        Args:
+            source: Jinja source, as in tokenizer_config.json.
+            special_tokens: `bos_token` and the like.
+
+        Raises:
+            ConfigError: The template has a syntax error.
+        """
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise ConfigError(f"the chat template cannot be compiled: {error}") from error
+
+    def render(self, messages: Sequence[Message], extra: Mapping[str, Any]) -> str:
+        """Returns the prompt that asks for the next message of the assistant.
+
+        Args:
+            messages: Each with `role` and `content`.
+            extra: Further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            InvalidRequestError: The template refuses the messages.
+        """
+        variables = {"tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return self._template.render(
+                {**self._special_tokens, **variables, **extra, "messages": list(messages)}
+            )
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InvalidRequestError("messages", f"the chat template refuses them: {error}") from error
+
+
+class _GenerationBlock(Extension):
+    """Understands `{% generation %}`, which marks the assistant's words for training and prints its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own convention
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        return str(caller())
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Writes JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

@@ -1,0 +1,246 @@
+"""Makes sessions of a checked OpenAI body: one for each sample of each prompt.
+
+It knows the request models and the tokenizer; it does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.params import MAX_SEED, SamplingParams, SpeculationParams
+from paceline.gateway.api import ChatBody, ChatMessage, CommonBody, CompletionBody
+from paceline.gateway.requests import (
+    DEFAULT_MAX_TOKENS,
+    MAX_CHOICES,
+    MAX_UNASKED_TOKENS,
+    ServedModel,
+    SessionRequest,
+    check_prompt,
+    check_stops,
+    encode_text,
+    new_seed,
+    room_for_output,
+    sample_seed,
+)
+
+TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompt:
+    field: str
+    token_ids: tuple[int, ...]
+
+
+def completion_sessions(body: CompletionBody, model: ServedModel, request_id: str) -> list[SessionRequest]:
+    """Returns the sessions of a text completion, samples of the same prompt side by side.
+
+    Raises:
+        InvalidRequestError: A field does not fit the model or the limits of the product.
+    """
+    given = _split_prompts(body.prompt)
+    if len(given) * body.n > MAX_CHOICES:
+        raise InvalidRequestError(
+            "prompt" if len(given) > 1 else "n",
+            f"{len(given)} prompts times n = {body.n} exceed the limit of {MAX_CHOICES} choices",
+        )
+    prompts = [_encode_prompt(model, field, value) for field, value in given]
+    return _sessions(
+        body,
+        model,
+        request_id,
+        prompts,
+        wanted=body.max_tokens,
+        wanted_field="max_tokens",
+        unasked=DEFAULT_MAX_TOKENS,
+        logprobs=body.logprobs,
+    )
+
+
+def chat_sessions(body: ChatBody, model: ServedModel, request_id: str) -> list[SessionRequest]:
+    """Returns the sessions of a chat completion, one a sample.
+
+    Raises:
+        InvalidRequestError: A field does not fit the model or the limits of the product.
+    """
+    if body.n > MAX_CHOICES:
+        raise InvalidRequestError("n", f"must be at most {MAX_CHOICES}, got {body.n}")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true")
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    top_logprobs = body.top_logprobs or 0
+    return _sessions(
+        body,
+        model,
+        request_id,
+        [_Prompt(field="messages", token_ids=_render_chat(body, model))],
+        wanted=wanted,
+        wanted_field=field,
+        unasked=MAX_UNASKED_TOKENS,
+        logprobs=top_logprobs if body.logprobs else None,
+    )
+
+
+def _sessions(
+    body: CommonBody,
+    model: ServedModel,
+    request_id: str,
+    prompts: Sequence[_Prompt],
+    *,
+    wanted: int | None,
+    wanted_field: str,
+    unasked: int,
+    logprobs: int | None,
+) -> list[SessionRequest]:
+    stops = check_stops(_stop_strings(body.stop))
+    speculation = SpeculationParams(
+        enabled=body.speculation.enabled,
+        max_draft_tokens=body.speculation.max_draft_tokens,
+        acceptance=body.speculation.acceptance,
+    )
+    sessions: list[SessionRequest] = []
+    for prompt in prompts:
+        max_tokens = room_for_output(
+            model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field
+        )
+        for seed in _seeds(body):
+            sampling = _sampling(body, max_tokens, logprobs, seed)
+            sampling.check_vocabulary(model.identity.vocab_size)
+            sessions.append(
+                SessionRequest(
+                    model=model,
+                    session_id=f"{request_id}-{len(sessions)}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=sampling,
+                    speculation=speculation,
+                    stops=stops,
+                )
+            )
+    return sessions
+
+
+def _sampling(body: CommonBody, max_tokens: int, logprobs: int | None, seed: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(body.top_k, 0) if body.top_k == -1 else body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=tuple(_logit_bias(body)),
+        min_tokens=body.min_tokens,
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+        seed=seed,
+    )
+
+
+def _seeds(body: CommonBody) -> Iterator[int]:
+    """Yields one seed a sample; negative ones, which OpenAI allows, are taken modulo 2**64."""
+    if body.seed is None:
+        seed = new_seed()
+    elif -(2**63) <= body.seed <= MAX_SEED:
+        seed = body.seed & MAX_SEED
+    else:
+        raise InvalidRequestError("seed", f"must be from -2**63 to 2**64-1, got {body.seed}")
+    for index in range(body.n):
+        yield sample_seed(seed, index)
+
+
+def _logit_bias(body: CommonBody) -> Iterator[tuple[int, float]]:
+    for name, bias in body.logit_bias.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= len(str(MAX_SEED))):
+            raise InvalidRequestError(f"logit_bias.{name[:40]}", "the key must be a token id")
+        yield int(name), bias
+
+
+def _stop_strings(stop: Any) -> list[str]:
+    if stop is None:
+        return []
+    if isinstance(stop, str):
+        return [stop]
+    if not isinstance(stop, list):
+        raise InvalidRequestError("stop", "must be a string or a list of strings")
+    for index, entry in enumerate(stop):
+        if not isinstance(entry, str):
+            raise InvalidRequestError(f"stop[{index}]", "must be a string")
+    return stop
+
+
+def _split_prompts(prompt: Any) -> list[tuple[str, Any]]:
+    """Returns (field name, text or token ids) of each prompt in the four shapes OpenAI allows."""
+    if isinstance(prompt, str) or _is_token_list(prompt):
+        return [("prompt", prompt)]
+    if not isinstance(prompt, list):
+        raise InvalidRequestError(
+            "prompt", "must be a string, a list of strings, or one or more lists of token ids"
+        )
+    if not prompt:
+        raise InvalidRequestError("prompt", "must not be empty")
+    if len(prompt) > MAX_CHOICES:
+        raise InvalidRequestError("prompt", f"has {len(prompt)} entries, at most {MAX_CHOICES} are allowed")
+    wanted = type(prompt[0])
+    for index, entry in enumerate(prompt):
+        if not isinstance(entry, str | list) or type(entry) is not wanted:
+            raise InvalidRequestError(
+                f"prompt[{index}]", "must be of one kind with the others: strings or lists of token ids"
+            )
+        if isinstance(entry, list) and entry and not _is_token_list(entry):
+            raise InvalidRequestError(f"prompt[{index}]", "must hold token ids, which are whole numbers")
+    return [(f"prompt[{index}]", entry) for index, entry in enumerate(prompt)]
+
+
+def _is_token_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(entry) is int for entry in value)
+
+
+def _encode_prompt(model: ServedModel, field: str, value: str | list[int]) -> _Prompt:
+    if isinstance(value, str):
+        return _Prompt(field=field, token_ids=encode_text(model, value, field=field))
+    return _Prompt(field=field, token_ids=check_prompt(model, tuple(value), field=field))
+
+
+def _render_chat(body: ChatBody, model: ServedModel) -> tuple[int, ...]:
+    template = model.codec.chat_template
+    if template is None:
+        raise InvalidRequestError(
+            "messages", f"model {model.identity.name!r} has no chat template; use /v1/completions"
+        )
+    if not body.messages:
+        raise InvalidRequestError("messages", "must hold at least one message")
+    taken = TEMPLATE_NAMES & body.chat_template_kwargs.keys()
+    if taken:
+        raise InvalidRequestError(f"chat_template_kwargs.{min(taken)}", "is set by the server")
+    messages = [_plain_message(message, index) for index, message in enumerate(body.messages)]
+    prompt = template.render(messages, body.chat_template_kwargs)
+    return encode_text(model, prompt, field="messages", special_tokens=False)
+
+
+def _plain_message(message: ChatMessage, index: int) -> dict[str, str]:
+    plain = {"role": message.role, "content": _content_text(message.content, f"messages[{index}].content")}
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _content_text(content: Any, field: str) -> str:
+    """Returns the text of a message; parts are joined by line breaks, as vLLM does."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(field, "must be a string or a list of text parts")
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                f"{field}[{index}]", 'must be {"type": "text", "text": ...}; only text is served'
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,216 @@
+"""The two completion endpoints as ASGI applications: from bytes of a body to bytes of an answer.
+
+Everything about transport that they need stands here: status before the first byte, server-sent events,
+errors after the first byte, clients that leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from paceline.gateway.answers import Answer, Json
+from paceline.gateway.api import ChatBody, CommonBody, CompletionBody, StreamOptions, parse_body
+from paceline.gateway.body import parse_json_object, read_body
+from paceline.gateway.choices import chat_sessions, completion_sessions
+from paceline.gateway.errors import to_http
+from paceline.gateway.merge import merged, until_disconnect
+from paceline.gateway.pieces import Ending, Event
+from paceline.gateway.requests import SessionRequest
+from paceline.gateway.sessions import Sessions
+
+# Larger bodies are read in a thread, so that no stream waits for a tokenizer.
+MAX_INLINE_BYTES = 16 * 1024
+# A client that reads nothing for that long holds places and KV pages of others.
+SEND_TIMEOUT_S = 60.0
+DONE = b"data: [DONE]\n\n"
+JSON_HEADERS = {"content-type": "application/json"}
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+_log = logging.getLogger(__name__)
+
+Events = AsyncGenerator[tuple[int, Event], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyLimits:
+    """Bounds of a request body."""
+
+    max_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """A checked request."""
+
+    body: CommonBody
+    requests: Sequence[SessionRequest]
+    answer: Answer
+
+
+class CompletionEndpoint:
+    """POST /v1/completions or /v1/chat/completions."""
+
+    def __init__(self, sessions: Sessions, limits: BodyLimits, *, chat: bool) -> None:
+        self._sessions = sessions
+        self._limits = limits
+        self._chat = chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; errors become error objects, nothing is raised to the server."""
+        exchange = _Exchange(send)
+        try:
+            order = await self._read_order(Request(scope, receive))
+            await until_disconnect(receive, self._answer(order, exchange))
+        except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
+            await exchange.fail(error)
+
+    async def _read_order(self, request: Request) -> _Order:
+        raw = await read_body(
+            request.stream(),
+            request.headers.get("content-length"),
+            max_bytes=self._limits.max_bytes,
+            timeout_s=self._limits.timeout_s,
+        )
+        if len(raw) <= MAX_INLINE_BYTES:
+            return self._order(raw)
+        return await asyncio.to_thread(self._order, raw)
+
+    def _order(self, raw: bytes) -> _Order:
+        fields = parse_json_object(raw)
+        request_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+        body: CommonBody
+        if self._chat:
+            body = chat = parse_body(ChatBody, fields)
+            model = self._sessions.model(body.model)
+            requests = chat_sessions(chat, model, request_id)
+        else:
+            body = completion = parse_body(CompletionBody, fields)
+            model = self._sessions.model(body.model)
+            requests = completion_sessions(completion, model, request_id)
+        answer = Answer(
+            chat=self._chat,
+            request_id=request_id,
+            created_s=int(time.time()),
+            model_name=model.identity.name,
+            requests=requests,
+            samples_per_prompt=body.n,
+        )
+        return _Order(body=body, requests=requests, answer=answer)
+
+    async def _answer(self, order: _Order, exchange: _Exchange) -> None:
+        try:
+            with self._sessions.admitted(len(order.requests)):
+                runs = [self._sessions.run(request) for request in order.requests]
+                async with aclosing(merged(runs)) as events:
+                    if order.body.stream:
+                        await _stream(order, events, exchange)
+                    else:
+                        await _collect(order, events, exchange)
+        except Exception as error:  # noqa: BLE001 - told to the client while the session still counts as running
+            await exchange.fail(error)
+
+
+class _ClientStalledError(Exception):
+    """The client is there but reads nothing."""
+
+
+class _Exchange:
+    """One response under way: knows whether it has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._begun = False
+
+    async def begin(self, status: int, headers: dict[str, str]) -> None:
+        """Sends status and headers."""
+        self._begun = True
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, body: bytes, *, last: bool = False) -> None:
+        """Sends a part of the body."""
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._send({"type": "http.response.body", "body": body, "more_body": not last})
+        except TimeoutError:
+            raise _ClientStalledError from None
+
+    async def event(self, data: Json) -> None:
+        """Sends one server-sent event."""
+        await self.write(b"data: " + _json(data) + b"\n\n")
+
+    async def fail(self, error: Exception) -> None:
+        """Tells the client of an error: by status before the first byte, by an event after it."""
+        if isinstance(error, _ClientStalledError):
+            _log.info("a client has stopped reading its stream", extra={"timeout_s": SEND_TIMEOUT_S})
+            return
+        described = to_http(error)
+        if self._begun:
+            await self.write(b"data: " + described.to_bytes() + b"\n\n" + DONE, last=True)
+            return
+        body = described.to_bytes()
+        headers = {**JSON_HEADERS, **described.headers(), "content-length": str(len(body))}
+        await self.begin(described.status, headers)
+        await self.write(body, last=True)
+
+
+async def _collect(order: _Order, events: Events, exchange: _Exchange) -> None:
+    answer = order.answer
+    async for index, event in events:
+        if isinstance(event, Ending):
+            answer.add_ending(index, event)
+        else:
+            answer.add_piece(index, event)
+    body = _json(answer.whole())
+    await exchange.begin(200, {**JSON_HEADERS, "content-length": str(len(body))})
+    await exchange.write(body, last=True)
+
+
+async def _stream(order: _Order, events: Events, exchange: _Exchange) -> None:
+    answer = order.answer
+    options = order.body.stream_options or StreamOptions()
+    begun = False
+    async for index, event in events:
+        # Nothing is sent before the first event, so that a refusal of the verifier still has its own status.
+        if not begun:
+            begun = True
+            await exchange.begin(200, STREAM_HEADERS)
+            for chunk in answer.opening_chunks():
+                await exchange.event(_with_usage(chunk, answer, options))
+        if isinstance(event, Ending):
+            await exchange.event(_with_usage(answer.ending_chunk(index, event), answer, options))
+            continue
+        piece_chunk = answer.piece_chunk(index, event)
+        if piece_chunk is not None:
+            await exchange.event(_with_usage(piece_chunk, answer, options))
+    if options.include_usage:
+        await exchange.event(answer.usage_chunk())
+    await exchange.write(DONE, last=True)
+
+
+def _with_usage(chunk: Json, answer: Answer, options: StreamOptions) -> Json:
+    if options.continuous_usage_stats:
+        chunk["usage"] = answer.usage()
+    elif options.include_usage:
+        chunk["usage"] = None
+    return chunk
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

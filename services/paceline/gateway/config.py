@@ -1,0 +1,77 @@
+"""Settings of a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import setting
+from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Flags and environment variables of `paceline gateway`."""
+
+    model: tuple[str, ...] = setting(
+        help="Checkpoint folder with the tokenizer of a served model; NAME=FOLDER to give it a name."
+    )
+    model_name: str = setting("", help="Name of the model if there is one only; empty: the folder's name.")
+    host: str = setting("127.0.0.1", help="Address to listen on.")
+    port: int = setting(8000, help="HTTP port; 0 picks a free one.", low=0, high=65535)
+    grpc_port: int = setting(8001, help="gRPC port; 0 picks a free one.", low=0, high=65535)
+    redis_url: str = setting("redis://127.0.0.1:6379", help="Registry and session records.")
+    replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
+    max_sessions: int = setting(
+        256, help="Most sessions at once; requests beyond get status 429.", low=1, high=100_000
+    )
+    max_body_bytes: int = setting(
+        4 * 1024 * 1024, help="Largest request body.", unit="bytes", low=1024, high=256 * 1024 * 1024
+    )
+    body_timeout_s: float = setting(30.0, help="Time for a body to arrive.", unit="s", low=0.1, high=3600)
+    first_token_timeout_s: float = setting(
+        300.0,
+        help="Longest wait for a verifier's first tokens, queue and prompt included.",
+        unit="s",
+        low=0.1,
+    )
+    next_token_timeout_s: float = setting(
+        60.0, help="Longest wait between a verifier's steps.", unit="s", low=0.1
+    )
+    refresh_s: float = setting(0.5, help="Pause between two readings of the registry.", unit="s", low=0.05)
+    record_interval_s: float = setting(
+        0.5, help="Pause between two writings of session records.", unit="s", low=0.05
+    )
+    record_ttl_s: float = setting(
+        600.0, help="Life of a session record after its last change.", unit="s", low=1
+    )
+    grace_s: float = setting(
+        15.0, help="Time that running sessions get to finish on SIGTERM.", unit="s", low=0, high=3600
+    )
+
+
+def model_folders(models: Sequence[str], model_name: str) -> dict[str, Path]:
+    """Returns the tokenizer folder of each served name.
+
+    Args:
+        models: FOLDER or NAME=FOLDER.
+        model_name: Name for a single FOLDER; empty: its own.
+
+    Raises:
+        ConfigError: No model is given, a name is given twice, or `model_name` comes with several models.
+    """
+    if not models:
+        raise ConfigError("--model is required: a checkpoint folder with the tokenizer of the served model")
+    if model_name and len(models) > 1:
+        raise ConfigError("--model-name is for one --model only; write NAME=FOLDER for each of several")
+    folders: dict[str, Path] = {}
+    for given in models:
+        # A folder of that very name wins, since "=" may stand in a path.
+        before, separator, after = ("", "", "") if Path(given).is_dir() else given.partition("=")
+        folder = Path(after if separator else given).expanduser()
+        name = model_name or (before if separator else folder.resolve().name)
+        if name in folders:
+            raise ConfigError(f"--model names {name!r} twice")
+        folders[name] = folder
+    return folders

@@ -1,0 +1,210 @@
+"""The fleet as this gateway knows it: the registry, read in the background, and who gets the next session.
+
+Choosing is pure: replicas in, one replica out. A dead registry leaves the last known fleet in place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from paceline.core.errors import ModelNotFoundError, UnavailableError
+from paceline.core.messages import ModelIdentity
+from paceline.gateway.requests import ServedModel
+from paceline.gateway.text import TextCodec
+from paceline.store.base import Replica
+
+VERIFIER = "verifier"
+DRAFTER = "drafter"
+# A registry that came back empty fills up within a few heartbeats; until then old entries are better.
+RECOVERY_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class Registry(Protocol):
+    """The part of the store that is needed here."""
+
+    async def replicas(self, role: str | None = None) -> list[Replica]:
+        """Returns the replicas alive; raises `UnavailableError` when the registry does not answer."""
+
+
+class Channels(Protocol):
+    """Connections to verifiers."""
+
+    async def keep_only(self, addresses: Collection[str]) -> None:
+        """Closes connections to other addresses that nobody uses."""
+
+
+def choose_verifier(
+    replicas: Sequence[Replica],
+    model: str,
+    in_flight: Mapping[str, int],
+    exclude: Collection[str] = (),
+) -> Replica | None:
+    """Returns the least loaded verifier of a model; None if there is none.
+
+    Args:
+        replicas: The fleet.
+        model: Name of the model.
+        in_flight: Sessions of this gateway by replica id; the registry lags behind by a heartbeat.
+        exclude: Replica ids that have just failed.
+    """
+    able = [
+        replica
+        for replica in replicas
+        if replica.role == VERIFIER
+        and not replica.draining
+        and replica.identity is not None
+        and replica.identity.name == model
+        and replica.replica_id not in exclude
+    ]
+    return min(able, key=lambda replica: _load(replica, in_flight), default=None)
+
+
+def choose_drafter(
+    replicas: Sequence[Replica], target: ModelIdentity, in_flight: Mapping[str, int]
+) -> Replica | None:
+    """Returns the least loaded drafter that speaks the target's vocabulary; None if there is none.
+
+    Args:
+        replicas: The fleet.
+        target: The target model.
+        in_flight: Sessions of this gateway by replica id.
+    """
+    able = [
+        replica
+        for replica in replicas
+        if replica.role == DRAFTER
+        and not replica.draining
+        and replica.identity is not None
+        and replica.identity.vocab_hash == target.vocab_hash
+    ]
+    return min(able, key=lambda replica: _load(replica, in_flight), default=None)
+
+
+def strange_drafters(replicas: Sequence[Replica]) -> list[Replica]:
+    """Returns the drafters whose vocabulary is that of no verifier; they will never be paired."""
+    spoken = {r.identity.vocab_hash for r in replicas if r.role == VERIFIER and r.identity is not None}
+    return [
+        replica
+        for replica in replicas
+        if replica.role == DRAFTER
+        and spoken
+        and (replica.identity is None or replica.identity.vocab_hash not in spoken)
+    ]
+
+
+def after_recovery(known: Sequence[Replica], found: Sequence[Replica]) -> list[Replica]:
+    """Returns what is found, and what was known and may only not have come back yet."""
+    found_ids = {replica.replica_id for replica in found}
+    return [*found, *(replica for replica in known if replica.replica_id not in found_ids)]
+
+
+def _load(replica: Replica, in_flight: Mapping[str, int]) -> tuple[float, int, str]:
+    mine = in_flight.get(replica.replica_id, 0)
+    num_sessions = max(replica.num_sessions, mine)
+    return num_sessions / max(1, replica.max_sessions), mine, replica.replica_id
+
+
+class Fleet:
+    """Replicas and models that this gateway can use.
+
+    Attributes:
+        replicas: The fleet as last read.
+        store_error: Why the last reading failed; None if it did not.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        codecs: Mapping[str, TextCodec],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Knows no replica until the first `refresh`.
+
+        Args:
+            registry: Where replicas announce themselves.
+            codecs: Tokenizers by model name; only these models are served.
+            clock: Monotonic seconds.
+        """
+        self.replicas: tuple[Replica, ...] = ()
+        self.store_error: str | None = None
+        self._registry = registry
+        self._codecs = dict(codecs)
+        self._clock = clock
+        self._failed_s: float | None = None
+        self._warned_of: set[str] = set()
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names of the models that can be asked for, with or without a verifier at the moment."""
+        return sorted(self._codecs)
+
+    def identity(self, name: str) -> ModelIdentity | None:
+        """Returns what a verifier of the model says of it; None if none is known."""
+        replica = choose_verifier(self.replicas, name, {})
+        return None if replica is None else replica.identity
+
+    def model(self, name: str) -> ServedModel:
+        """Returns a model by the name users ask for; an empty name means the only one.
+
+        Raises:
+            ModelNotFoundError: It is not served here.
+            UnavailableError: It is, but no verifier is there.
+        """
+        if not name and len(self._codecs) == 1:
+            name = self.model_names[0]
+        codec = self._codecs.get(name)
+        if codec is None:
+            raise ModelNotFoundError(
+                f"model: {name[:80]!r} is not served here; served: {', '.join(self.model_names)}"
+            )
+        identity = self.identity(name)
+        if identity is None:
+            raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
+        return ServedModel(identity=identity, codec=codec)
+
+    def addresses(self) -> list[str]:
+        """Returns where the verifiers listen."""
+        return [replica.address for replica in self.replicas if replica.role == VERIFIER]
+
+    async def refresh(self) -> None:
+        """Reads the registry once; a failure leaves the last known fleet in place."""
+        try:
+            found = await self._registry.replicas()
+        except UnavailableError as error:
+            if self.store_error is None:
+                _log.warning(
+                    "registry unreachable, going on with the last known fleet", extra={"error": error}
+                )
+            self.store_error = str(error)
+            self._failed_s = self._clock()
+            return
+        if self.store_error is not None:
+            _log.info("registry reachable again")
+            self.store_error = None
+        if self._failed_s is not None and self._clock() - self._failed_s < RECOVERY_S:
+            found = after_recovery(self.replicas, found)
+        self.replicas = tuple(found)
+        self._warn_of_strange_drafters()
+
+    def _warn_of_strange_drafters(self) -> None:
+        strange = {replica.replica_id for replica in strange_drafters(self.replicas)}
+        for replica_id in sorted(strange - self._warned_of):
+            _log.warning(
+                "a drafter speaks the vocabulary of no verifier and is not used",
+                extra={"replica_id": replica_id},
+            )
+        self._warned_of = strange
+
+    async def keep_fresh(self, interval_s: float, channels: Channels) -> None:
+        """Refreshes for ever, once an interval in seconds; channels to verifiers that are gone are closed."""
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.refresh()
+            await channels.keep_only(self.addresses())

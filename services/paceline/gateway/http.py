@@ -1,0 +1,116 @@
+"""The HTTP application: routes, health, models, metrics; errors become OpenAI's error object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from paceline.core.errors import ModelNotFoundError, PacelineError
+from paceline.gateway.completions import BodyLimits, CompletionEndpoint
+from paceline.gateway.errors import HttpError, to_http
+from paceline.gateway.fleet import DRAFTER, VERIFIER, Fleet
+from paceline.gateway.sessions import Sessions
+
+OWNER = "paceline"
+
+
+def create_app(
+    *, sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, limits: BodyLimits, started_s: int
+) -> FastAPI:
+    """Returns the application.
+
+    Args:
+        sessions: Runs what is asked for.
+        fleet: Names the models and tells how the fleet is.
+        registry: Metrics to show.
+        limits: Bounds of request bodies.
+        started_s: Unix time that models are shown with.
+    """
+    app = FastAPI(title="Paceline gateway", docs_url=None, redoc_url=None, openapi_url=None)
+    for path, chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
+        endpoint = CompletionEndpoint(sessions, limits, chat=chat)
+        app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        models = [_model(fleet, name, started_s) for name in fleet.model_names]
+        return {"object": "list", "data": models}
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> dict[str, Any]:
+        if name not in fleet.model_names:
+            raise ModelNotFoundError(f"model: {name[:80]!r} is not served here")
+        return _model(fleet, name, started_s)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _health(sessions, fleet)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    app.add_exception_handler(PacelineError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    return app
+
+
+def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:
+    identity = fleet.identity(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": started_s,
+        "owned_by": OWNER,
+        "max_model_len": None if identity is None else identity.context_len,
+    }
+
+
+def _health(sessions: Sessions, fleet: Fleet) -> Response:
+    """Returns 200 while new requests can be served; a dead registry is shown, but does not stop that."""
+    roles = [replica.role for replica in fleet.replicas]
+    num_verifiers = roles.count(VERIFIER)
+    if sessions.draining:
+        status = "draining"
+    elif not num_verifiers:
+        status = "no verifier"
+    else:
+        status = "ok" if fleet.store_error is None else "degraded"
+    report = {
+        "status": status,
+        "store": fleet.store_error or "ok",
+        "verifiers": num_verifiers,
+        "drafters": roles.count(DRAFTER),
+        "sessions": sessions.num_running,
+    }
+    return JSONResponse(report, status_code=200 if status in ("ok", "degraded") else 503)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    del request
+    return _response(to_http(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Answers unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    described = HttpError(
+        status=error.status_code,
+        type="invalid_request_error",
+        message=f"{request.method} {request.url.path}: {error.detail}",
+    )
+    return _response(described, dict(error.headers or {}))
+
+
+def _response(described: HttpError, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        described.to_bytes(),
+        status_code=described.status,
+        headers={**(headers or {}), **described.headers()},
+        media_type="application/json",
+    )

@@ -1,0 +1,144 @@
+"""What the gateway makes of a request of either front door: sessions, checked against the model's limits.
+
+Pure. It knows the limits of models and of this product, but neither JSON nor protobuf.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.messages import ModelIdentity
+from paceline.core.params import MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
+from paceline.gateway.text import TextCodec, check_unicode
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_CHOICES = 128
+DEFAULT_MAX_TOKENS = 16
+# An answer nobody bounded must end some day, however long the context is.
+MAX_UNASKED_TOKENS = 4096
+_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model that can be asked for: what its verifiers say of it, and its tokenizer."""
+
+    identity: ModelIdentity
+    codec: TextCodec
+
+    @property
+    def context_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
+        return self.identity.context_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRequest:
+    """One session to run, all fields checked."""
+
+    model: ServedModel
+    session_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    stops: tuple[str, ...] = ()
+
+
+def new_seed() -> int:
+    """Returns a seed for a request that names none."""
+    return secrets.randbits(64)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Returns the seed of the index-th of several samples; that of the first one is the request's own.
+
+    SplitMix64 (Steele, Lea and Flood, 2014) keeps the streams of neighbouring seeds apart.
+    """
+    if index == 0:
+        return seed
+    state = (seed + index * _GOLDEN_RATIO_64) & MAX_SEED
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MAX_SEED
+    return state ^ (state >> 31)
+
+
+def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
+    """Returns the stop strings.
+
+    Raises:
+        InvalidRequestError: There are too many, or one is empty, too long or not Unicode text.
+    """
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequestError("stop", f"has {len(stops)} entries, at most {MAX_STOP_STRINGS} are allowed")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequestError(
+                f"stop[{index}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}"
+            )
+        check_unicode(f"stop[{index}]", stop)
+    return tuple(stops)
+
+
+def encode_text(model: ServedModel, text: str, *, field: str, special_tokens: bool = True) -> tuple[int, ...]:
+    """Returns the tokens of a prompt given as text.
+
+    Raises:
+        InvalidRequestError: It is empty, too long for the context, or not Unicode text.
+    """
+    if not text:
+        raise InvalidRequestError(field, "must not be empty")
+    token_ids = model.codec.encode(
+        text, field=field, special_tokens=special_tokens, context_len=model.context_len
+    )
+    return check_prompt(model, token_ids, field=field)
+
+
+def check_prompt(model: ServedModel, token_ids: tuple[int, ...], *, field: str) -> tuple[int, ...]:
+    """Returns a prompt that leaves room for at least one token.
+
+    Raises:
+        InvalidRequestError: It is empty, too long for the context, or names tokens outside the vocabulary.
+    """
+    if not token_ids:
+        raise InvalidRequestError(field, "must hold at least one token")
+    if len(token_ids) >= model.context_len:
+        raise InvalidRequestError(
+            field,
+            f"has {len(token_ids)} tokens, "
+            f"the context of {model.context_len} tokens leaves no room for output",
+        )
+    check_token_ids(field, token_ids, model.identity.vocab_size)
+    return token_ids
+
+
+def room_for_output(
+    model: ServedModel, prompt_len: int, wanted: int | None, *, unasked: int, field: str
+) -> int:
+    """Returns how many tokens to generate at most.
+
+    Args:
+        model: Model whose context bounds the sum.
+        prompt_len: Tokens of the prompt.
+        wanted: What the request says; None: it says nothing.
+        unasked: Used then, as far as the context reaches.
+        field: Name of the request field, for the error.
+
+    Raises:
+        InvalidRequestError: Less than one is wanted, or prompt and output together exceed the context.
+    """
+    room = model.context_len - prompt_len
+    if wanted is None:
+        return min(unasked, room)
+    if wanted < 1:
+        raise InvalidRequestError(field, f"must be at least 1, got {wanted}")
+    if wanted > room:
+        raise InvalidRequestError(
+            field,
+            f"prompt of {prompt_len} tokens plus {wanted} is {prompt_len + wanted}, "
+            f"the context holds {model.context_len} tokens",
+        )
+    return wanted

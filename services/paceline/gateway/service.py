@@ -1,0 +1,207 @@
+"""A whole gateway inside one event loop: both doors, the background, and the order of stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from paceline.core.errors import ConfigError
+from paceline.gateway.completions import BodyLimits
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.fleet import Fleet
+from paceline.gateway.http import create_app
+from paceline.gateway.records import RecordWriter
+from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
+from paceline.gateway.sessions import Sessions
+from paceline.gateway.text import TextCodec
+from paceline.gateway.verifier_client import Deadlines, VerifierClient
+from paceline.obs.metrics import GatewayMetrics
+from paceline.rpc.v1 import gateway_pb2_grpc
+from paceline.serving import GrpcServer, start_grpc_server
+from paceline.store.announcer import announced
+from paceline.store.base import Replica, Store
+
+ROLE = "gateway"
+BACKLOG = 2048
+# Time to deliver the error that ends a session at the deadline.
+FAREWELL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where a started gateway listens, `host:port`."""
+
+    http: str
+    grpc: str
+
+
+async def serve(
+    config: GatewayConfig,
+    store: Store,
+    codecs: Mapping[str, TextCodec],
+    stop: asyncio.Event,
+    on_ready: Callable[[Addresses], None],
+) -> None:
+    """Serves until `stop` is set, then lets running sessions finish.
+
+    Args:
+        config: Settings.
+        store: Registry and session records; remains the caller's.
+        codecs: Tokenizers by model name.
+        stop: Set from outside.
+        on_ready: Called once both doors are open.
+
+    Raises:
+        ConfigError: A port is in use.
+    """
+    registry = CollectorRegistry()
+    fleet = Fleet(store, codecs)
+    records = RecordWriter(store, ttl_s=config.record_ttl_s)
+    deadlines = Deadlines(
+        first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s
+    )
+    client = VerifierClient(deadlines)
+    sessions = Sessions(
+        fleet=fleet,
+        client=client,
+        records=records,
+        metrics=GatewayMetrics(registry),
+        max_sessions=config.max_sessions,
+    )
+    app = create_app(
+        sessions=sessions,
+        fleet=fleet,
+        registry=registry,
+        limits=BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s),
+        started_s=int(time.time()),
+    )
+    async with (
+        _background(config, fleet, client, records),
+        _doors(config, app, sessions, fleet) as addresses,
+        announced(store, lambda: _replica(config, addresses, sessions)),
+    ):
+        on_ready(addresses)
+        await stop.wait()
+
+
+def _replica(config: GatewayConfig, addresses: Addresses, sessions: Sessions) -> Replica:
+    return Replica(
+        replica_id=config.replica_id or f"{ROLE}-{addresses.grpc}",
+        role=ROLE,
+        address=addresses.grpc,
+        max_sessions=config.max_sessions,
+        num_sessions=sessions.num_running,
+        draining=sessions.draining,
+    )
+
+
+@asynccontextmanager
+async def _doors(
+    config: GatewayConfig, app: FastAPI, sessions: Sessions, fleet: Fleet
+) -> AsyncIterator[Addresses]:
+    """Opens both doors while a block runs; running sessions finish before the doors close."""
+    with listening_socket(config.host, config.port) as listener:
+        grpc_server = await _start_grpc(config, sessions, fleet)
+        try:
+            async with _http_server(app, listener):
+                await grpc_server.ready()
+                yield Addresses(http=f"{config.host}:{listener.getsockname()[1]}", grpc=grpc_server.address)
+                # Health says no and new requests are refused, but both doors stay open to say so.
+                await grpc_server.drain()
+                await sessions.finish(config.grace_s, FAREWELL_S)
+        finally:
+            await grpc_server.stop(FAREWELL_S)
+
+
+async def _start_grpc(config: GatewayConfig, sessions: Sessions, fleet: Fleet) -> GrpcServer:
+    servicer = GatewayServicer(sessions, fleet)
+    try:
+        return await start_grpc_server(
+            host=config.host,
+            port=config.grpc_port,
+            add_servicers=lambda it: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, it),
+            service_names=[SERVICE_NAME],
+        )
+    except ConfigError as error:
+        # The other services have one port; here the flag of that name is the HTTP door's.
+        raise ConfigError(str(error).replace("--port", "--grpc-port")) from error
+
+
+@contextmanager
+def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
+    """Listens for HTTP while a block runs; port 0 picks a free one.
+
+    Raises:
+        ConfigError: The port is in use, or the address does not belong to this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({error.strerror}); "
+                "choose another with --port (0 picks a free one)"
+            ) from error
+        yield listener
+
+
+@asynccontextmanager
+async def _http_server(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+    """Serves the application in this event loop while a block runs."""
+    settings = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        loop="none",
+        ws="none",
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+    server = _HttpServer(settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to the process, which serves gRPC as well."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def _background(
+    config: GatewayConfig, fleet: Fleet, client: VerifierClient, records: RecordWriter
+) -> AsyncIterator[None]:
+    """Keeps the fleet fresh and writes records while a block runs; writes what is left at its end."""
+    await fleet.refresh()
+    tasks = [
+        asyncio.create_task(fleet.keep_fresh(config.refresh_s, client), name="fleet"),
+        asyncio.create_task(records.keep_writing(config.record_interval_s), name="records"),
+    ]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await records.flush()
+        await client.close()

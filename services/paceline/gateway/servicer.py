@@ -1,0 +1,118 @@
+"""The gRPC face of the gateway: decodes, hands over to the sessions, encodes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.messages import SpeculationRecord
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.fleet import Fleet
+from paceline.gateway.pieces import Ending, Piece
+from paceline.gateway.requests import (
+    DEFAULT_MAX_TOKENS,
+    ServedModel,
+    SessionRequest,
+    check_prompt,
+    check_stops,
+    encode_text,
+    new_seed,
+    room_for_output,
+)
+from paceline.gateway.sessions import Sessions
+from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
+from paceline.wire import (
+    identity_to_pb,
+    sampling_from_pb,
+    speculation_from_pb,
+    speculation_record_to_pb,
+    timings_to_pb,
+)
+
+SERVICE_NAME = "paceline.rpc.v1.Gateway"
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
+    """Serves `paceline.rpc.v1.Gateway`."""
+
+    def __init__(self, sessions: Sessions, fleet: Fleet) -> None:
+        self._sessions = sessions
+        self._fleet = fleet
+
+    async def Generate(
+        self, request: gateway_pb2.GatewayGenerateRequest, context: Any
+    ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
+        """Streams one completion."""
+        del context
+        session = self._session(request)
+        with self._sessions.admitted(1):
+            async with aclosing(self._sessions.run(session)) as events:
+                async for event in events:
+                    yield _response(session.session_id, event)
+
+    async def ListModels(
+        self, request: gateway_pb2.ListModelsRequest, context: Any
+    ) -> gateway_pb2.ListModelsResponse:
+        """Names the models that a verifier serves at the moment."""
+        del request, context
+        identities = [self._fleet.identity(name) for name in self._fleet.model_names]
+        return gateway_pb2.ListModelsResponse(
+            models=[identity_to_pb(identity) for identity in identities if identity is not None]
+        )
+
+    def _session(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
+        model = self._sessions.model(request.model)
+        prompt_token_ids = _prompt(request, model)
+        speculation = SpeculationParams()
+        if request.HasField("speculation"):
+            speculation = speculation_from_pb(request.speculation)
+        return SessionRequest(
+            model=model,
+            session_id=f"grpc-{uuid.uuid4().hex}",
+            prompt_token_ids=prompt_token_ids,
+            sampling=_sampling(request, model, len(prompt_token_ids)),
+            speculation=speculation,
+            stops=check_stops(request.stop),
+        )
+
+
+def _prompt(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel) -> tuple[int, ...]:
+    field = request.WhichOneof("input")
+    if field is None:
+        raise InvalidRequestError("prompt", "is required")
+    if field == "prompt":
+        return encode_text(model, request.prompt, field="prompt")
+    return check_prompt(model, tuple(request.prompt_token_ids.ids), field="prompt_token_ids")
+
+
+def _sampling(
+    request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, prompt_len: int
+) -> SamplingParams:
+    if not request.HasField("sampling"):
+        room = room_for_output(model, prompt_len, None, unasked=DEFAULT_MAX_TOKENS, field="max_tokens")
+        return SamplingParams(max_tokens=room, seed=new_seed())
+    sampling = sampling_from_pb(request.sampling)
+    room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")
+    sampling.check_vocabulary(model.identity.vocab_size)
+    return sampling
+
+
+def _response(session_id: str, event: Piece | Ending) -> gateway_pb2.GatewayGenerateResponse:
+    if isinstance(event, Piece):
+        return gateway_pb2.GatewayGenerateResponse(
+            session_id=session_id, text=event.text, token_ids=event.token_ids
+        )
+    record = event.speculation or SpeculationRecord()
+    return gateway_pb2.GatewayGenerateResponse(
+        session_id=session_id,
+        result=gateway_pb2.GatewayGenerateResult(
+            finish_reason=event.finish_reason.value,
+            num_prompt_tokens=event.num_prompt_tokens,
+            num_generated_tokens=event.num_generated_tokens,
+            speculation=speculation_record_to_pb(record),
+            timings=timings_to_pb(event.timings),
+        ),
+    )

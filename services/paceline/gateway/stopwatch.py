@@ -1,0 +1,41 @@
+"""Times one session for the metrics that clients of this kind of server expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.gateway.pieces import Ending
+from paceline.obs.metrics import GatewayMetrics
+
+
+class Stopwatch:
+    """Observes one session; starts running when built."""
+
+    def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._started_s = clock()
+        self._last_s: float | None = None
+
+    def tokens(self, num_tokens: int) -> None:
+        """Counts tokens that arrived now."""
+        if not num_tokens:
+            return
+        now_s = self._clock()
+        self._metrics.generation_tokens.inc(num_tokens)
+        if self._last_s is None:
+            self._metrics.time_to_first_token.observe(now_s - self._started_s)
+        else:
+            for _ in range(num_tokens):
+                self._metrics.inter_token_latency.observe((now_s - self._last_s) / num_tokens)
+        self._last_s = now_s
+
+    def ended(self, ending: Ending) -> None:
+        """Counts a session that ended well."""
+        self._metrics.e2e_request_latency.observe(self._clock() - self._started_s)
+        self._metrics.request_success.labels(ending.finish_reason.value).inc()
+        if ending.speculation is not None:
+            self._metrics.speculation.add_session(
+                num_draft_tokens=ending.speculation.num_draft_tokens,
+                acceptance_histogram=ending.speculation.acceptance_histogram,
+            )

@@ -1,0 +1,188 @@
+"""Text to token ids and back for one checkpoint folder, with the `tokenizers` library alone.
+
+It knows nothing of models, requests or networks; the limits that it enforces are handed in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.gateway.chat import ChatTemplate
+
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class TextCodec:
+    """The tokenizer of one model: encodes prompts, decodes single tokens, renders chats.
+
+    Attributes:
+        chat_template: How messages become a prompt; None if the folder holds no template.
+        vocab_size: Ids that the tokenizer knows; the model's own vocabulary may be padded beyond it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+        """Takes over a tokenizer; truncation and padding are switched off."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.chat_template = chat_template
+        self._tokenizer = tokenizer
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self._longest_token = max(map(len, vocab), default=1)
+        self._visible = bytearray(self.vocab_size)
+        for token_id in vocab.values():
+            self._visible[token_id] = token_id not in added or not added[token_id].special
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> TextCodec:
+        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja of a checkpoint folder.
+
+        Raises:
+            ConfigError: The folder holds no tokenizer, or one that cannot be read.
+        """
+        path = folder / TOKENIZER_FILE
+        if not path.is_file():
+            raise ConfigError(
+                f"{folder} holds no {TOKENIZER_FILE}; give a checkpoint folder with a fast tokenizer"
+            )
+        try:
+            tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises nothing more precise
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+        return cls(tokenizer, _chat_template(folder))
+
+    def encode(self, text: str, *, field: str, special_tokens: bool, context_len: int) -> tuple[int, ...]:
+        """Returns the token ids of a text; takes a time bounded by the context.
+
+        Args:
+            text: What to encode.
+            field: Name of the request field, for the error.
+            special_tokens: Whether the tokenizer adds its own (begin of text) tokens.
+            context_len: Texts that cannot fit into that many tokens are refused unread.
+
+        Raises:
+            InvalidRequestError: The text is too long, or is not Unicode text.
+        """
+        most_characters = context_len * self._longest_token
+        if len(text) > most_characters:
+            raise InvalidRequestError(
+                field,
+                f"has {len(text)} characters, the context of {context_len} tokens "
+                f"holds at most {most_characters}",
+            )
+        check_unicode(field, text)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens without special ones; broken UTF-8 becomes U+FFFD."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def is_visible(self, token_id: int) -> bool:
+        """Tells whether a token has text: known to the tokenizer and not special."""
+        return token_id < self.vocab_size and bool(self._visible[token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that one token stands for, special ones spelled out."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        return self._spelling.to_bytes(piece)
+
+
+def check_unicode(field: str, text: str) -> None:
+    """Refuses text that has no UTF-8 form.
+
+    Raises:
+        InvalidRequestError: The text holds half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            field, f"is not Unicode text: half of a surrogate pair at character {error.start}"
+        ) from None
+
+
+class _Spelling:
+    """How a vocabulary spells bytes, read off the decoder of tokenizer.json."""
+
+    def __init__(self, decoder: Mapping[str, Any] | None) -> None:
+        parts = [] if decoder is None else decoder.get("decoders", [decoder])
+        kinds = {part["type"] for part in parts}
+        self._bytes_of = _byte_alphabet() if "ByteLevel" in kinds else {}
+        self._byte_fallback = "ByteFallback" in kinds
+        self._space = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), None)
+        for part in parts:
+            if part["type"] == "Replace" and part["content"] == " " and "String" in part["pattern"]:
+                self._space = part["pattern"]["String"]
+
+    def to_bytes(self, piece: str) -> bytes:
+        if self._bytes_of:
+            return b"".join(self._bytes_of.get(character) or character.encode() for character in piece)
+        if self._byte_fallback and len(piece) == len("<0x00>") and piece.startswith("<0x"):
+            return bytes.fromhex(piece[3:5])
+        return (piece if self._space is None else piece.replace(self._space, " ")).encode()
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """Returns the byte behind each character of byte-level BPE (the table of GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    table = {chr(byte): bytes([byte]) for byte in printable}
+    table.update({chr(0x100 + index): bytes([byte]) for index, byte in enumerate(others)})
+    return table
+
+
+def _chat_template(folder: Path) -> ChatTemplate | None:
+    path = folder / SETTINGS_FILE
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    template_path = folder / TEMPLATE_FILE
+    source: str | None
+    if template_path.is_file():
+        source = template_path.read_text(encoding="utf-8")
+    else:
+        source = _template_source(settings.get("chat_template"))
+    return None if source is None else ChatTemplate(source, _special_tokens(settings))
+
+
+def _template_source(given: object) -> str | None:
+    """Returns the one template, or the one named "default" of several."""
+    if isinstance(given, list):
+        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+        given = named.get("default")
+    return given if isinstance(given, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in NAMED_SPECIAL_TOKENS:
+        value = settings.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            tokens[name] = content
+    return tokens

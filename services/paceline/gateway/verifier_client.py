@@ -1,0 +1,131 @@
+"""Calls verifiers: one channel an address, every await bounded, cancellation passed on at once.
+
+It knows the wire and nothing of text or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection
+from dataclasses import dataclass
+
+import grpc
+
+from paceline.core.errors import RemoteProtocolError, UnavailableError
+from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
+from paceline.serving import CHANNEL_OPTIONS, error_from_rpc
+from paceline.wire import committed_from_pb, generate_request_to_pb
+
+STATUS_TIMEOUT_S = 1.0
+_CHANNEL_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    # A host that vanished answers no ping; one that restarts is found again within a second or two.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+_Call = grpc.aio.UnaryStreamCall[verifier_pb2.VerifierGenerateRequest, verifier_pb2.VerifierGenerateResponse]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Longest waits for a verifier, in seconds."""
+
+    first_message_s: float
+    next_message_s: float
+
+
+class VerifierClient:
+    """Runs sessions on verifiers."""
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        """Opens nothing yet."""
+        self._deadlines = deadlines
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._calls: dict[_Call, str] = {}
+        self._abort_reason = ""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether `abort` was called."""
+        return bool(self._abort_reason)
+
+    async def generate(self, address: str, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
+        """Yields what the verifier commits, a result in the last message; closing it cancels the call.
+
+        Raises:
+            PacelineError: What the verifier raised.
+            UnavailableError: The verifier cannot be reached, is silent too long, or the gateway shuts down.
+            RemoteProtocolError: The verifier sent nonsense.
+        """
+        call: _Call = self._stub(address).Generate(generate_request_to_pb(request))
+        self._calls[call] = address
+        try:
+            timeout_s = self._deadlines.first_message_s
+            while True:
+                self._check_aborted()
+                committed = await self._read(call, address, timeout_s)
+                yield committed
+                if committed.result is not None:
+                    await self._await_status(call)
+                    return
+                timeout_s = self._deadlines.next_message_s
+        finally:
+            del self._calls[call]
+            call.cancel()
+
+    def abort(self, reason: str) -> None:
+        """Ends all running calls, and later ones at their first read, with `UnavailableError(reason)`."""
+        self._abort_reason = reason
+        for call in list(self._calls):
+            call.cancel()
+
+    async def keep_only(self, addresses: Collection[str]) -> None:
+        """Closes channels to verifiers that are gone and have no call running."""
+        for address in self._channels.keys() - set(addresses) - set(self._calls.values()):
+            await self._channels.pop(address).close(None)
+
+    async def close(self) -> None:
+        """Closes all channels; running calls end."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close(None)
+
+    def _stub(self, address: str) -> verifier_pb2_grpc.VerifierAsyncStub:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            self._channels[address] = channel
+        return verifier_pb2_grpc.VerifierStub(channel)
+
+    def _check_aborted(self) -> None:
+        if self.aborted:
+            raise UnavailableError(self._abort_reason)
+
+    async def _await_status(self, call: _Call) -> None:
+        """Lets the verifier end the call itself, so that it takes no finished session for a cancelled one."""
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                await call.code()
+        except TimeoutError:
+            return
+
+    async def _read(self, call: _Call, address: str, timeout_s: float) -> CommittedTokens:
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await call.read()
+        except TimeoutError:
+            raise UnavailableError(f"the verifier at {address} was silent for {timeout_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.aborted and task is not None and not task.cancelling():
+                raise UnavailableError(self._abort_reason) from None
+            raise
+        if not isinstance(message, verifier_pb2.VerifierGenerateResponse):
+            raise RemoteProtocolError(f"the verifier at {address} ended the stream without a result")
+        return committed_from_pb(message)

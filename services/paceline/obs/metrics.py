@@ -1,0 +1,230 @@
+"""Prometheus metrics under the names users know from vLLM, and our own under `paceline:`.
+
+One small class per service holds its metric objects; callers count on these objects directly.
+prometheus-client adds `_total` to counters itself. This module knows no service and starts nothing but the
+scrape server.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Self
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from paceline.core.errors import ConfigError
+
+LATENCY_BUCKETS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+ROUND_TRIP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0)
+STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1.0)
+GAMMA_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def rows_label(num_rows: int) -> str:
+    """Returns the `rows` label of a step: the least power of two that holds its rows, so labels stay few."""
+    return str(next((bucket for bucket in ROW_BUCKETS if num_rows <= bucket), "more"))
+
+
+class VerifierMetrics:
+    """What a verifier counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.speculation = SpeculationTotals(registry)
+        self.engine = EngineMetrics(registry)
+        self.draft_nodes = Counter(
+            "paceline:draft_nodes",
+            "Draft nodes received, by source and by what became of them.",
+            ("source", "fate"),
+            registry=registry,
+        )
+        self.round_hits = Counter(
+            "paceline:round_hits", "Rounds whose committed path stayed in the tree.", registry=registry
+        )
+        self.round_misses = Counter(
+            "paceline:round_misses", "Rounds whose committed path left the tree.", registry=registry
+        )
+        self.fallbacks = Counter(
+            "paceline:fallbacks",
+            "Sessions that went on without their drafter, by reason.",
+            ("reason",),
+            registry=registry,
+        )
+        self.gamma = Histogram(
+            "paceline:gamma",
+            "Draft tokens verified per session and step.",
+            buckets=GAMMA_BUCKETS,
+            registry=registry,
+        )
+        self.price = Gauge(
+            "paceline:price", "Least survival worth verifying at this load.", registry=registry
+        )
+        self.step = Histogram(
+            "paceline:step_seconds",
+            "Time of one forward step.",
+            ("rows",),
+            buckets=STEP_BUCKETS_S,
+            registry=registry,
+        )
+        self.draft_round_trip = Histogram(
+            "paceline:draft_round_trip_seconds",
+            "From sending commits to the first node that builds on them.",
+            buckets=ROUND_TRIP_BUCKETS_S,
+            registry=registry,
+        )
+        self.drafter_lag = Gauge(
+            "paceline:drafter_lag_tokens",
+            "Committed tokens that drafters have not answered.",
+            registry=registry,
+        )
+
+
+class EngineMetrics:
+    """What every service with a model counts: sessions, pages, prefix cache."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.num_requests_running = Gauge(
+            "vllm:num_requests_running", "Sessions in steps.", registry=registry
+        )
+        self.num_requests_waiting = Gauge("vllm:num_requests_waiting", "Sessions queued.", registry=registry)
+        self.kv_cache_usage = Gauge(
+            "vllm:kv_cache_usage_perc", "Used part of the KV cache, from 0 to 1.", registry=registry
+        )
+        self.prefix_cache_queries = Counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", registry=registry
+        )
+        self.prefix_cache_hits = Counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", registry=registry
+        )
+
+
+class DrafterMetrics:
+    """What a drafter counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.nodes_sent = Counter("paceline:drafter_nodes_sent", "Draft nodes sent.", registry=registry)
+        self.num_sessions = Gauge("paceline:drafter_sessions", "Sessions drafted for.", registry=registry)
+        self.num_streams = Gauge("paceline:drafter_streams", "Verifiers connected.", registry=registry)
+        self.lag = Gauge(
+            "paceline:drafter_lag_tokens",
+            "Committed tokens not yet in the draft KV cache.",
+            registry=registry,
+        )
+        self.step = Histogram(
+            "paceline:step_seconds",
+            "Time of one draft step.",
+            ("rows",),
+            buckets=STEP_BUCKETS_S,
+            registry=registry,
+        )
+        self.engine = EngineMetrics(registry)
+
+
+class GatewayMetrics:
+    """What a gateway counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.time_to_first_token = self._latency(
+            "vllm:time_to_first_token_seconds", "From the request to its first token.", registry
+        )
+        self.inter_token_latency = self._latency(
+            "vllm:inter_token_latency_seconds", "Between tokens, shared evenly within a step.", registry
+        )
+        self.e2e_request_latency = self._latency(
+            "vllm:e2e_request_latency_seconds", "From the request to its end.", registry
+        )
+        self.num_requests_running = Gauge("vllm:num_requests_running", "Requests running.", registry=registry)
+        self.num_requests_waiting = Gauge(
+            "vllm:num_requests_waiting", "Requests waiting for a place.", registry=registry
+        )
+        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens taken in.", registry=registry)
+        self.generation_tokens = Counter("vllm:generation_tokens", "Tokens generated.", registry=registry)
+        self.request_success = Counter(
+            "vllm:request_success", "Requests ended well, by reason.", ("finished_reason",), registry=registry
+        )
+        self.request_errors = Counter(
+            "paceline:request_errors", "Requests ended by an error, by type.", ("type",), registry=registry
+        )
+        self.speculation = SpeculationTotals(registry)
+
+    @staticmethod
+    def _latency(name: str, documentation: str, registry: CollectorRegistry) -> Histogram:
+        return Histogram(name, documentation, buckets=LATENCY_BUCKETS_S, registry=registry)
+
+
+class SpeculationTotals:
+    """vLLM's speculative counters; the gateway has them too, because load clients scrape the HTTP port."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.num_drafts = Counter(
+            "vllm:spec_decode_num_drafts", "Steps of a session with a draft.", registry=registry
+        )
+        self.num_draft_tokens = Counter(
+            "vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", registry=registry
+        )
+        self.num_accepted_tokens = Counter(
+            "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", registry=registry
+        )
+        self.num_accepted_tokens_per_pos = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the draft.",
+            ("position",),
+            registry=registry,
+        )
+
+    def add_round(self, *, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Counts one round of one session."""
+        self.num_drafts.inc()
+        self.num_draft_tokens.inc(num_draft_tokens)
+        self.num_accepted_tokens.inc(num_accepted_tokens)
+        for position in range(num_accepted_tokens):
+            self.num_accepted_tokens_per_pos.labels(str(position)).inc()
+
+    def add_session(self, *, num_draft_tokens: int, acceptance_histogram: Sequence[int]) -> None:
+        """Counts all rounds of a session; histogram entry k: rounds in which exactly k tokens matched."""
+        self.num_drafts.inc(sum(acceptance_histogram))
+        self.num_draft_tokens.inc(num_draft_tokens)
+        for position in range(len(acceptance_histogram) - 1):
+            reached = sum(acceptance_histogram[position + 1 :])
+            self.num_accepted_tokens.inc(reached)
+            self.num_accepted_tokens_per_pos.labels(str(position)).inc(reached)
+
+
+class MetricsServer:
+    """A running scrape server; a context manager that stops it."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server = server
+        self._thread = thread
+        self.port = int(server.server_port)
+
+    def stop(self) -> None:
+        """Stops answering and frees the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> MetricsServer:
+    """Serves `/metrics` from a thread of its own; port 0 picks a free one.
+
+    Raises:
+        ConfigError: The port is in use.
+    """
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another with --metrics-port"
+        ) from error
+    return MetricsServer(server, thread)

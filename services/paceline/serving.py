@@ -1,0 +1,205 @@
+"""Sets up what all services share: gRPC server with health and reflection, event loop, signals.
+
+It knows no service: servicers are handed in. gRPC asyncio objects belong to one event loop, so a process runs
+one loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from paceline.config import exit_with_error
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.status import ErrorInterceptor, error_from_rpc
+
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "MAX_MESSAGE_BYTES",
+    "GrpcServer",
+    "error_from_rpc",
+    "install_signal_handlers",
+    "run",
+    "start_grpc_server",
+    "until_stopped",
+]
+
+ResultT = TypeVar("ResultT")
+
+# A prompt of a million tokens is at most 5 MB on the wire; gRPC's own limit of 4 MB would refuse it.
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+_SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    # Without it two processes may share a port in silence and answer by turns.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+_log = logging.getLogger(__name__)
+
+
+class _Health(Protocol):
+    async def set(
+        self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType
+    ) -> None: ...
+
+    async def enter_graceful_shutdown(self) -> None: ...
+
+
+class GrpcServer:
+    """A started gRPC server; health answers NOT_SERVING until `ready`, and again from `drain` on."""
+
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        health_servicer: _Health,
+        service_names: Sequence[str],
+        *,
+        host: str,
+        port: int,
+    ) -> None:
+        self._server = server
+        self._health = health_servicer
+        self._health_names = (health.OVERALL_HEALTH, *service_names)
+        self.host = host
+        self.port = port
+
+    @property
+    def address(self) -> str:
+        """Where it listens, `host:port`."""
+        return f"{_bracketed(self.host)}:{self.port}"
+
+    async def ready(self) -> None:
+        """Lets health answer SERVING."""
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def not_ready(self) -> None:
+        """Lets health answer NOT_SERVING, for a service that may recover."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def drain(self) -> None:
+        """Lets health answer NOT_SERVING for good; calls are still served."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, waits up to `grace_s` seconds for running ones and then cancels them."""
+        await self.drain()
+        await self._server.stop(grace_s)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        for name in self._health_names:
+            await self._health.set(name, status)
+
+
+async def start_grpc_server(
+    *,
+    host: str,
+    port: int,
+    add_servicers: Callable[[grpc.aio.Server], None],
+    service_names: Sequence[str],
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
+) -> GrpcServer:
+    """Starts a server with health and reflection; port 0 picks a free one.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on.
+        add_servicers: Adds the service's own servicers to the server given.
+        service_names: Full names of these, such as `paceline.rpc.v1.Verifier`.
+        interceptors: Run outside the one that maps errors to status codes.
+
+    Raises:
+        ConfigError: The port is in use, or the address does not belong to this machine.
+    """
+    server = grpc.aio.server(interceptors=[*interceptors, ErrorInterceptor()], options=_SERVER_OPTIONS)
+    health_servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs lack it
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    add_servicers(server)
+    reflection.enable_server_reflection(
+        (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    bound_port = _bind(server, host, port)
+    started = GrpcServer(server, health_servicer, service_names, host=host, port=bound_port)
+    await started.not_ready()
+    await server.start()
+    _log.info("grpc server listens", extra={"address": started.address})
+    return started
+
+
+def install_signal_handlers(stop_event: asyncio.Event) -> None:
+    """Sets `stop_event` on SIGTERM and SIGINT; a second Ctrl-C ends the process at once."""
+    loop = asyncio.get_running_loop()
+
+    def request_stop(number: signal.Signals) -> None:
+        _log.info("stopping", extra={"signal": number.name})
+        stop_event.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, request_stop, number)
+
+
+async def until_stopped(ended: Coroutine[Any, Any, None]) -> None:
+    """Returns on SIGTERM or SIGINT; raises what `ended` raises if that comes first."""
+    stop = asyncio.Event()
+    install_signal_handlers(stop)
+    stopped = asyncio.create_task(stop.wait())
+    death = asyncio.create_task(ended)
+    await asyncio.wait({stopped, death}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if death.done():
+        death.result()
+    death.cancel()
+
+
+def run(main: Coroutine[Any, Any, ResultT], *, prog: str = "paceline") -> ResultT:
+    """Runs a service on uvloop to its end; an error that a user may see ends the process in one line.
+
+    A `ConfigError` gives exit status 2, any other `PacelineError` 1, Ctrl-C 130.
+    """
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main)
+    except ConfigError as error:
+        exit_with_error(prog, error)
+    except PacelineError as error:
+        sys.stderr.write(f"{prog}: error: {error}\n")
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    address = f"{_bracketed(host)}:{port}"
+    try:
+        bound_port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise _cannot_listen(address) from error
+    if bound_port == 0 or port not in (0, bound_port):
+        raise _cannot_listen(address)
+    return bound_port
+
+
+def _cannot_listen(address: str) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {address}: the port is in use or the address is not of this machine; "
+        "choose another with --port (0 picks a free one)"
+    )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

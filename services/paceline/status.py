@@ -1,0 +1,174 @@
+"""Maps error types to gRPC status codes with rich details, and status codes back to error types.
+
+Both directions stand side by side so that they stay inverse. `paceline.serving` sets the interceptor up; it
+knows no service.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from typing import Any, NoReturn, cast
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+from paceline.core.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    PacelineError,
+    RemoteProtocolError,
+    UnavailableError,
+)
+
+DETAILS_KEY = "grpc-status-details-bin"
+INTERNAL_MESSAGE = "internal error; the server's log has the cause"
+
+_CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
+    (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (RemoteProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
+    (ModelNotFoundError, grpc.StatusCode.NOT_FOUND),
+    (OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+)
+_UNREACHABLE_CODES = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
+_WRAPPERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+_log = logging.getLogger(__name__)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+    """Ends a call with the status of the error its handler raised; unknown errors are logged as INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wraps the handler of one call, whatever its kind."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        behaviour = (
+            handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        )
+        wrapped = _guard(behaviour, handler_call_details.method)
+        if wrapped is None:
+            return handler
+        return _WRAPPERS[handler.request_streaming, handler.response_streaming](
+            wrapped,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
+    """Returns the error that the callee raised, as far as its status tells."""
+    code, message = error.code(), error.details() or error.code().name
+    details = _details(error)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        bad_request = error_details_pb2.BadRequest()
+        if _unpack(details, bad_request) and bad_request.field_violations:
+            violation = bad_request.field_violations[0]
+            return InvalidRequestError(violation.field, violation.description)
+        return RemoteProtocolError(message)
+    if code is grpc.StatusCode.NOT_FOUND:
+        return ModelNotFoundError(message)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        retry = error_details_pb2.RetryInfo()
+        if _unpack(details, retry):
+            return OverloadedError(message, retry_after_s=retry.retry_delay.ToTimedelta().total_seconds())
+        # gRPC itself ends a call so when a message is larger than the limit: asking again would not help.
+        return InvalidRequestError("request", message)
+    if code in _UNREACHABLE_CODES:
+        return UnavailableError(message)
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        return ConfigError(message)
+    return PacelineError(f"{code.name}: {message}")
+
+
+def _guard(behaviour: Any, method: str) -> Any:
+    """Returns the handler with its errors mapped; None for a synchronous one, which is none of ours."""
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                async with aclosing(behaviour(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the one place where unknown errors end
+                await _abort(context, error, method)
+
+        return stream
+    if not inspect.iscoroutinefunction(behaviour):
+        return None
+
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await behaviour(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the one place where unknown errors end
+            await _abort(context, error, method)
+
+    return call
+
+
+async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    if code is grpc.StatusCode.INTERNAL:
+        _log.error("call failed", extra={"method": method}, exc_info=error)
+        await context.abort(code, INTERNAL_MESSAGE)
+    detail = _detail_of(error)
+    metadata: tuple[tuple[str, bytes], ...] = ()
+    if detail is not None:
+        rich = status_pb2.Status(code=code.value[0], message=str(error))
+        rich.details.add().Pack(detail)
+        metadata = ((DETAILS_KEY, rich.SerializeToString()),)
+    await context.abort(code, str(error), metadata)
+    raise AssertionError("abort returned")
+
+
+def _detail_of(error: Exception) -> Message | None:
+    if isinstance(error, InvalidRequestError):
+        bad_request = error_details_pb2.BadRequest()
+        bad_request.field_violations.add(field=error.field, description=error.problem)
+        return cast(Message, bad_request)
+    if isinstance(error, OverloadedError):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        return cast(Message, retry)
+    return None
+
+
+def _details(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    rich = status_pb2.Status()
+    metadata = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
+    for key, value in metadata:
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                rich.ParseFromString(value)
+            except DecodeError:
+                return status_pb2.Status()
+    return rich
+
+
+def _unpack(rich: status_pb2.Status, target: Message) -> bool:
+    return any(entry.Unpack(target) for entry in rich.details)

@@ -1,0 +1,176 @@
+"""Parameters, identities and records on the wire: what more than one service speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from paceline.core.errors import InvalidRequestError, RemoteProtocolError
+from paceline.core.messages import ModelIdentity, SpeculationRecord, Timings
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.rpc.v1 import common_pb2
+
+MAX_UINT32 = 2**32 - 1
+# A positive value below this one would arrive as 0, which stands for "not set" on the wire.
+SMALLEST_FLOAT32 = 2.0**-126
+
+
+def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Encodes sampling parameters.
+
+    Raises:
+        InvalidRequestError: A whole number does not fit into 32 bits.
+    """
+    check_uint32("max_tokens", (params.max_tokens,))
+    check_uint32("top_k", (params.top_k,))
+    check_uint32("logit_bias", (token_id for token_id, _ in params.logit_bias))
+    check_uint32("stop_token_ids", params.stop_token_ids)
+    return common_pb2.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=max(params.top_p, SMALLEST_FLOAT32),
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=[
+            common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias
+        ],
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+        seed=params.seed,
+    )
+
+
+def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Decodes sampling parameters; `top_p` and `repetition_penalty` 0 count as not set, which is off.
+
+    Raises:
+        InvalidRequestError: A field is outside its limits.
+    """
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=decimal(message.temperature),
+        top_p=decimal(message.top_p) or 1.0,
+        top_k=message.top_k,
+        min_p=decimal(message.min_p),
+        repetition_penalty=decimal(message.repetition_penalty) or 1.0,
+        presence_penalty=decimal(message.presence_penalty),
+        frequency_penalty=decimal(message.frequency_penalty),
+        logit_bias=tuple((entry.token_id, decimal(entry.bias)) for entry in message.logit_bias),
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        seed=message.seed,
+    )
+
+
+def speculation_to_pb(params: SpeculationParams) -> common_pb2.SpeculationParams:
+    """Encodes what a request asks of speculation."""
+    return common_pb2.SpeculationParams(
+        enabled=params.enabled, max_draft_tokens=params.max_draft_tokens, acceptance=params.acceptance
+    )
+
+
+def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationParams:
+    """Decodes what a request asks of speculation; an empty acceptance rule is the default one.
+
+    Raises:
+        InvalidRequestError: A field is outside its limits.
+    """
+    return SpeculationParams(
+        enabled=message.enabled,
+        max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
+        acceptance=message.acceptance or "coupled",
+    )
+
+
+def identity_to_pb(identity: ModelIdentity) -> common_pb2.ModelIdentity:
+    """Encodes a model identity."""
+    return common_pb2.ModelIdentity(
+        name=identity.name,
+        vocab_hash=identity.vocab_hash,
+        vocab_size=identity.vocab_size,
+        context_len=identity.context_len,
+        eos_token_ids=identity.eos_token_ids,
+    )
+
+
+def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
+    """Decodes a model identity.
+
+    Raises:
+        RemoteProtocolError: The peer does not say which vocabulary its model has.
+    """
+    if not message.vocab_hash:
+        raise RemoteProtocolError("ModelIdentity.vocab_hash: must not be empty")
+    if message.vocab_size == 0:
+        raise RemoteProtocolError("ModelIdentity.vocab_size: must be at least 1, got 0")
+    return ModelIdentity(
+        name=message.name,
+        vocab_hash=message.vocab_hash,
+        vocab_size=message.vocab_size,
+        context_len=message.context_len,
+        eos_token_ids=tuple(message.eos_token_ids),
+    )
+
+
+def speculation_record_to_pb(record: SpeculationRecord) -> common_pb2.SpeculationRecord:
+    """Encodes what speculation did."""
+    return common_pb2.SpeculationRecord(
+        num_steps=record.num_steps,
+        num_spec_steps=record.num_spec_steps,
+        num_draft_tokens=record.num_draft_tokens,
+        num_accepted_draft_tokens=record.num_accepted_draft_tokens,
+        acceptance_histogram=record.acceptance_histogram,
+        mean_batch_size=record.mean_batch_size,
+        num_hits=record.num_hits,
+        num_misses=record.num_misses,
+    )
+
+
+def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> SpeculationRecord:
+    """Decodes what speculation did."""
+    return SpeculationRecord(
+        num_steps=message.num_steps,
+        num_spec_steps=message.num_spec_steps,
+        num_draft_tokens=message.num_draft_tokens,
+        num_accepted_draft_tokens=message.num_accepted_draft_tokens,
+        acceptance_histogram=tuple(message.acceptance_histogram),
+        mean_batch_size=message.mean_batch_size,
+        num_hits=message.num_hits,
+        num_misses=message.num_misses,
+    )
+
+
+def timings_to_pb(timings: Timings) -> common_pb2.Timings:
+    """Encodes where the time went."""
+    return common_pb2.Timings(
+        queue_ns=timings.queue_ns, prefill_ns=timings.prefill_ns, decode_ns=timings.decode_ns
+    )
+
+
+def timings_from_pb(message: common_pb2.Timings) -> Timings:
+    """Decodes where the time went."""
+    return Timings(queue_ns=message.queue_ns, prefill_ns=message.prefill_ns, decode_ns=message.decode_ns)
+
+
+def check_uint32(field: str, values: Iterable[int]) -> None:
+    """Refuses whole numbers that do not fit into 32 bits.
+
+    Raises:
+        InvalidRequestError: Names the field.
+    """
+    for value in values:
+        if not 0 <= value <= MAX_UINT32:
+            raise InvalidRequestError(field, f"must be from 0 to {MAX_UINT32}, got {value}")
+
+
+def decimal(value: float) -> float:
+    """Returns the shortest decimal number that has this float32, so that 0.8 arrives as 0.8."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,213 @@
+"""What verifier and drafter say to one another, on the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paceline.core.errors import InvalidRequestError, RemoteProtocolError
+from paceline.core.messages import (
+    CloseSession,
+    Commit,
+    DraftNodes,
+    LaggingSession,
+    ModelIdentity,
+    NodeGuess,
+    OpenSession,
+    ToDrafter,
+    ToVerifier,
+)
+from paceline.rpc.v1 import drafter_pb2
+from paceline.wire.common import decimal, identity_from_pb, identity_to_pb, sampling_from_pb, sampling_to_pb
+
+MAX_CONFIDENCE = 255
+
+
+def draft_request_to_pb(
+    messages: Sequence[ToDrafter], target: ModelIdentity | None = None
+) -> drafter_pb2.DraftRequest:
+    """Encodes what a verifier has to say after one step; `target` goes into a stream's first message."""
+    return drafter_pb2.DraftRequest(
+        target=None if target is None else identity_to_pb(target),
+        opens=[_open_to_pb(message) for message in messages if isinstance(message, OpenSession)],
+        commits=[_commit_to_pb(message) for message in messages if isinstance(message, Commit)],
+        closes=[
+            drafter_pb2.CloseSession(session_id=message.session_id, epoch=message.epoch)
+            for message in messages
+            if isinstance(message, CloseSession)
+        ],
+    )
+
+
+def draft_request_from_pb(
+    message: drafter_pb2.DraftRequest,
+) -> tuple[ModelIdentity | None, list[ToDrafter]]:
+    """Decodes what a verifier says: who dials, then opens, commits and closes in that order.
+
+    Raises:
+        RemoteProtocolError: A field is missing or outside its limits.
+    """
+    target = identity_from_pb(message.target) if message.HasField("target") else None
+    decoded: list[ToDrafter] = [_open_from_pb(entry) for entry in message.opens]
+    decoded.extend(_commit_from_pb(entry) for entry in message.commits)
+    decoded.extend(
+        CloseSession(
+            session_id=_named_session("CloseSession", entry.session_id),
+            epoch=entry.epoch,
+        )
+        for entry in message.closes
+    )
+    return target, decoded
+
+
+def draft_response_to_pb(
+    messages: Sequence[ToVerifier], draft: ModelIdentity | None = None
+) -> drafter_pb2.DraftResponse:
+    """Encodes what a drafter has to say after one step; `draft` goes into a stream's first message."""
+    return drafter_pb2.DraftResponse(
+        draft=None if draft is None else identity_to_pb(draft),
+        nodes=[_nodes_to_pb(message) for message in messages if isinstance(message, DraftNodes)],
+        lagging=[
+            drafter_pb2.LaggingSession(
+                session_id=message.session_id, epoch=message.epoch, have_len=message.have_len
+            )
+            for message in messages
+            if isinstance(message, LaggingSession)
+        ],
+    )
+
+
+def draft_response_from_pb(
+    message: drafter_pb2.DraftResponse,
+) -> tuple[ModelIdentity | None, list[ToVerifier]]:
+    """Decodes what a drafter says: its model, then new nodes and lagging sessions in that order.
+
+    Raises:
+        RemoteProtocolError: Lists of a tree differ in length, or a field is outside its limits.
+    """
+    draft = identity_from_pb(message.draft) if message.HasField("draft") else None
+    decoded: list[ToVerifier] = [_nodes_from_pb(entry) for entry in message.nodes]
+    decoded.extend(
+        LaggingSession(
+            session_id=_named_session("LaggingSession", entry.session_id),
+            epoch=entry.epoch,
+            have_len=entry.have_len,
+        )
+        for entry in message.lagging
+    )
+    return draft, decoded
+
+
+def _open_to_pb(message: OpenSession) -> drafter_pb2.OpenSession:
+    return drafter_pb2.OpenSession(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        token_ids=message.token_ids,
+        prompt_len=message.prompt_len,
+        sampling=sampling_to_pb(message.sampling),
+        price=message.price,
+        room=message.room,
+    )
+
+
+def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
+    if not entry.HasField("sampling"):
+        raise RemoteProtocolError("OpenSession.sampling: is missing")
+    if not 1 <= entry.prompt_len <= len(entry.token_ids):
+        raise RemoteProtocolError(
+            f"OpenSession.prompt_len: must be from 1 to the {len(entry.token_ids)} tokens sent, "
+            f"got {entry.prompt_len}"
+        )
+    try:
+        sampling = sampling_from_pb(entry.sampling)
+    except InvalidRequestError as error:
+        raise RemoteProtocolError(f"OpenSession.sampling.{error}") from error
+    return OpenSession(
+        session_id=_named_session("OpenSession", entry.session_id),
+        epoch=entry.epoch,
+        token_ids=tuple(entry.token_ids),
+        prompt_len=entry.prompt_len,
+        sampling=sampling,
+        price=_price("OpenSession", entry.price),
+        room=entry.room,
+    )
+
+
+def _commit_to_pb(message: Commit) -> drafter_pb2.Commit:
+    return drafter_pb2.Commit(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        base_len=message.base_len,
+        token_ids=message.token_ids,
+        price=message.price,
+        room=message.room,
+    )
+
+
+def _commit_from_pb(entry: drafter_pb2.Commit) -> Commit:
+    return Commit(
+        session_id=_named_session("Commit", entry.session_id),
+        epoch=entry.epoch,
+        base_len=entry.base_len,
+        token_ids=tuple(entry.token_ids),
+        price=_price("Commit", entry.price),
+        room=entry.room,
+    )
+
+
+def _nodes_to_pb(message: DraftNodes) -> drafter_pb2.DraftNodes:
+    return drafter_pb2.DraftNodes(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        base_len=message.base_len,
+        node_ids=[node.node_id for node in message.nodes],
+        parent_ids=[node.parent_id for node in message.nodes],
+        token_ids=[node.token_id for node in message.nodes],
+        confidences=[round(MAX_CONFIDENCE * node.confidence) for node in message.nodes],
+    )
+
+
+def _nodes_from_pb(entry: drafter_pb2.DraftNodes) -> DraftNodes:
+    num_nodes = len(entry.node_ids)
+    for name, values in (
+        ("parent_ids", entry.parent_ids),
+        ("token_ids", entry.token_ids),
+        ("confidences", entry.confidences),
+    ):
+        if len(values) != num_nodes:
+            raise RemoteProtocolError(
+                f"DraftNodes.{name}: has {len(values)} entries, node_ids has {num_nodes}"
+            )
+    if num_nodes and min(entry.node_ids) == 0:
+        raise RemoteProtocolError("DraftNodes.node_ids: must be at least 1, got 0")
+    if num_nodes and max(entry.confidences) > MAX_CONFIDENCE:
+        raise RemoteProtocolError(
+            f"DraftNodes.confidences: must be from 0 to {MAX_CONFIDENCE}, got {max(entry.confidences)}"
+        )
+    lists = zip(entry.node_ids, entry.parent_ids, entry.token_ids, entry.confidences, strict=True)
+    return DraftNodes(
+        session_id=_named_session("DraftNodes", entry.session_id),
+        epoch=entry.epoch,
+        base_len=entry.base_len,
+        nodes=tuple(
+            NodeGuess(
+                node_id=node_id,
+                parent_id=parent_id,
+                token_id=token_id,
+                confidence=confidence / MAX_CONFIDENCE,
+            )
+            for node_id, parent_id, token_id, confidence in lists
+        ),
+    )
+
+
+def _named_session(message_name: str, session_id: str) -> str:
+    if not session_id:
+        raise RemoteProtocolError(f"{message_name}.session_id: must not be empty")
+    return session_id
+
+
+def _price(message_name: str, value: float) -> float:
+    if not (math.isfinite(value) and 0.0 <= value <= 1.0):
+        raise RemoteProtocolError(f"{message_name}.price: must be a number from 0 to 1, got {value!r}")
+    return decimal(value)

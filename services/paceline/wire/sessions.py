@@ -1,0 +1,144 @@
+"""What gateway and verifier say to one another, on the wire."""
+
+from __future__ import annotations
+
+from paceline.core.errors import InvalidRequestError, RemoteProtocolError
+from paceline.core.messages import (
+    CommittedTokens,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    PositionLogprobs,
+)
+from paceline.core.params import SpeculationParams
+from paceline.rpc.v1 import common_pb2, verifier_pb2
+from paceline.wire.common import (
+    check_uint32,
+    sampling_from_pb,
+    sampling_to_pb,
+    speculation_from_pb,
+    speculation_record_from_pb,
+    speculation_record_to_pb,
+    speculation_to_pb,
+    timings_from_pb,
+    timings_to_pb,
+)
+
+_FINISH_REASON_TO_PB = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_REASON_FROM_PB = {value: reason for reason, value in _FINISH_REASON_TO_PB.items()}
+
+
+def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGenerateRequest:
+    """Encodes one session for a verifier.
+
+    Raises:
+        InvalidRequestError: A whole number does not fit into 32 bits.
+    """
+    check_uint32("prompt_token_ids", request.prompt_token_ids)
+    return verifier_pb2.VerifierGenerateRequest(
+        session_id=request.session_id,
+        epoch=request.epoch,
+        prompt_token_ids=request.prompt_token_ids,
+        committed_token_ids=request.committed_token_ids,
+        sampling=sampling_to_pb(request.sampling),
+        speculation=speculation_to_pb(request.speculation),
+        drafter_address=request.drafter_address,
+    )
+
+
+def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest) -> GenerateRequest:
+    """Decodes one session for a verifier; absent `speculation` means its defaults.
+
+    Raises:
+        InvalidRequestError: A field is missing or outside its limits; no vocabulary is known here.
+    """
+    if not message.session_id:
+        raise InvalidRequestError("session_id", "must not be empty")
+    if not message.prompt_token_ids:
+        raise InvalidRequestError("prompt_token_ids", "must hold at least one token")
+    if not message.HasField("sampling"):
+        raise InvalidRequestError("sampling", "is missing")
+    speculation = SpeculationParams()
+    if message.HasField("speculation"):
+        speculation = speculation_from_pb(message.speculation)
+    return GenerateRequest(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        committed_token_ids=tuple(message.committed_token_ids),
+        sampling=sampling_from_pb(message.sampling),
+        speculation=speculation,
+        drafter_address=message.drafter_address,
+    )
+
+
+def committed_to_pb(committed: CommittedTokens) -> verifier_pb2.VerifierGenerateResponse:
+    """Encodes the tokens one step committed."""
+    return verifier_pb2.VerifierGenerateResponse(
+        token_ids=committed.token_ids,
+        logprobs=[_position_logprobs_to_pb(position) for position in committed.logprobs],
+        result=None if committed.result is None else _result_to_pb(committed.result),
+    )
+
+
+def committed_from_pb(message: verifier_pb2.VerifierGenerateResponse) -> CommittedTokens:
+    """Decodes the tokens one step committed.
+
+    Raises:
+        RemoteProtocolError: Log probabilities and tokens differ in number, or the finish reason is unknown.
+    """
+    if message.logprobs and len(message.logprobs) != len(message.token_ids):
+        raise RemoteProtocolError(
+            f"VerifierGenerateResponse.logprobs: has {len(message.logprobs)} entries "
+            f"for {len(message.token_ids)} tokens"
+        )
+    return CommittedTokens(
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(_position_logprobs_from_pb(position) for position in message.logprobs),
+        result=_result_from_pb(message.result) if message.HasField("result") else None,
+    )
+
+
+def _position_logprobs_to_pb(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
+    return common_pb2.PositionLogprobs(
+        chosen=common_pb2.TokenLogprob(token_id=position.token_id, logprob=position.logprob),
+        top=[
+            common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in position.top
+        ],
+    )
+
+
+def _position_logprobs_from_pb(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(
+        token_id=message.chosen.token_id,
+        logprob=message.chosen.logprob,
+        top=tuple((entry.token_id, entry.logprob) for entry in message.top),
+    )
+
+
+def _result_to_pb(result: GenerateResult) -> verifier_pb2.VerifierGenerateResult:
+    return verifier_pb2.VerifierGenerateResult(
+        finish_reason=_FINISH_REASON_TO_PB[result.finish_reason],
+        num_prompt_tokens=result.num_prompt_tokens,
+        num_cached_tokens=result.num_cached_tokens,
+        num_generated_tokens=result.num_generated_tokens,
+        speculation=speculation_record_to_pb(result.speculation),
+        timings=timings_to_pb(result.timings),
+    )
+
+
+def _result_from_pb(message: verifier_pb2.VerifierGenerateResult) -> GenerateResult:
+    reason = _FINISH_REASON_FROM_PB.get(message.finish_reason)
+    if reason is None:
+        raise RemoteProtocolError(f"VerifierGenerateResult.finish_reason: got {message.finish_reason}")
+    return GenerateResult(
+        finish_reason=reason,
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_cached_tokens=message.num_cached_tokens,
+        num_generated_tokens=message.num_generated_tokens,
+        speculation=speculation_record_from_pb(message.speculation),
+        timings=timings_from_pb(message.timings),
+    )

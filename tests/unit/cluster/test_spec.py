@@ -1,0 +1,247 @@
+"""From settings to the commands of a fleet's processes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.cluster.checkpoints import (
+    DEMO_DRAFTER,
+    cache_folder,
+    check_checkpoint,
+    child_environment,
+    facts_of,
+    num_parameters,
+)
+from paceline.cluster.local import resolve_checkpoints
+from paceline.cluster.spec import (
+    CpuShare,
+    Endpoint,
+    FleetSpec,
+    gateway_child,
+    model_child,
+    plan_endpoints,
+    plan_store_port,
+    share_cpus,
+)
+from paceline.cluster.supervisor import ChildSpec
+from paceline.cluster.valkey import find_server
+from paceline.config import load
+from paceline.core.errors import ConfigError
+
+VERIFIER = Endpoint(name="verifier-0", role="verifier", host="127.0.0.1", port=1, second_port=2)
+DRAFTER = Endpoint(name="drafter-0", role="drafter", host="127.0.0.1", port=3, second_port=4)
+GATEWAY = Endpoint(name="gateway-0", role="gateway", host="127.0.0.1", port=5, second_port=6)
+
+
+def fleet(*argv: str) -> FleetSpec:
+    return load(FleetSpec, argv, {}, "paceline up", "")
+
+
+def load_free(*argv: str) -> FleetSpec:
+    ports = ("gateway", "gateway-grpc", "verifier", "verifier-metrics", "drafter", "drafter-metrics", "redis")
+    zeros = [word for port in ports for word in (f"--{port}-port", "0")]
+    return fleet(*zeros, *argv)
+
+
+def flags(child: ChildSpec) -> dict[str, str]:
+    assert child.argv[1] == "-m"
+    rest = child.argv[3:]
+    return dict(zip(rest[::2], rest[1::2], strict=True))
+
+
+def verifier_flags(spec: FleetSpec, share: CpuShare | None = None) -> dict[str, str]:
+    share = share or CpuShare(num_threads=1, cpus=())
+    return flags(model_child(spec, VERIFIER, share, Path("/m"), "redis://r", Path("/l"), {}))
+
+
+def all_ports(endpoints: Iterable[Endpoint]) -> list[int]:
+    return [port for endpoint in endpoints for port in (endpoint.port, endpoint.second_port)]
+
+
+def test_default_ports_are_those_of_the_services() -> None:
+    spec = FleetSpec()
+    assert (spec.gateway_port, spec.gateway_grpc_port, spec.redis_port) == (8000, 8001, 6379)
+    assert (spec.verifier_port, spec.verifier_metrics_port) == (8101, 8102)
+    assert (spec.drafter_port, spec.drafter_metrics_port) == (8201, 8202)
+
+
+def test_free_ports_are_all_different() -> None:
+    spec = load_free("--num-verifiers", "3", "--num-drafters", "2", "--num-gateways", "2")
+    endpoints = plan_endpoints(spec)
+    assert [endpoint.name for endpoint in endpoints] == [
+        *("verifier-0", "verifier-1", "verifier-2", "drafter-0", "drafter-1", "gateway-0", "gateway-1")
+    ]
+    ports = all_ports(endpoints)
+    assert len(set(ports)) == len(ports) == 14
+    assert 0 not in ports
+
+
+def test_without_drafter_none_is_planned() -> None:
+    roles = {endpoint.role for endpoint in plan_endpoints(load_free("--no-drafter"))}
+    assert roles == {"verifier", "gateway"}
+
+
+@pytest.mark.parametrize("flag", ["--verifier-port", "--drafter-metrics-port", "--gateway-grpc-port"])
+def test_a_port_in_use_is_named_by_its_flag(flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=rf"{flag} \d+: cannot listen"):
+            plan_endpoints(load_free(flag, str(taken.getsockname()[1])))
+
+
+def test_a_store_that_runs_already_is_pointed_to() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"--redis-port .*--redis-url"):
+            plan_store_port(load_free("--redis-port", str(taken.getsockname()[1])))
+
+
+def test_two_cpus_are_one_each() -> None:
+    assert share_cpus(FleetSpec(), [0, 1]) == (
+        [CpuShare(num_threads=1, cpus=(0,))],
+        [CpuShare(num_threads=1, cpus=(1,))],
+    )
+
+
+def test_of_many_cpus_drafters_get_one_each_and_verifiers_the_rest() -> None:
+    verifiers, drafters = share_cpus(fleet("--num-verifiers", "2", "--num-drafters", "2"), list(range(9)))
+    assert [share.cpus for share in verifiers] == [(0, 1, 2), (3, 4, 5)]
+    assert [share.cpus for share in drafters] == [(6,), (7,)]
+
+
+def test_too_few_cpus_pin_nobody() -> None:
+    verifiers, drafters = share_cpus(FleetSpec(), [0])
+    assert [*verifiers, *drafters] == [CpuShare(num_threads=1, cpus=())] * 2
+    verifiers, drafters = share_cpus(fleet("--verifier-threads", "2"), [0, 1])
+    assert [share.num_threads for share in verifiers] == [2]
+    assert {share.cpus for share in [*verifiers, *drafters]} == {()}
+
+
+def test_plain_decoding_may_use_every_cpu() -> None:
+    verifiers, drafters = share_cpus(fleet("--no-drafter"), [0, 1])
+    assert verifiers == [CpuShare(num_threads=2, cpus=())]
+    assert drafters == []
+
+
+def test_a_verifier_gets_its_flags() -> None:
+    config = '{"method": "draft_model", "num_speculative_tokens": 4}'
+    spec = fleet("--speculative-config", config, "--dtype", "float32")
+    given = verifier_flags(spec, CpuShare(num_threads=2, cpus=(0, 3)))
+    assert given == {
+        "--host": "127.0.0.1",
+        "--port": "1",
+        "--redis-url": "redis://r",
+        "--replica-id": "verifier-0",
+        "--metrics-port": "2",
+        "--model": "/m",
+        "--dtype": "float32",
+        "--threads": "2",
+        "--cpus": "0,3",
+        "--speculative-config": config,
+    }
+
+
+def test_more_arguments_reach_the_service_named() -> None:
+    spec = fleet("--verifier-arg=--max-num-seqs", "--verifier-arg=8", "--drafter-arg=--draft-width=1")
+    assert verifier_flags(spec)["--max-num-seqs"] == "8"
+    share = CpuShare(num_threads=1, cpus=())
+    child = model_child(spec, DRAFTER, share, Path("/d"), "redis://r", Path("/l"), {})
+    assert child.argv[-1] == "--draft-width=1"
+    assert "--speculative-config" not in child.argv
+
+
+def test_a_gateway_gets_the_targets_tokenizer() -> None:
+    given = flags(gateway_child(FleetSpec(), GATEWAY, Path("/m"), "redis://r", Path("/l"), {}))
+    assert (given["--port"], given["--grpc-port"], given["--model"]) == ("5", "6", "/m")
+
+
+def test_children_inherit_the_environment_but_none_of_our_settings() -> None:
+    environ = {"HOME": "/h", "PACELINE_PORT": "1", "PYTHONPATH": "/x"}
+    env = child_environment(environ, num_threads=3)
+    root = str(Path(paceline.__file__).parents[1])
+    assert env["HOME"] == "/h"
+    assert "PACELINE_PORT" not in env
+    assert env["PYTHONPATH"].split(":") == [root, "/x"]
+    assert (env["OMP_WAIT_POLICY"], env["OMP_NUM_THREADS"]) == ("PASSIVE", "3")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_a_target_of_ones_own_needs_a_draft_model_or_none_at_all(checkpoint: Path) -> None:
+    alone = fleet("--model", str(checkpoint))
+    with pytest.raises(ConfigError, match=r"--draft-model PATH beside it, or --no-drafter"):
+        resolve_checkpoints(alone, {}, print)
+    plain = fleet("--model", str(checkpoint), "--no-drafter")
+    assert resolve_checkpoints(plain, {}, print).draft is None
+
+
+def test_the_draft_model_may_stand_in_vllms_json(checkpoint: Path) -> None:
+    config = json.dumps({"method": "draft_model", "model": str(DEMO_DRAFTER)})
+    spec = fleet("--model", str(checkpoint), "--speculative-config", config)
+    assert resolve_checkpoints(spec, {}, print).draft == DEMO_DRAFTER
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "8"])
+def test_a_broken_speculative_config_is_named(text: str, checkpoint: Path) -> None:
+    spec = fleet("--model", str(checkpoint), "--speculative-config", text)
+    with pytest.raises(ConfigError, match="--speculative-config must be a JSON object"):
+        resolve_checkpoints(spec, {}, print)
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [("config.json", r"holds no config\.json"), ("model.safetensors", r"holds no \*\.safetensors")],
+)
+def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint: Path, removed: str, message: str) -> None:
+    (checkpoint / removed).unlink()
+    with pytest.raises(ConfigError, match=rf"--model .*{message}"):
+        check_checkpoint(checkpoint, "--model")
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--draft-model .*no such folder"):
+        check_checkpoint(tmp_path / "x", "--draft-model")
+
+
+def test_a_broken_checkpoint_is_said_to_be_broken(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match="broken"):
+        facts_of(checkpoint)
+
+
+def test_parameters_are_counted_without_loading_them(checkpoint: Path) -> None:
+    header = json.dumps(
+        {
+            "__metadata__": {"format": "pt"},
+            "a": {"dtype": "BF16", "shape": [3, 4], "data_offsets": [0, 24]},
+            "b": {"dtype": "BF16", "shape": [5], "data_offsets": [24, 34]},
+        }
+    ).encode()
+    (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert num_parameters(checkpoint) == 17
+
+
+def test_the_cache_follows_the_xdg_rule() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/paceline")
+    assert cache_folder({}) == Path("~/.cache/paceline").expanduser()
+
+
+def test_a_named_server_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--redis-server /nope"):
+        find_server(Path("/nope"))
+    assert find_server().name.endswith("-server")

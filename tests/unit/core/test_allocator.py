@@ -1,0 +1,136 @@
+"""The allocator against brute force, and the policies built on it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.allocator import DEFAULT_STEP_COST, Demand, FixedGamma, Goodput, StepCost
+from paceline.core.errors import ConfigError
+from paceline.core.messages import NodeGuess
+from paceline.core.pace import OVERDUE, LinkPace
+from paceline.core.patience import Prospect, prospect, worth_waiting
+from paceline.core.tree import DraftTree
+
+FLAT = StepCost(rows=(1, 1000), seconds=(1.0, 1.0))
+LINEAR = StepCost(rows=(1, 1000), seconds=(1.0, 1000.0))
+
+
+def tree_of(rows) -> DraftTree:
+    tree = DraftTree(1)
+    for index, (parent_id, token_id, confidence) in enumerate(rows, start=1):
+        tree.graft(
+            [NodeGuess(node_id=index, parent_id=parent_id, token_id=token_id, confidence=confidence)], 1, [0]
+        )
+    return tree
+
+
+CHAIN = [(0, 1, 0.9), (1, 1, 0.8), (2, 1, 0.7), (3, 1, 0.6)]
+TREES = st.lists(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.floats(0.05, 0.95)), max_size=5),
+    min_size=1,
+    max_size=3,
+)
+
+
+def test_reading_between_and_beyond_the_points_of_the_table():
+    cost = StepCost(rows=(1, 5, 10), seconds=(1.0, 2.0, 4.5))
+    assert [cost.at(rows) for rows in (1, 3, 5, 10, 12)] == pytest.approx([1.0, 1.5, 2.0, 4.5, 5.5])
+    assert cost.scaled(2).at(3) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("rows, seconds", [((1,), (1.0,)), ((1, 1), (1.0, 2.0)), ((1, 2), (2.0, 1.0)), ((1, 2), (1.0,))])
+def test_a_table_that_is_not_monotone_is_refused(rows, seconds):
+    with pytest.raises(ConfigError, match="step cost"):
+        StepCost(rows=rows, seconds=seconds)
+
+
+def test_when_rows_are_free_everything_is_verified_and_the_price_is_zero():
+    allocation = Goodput(cost=FLAT).allocate([Demand(tree=tree_of(CHAIN), cap=64)], other_rows=0)
+    assert len(allocation.nodes[0]) == 4
+    assert allocation.price == 0.0
+
+
+def test_when_every_row_costs_a_whole_step_speculation_is_off():
+    allocation = Goodput(cost=LINEAR).allocate([Demand(tree=tree_of(CHAIN), cap=64)] * 3, other_rows=0)
+    assert allocation.nodes == ((), (), ())
+    assert allocation.price == 1.0
+
+
+def test_the_price_rises_with_load():
+    prices = [
+        Goodput().allocate([Demand(tree=tree_of(CHAIN), cap=8)] * count, other_rows=0).price
+        for count in (1, 4, 16, 64)
+    ]
+    assert prices == sorted(prices)
+    assert prices[0] < 0.3
+    assert prices[-1] > 0.5
+
+
+def test_caps_hold_for_both_policies():
+    demands = [Demand(tree=tree_of(CHAIN), cap=2), Demand(tree=tree_of(CHAIN), cap=0)]
+    for policy in (Goodput(cost=FLAT), FixedGamma(gamma=3)):
+        assert [len(nodes) for nodes in policy.allocate(demands, other_rows=0).nodes] == [2, 0]
+
+
+@given(TREES, st.integers(0, 20))
+def test_no_other_set_of_nodes_has_a_higher_goodput(rows, other_rows):
+    trees = [tree_of(each) for each in rows]
+    demands = [Demand(tree=tree, cap=64) for tree in trees]
+    allocation = Goodput().allocate(demands, other_rows=other_rows)
+    survivals = [tree.survival(node) for tree in trees for node in tree.nodes()]
+
+    def goodput(chosen) -> float:
+        rows_of_step = len(trees) + other_rows + len(chosen)
+        return (len(trees) + sum(chosen)) / DEFAULT_STEP_COST.at(rows_of_step)
+
+    got = goodput([tree.survival(node) for tree, nodes in zip(trees, allocation.nodes, strict=True) for node in nodes])
+    everything = (
+        subset
+        for count in range(len(survivals) + 1)
+        for subset in itertools.combinations(sorted(survivals, reverse=True), count)
+        if count <= 3 or subset == tuple(sorted(survivals, reverse=True)[:count])
+    )
+    assert got >= max(goodput(subset) for subset in everything) - 1e-12
+
+
+@given(TREES)
+def test_a_chosen_nodes_parent_is_chosen_too_and_comes_first(rows):
+    trees = [tree_of(each) for each in rows]
+    allocation = Goodput().allocate([Demand(tree=tree, cap=3) for tree in trees], other_rows=0)
+    for tree, nodes in zip(trees, allocation.nodes, strict=True):
+        for index, node in enumerate(nodes):
+            assert node.parent is tree.root or node.parent in nodes[:index]
+
+
+def test_a_missed_round_is_worth_a_short_wait_and_not_a_long_one():
+    missed = [prospect(DraftTree(5), 8, price=0.1)]
+    assert worth_waiting(missed, wait_s=0.003, step_s=0.010)
+    assert not worth_waiting(missed, wait_s=0.009, step_s=0.010)
+
+
+def test_nobody_waits_for_a_session_that_must_not_be_delayed_or_has_all_it_may_use():
+    assert prospect(DraftTree(5), 8, price=1.0).gain == 0.0
+    assert prospect(tree_of(CHAIN), 4, price=0.0).gain == 0.0
+    assert prospect(tree_of(CHAIN), 8, price=0.0) == Prospect(
+        expected=pytest.approx(1 + 0.9 + 0.72 + 0.504 + 0.3024), gain=pytest.approx(0.6 * 0.3024)
+    )
+
+
+def test_one_hungry_session_among_many_fed_ones_is_not_waited_for():
+    fed = [prospect(tree_of(CHAIN), 4, price=0.0)] * 15
+    assert not worth_waiting([*fed, prospect(DraftTree(5), 8, price=0.0)], wait_s=0.003, step_s=0.010)
+
+
+def test_a_links_pace_follows_what_is_heard_and_overdue_nodes_are_not_expected():
+    pace = LinkPace(response_s=0.004)
+    for _ in range(50):
+        pace.heard_response(0.001)
+    assert pace.response_s == pytest.approx(0.001, rel=0.01)
+    assert pace.wait_s(now_s=10.0, committed_s=10.0, heard_s=None) == pytest.approx(0.001, rel=0.01)
+    assert pace.wait_s(now_s=10.0 + 2 * OVERDUE * 0.001, committed_s=10.0, heard_s=None) is None
+    pace.silent = True
+    assert pace.wait_s(now_s=10.0, committed_s=10.0, heard_s=None) is None

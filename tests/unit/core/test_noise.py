@@ -1,0 +1,127 @@
+"""The noise is the published generator, exact to the last bit of a double, and distributed as it says."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, localcontext
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.noise import MAX_GUMBEL, exact_exp, exact_log, gumbel, noise_words, philox4x32
+
+FloatArray = npt.NDArray[np.float64]
+
+# Random123, kat_vectors, "philox4x32 10": counter, key, result.
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> list[np.uint64]:
+    return [np.uint64(int(word, 16)) for word in text.split()]
+
+
+def kolmogorov_distance(sample: FloatArray) -> float:
+    """sqrt(n) times the largest distance to the Gumbel law; above 1.95 once in a thousand samples."""
+    law = np.exp(-np.exp(-np.sort(sample)))
+    steps = np.arange(len(sample) + 1) / len(sample)
+    return math.sqrt(len(sample)) * float(max((steps[1:] - law).max(), (law - steps[:-1]).max()))
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
+def test_philox_gives_the_known_answers_of_random123(counter: str, key: str, result: str) -> None:
+    assert list(philox4x32(*words(counter), *words(key))) == words(result)
+
+
+def test_philox_gives_the_known_answers_for_whole_arrays() -> None:
+    counters = np.array([words(counter) for counter, _, _ in KNOWN_ANSWERS]).T
+    keys = np.array([words(key) for _, key, _ in KNOWN_ANSWERS]).T
+    expected = np.array([words(result) for _, _, result in KNOWN_ANSWERS]).T
+    np.testing.assert_array_equal(np.array(philox4x32(*counters, *keys)), expected)
+
+
+def test_seed_position_and_token_id_stand_where_the_contract_puts_them() -> None:
+    seed, position, token_id = 0x0123456789ABCDEF, 0xFEDCBA9876543210, 4 * 0x1234 + 3
+    block = philox4x32(*words("00001234 76543210 fedcba98 00000000"), *words("89abcdef 01234567"))
+    assert noise_words(seed, position, np.array([token_id]))[0] == block[3]
+
+
+def relative_error(found: float, exact: Decimal) -> float:
+    return float(abs((Decimal(found) - exact) / exact))
+
+
+@given(st.floats(min_value=1e-300, max_value=1e300, exclude_max=True).filter(lambda value: value != 1.0))
+def test_logarithm_is_within_one_unit_in_the_last_place(value: float) -> None:
+    with localcontext(prec=60):
+        assert relative_error(float(exact_log(np.array([value]))[0]), Decimal(value).ln()) < 2.3e-16
+
+
+@given(st.integers(min_value=0, max_value=2**32 - 1), st.booleans())
+def test_logarithm_of_every_uniform_is_exact_near_one_as_well(word: int, near_one: bool) -> None:
+    uniform = ((2**32 - 1 - word % 1000 if near_one else word) + 0.5) * 2.0**-32
+    with localcontext(prec=60):
+        assert relative_error(float(exact_log(np.array([uniform]))[0]), Decimal(uniform).ln()) < 2.3e-16
+
+
+def test_logarithm_agrees_with_the_library_over_a_dense_grid() -> None:
+    grid = np.concatenate((np.linspace(1e-9, 1.0, 200_001)[:-1], 1.0 - np.geomspace(2.0**-33, 0.5, 10_001)))
+    expected = np.array([math.log(value) for value in grid])
+    assert np.max(np.abs(exact_log(grid) / expected - 1.0)) < 1e-15
+
+
+def test_logarithm_of_one_is_zero() -> None:
+    assert exact_log(np.array([1.0]))[0] == 0.0
+
+
+@given(st.floats(min_value=-700.0, max_value=700.0))
+def test_exponential_is_within_two_units_in_the_last_place(value: float) -> None:
+    with localcontext(prec=60):
+        assert relative_error(float(exact_exp(np.array([value]))[0]), Decimal(value).exp()) < 4.5e-16
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_gumbel_is_finite_and_below_its_bound(seed: int, position: int) -> None:
+    variates = gumbel(seed, position, np.arange(64))
+    assert variates.dtype == np.float64
+    assert np.all((variates > -3.2) & (variates < MAX_GUMBEL))
+
+
+def test_no_word_gives_a_variate_above_the_bound() -> None:
+    largest = -exact_log(-exact_log(np.array([(2**32 - 0.5) * 2.0**-32])))[0]
+    assert MAX_GUMBEL - 2e-4 < largest < MAX_GUMBEL
+
+
+def test_noise_over_token_ids_follows_the_gumbel_law() -> None:
+    assert kolmogorov_distance(gumbel(20, 7, np.arange(200_000))) < 1.95
+
+
+def test_noise_over_positions_follows_the_gumbel_law() -> None:
+    sample = np.concatenate([gumbel(21, position, np.array([5, 6])) for position in range(5_000)])
+    assert kolmogorov_distance(sample) < 1.95
+
+
+def test_noise_over_seeds_follows_the_gumbel_law() -> None:
+    sample = np.concatenate([gumbel(seed, 3, np.array([0, 77])) for seed in range(5_000)])
+    assert kolmogorov_distance(sample) < 1.95
+
+
+def test_noise_of_neighbouring_positions_seeds_and_ids_is_uncorrelated() -> None:
+    ids = np.arange(100_000)
+    base = gumbel(4, 9, ids)
+    for other in (gumbel(4, 10, ids), gumbel(5, 9, ids), gumbel(4 + 2**32, 9, ids), gumbel(4, 9, ids + 1)):
+        assert abs(np.corrcoef(base, other)[0, 1]) < 0.015
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**21), min_size=1))
+def test_noise_of_an_id_does_not_depend_on_the_ids_asked_with_it(
+    seed: int, position: int, ids: list[int]
+) -> None:
+    together = gumbel(seed, position, np.array(ids))
+    alone = [gumbel(seed, position, np.array([token_id]))[0] for token_id in ids]
+    assert together.tolist() == alone

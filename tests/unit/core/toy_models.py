@@ -1,0 +1,95 @@
+"""Toy models as tables, and exact laws of what is committed, for the proofs by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import strategies as st
+
+FloatArray = npt.NDArray[np.float64]
+Tokens = tuple[int, ...]
+Model = dict[Tokens, FloatArray]
+Law = dict[Tokens, float]
+SHAPES = [(vocab, gamma) for vocab in (2, 3, 4) for gamma in (1, 2, 3)]
+
+
+def prefixes(vocab: int, longest: int) -> Iterator[Tokens]:
+    for length in range(longest + 1):
+        yield from itertools.product(range(vocab), repeat=length)
+
+
+def normalised(weights: Sequence[int]) -> FloatArray:
+    return np.array(weights, dtype=np.float64) / sum(weights)
+
+
+def random_model(rng: np.random.Generator, vocab: int, longest: int) -> Model:
+    """Laws with zeros here and there, never all of them."""
+    model = {}
+    for prefix in prefixes(vocab, longest):
+        weights = rng.integers(1, 12, vocab) * (rng.random(vocab) < 0.75)
+        weights[rng.integers(vocab)] += 1
+        model[prefix] = normalised(weights.tolist())
+    return model
+
+
+def laws(vocab: int) -> st.SearchStrategy[FloatArray]:
+    return st.lists(st.integers(0, 9), min_size=vocab, max_size=vocab).filter(any).map(normalised)
+
+
+def completed(law: Law, target: Model, length: int) -> Law:
+    """The law of the first `length` tokens when the target itself goes on after each committed run."""
+    while any(len(tokens) < length for tokens in law):
+        longer: Law = defaultdict(float)
+        for tokens, prob in law.items():
+            if len(tokens) == length:
+                longer[tokens] += prob
+                continue
+            for token_id, next_prob in enumerate(target[tokens]):
+                longer[(*tokens, token_id)] += prob * float(next_prob)
+        law = longer
+    return law
+
+
+def total_variation(law: Law, target: Model, length: int) -> float:
+    """Distance between the completed law of committed tokens and the target's own."""
+    found, wanted = completed(law, target, length), completed({(): 1.0}, target, length)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-12)
+    return 0.5 * sum(abs(found.get(tokens, 0.0) - wanted.get(tokens, 0.0)) for tokens in {*found, *wanted})
+
+
+def race_law(draft: FloatArray, target: FloatArray) -> FloatArray:
+    """Joint law [draft's winner, target's winner] of two races with the same exponential clocks.
+
+    Both winners i: 1 / sum_v max(target_v / target_i, draft_v / draft_i). Winners i and j: with E_i = a and
+    E_j = a c the draft wants c > draft_j / draft_i, the target c < target_j / target_i, and all others come
+    later, so P = integral of dc / (1 + c + sum_v max(draft_v / draft_i, c target_v / target_j))**2 between
+    these limits, whose denominator is linear between the points where a maximum changes hands.
+    """
+    size = len(draft)
+    joint = np.zeros((size, size))
+    for i, j in itertools.product(np.flatnonzero(draft), np.flatnonzero(target)):
+        if i == j:
+            joint[i, i] = 1.0 / np.maximum(target / target[i], draft / draft[i]).sum()
+            continue
+        low, high = draft[j] / draft[i], target[j] / target[i] if target[i] else math.inf
+        others = [v for v in range(size) if v not in (i, j)]
+        swaps = [draft[v] / draft[i] * target[j] / target[v] for v in others if target[v]]
+        edges = [low, *sorted(swap for swap in swaps if low < swap < high), high]
+        for left, right in itertools.pairwise(edges) if low < high else ():
+            inside = (left + right) / 2 if right < math.inf else 2.0 * left + 1.0
+            racing = [v for v in others if inside * target[v] / target[j] > draft[v] / draft[i]]
+            slope = 1.0 + sum(target[v] / target[j] for v in racing)
+            start = 1.0 + sum(draft[v] / draft[i] for v in others if v not in racing)
+            at_left = start + slope * left
+            joint[i, j] += (
+                1.0 / (slope * at_left)
+                if right == math.inf
+                else (right - left) / (at_left * (start + slope * right))
+            )
+    return joint

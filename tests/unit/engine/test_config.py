@@ -1,0 +1,184 @@
+"""What config.json means, in its old and new spellings, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from paceline.core.errors import ConfigError
+from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config, vocab_hash
+from paceline.engine.rope import RopeTable
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "rope_theta": 5000.0,
+}
+
+
+def write(folder, **changes):
+    content = {**LLAMA, **changes}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def shape_of(folder):
+    return LlamaShape.from_transformers(
+        read_transformers_config(folder), DecoderConfig.from_folder(folder).head_dim
+    )
+
+
+def test_sizes_come_from_config_json(tmp_path):
+    config = DecoderConfig.from_folder(write(tmp_path))
+    assert config == DecoderConfig(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        vocab_size=97,
+        context_len=256,
+        eos_token_ids=(1,),
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+    )
+
+
+def test_an_explicit_head_size_wins(tmp_path):
+    assert DecoderConfig.from_folder(write(tmp_path, head_dim=20)).head_dim == 20
+
+
+@pytest.mark.parametrize(("given", "expected"), [(5, (5,)), ([5, 7], (5, 7)), (None, (1,))])
+def test_end_tokens_of_generation_config_go_before_those_of_config(tmp_path, given, expected):
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    assert DecoderConfig.from_folder(tmp_path).eos_token_ids == expected
+
+
+def test_a_model_without_end_tokens_has_none(tmp_path):
+    assert DecoderConfig.from_folder(write(tmp_path, eos_token_id=None)).eos_token_ids == ()
+
+
+def test_old_and_new_spelling_of_rope_parameters_mean_the_same(tmp_path):
+    old = shape_of(write(tmp_path, rope_theta=7e3, rope_scaling={"type": "linear", "factor": 4.0}))
+    new = shape_of(
+        write(
+            tmp_path,
+            rope_theta=None,
+            rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 7e3},
+        )
+    )
+    assert old.rope == new.rope
+    assert old.rope.inverse[0] == 0.25
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_tables_equal_transformers_at_every_position(tmp_path, rope):
+    parameters = {"rope_theta": 5000.0, **rope}
+    folder = write(tmp_path, rope_theta=None, rope_parameters=parameters, max_position_embeddings=2048)
+    import torch
+
+    positions = torch.tensor([[0, 1, 17, 1023, 1024, 2047]])
+    cos, sin = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))(torch.zeros(1), positions)
+    found_cos, found_sin = RopeTable(shape_of(folder).rope).rows(positions[0].numpy())
+    np.testing.assert_allclose(found_cos, cos[0, :, :6], atol=1e-6)
+    np.testing.assert_allclose(found_sin, sin[0, :, :6], atol=1e-6)
+
+
+def test_a_position_has_the_same_rotation_however_the_table_grew(tmp_path):
+    rope = shape_of(write(tmp_path)).rope
+    grown, at_once = RopeTable(rope), RopeTable(rope)
+    for position in range(0, 5000, 700):
+        grown.rows(np.array([position]))
+    positions = np.arange(5000)
+    for one, other in zip(grown.rows(positions), at_once.rows(positions), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_depend_on_the_longest_of_a_batch_are_refused(tmp_path, kind):
+    scaling = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 128}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    with pytest.raises(ConfigError, match=rf"rope_parameters\.rope_type: '{kind}' is not served"):
+        shape_of(write(tmp_path, rope_scaling=scaling))
+
+
+def test_another_activation_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="hidden_act: only silu is served for llama, got 'gelu'"):
+        shape_of(write(tmp_path, hidden_act="gelu"))
+
+
+def test_a_sliding_window_shortens_the_context_to_where_it_changes_nothing(tmp_path):
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    assert DecoderConfig.from_folder(write(tmp_path, **mistral, sliding_window=64)).context_len == 64
+    assert DecoderConfig.from_folder(write(tmp_path, **mistral, sliding_window=None)).context_len == 256
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
+    assert DecoderConfig.from_folder(write(tmp_path, **qwen, use_sliding_window=False)).context_len == 256
+    windowed = write(tmp_path, **qwen, use_sliding_window=True, max_window_layers=1)
+    assert DecoderConfig.from_folder(windowed).context_len == 64
+
+
+def test_quantised_checkpoints_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="quantization_config"):
+        DecoderConfig.from_folder(write(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4}))
+
+
+def test_what_is_no_causal_language_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"architectures: .* must name one causal language model"):
+        DecoderConfig.from_folder(write(tmp_path, architectures=["LlamaForSequenceClassification"]))
+
+
+def test_a_folder_without_config_and_a_broken_one_are_told_apart(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        DecoderConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read by transformers"):
+        DecoderConfig.from_folder(tmp_path)
+
+
+def write_tokenizer(folder, vocab, added=()):
+    folder.mkdir(exist_ok=True)
+    content = {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": list(added)}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return vocab_hash(folder)
+
+
+def test_equal_vocabularies_hash_equal_in_whatever_order_they_are_written(tmp_path):
+    one = write_tokenizer(tmp_path / "one", {"a": 0, "b": 1})
+    assert one == write_tokenizer(tmp_path / "two", {"b": 1, "a": 0})
+    assert one == write_tokenizer(tmp_path / "three", {"a": 0}, [{"id": 1, "content": "b"}])
+    assert one == write_tokenizer(tmp_path / "unigram", [["a", -1.0], ["b", -2.0]])
+    assert one != write_tokenizer(tmp_path / "swapped", {"a": 1, "b": 0})
+    assert one != write_tokenizer(tmp_path / "longer", {"a": 0, "b": 1}, [{"id": 2, "content": "<end>"}])
+
+
+def test_a_missing_tokenizer_says_what_to_do(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json: save one with"):
+        vocab_hash(tmp_path)

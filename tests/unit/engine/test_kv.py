@@ -1,0 +1,53 @@
+"""Moving KV between slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.engine.kv import BLOCK_SIZE, KVCache
+
+
+def random_cache():
+    generator = torch.Generator().manual_seed(0)
+    cache = KVCache(2, 3, 5, 4)
+    cache.keys.normal_(generator=generator)
+    cache.values.normal_(generator=generator)
+    return cache
+
+
+def by_slot(cache):
+    """Keys and values as [slots, layers, heads, dim] copies."""
+    keys = cache.keys.permute(1, 4, 0, 2, 3).reshape(4 * BLOCK_SIZE, 2, 3, 5)
+    values = cache.values.permute(1, 3, 0, 2, 4).reshape(4 * BLOCK_SIZE, 2, 3, 5)
+    return keys.clone(), values.clone()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 63), st.integers(0, 63)), max_size=12, unique_by=lambda pair: pair[1])
+)
+def test_copies_read_every_source_before_writing_any_target(pairs):
+    cache = random_cache()
+    before = by_slot(cache)
+    sources, targets = (np.array([pair[side] for pair in pairs], dtype=np.int64) for side in (0, 1))
+    cache.copy_slots(sources, targets)
+    for old, new in zip(before, by_slot(cache), strict=True):
+        expected = old.clone()
+        expected[targets] = old[sources]
+        assert torch.equal(new, expected)
+
+
+def test_the_cache_says_how_much_memory_it_takes():
+    assert KVCache(2, 3, 5, 4).nbytes == 2 * (2 * 4 * 3 * 5 * BLOCK_SIZE) * 4
+
+
+def test_views_of_layers_share_the_memory_of_the_cache():
+    cache = random_cache()
+    keys, values = cache.layers[1]
+    keys[2, 0, 4, 7] = 123.0
+    values[3, 2, 15, 1] = 456.0
+    assert cache.keys[1, 2, 0, 4, 7] == 123.0
+    assert cache.values[1, 3, 2, 15, 1] == 456.0

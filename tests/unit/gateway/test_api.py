@@ -1,0 +1,289 @@
+"""Bad requests are refused with the right status, field and limit; good ones become the right sessions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import InvalidRequestError, PacelineError
+from paceline.core.messages import ModelIdentity
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.api import ChatBody, CompletionBody, parse_body
+from paceline.gateway.body import parse_json_object
+from paceline.gateway.chat import ChatTemplate
+from paceline.gateway.choices import chat_sessions, completion_sessions
+from paceline.gateway.errors import HttpError, to_http
+from paceline.gateway.requests import ServedModel, SessionRequest, sample_seed
+from paceline.gateway.text import TextCodec
+from tests.support import tiny_tokenizer
+
+CONTEXT_LEN = 64
+TEMPLATE = ChatTemplate(tiny_tokenizer.CHAT_TEMPLATE, {"bos_token": "<|begin|>", "eos_token": "<|end|>"})
+CODEC = TextCodec(tiny_tokenizer.train(), TEMPLATE)
+MODEL = ServedModel(
+    identity=ModelIdentity(
+        name="tiny",
+        vocab_hash="abc",
+        vocab_size=CODEC.vocab_size,
+        context_len=CONTEXT_LEN,
+        eos_token_ids=(1,),
+    ),
+    codec=CODEC,
+)
+USER = [{"role": "user", "content": "the fox"}]
+
+
+def completion(raw: bytes) -> list[SessionRequest]:
+    return completion_sessions(parse_body(CompletionBody, parse_json_object(raw)), MODEL, "cmpl-1")
+
+
+def chat(raw: bytes) -> list[SessionRequest]:
+    return chat_sessions(parse_body(ChatBody, parse_json_object(raw)), MODEL, "chatcmpl-1")
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "prompt": "the fox", **fields}).encode()
+
+
+def chat_body(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "messages": USER, **fields}).encode()
+
+
+def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
+    with pytest.raises(PacelineError) as caught:
+        (chat if of_chat else completion)(raw)
+    return to_http(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "limit"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
+        ({"max_tokens": -4}, "max_tokens", "at least 1, got -4"),
+        ({"max_tokens": 1_000_000}, "max_tokens", "the context holds 64 tokens"),
+        ({"max_tokens": "5"}, "max_tokens", "valid integer"),
+        ({"max_tokens": 5.5}, "max_tokens", "valid integer"),
+        ({"max_tokens": True}, "max_tokens", "valid integer"),
+        ({"temperature": -0.1}, "temperature", "from 0 to 100"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"top_p": 2}, "top_p", "from 0 to 1"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"top_k": -7}, "top_k", "got -7"),
+        ({"min_p": 1.5}, "min_p", "from 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
+        ({"presence_penalty": 3}, "presence_penalty", "from -2 to 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
+        ({"min_tokens": 20}, "min_tokens", "max_tokens (16)"),
+        ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 129}, "n", "limit of 128"),
+        ({"seed": 2**64}, "seed", "2**64-1"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]", "from -100 to 100"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", "token id"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias[0]", "outside the vocabulary"),
+        ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "at most 1024"),
+        ({"stop_token_ids": [1, 99999]}, "stop_token_ids[1]", "outside the vocabulary"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids", "at most 64"),
+        ({"stop": ["x"] * 10_000}, "stop", "at most 16"),
+        ({"stop": ["ok", ""]}, "stop[1]", "1 to 256 characters"),
+        ({"stop": "x" * 257}, "stop[0]", "1 to 256 characters"),
+        ({"stop": ["ok", 5]}, "stop[1]", "must be a string"),
+        ({"stop": 5}, "stop", "list of strings"),
+        ({"prompt": ""}, "prompt", "must not be empty"),
+        ({"prompt": []}, "prompt", "must not be empty"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "must not be empty"),
+        ({"prompt": [[]]}, "prompt[0]", "at least one token"),
+        ({"prompt": None}, "prompt", "is required"),
+        ({"prompt": 5}, "prompt", "must be a string"),
+        ({"prompt": ["a", 5]}, "prompt[1]", "of one kind"),
+        ({"prompt": [["a"]]}, "prompt[0]", "token ids"),
+        ({"prompt": [1, 2, 99999]}, "prompt[2]", "token id 99999 is outside the vocabulary"),
+        ({"prompt": [1, -2]}, "prompt[1]", "token id -2"),
+        ({"prompt": [[1], [2, 99999]]}, "prompt[1][1]", "outside the vocabulary"),
+        ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
+        ({"prompt": ["a"] * 128, "n": 2}, "prompt", "limit of 128"),
+        ({"prompt": [7] * 64}, "prompt", "64 tokens"),
+        ({"prompt": "qz" * 40}, "prompt", "the context of 64 tokens"),
+        ({"prompt": "a" * 4_000_000}, "prompt", "4000000 characters"),
+        ({"prompt": "half \ud800"}, "prompt", "Unicode"),
+        ({"model": 5}, "model", "valid string"),
+        ({"echo": True}, "echo", "not supported"),
+        ({"suffix": "end"}, "suffix", "not supported"),
+        ({"best_of": 3}, "best_of", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"temprature": 1}, "temprature", "not a field"),
+        ({"messages": USER}, "messages", "not a field"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "not a field"),
+        ({"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens", "from 0 to 64"),
+        ({"speculation": {"acceptance": "lucky"}}, "speculation.acceptance", '"coupled"'),
+        ({"speculation": {"enable": True}}, "speculation.enable", "not a field"),
+        ({"speculation": True}, "speculation", "must be"),
+    ],
+)
+def test_a_bad_completion_field_is_named_with_its_limit(
+    fields: dict[str, Any], param: str, limit: str
+) -> None:
+    refused = refusal(body(**fields))
+    assert refused.status == 400
+    assert refused.type == "invalid_request_error"
+    assert refused.param == param
+    assert refused.message.startswith(f"{param}: ")
+    assert limit in refused.message
+    assert len(refused.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "limit"),
+    [
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": None}, "messages", "is required"),
+        ({"messages": "hello"}, "messages", "valid list"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "'user'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "text parts"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+            "only text",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools here"),
+        ({"messages": [{"role": "user", "content": "qz" * 40}]}, "messages", "the context of 64 tokens"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "Unicode"),
+        ({"max_tokens": 64}, "max_tokens", "the context holds 64 tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"logprobs": 2}, "logprobs", "valid boolean"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"n": 1000}, "n", "at most 128"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "set by the server"),
+        ({"prompt": "x"}, "prompt", "not a field"),
+    ],
+)
+def test_a_bad_chat_field_is_named_with_its_limit(fields: dict[str, Any], param: str, limit: str) -> None:
+    refused = refusal(chat_body(**fields), of_chat=True)
+    assert (refused.status, refused.param) == (400, param)
+    assert limit in refused.message
+
+
+@pytest.mark.parametrize(
+    ("raw", "param", "problem"),
+    [
+        (b"", "body", "not valid JSON"),
+        (b"{", "body", "not valid JSON"),
+        (b'{"model": "tiny", "prompt": "a",}', "body", "line 1, column"),
+        (b'\xef\xbb\xbf{"model": "tiny"}', "body", "not valid JSON"),
+        (b'{"model": "tiny", "prompt": "\xff\xfe"}', "body", "not valid UTF-8"),
+        (b'{"model": "tiny", "prompt": "\xe2\x82', "body", "not valid UTF-8"),
+        (b"[1, 2]", "body", "must be a JSON object"),
+        (b"null", "body", "must be a JSON object"),
+        (b"[" * 100_000, "body", "nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "body", "not usable JSON"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature", "NaN is not a JSON number"),
+        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"5": NaN}}', "logit_bias.5", "NaN"),
+        (b'{"model": "tiny", "prompt": [1, Infinity]}', "prompt[1]", "Infinity is not a JSON number"),
+        (b'{"model": "tiny", "prompt": "a", "top_p": -Infinity}', "top_p", "-Infinity"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": 1e999}', "temperature", "got inf"),
+        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"5": 1e999}}', "logit_bias[5]", "got inf"),
+    ],
+)
+def test_a_broken_body_is_refused_with_what_is_wrong(raw: bytes, param: str, problem: str) -> None:
+    refused = refusal(raw)
+    assert (refused.status, refused.param) == (400, param)
+    assert problem in refused.message
+    json.loads(refused.to_bytes())
+
+
+def test_a_chat_with_a_model_that_has_no_template_is_refused() -> None:
+    plain = ServedModel(identity=MODEL.identity, codec=TextCodec(tiny_tokenizer.train(), None))
+    parsed = parse_body(ChatBody, parse_json_object(chat_body()))
+    with pytest.raises(InvalidRequestError, match="no chat template; use /v1/completions"):
+        chat_sessions(parsed, plain, "chatcmpl-1")
+
+
+def test_fields_for_book_keeping_and_neutral_values_are_ignored() -> None:
+    [session] = completion(
+        body(user="me", metadata={"a": 1}, echo=False, best_of=1, suffix=None, stop=None, seed=3)
+    )
+    assert session.sampling == SamplingParams(max_tokens=16, seed=3)
+    assert session.speculation == SpeculationParams()
+    assert session.stops == ()
+
+
+def test_all_sampling_fields_arrive() -> None:
+    [session] = completion(
+        body(
+            max_tokens=9, temperature=0, top_p=0.5, top_k=4, min_p=0.1, repetition_penalty=1.5,
+            presence_penalty=-1, frequency_penalty=1, logit_bias={"7": -100}, min_tokens=2, stop="END",
+            stop_token_ids=[3], ignore_eos=True, logprobs=0, seed=-1,
+            speculation={"enabled": False, "max_draft_tokens": 4, "acceptance": "coupled"},
+        )
+    )  # fmt: skip
+    assert session.sampling == SamplingParams(
+        max_tokens=9, temperature=0, top_p=0.5, top_k=4, min_p=0.1, repetition_penalty=1.5,
+        presence_penalty=-1, frequency_penalty=1, logit_bias=((7, -100.0),), min_tokens=2,
+        stop_token_ids=(3,), ignore_eos=True, logprobs=0, seed=2**64 - 1,
+    )  # fmt: skip
+    assert session.speculation == SpeculationParams(enabled=False, max_draft_tokens=4)
+    assert session.stops == ("END",)
+
+
+def test_top_k_minus_one_is_off_as_in_other_engines() -> None:
+    assert completion(body(top_k=-1))[0].sampling.top_k == 0
+
+
+def test_a_prompt_may_be_text_or_tokens_one_or_several() -> None:
+    text = CODEC.encode("the fox", field="prompt", special_tokens=True, context_len=64)
+    assert text[0] == 0
+    assert [s.prompt_token_ids for s in completion(body())] == [text]
+    assert completion(body(prompt=["the fox", "a"]))[0].prompt_token_ids == text
+    assert [s.prompt_token_ids for s in completion(body(prompt=[5, 6]))] == [(5, 6)]
+    assert [s.prompt_token_ids for s in completion(body(prompt=[[5, 6], [7]]))] == [(5, 6), (7,)]
+
+
+def test_samples_of_a_prompt_have_their_own_seeds_and_the_first_one_the_seed_of_the_request() -> None:
+    sessions = completion(body(prompt=["a", "b"], n=3, seed=42))
+    seeds = [session.sampling.seed for session in sessions]
+    assert seeds == [42, sample_seed(42, 1), sample_seed(42, 2)] * 2
+    assert len(set(seeds)) == 3
+    assert len({session.session_id for session in sessions}) == 6
+
+
+def test_a_request_without_a_seed_gets_a_new_one_each_time() -> None:
+    assert completion(body())[0].sampling.seed != completion(body())[0].sampling.seed
+
+
+def test_a_completion_that_names_no_max_tokens_gets_sixteen_or_what_the_context_leaves() -> None:
+    assert completion(body())[0].sampling.max_tokens == 16
+    assert completion(body(prompt=[7] * 60))[0].sampling.max_tokens == 4
+
+
+def test_a_chat_that_names_no_max_tokens_gets_the_rest_of_the_context() -> None:
+    [session] = chat(chat_body())
+    assert session.sampling.max_tokens == CONTEXT_LEN - len(session.prompt_token_ids)
+
+
+def test_max_completion_tokens_wins_over_its_older_name() -> None:
+    assert chat(chat_body(max_tokens=3, max_completion_tokens=5))[0].sampling.max_tokens == 5
+
+
+def test_a_chat_is_rendered_with_one_begin_token_and_an_opening_for_the_answer() -> None:
+    [session] = chat(chat_body())
+    expected = "<|begin|><|user|>the fox<|end|><|assistant|>"
+    assert b"".join(CODEC.token_bytes(t) for t in session.prompt_token_ids).decode() == expected
+
+
+def test_text_parts_of_a_message_are_joined_by_line_breaks() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    [session] = chat(chat_body(messages=[{"role": "user", "content": parts}]))
+    assert b"a\nb" in b"".join(CODEC.token_bytes(t) for t in session.prompt_token_ids)
+
+
+def test_chat_logprobs_count_alternatives_in_their_own_field() -> None:
+    assert chat(chat_body())[0].sampling.logprobs is None
+    assert chat(chat_body(logprobs=True))[0].sampling.logprobs == 0
+    assert chat(chat_body(logprobs=True, top_logprobs=3))[0].sampling.logprobs == 3

@@ -1,0 +1,142 @@
+"""Who gets the next session, and what remains of the fleet when the registry dies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from paceline.core.errors import ModelNotFoundError, UnavailableError
+from paceline.core.messages import ModelIdentity
+from paceline.gateway.fleet import RECOVERY_S, Fleet, choose_drafter, choose_verifier
+from paceline.gateway.text import TextCodec
+from paceline.store.base import Replica
+from tests.support import tiny_tokenizer
+
+CODEC = TextCodec(tiny_tokenizer.train(), None)
+
+
+def replica(
+    name: str,
+    role: str = "verifier",
+    *,
+    model: str = "tiny",
+    vocab_hash: str = "v",
+    num_sessions: int = 0,
+    max_sessions: int = 8,
+    draining: bool = False,
+) -> Replica:
+    identity = ModelIdentity(name=model, vocab_hash=vocab_hash, vocab_size=300, context_len=64)
+    return Replica(
+        replica_id=name,
+        role=role,
+        address=f"{name}:1",
+        identity=identity,
+        max_sessions=max_sessions,
+        num_sessions=num_sessions,
+        draining=draining,
+    )
+
+
+def verifier_of(*replicas: Replica, in_flight: Mapping[str, int] | None = None) -> str | None:
+    chosen = choose_verifier(replicas, "tiny", in_flight or {})
+    return None if chosen is None else chosen.replica_id
+
+
+def test_the_least_loaded_verifier_relative_to_its_size_is_chosen() -> None:
+    small, large = (
+        replica("small", num_sessions=2, max_sessions=4),
+        replica("large", num_sessions=4, max_sessions=16),
+    )
+    assert verifier_of(small, large) == "large"
+
+
+def test_sessions_that_the_registry_does_not_show_yet_count() -> None:
+    assert verifier_of(replica("a"), replica("b"), in_flight={"a": 1}) == "b"
+
+
+def test_a_draining_verifier_and_one_of_another_model_and_a_drafter_are_not_chosen() -> None:
+    others = replica("a", draining=True), replica("b", model="other"), replica("c", "drafter")
+    assert verifier_of(*others) is None
+    assert verifier_of(*others, replica("d", num_sessions=8)) == "d"
+
+
+def test_a_verifier_that_has_just_failed_is_not_chosen_again() -> None:
+    chosen = choose_verifier([replica("a"), replica("b")], "tiny", {}, {"a"})
+    assert chosen is not None
+    assert chosen.replica_id == "b"
+
+
+def test_a_drafter_must_speak_the_vocabulary_of_the_target() -> None:
+    target = replica("target").identity
+    assert target is not None
+    other, same = replica("x", "drafter", vocab_hash="w"), replica("y", "drafter", num_sessions=5)
+    assert choose_drafter([other, same], target, {}) == same
+    assert choose_drafter([other], target, {}) is None
+
+
+async def test_a_drafter_that_can_never_be_paired_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(replica("v"), replica("x", "drafter", vocab_hash="w"), replica("y", "drafter"))
+    fleet = Fleet(registry, {"tiny": CODEC})
+    for _ in range(2):
+        await fleet.refresh()
+    [record] = caplog.records
+    assert "speaks the vocabulary of no verifier" in record.message
+    assert vars(record)["replica_id"] == "x"
+
+
+class Registry:
+    """A registry in the test's hands."""
+
+    def __init__(self, *replicas: Replica) -> None:
+        self.found: list[Replica] | None = list(replicas)
+
+    async def replicas(self, role: str | None = None) -> list[Replica]:
+        if self.found is None:
+            raise UnavailableError("the store at 127.0.0.1:6379 does not answer in time")
+        return self.found
+
+
+async def test_the_last_known_fleet_survives_a_dead_registry_and_the_error_is_shown() -> None:
+    registry = Registry(replica("a"))
+    fleet = Fleet(registry, {"tiny": CODEC})
+    await fleet.refresh()
+    registry.found = None
+    await fleet.refresh()
+    assert fleet.model("tiny").context_len == 64
+    assert fleet.store_error is not None
+    assert "127.0.0.1:6379" in fleet.store_error
+
+
+async def test_replicas_are_not_forgotten_while_a_restarted_registry_fills_up_again() -> None:
+    now_s = 0.0
+    registry = Registry(replica("a"), replica("b"))
+    fleet = Fleet(registry, {"tiny": CODEC}, clock=lambda: now_s)
+    await fleet.refresh()
+    registry.found = None
+    await fleet.refresh()
+    registry.found = [replica("b", num_sessions=3)]
+    await fleet.refresh()
+    assert fleet.store_error is None
+    assert sorted((r.replica_id, r.num_sessions) for r in fleet.replicas) == [("a", 0), ("b", 3)]
+    now_s = RECOVERY_S
+    await fleet.refresh()
+    assert [r.replica_id for r in fleet.replicas] == ["b"]
+
+
+async def test_an_unknown_model_and_a_model_without_a_verifier_are_two_errors() -> None:
+    fleet = Fleet(Registry(replica("a", model="other")), {"tiny": CODEC})
+    await fleet.refresh()
+    with pytest.raises(ModelNotFoundError, match="served: tiny"):
+        fleet.model("other")
+    with pytest.raises(UnavailableError, match="no verifier of model 'tiny'"):
+        fleet.model("tiny")
+
+
+async def test_an_empty_name_means_the_only_model_and_nothing_among_several() -> None:
+    alone = Fleet(Registry(replica("a")), {"tiny": CODEC})
+    await alone.refresh()
+    assert alone.model("").identity.name == "tiny"
+    several = Fleet(Registry(replica("a")), {"tiny": CODEC, "other": CODEC})
+    with pytest.raises(ModelNotFoundError):
+        several.model("")

@@ -1,0 +1,91 @@
+"""Folders, templates and token spellings, with transformers as the oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.gateway.chat import ChatTemplate
+from paceline.gateway.text import TextCodec
+from tests.support import tiny_tokenizer
+
+MESSAGES = [
+    {"role": "system", "content": "be <b>brief</b>"},
+    {"role": "user", "content": "naïve café?\n"},
+    {"role": "assistant", "content": " yes "},
+    {"role": "user", "content": "日本語 😀"},
+]
+TEMPLATE = (
+    "{{- bos_token }}\n"
+    "{%- for message in messages %}\n"
+    "    {%- if loop.index0 > 8 %}{% break %}{% endif %}\n"
+    "    {% generation %}{{ message.role }}: {{ message.content | trim }}{% endgeneration %}\n"
+    "{% endfor %}\n"
+    "{%- set ns = namespace(n=0) %}{% set ns.n = messages | length %}\n"
+    "{{ ns.n }} {{ messages[0] | tojson }} {{ tools is none }} {{ thinking }}\n"
+    "{%- if add_generation_prompt %}{{ eos_token }}assistant:{% endif %}\n"
+)
+
+
+@pytest.mark.parametrize("template", [tiny_tokenizer.CHAT_TEMPLATE, TEMPLATE])
+def test_a_chat_becomes_the_tokens_that_transformers_makes_of_it(tmp_path: Path, template: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = tiny_tokenizer.save_folder(tmp_path, chat_template=template)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = oracle.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=False, thinking="hard"
+    )
+    codec = TextCodec.from_folder(folder)
+    assert codec.chat_template is not None
+    rendered = codec.chat_template.render(MESSAGES, {"thinking": "hard"})
+    assert rendered == expected
+    token_ids = codec.encode(rendered, field="messages", special_tokens=False, context_len=1000)
+    assert list(token_ids) == oracle(rendered, add_special_tokens=False)["input_ids"]
+    assert codec.decode(token_ids) == oracle.decode(token_ids, skip_special_tokens=True)
+    assert b"".join(map(codec.token_bytes, token_ids)).decode() == rendered
+
+
+def test_a_template_in_a_file_of_its_own_wins(tmp_path: Path) -> None:
+    folder = tiny_tokenizer.save_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text("own {{ messages[0].content }}")
+    template = TextCodec.from_folder(folder).chat_template
+    assert template is not None
+    assert template.render([{"role": "user", "content": "x"}], {}) == "own x"
+
+
+def test_of_several_templates_the_default_one_is_taken(tmp_path: Path) -> None:
+    folder = tiny_tokenizer.save_folder(tmp_path)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = TextCodec.from_folder(folder).chat_template
+    assert template is not None
+    assert template.render([], {}) == "plain"
+
+
+def test_a_template_runs_in_a_sandbox() -> None:
+    template = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
+    with pytest.raises(InvalidRequestError, match="chat template refuses"):
+        template.render([], {})
+    with pytest.raises(InvalidRequestError):
+        ChatTemplate("{{ messages.append(1) }}", {}).render([], {})
+
+
+def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
+        TextCodec.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="is not a tokenizer"):
+        TextCodec.from_folder(tmp_path)
+
+
+def test_settings_that_are_not_json_and_templates_with_errors_are_refused(tmp_path: Path) -> None:
+    folder = tiny_tokenizer.save_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        TextCodec.from_folder(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
+    with pytest.raises(ConfigError, match="cannot be compiled"):
+        TextCodec.from_folder(folder)

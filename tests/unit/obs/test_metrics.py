@@ -1,0 +1,105 @@
+"""Metric names are an interface: dashboards and load clients read them."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from paceline.core.errors import ConfigError
+from paceline.obs.metrics import (
+    DrafterMetrics,
+    GatewayMetrics,
+    SpeculationTotals,
+    VerifierMetrics,
+    rows_label,
+    start_metrics_server,
+)
+
+VERIFIER_NAMES = {
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}',
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "paceline:draft_round_trip_seconds_count",
+    'paceline:draft_nodes_total{fate="late",source="model"}',
+    "paceline:round_hits_total",
+    "paceline:round_misses_total",
+    "paceline:gamma_count",
+    "paceline:price",
+    'paceline:step_seconds_count{rows="8"}',
+    'paceline:fallbacks_total{reason="lost"}',
+    "paceline:drafter_lag_tokens",
+}
+
+
+def samples(registry: CollectorRegistry) -> dict[str, float]:
+    lines = generate_latest(registry).decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+
+
+def test_a_verifier_has_the_agreed_names() -> None:
+    registry = CollectorRegistry()
+    metrics = VerifierMetrics(registry)
+    metrics.speculation.add_round(num_draft_tokens=4, num_accepted_tokens=2)
+    metrics.draft_nodes.labels(source="model", fate="late").inc()
+    metrics.step.labels(rows=rows_label(5)).observe(0.004)
+    metrics.fallbacks.labels(reason="lost").inc()
+    assert samples(registry).keys() >= VERIFIER_NAMES
+
+
+def test_a_gateway_has_the_latency_names() -> None:
+    registry = CollectorRegistry()
+    GatewayMetrics(registry)
+    names = samples(registry).keys()
+    for stem in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
+        assert f"vllm:{stem}_seconds_count" in names
+
+
+def test_a_drafter_shares_the_engine_names() -> None:
+    registry = CollectorRegistry()
+    DrafterMetrics(registry)
+    assert {"vllm:kv_cache_usage_perc", "paceline:drafter_lag_tokens"} <= samples(registry).keys()
+
+
+def test_sessions_and_rounds_count_the_same() -> None:
+    by_round, by_session = CollectorRegistry(), CollectorRegistry()
+    rounds = SpeculationTotals(by_round)
+    for num_accepted in (0, 3, 1, 3):
+        rounds.add_round(num_draft_tokens=4, num_accepted_tokens=num_accepted)
+    SpeculationTotals(by_session).add_session(num_draft_tokens=16, acceptance_histogram=(1, 1, 0, 2))
+    counted = [
+        {name: value for name, value in samples(registry).items() if "_created" not in name}
+        for registry in (by_round, by_session)
+    ]
+    assert counted[0] == counted[1]
+    assert counted[0]["vllm:spec_decode_num_accepted_tokens_total"] == 7
+
+
+@pytest.mark.parametrize(("num_rows", "label"), [(1, "1"), (2, "2"), (3, "4"), (512, "512"), (513, "more")])
+def test_row_labels_are_few(num_rows: int, label: str) -> None:
+    assert rows_label(num_rows) == label
+
+
+def test_the_metrics_server_answers_and_can_stop() -> None:
+    registry = CollectorRegistry()
+    GatewayMetrics(registry)
+    with start_metrics_server(registry, "127.0.0.1", 0) as server:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as response:
+            assert b"vllm:generation_tokens_total" in response.read()
+
+
+def test_a_metrics_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*--metrics-port"):
+            start_metrics_server(CollectorRegistry(), "127.0.0.1", port)

@@ -1,0 +1,97 @@
+"""The `paceline` command: help everywhere, clear refusals, nothing heavy before it is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline import cli
+
+ENV = os.environ | {"PYTHONPATH": "services"}
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"  {command} " in text for command in cli.COMMANDS)
+
+
+def test_help_and_the_commands_of_a_client_load_nothing_heavy() -> None:
+    program = (
+        "import contextlib, sys\nfrom paceline.cli import main\n"
+        "for argv in (['--help'], ['up', '--help'], ['generate', '--help']):\n"
+        "    with contextlib.suppress(SystemExit): main(argv)\n"
+        "heavy = {'torch', 'transformers', 'numba', 'fastapi'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], env=ENV, check=True, timeout=60, stdout=subprocess.DEVNULL
+    )
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "paceline", "--version"]
+    ended = subprocess.run(command, env=ENV, check=True, timeout=60, capture_output=True, text=True)
+    assert ended.stdout == f"paceline {paceline.__version__}\n"
+
+
+def test_an_unknown_command_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(["serve"], capsys)
+    assert "no command 'serve'; there are up, gateway, verifier" in message
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    program = "import sys\nsys.modules['fastapi'] = None\nfrom paceline.cli import main\nmain(['gateway'])"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=ENV, check=False, timeout=60, capture_output=True, text=True
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == "paceline gateway: error: needs the package fastapi: install paceline[gateway]\n"
+
+
+def test_models_lists_sizes_and_vocabularies(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["models"])
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names[:3] == ["name", "demo-target", "demo-drafter"]
+    hashes = {line.split()[-2] for line in lines[1:]}
+    assert len(hashes) == 1, "the demo models share one vocabulary"
+
+
+def test_models_refuses_a_folder_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no such folder" in refusal(["models", "--path", "/nope"], capsys)
+
+
+def test_bench_hands_over_to_the_checkouts_loadtest(tmp_path: Path) -> None:
+    (tmp_path / "loadtest").mkdir()
+    (tmp_path / "loadtest" / "__init__.py").touch()
+    (tmp_path / "loadtest" / "__main__.py").write_text("import sys; print('ran', sys.argv[1:])")
+    program = (
+        f"from pathlib import Path\nfrom paceline import cli\ncli.CHECKOUT = Path({str(tmp_path)!r})\n"
+        "cli.main(['bench', 'nothing', '--fast'])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=ENV, check=True, timeout=60, capture_output=True, text=True
+    )
+    assert ended.stdout == "ran ['nothing', '--fast']\n"
+
+
+def test_bench_outside_a_checkout_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    assert "part of a checkout" in refusal(["bench"], capsys)

@@ -1,0 +1,112 @@
+"""Settings: flags, environment, limits and the words in which a refusal comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.config import load, loggable, parse, public_url, setting
+from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleConfig:
+    port: int = setting(8101, help="Port to listen on.", low=0, high=65535)
+    wait_s: float = setting(1.5, help="Longest wait.", unit="seconds", low=0.0)
+    model: Path | None = setting(None, help="Checkpoint folder.")
+    folders: tuple[Path, ...] = setting((), help="Tokenizer folders.")
+    dtype: str = setting("bfloat16", help="Type of the weights.", choices=("float32", "bfloat16"))
+    eager: bool = setting(False, help="100 % eager.")
+    redis_url: str = setting("memory://", help="Where the registry is.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedyConfig:
+    model: Path = setting(help="Checkpoint folder.")
+
+
+def load_example(*argv: str, **environ: str) -> ExampleConfig:
+    return load(ExampleConfig, argv, environ, "example", "An example.")
+
+
+def test_defaults_stand_where_nothing_is_given() -> None:
+    assert load_example() == ExampleConfig()
+
+
+def test_flags_are_the_field_names_in_kebab_case() -> None:
+    config = load_example(
+        "--port", "9", "--wait-s", "0.25", "--model", "here", "--eager", "--dtype", "float32"
+    )
+    assert config == ExampleConfig(port=9, wait_s=0.25, model=Path("here"), eager=True, dtype="float32")
+
+
+def test_a_repeated_flag_becomes_a_tuple() -> None:
+    assert load_example("--folders", "a", "--folders", "b").folders == (Path("a"), Path("b"))
+
+
+def test_the_environment_is_read_with_our_prefix() -> None:
+    config = load_example(PACELINE_PORT="7", PACELINE_EAGER="yes", PACELINE_FOLDERS="a,b", PORT="8")
+    assert config == ExampleConfig(port=7, eager=True, folders=(Path("a"), Path("b")))
+
+
+def test_a_flag_wins_over_the_environment() -> None:
+    assert load_example("--port", "9", PACELINE_PORT="7").port == 9
+    assert load_example("--no-eager", PACELINE_EAGER="true").eager is False
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    assert load_example(PACELINE_PORT="").port == 8101
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--port", "70000"], "--port must be a whole number from 0 to 65535, got '70000'"),
+        (["--port", "x"], "--port must be a whole number from 0 to 65535, got 'x'"),
+        (["--wait-s", "nan"], "--wait-s must be a number of seconds, at least 0, got 'nan'"),
+        (["--wait-s", "-1"], "--wait-s must be a number of seconds, at least 0, got '-1'"),
+        (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, got 'int8'"),
+        (["--prot", "1"], "unrecognized arguments: --prot 1"),
+        (["--por", "1"], "unrecognized arguments: --por 1"),
+    ],
+)
+def test_a_bad_flag_is_refused_with_name_value_and_limit(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_example(*argv)
+    assert message in str(caught.value)
+
+
+def test_a_bad_variable_is_refused_by_its_own_name() -> None:
+    with pytest.raises(ConfigError, match="PACELINE_EAGER must be true or false, got 'perhaps'"):
+        load_example(PACELINE_EAGER="perhaps")
+
+
+def test_a_setting_without_default_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"--model is required \(or set PACELINE_MODEL\)"):
+        load(NeedyConfig, [], {}, "needy", "Needs a model.")
+
+
+def test_a_bad_setting_ends_the_process_in_one_line_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(ExampleConfig, ["--port", "x"], {}, "example", "An example.")
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        "example: error: --port must be a whole number from 0 to 65535, got 'x'\n"
+    )
+
+
+def test_help_names_default_limit_unit_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_example("--help")
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Longest wait. [a number of seconds, at least 0; default: 1.5; PACELINE_WAIT_S]" in text
+    assert "100 % eager." in text
+
+
+def test_passwords_never_reach_the_log() -> None:
+    config = ExampleConfig(redis_url="redis://user:secret@example:6379/2")
+    assert loggable(config)["redis_url"] == "redis://example:6379/2"
+    assert public_url("redis://:secret@[::1]:6379/0?password=x") == "redis://[::1]:6379/0"

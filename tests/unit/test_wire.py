@@ -1,0 +1,388 @@
+"""What goes over the wire comes back as it was, and what a peer malforms is refused by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import wire
+from paceline.core.errors import InvalidRequestError, RemoteProtocolError
+from paceline.core.messages import (
+    CloseSession,
+    Commit,
+    CommittedTokens,
+    DraftNodes,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    LaggingSession,
+    ModelIdentity,
+    NodeGuess,
+    OpenSession,
+    PositionLogprobs,
+    SpeculationRecord,
+    Timings,
+)
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
+
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+token_ids = st.lists(uint32, max_size=5).map(tuple)
+session_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def decimals(low: float, high: float) -> st.SearchStrategy[float]:
+    """Numbers as users write them: at most six digits."""
+    return st.integers(math.ceil(low * 1000), math.floor(high * 1000)).map(lambda milli: milli / 1000)
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    max_tokens = draw(st.integers(1, 2**32 - 1))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=draw(decimals(0, 100)),
+        top_p=draw(decimals(0.001, 1)),
+        top_k=draw(uint32),
+        min_p=draw(decimals(0, 1)),
+        repetition_penalty=draw(decimals(0.01, 100)),
+        presence_penalty=draw(decimals(-2, 2)),
+        frequency_penalty=draw(decimals(-2, 2)),
+        logit_bias=draw(st.lists(st.tuples(uint32, decimals(-100, 100)), max_size=3).map(tuple)),
+        min_tokens=draw(st.integers(0, max_tokens)),
+        stop_token_ids=draw(token_ids),
+        ignore_eos=draw(st.booleans()),
+        logprobs=draw(st.none() | st.integers(0, 20)),
+        seed=draw(uint64),
+    )
+
+
+speculation_params = st.builds(
+    SpeculationParams, enabled=st.booleans(), max_draft_tokens=st.none() | st.integers(0, 64)
+)
+identities = st.builds(
+    ModelIdentity,
+    name=st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    vocab_hash=session_ids,
+    vocab_size=st.integers(1, 2**32 - 1),
+    context_len=uint32,
+    eos_token_ids=token_ids,
+)
+requests = st.builds(
+    GenerateRequest,
+    session_id=session_ids,
+    epoch=uint64,
+    prompt_token_ids=st.lists(uint32, min_size=1, max_size=5).map(tuple),
+    committed_token_ids=token_ids,
+    sampling=sampling_params(),
+    speculation=speculation_params,
+    drafter_address=st.sampled_from(["", "127.0.0.1:8201"]),
+)
+records = st.builds(
+    SpeculationRecord,
+    num_steps=uint32,
+    num_spec_steps=uint32,
+    num_draft_tokens=uint32,
+    num_accepted_draft_tokens=uint32,
+    acceptance_histogram=token_ids,
+    mean_batch_size=float32,
+    num_hits=uint32,
+    num_misses=uint32,
+)
+timings = st.builds(Timings, queue_ns=uint64, prefill_ns=uint64, decode_ns=uint64)
+results = st.builds(
+    GenerateResult,
+    finish_reason=st.sampled_from(FinishReason),
+    num_prompt_tokens=uint32,
+    num_cached_tokens=uint32,
+    num_generated_tokens=uint32,
+    speculation=records,
+    timings=timings,
+)
+logprobs = st.builds(
+    PositionLogprobs,
+    token_id=uint32,
+    logprob=float32,
+    top=st.lists(st.tuples(uint32, float32), max_size=3).map(tuple),
+)
+
+
+@st.composite
+def committed_tokens(draw: st.DrawFn) -> CommittedTokens:
+    tokens = draw(token_ids)
+    reported = draw(st.booleans())
+    return CommittedTokens(
+        token_ids=tokens,
+        logprobs=tuple(draw(logprobs) for _ in tokens) if reported else (),
+        result=draw(st.none() | results),
+    )
+
+
+@st.composite
+def opens(draw: st.DrawFn) -> OpenSession:
+    tokens = draw(st.lists(uint32, min_size=1, max_size=5).map(tuple))
+    return OpenSession(
+        session_id=draw(session_ids),
+        epoch=draw(uint64),
+        token_ids=tokens,
+        prompt_len=draw(st.integers(1, len(tokens))),
+        sampling=draw(sampling_params()),
+        price=draw(decimals(0, 1)),
+        room=draw(uint32),
+    )
+
+
+commits = st.builds(
+    Commit,
+    session_id=session_ids,
+    epoch=uint64,
+    base_len=uint32,
+    token_ids=token_ids,
+    price=decimals(0, 1),
+    room=uint32,
+)
+closes = st.builds(CloseSession, session_id=session_ids, epoch=uint64)
+guesses = st.builds(
+    NodeGuess,
+    node_id=st.integers(1, 2**32 - 1),
+    parent_id=uint32,
+    token_id=uint32,
+    confidence=st.integers(0, 255).map(lambda level: level / 255),
+)
+nodes = st.builds(
+    DraftNodes,
+    session_id=session_ids,
+    epoch=uint64,
+    base_len=uint32,
+    nodes=st.lists(guesses, max_size=4).map(tuple),
+)
+lagging = st.builds(LaggingSession, session_id=session_ids, epoch=uint64, have_len=uint32)
+
+
+@given(sampling_params())
+def test_sampling_parameters_come_back_as_the_user_wrote_them(params: SamplingParams) -> None:
+    data = wire.sampling_to_pb(params).SerializeToString()
+    assert wire.sampling_from_pb(common_pb2.SamplingParams.FromString(data)) == params
+
+
+@given(st.floats(0.01, 100), st.floats(0, 1, exclude_min=True))
+def test_any_valid_float_stays_valid_and_settles_after_one_trip(temperature: float, top_p: float) -> None:
+    params = SamplingParams(
+        max_tokens=1, temperature=temperature, top_p=top_p, repetition_penalty=max(0.01, top_p)
+    )
+    once = wire.sampling_from_pb(wire.sampling_to_pb(params))
+    assert wire.sampling_from_pb(wire.sampling_to_pb(once)) == once
+    assert np.float32(once.temperature) == np.float32(temperature)
+
+
+def test_a_tiny_top_p_does_not_turn_into_off() -> None:
+    params = SamplingParams(max_tokens=1, top_p=1e-60)
+    assert wire.sampling_from_pb(wire.sampling_to_pb(params)).top_p < 1e-30
+
+
+@given(speculation_params)
+def test_speculation_parameters_come_back(params: SpeculationParams) -> None:
+    assert wire.speculation_from_pb(wire.speculation_to_pb(params)) == params
+
+
+@given(identities)
+def test_identities_come_back(identity: ModelIdentity) -> None:
+    assert wire.identity_from_pb(wire.identity_to_pb(identity)) == identity
+
+
+@given(requests)
+def test_generate_requests_come_back(request: GenerateRequest) -> None:
+    data = wire.generate_request_to_pb(request).SerializeToString()
+    assert wire.generate_request_from_pb(verifier_pb2.VerifierGenerateRequest.FromString(data)) == request
+
+
+@given(committed_tokens())
+def test_committed_tokens_come_back(committed: CommittedTokens) -> None:
+    data = wire.committed_to_pb(committed).SerializeToString()
+    assert wire.committed_from_pb(verifier_pb2.VerifierGenerateResponse.FromString(data)) == committed
+
+
+@given(records, timings)
+def test_records_and_timings_come_back(record: SpeculationRecord, timing: Timings) -> None:
+    assert wire.speculation_record_from_pb(wire.speculation_record_to_pb(record)) == record
+    assert wire.timings_from_pb(wire.timings_to_pb(timing)) == timing
+
+
+@given(
+    st.none() | identities,
+    st.lists(opens(), max_size=2),
+    st.lists(commits, max_size=3),
+    st.lists(closes, max_size=2),
+)
+def test_a_verifiers_messages_come_back_as_opens_commits_closes(
+    target: ModelIdentity | None,
+    some_opens: list[OpenSession],
+    some_commits: list[Commit],
+    some_closes: list[CloseSession],
+) -> None:
+    message = wire.draft_request_to_pb([*some_closes, *some_commits, *some_opens], target)
+    data = message.SerializeToString()
+    assert wire.draft_request_from_pb(drafter_pb2.DraftRequest.FromString(data)) == (
+        target,
+        [*some_opens, *some_commits, *some_closes],
+    )
+
+
+@given(st.none() | identities, st.lists(nodes, max_size=3), st.lists(lagging, max_size=2))
+def test_a_drafters_messages_come_back_as_nodes_then_lagging(
+    draft: ModelIdentity | None, some_nodes: list[DraftNodes], some_lagging: list[LaggingSession]
+) -> None:
+    data = wire.draft_response_to_pb([*some_lagging, *some_nodes], draft).SerializeToString()
+    assert wire.draft_response_from_pb(drafter_pb2.DraftResponse.FromString(data)) == (
+        draft,
+        [*some_nodes, *some_lagging],
+    )
+
+
+@given(st.floats(0, 1))
+def test_a_confidence_loses_at_most_half_a_255th(confidence: float) -> None:
+    guess = NodeGuess(node_id=1, parent_id=0, token_id=5, confidence=confidence)
+    sent = DraftNodes(session_id="s", epoch=0, base_len=1, nodes=(guess,))
+    _, (received,) = wire.draft_response_from_pb(wire.draft_response_to_pb([sent]))
+    assert isinstance(received, DraftNodes)
+    assert abs(received.nodes[0].confidence - confidence) <= 0.5 / 255 + 1e-12
+
+
+REQUEST = GenerateRequest(
+    session_id="s",
+    epoch=1,
+    prompt_token_ids=(1, 2),
+    sampling=SamplingParams(max_tokens=3),
+    speculation=SpeculationParams(),
+)
+
+
+@pytest.mark.parametrize("field", ["session_id", "prompt_token_ids", "sampling"])
+def test_a_generate_request_without_a_needed_field_is_refused_by_name(field: str) -> None:
+    message = wire.generate_request_to_pb(REQUEST)
+    message.ClearField(field)  # type: ignore[arg-type]  # the stub lists the names it takes
+    with pytest.raises(InvalidRequestError) as caught:
+        wire.generate_request_from_pb(message)
+    assert caught.value.field == field
+
+
+def test_a_generate_request_without_speculation_takes_the_defaults() -> None:
+    message = wire.generate_request_to_pb(replace(REQUEST, speculation=SpeculationParams(enabled=False)))
+    message.ClearField("speculation")
+    assert wire.generate_request_from_pb(message).speculation == SpeculationParams()
+
+
+def test_sampling_fields_left_at_zero_by_a_client_are_off() -> None:
+    params = wire.sampling_from_pb(common_pb2.SamplingParams(max_tokens=4))
+    assert params == SamplingParams(max_tokens=4, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "params"),
+    [
+        ("max_tokens", SamplingParams(max_tokens=2**32)),
+        ("top_k", SamplingParams(max_tokens=1, top_k=2**32)),
+        ("stop_token_ids", SamplingParams(max_tokens=1, stop_token_ids=(-1,))),
+        ("logit_bias", SamplingParams(max_tokens=1, logit_bias=((-1, 1.0),))),
+    ],
+)
+def test_numbers_too_large_for_the_wire_are_refused_by_field(field: str, params: SamplingParams) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        wire.sampling_to_pb(params)
+    assert caught.value.field == field
+
+
+def draft_response(**lists: list[int]) -> drafter_pb2.DraftResponse:
+    whole = {"node_ids": [1], "parent_ids": [0], "token_ids": [7], "confidences": [9]}
+    entry = drafter_pb2.DraftNodes(session_id="s", epoch=1, base_len=1, **(whole | lists))
+    return drafter_pb2.DraftResponse(nodes=[entry])
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"parent_ids": []},
+        {"token_ids": [1, 2]},
+        {"confidences": []},
+        {"confidences": [256]},
+        {"node_ids": [0]},
+    ],
+)
+def test_a_malformed_tree_is_refused_by_field(lists: dict[str, list[int]]) -> None:
+    (field,) = lists
+    with pytest.raises(RemoteProtocolError, match=rf"DraftNodes\.{field}"):
+        wire.draft_response_from_pb(draft_response(**lists))
+
+
+OPEN = drafter_pb2.OpenSession(
+    session_id="s",
+    epoch=1,
+    token_ids=[1, 2],
+    prompt_len=2,
+    sampling=common_pb2.SamplingParams(max_tokens=1),
+    price=0.5,
+)
+
+
+def changed(**fields: object) -> drafter_pb2.OpenSession:
+    entry = drafter_pb2.OpenSession()
+    entry.CopyFrom(OPEN)
+    for name, value in fields.items():
+        setattr(entry, name, value)
+    return entry
+
+
+def without_sampling() -> drafter_pb2.OpenSession:
+    entry = changed()
+    entry.ClearField("sampling")
+    return entry
+
+
+def with_bad_sampling() -> drafter_pb2.OpenSession:
+    entry = changed()
+    entry.sampling.temperature = -1.0
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("entry", "field"),
+    [
+        (without_sampling(), "OpenSession.sampling"),
+        (with_bad_sampling(), "OpenSession.sampling.temperature"),
+        (changed(prompt_len=3), "OpenSession.prompt_len"),
+        (changed(prompt_len=0), "OpenSession.prompt_len"),
+        (changed(price=float("nan")), "OpenSession.price"),
+        (changed(price=1.5), "OpenSession.price"),
+        (changed(session_id=""), "OpenSession.session_id"),
+    ],
+)
+def test_a_malformed_open_is_refused_by_field(entry: drafter_pb2.OpenSession, field: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=field.replace(".", r"\.")):
+        wire.draft_request_from_pb(drafter_pb2.DraftRequest(opens=[entry]))
+
+
+def test_an_identity_without_vocabulary_is_refused() -> None:
+    request = drafter_pb2.DraftRequest(target=common_pb2.ModelIdentity(name="demo"))
+    with pytest.raises(RemoteProtocolError, match=r"ModelIdentity\.vocab_hash"):
+        wire.draft_request_from_pb(request)
+
+
+def test_log_probabilities_must_be_one_a_token() -> None:
+    message = verifier_pb2.VerifierGenerateResponse(
+        token_ids=[1, 2], logprobs=[common_pb2.PositionLogprobs()]
+    )
+    with pytest.raises(RemoteProtocolError, match="logprobs"):
+        wire.committed_from_pb(message)
+
+
+def test_a_result_without_finish_reason_is_refused() -> None:
+    message = verifier_pb2.VerifierGenerateResponse(result=verifier_pb2.VerifierGenerateResult())
+    with pytest.raises(RemoteProtocolError, match="finish_reason"):
+        wire.committed_from_pb(message)

@@ -1,0 +1,163 @@
+"""Tiny runs end to end: training, distillation, evaluation and export."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from paceline.training import demo
+from paceline.training.batches import encode_for, save_store
+from paceline.training.corpus import SourceFile
+from paceline.training.demo import DemoConfig, train_target
+from paceline.training.distill import DistillConfig, distill, first_layers
+from paceline.training.evaluate import encode_prompts, mean_chain_length, measure, table
+from paceline.training.loop import Schedule
+from paceline.training.models import load_model
+from paceline.training.tokenizer import BEGIN_ID, END_ID, load_tokenizer
+
+TEXT = "".join(f"def add_{n}(left, right):\n    return left + right * {n}\n\n" for n in range(200))
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path, target_folder: Path) -> DemoConfig:
+    """A run whose tokens are already there, so that no test reads the whole library."""
+    out = tmp_path / "run"
+    out.mkdir()
+    files = [SourceFile(path="a.py", text=TEXT)]
+    store = encode_for(load_tokenizer(target_folder), files, BEGIN_ID, END_ID, 0)
+    save_store(store, out / "train.npy")
+    save_store(store, out / "held_out.npy")
+    return DemoConfig(out=out, steps=6, batch_tokens=1024, warmup_steps=2, checkpoint_every=3, resume=True)
+
+
+@pytest.fixture(autouse=True)
+def float32_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same arithmetic on every machine."""
+    for name in ("demo", "distill"):
+        monkeypatch.setattr(f"paceline.training.{name}.has_fast_bfloat16", lambda device: False)
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
+    tiny_run: DemoConfig, tiny_config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, "load_checkpoint", start_anew)
+        whole = train_target(tiny_run, tiny_config).state_dict()
+        patch.setattr(demo.MixedOptimizer, "step", interrupted_at(4))
+        with pytest.raises(KeyboardInterrupt):
+            train_target(tiny_run, tiny_config)
+    resumed = train_target(tiny_run, tiny_config).state_dict()
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value)
+
+
+def start_anew(*_: object) -> tuple[int, dict[str, object]]:
+    """Stands in for a checkpoint, where the tokens are there and the run is not."""
+    return 0, {}
+
+
+def interrupted_at(step: int) -> Callable[[demo.MixedOptimizer, float], float]:
+    """An optimizer step that fails on the given call, as Ctrl-C would make it."""
+    original = demo.MixedOptimizer.step
+    calls: list[float] = []
+
+    def stopping(self: demo.MixedOptimizer, factor: float) -> float:
+        if len(calls) == step:
+            raise KeyboardInterrupt
+        calls.append(factor)
+        return original(self, factor)
+
+    return stopping
+
+
+def test_resuming_without_a_checkpoint_is_refused(tiny_run: DemoConfig, tiny_config: LlamaConfig) -> None:
+    with pytest.raises(FileNotFoundError, match="checkpoint"):
+        train_target(tiny_run, tiny_config)
+
+
+def test_training_lowers_the_loss(
+    tiny_run: DemoConfig, tiny_config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "load_checkpoint", start_anew)
+    _, held_out = demo.prepare(tiny_run)
+    torch.manual_seed(tiny_run.seed)
+    before = demo.held_out_loss(LlamaForCausalLM(tiny_config), held_out, 1024)
+    model = train_target(replace(tiny_run, steps=20), tiny_config)
+    assert demo.held_out_loss(model, held_out, 1024) < before
+
+
+def test_the_schedule_warms_up_stays_and_decays() -> None:
+    schedule = Schedule(steps=100, warmup_steps=10, decay_from=50, floor=0.1)
+    assert schedule.factor(0) == pytest.approx(0.1)
+    assert schedule.factor(30) == 1.0
+    assert schedule.factor(75) == pytest.approx(0.55)
+    assert schedule.factor(100) == pytest.approx(0.1)
+
+
+def test_the_undistilled_drafter_with_all_layers_is_the_target(target_folder: Path) -> None:
+    target = load_model(target_folder).eval()
+    whole = first_layers(target, 3).eval()
+    ids = torch.arange(5, 37).unsqueeze(0)
+    assert torch.equal(whole(input_ids=ids).logits, target(input_ids=ids).logits)
+
+
+def test_more_layers_than_the_target_has_are_refused(target_folder: Path) -> None:
+    with pytest.raises(ValueError, match="layers is 4, but the target has 3"):
+        first_layers(load_model(target_folder), 4)
+
+
+def make_distillation(tmp_path: Path, target_folder: Path) -> DistillConfig:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.py").write_text(TEXT, encoding="utf-8")
+    return DistillConfig(
+        target=target_folder,
+        out=tmp_path / "drafter-run",
+        layers=1,
+        steps=8,
+        batch_tokens=1024,
+        row_tokens=64,
+        round_rows=16,
+        steps_per_round=2,
+        rounds_kept=2,
+        checkpoint_every=4,
+        corpus=corpus,
+    )
+
+
+def test_distillation_raises_acceptance_and_resumes_exactly(tmp_path: Path, target_folder: Path) -> None:
+    config = make_distillation(tmp_path, target_folder)
+    target = load_model(target_folder).eval()
+    prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
+    before = measure(target, first_layers(target, 1).eval(), prompts, 1.0, num_new=64)
+    distill(replace(config, steps=4))
+    whole = distill(replace(config, steps=8))
+    after = measure(target, whole.eval(), prompts, 1.0, num_new=64)
+    assert after.classic_bound > before.classic_bound
+    again = distill(replace(config, resume=True)).state_dict()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again[name], value)
+
+
+def test_a_model_agrees_with_itself_at_every_temperature(target_folder: Path) -> None:
+    target = load_model(target_folder).eval()
+    prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
+    for temperature in (0.0, 1.0):
+        found = measure(target, target, prompts, temperature, num_new=24)
+        assert found.coupled == pytest.approx(1.0)
+        assert found.classic_bound == pytest.approx(1.0, abs=1e-4)
+        assert found.mean_length[3] == pytest.approx(4.0)
+        assert f"| {temperature:g} |" in table([found])
+
+
+def test_chain_lengths_count_the_targets_own_token() -> None:
+    assert mean_chain_length([[True, True, False, True, False, False, True, True]], 2) == 2.0
+
+
+def test_an_export_is_bfloat16_and_loads_with_transformers(target_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(target_folder)
+    assert model.dtype == torch.bfloat16
+    assert "Python Software Foundation" in (target_folder / "README.md").read_text("utf-8")
