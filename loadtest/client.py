@@ -89,9 +89,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line[len("data: ") :])
 
 
-def _take(
-    completion: Completion, event: dict[str, Any], now_s: float, on_text: Callable[[str], None] | None
-) -> None:
+def _take(completion: Completion, event: dict[str, Any], now_s: float, on_text: Callable[[str], None] | None) -> None:
     if "error" in event:
         completion.error = json.dumps(event["error"])
         return

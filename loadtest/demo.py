@@ -32,7 +32,11 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per prompt (default 96)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 8], help="requests at a time, for the table (default 1 8)"
+        "--concurrency",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        help="requests at a time, for the table (default 1 8)",
     )
     raise SystemExit(0 if asyncio.run(show(parser.parse_args())) else 1)
 
@@ -40,7 +44,13 @@ def main() -> None:
 async def show(arguments: argparse.Namespace) -> bool:
     """Runs the whole demo; True when all texts were identical."""
     asks = [
-        Ask(prompt=prompt, max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_p=0.95, seed=seed)
+        Ask(
+            prompt=prompt,
+            max_tokens=arguments.max_tokens,
+            temperature=arguments.temperature,
+            top_p=0.95,
+            seed=seed,
+        )
         for seed, prompt in enumerate(unseen_prompts(arguments.prompts))
     ]
     async with bench_fleet() as fleet:
@@ -87,7 +97,10 @@ async def _table(url: str, asks: Sequence[Ask], concurrencies: Sequence[int]) ->
         speculative = await _run(url, asks, concurrency, SPECULATIVE, "speculative")
         texts = [[each.text for each in result.completions] for result in (plain, speculative)]
         same = same and texts[0] == texts[1]
-        rows += [_row("plain", concurrency, plain, plain), _row("speculative", concurrency, speculative, plain)]
+        rows += [
+            _row("plain", concurrency, plain, plain),
+            _row("speculative", concurrency, speculative, plain),
+        ]
     print(
         f"{'':12} {'streams':>8} {'tokens/s':>9} {'ratio':>6} {'accepted':>9} {'length':>7} {'gamma':>6} {'batch':>6}"
     )

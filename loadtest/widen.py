@@ -12,9 +12,7 @@ from paceline.training.widen import PRESETS, widen
 
 def main() -> int:
     """Parse the command line and widen; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="Llama-family checkpoint folder")
     parser.add_argument("out", type=Path, help="new folder, must not exist")
     size = parser.add_mutually_exclusive_group(required=True)

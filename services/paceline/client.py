@@ -39,9 +39,7 @@ class GenerateConfig:
     top_p: float = setting(1.0, help="Nucleus mass.", low=0.0, high=1.0)
     seed: int | None = setting(None, help="The same seed gives the same text.", low=0)
     speculation: bool = setting(True, help="Use draft tokens; they never change the text.")
-    max_draft_tokens: int | None = setting(
-        None, help="Most draft tokens verified in one step.", low=0, high=64
-    )
+    max_draft_tokens: int | None = setting(None, help="Most draft tokens verified in one step.", low=0, high=64)
     timeout_s: float = setting(120.0, help="Longest wait for the next piece.", unit="seconds", low=0.1)
 
 

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -27,6 +28,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "GrpcServer",
     "error_from_rpc",
+    "grpc_server",
     "install_signal_handlers",
     "run",
     "start_grpc_server",
@@ -53,9 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Health(Protocol):
-    async def set(
-        self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType
-    ) -> None: ...
+    async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None: ...
 
     async def enter_graceful_shutdown(self) -> None: ...
 
@@ -129,15 +129,29 @@ async def start_grpc_server(
     health_servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     add_servicers(server)
-    reflection.enable_server_reflection(
-        (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
+    reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     bound_port = _bind(server, host, port)
     started = GrpcServer(server, health_servicer, service_names, host=host, port=bound_port)
     await started.not_ready()
     await server.start()
     _log.info("grpc server listens", extra={"address": started.address})
     return started
+
+
+@asynccontextmanager
+async def grpc_server(
+    *,
+    host: str,
+    port: int,
+    add_servicers: Callable[[grpc.aio.Server], None],
+    service_names: Sequence[str],
+) -> AsyncIterator[GrpcServer]:
+    """Runs a server for the time of the block; see `start_grpc_server`. Calls left at its end are cancelled."""
+    server = await start_grpc_server(host=host, port=port, add_servicers=add_servicers, service_names=service_names)
+    try:
+        yield server
+    finally:
+        await server.stop(0)
 
 
 def install_signal_handlers(stop_event: asyncio.Event) -> None:

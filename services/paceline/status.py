@@ -64,9 +64,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        behaviour = (
-            handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        )
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         wrapped = _guard(behaviour, handler_call_details.method)
         if wrapped is None:
             return handler

@@ -21,12 +21,8 @@ from paceline.store.base import Replica, SessionRecord, Store, open_store
 from paceline.store.redis import RedisStore
 
 HOST = "127.0.0.1"
-IDENTITY = ModelIdentity(
-    name="demo", vocab_hash="abc", vocab_size=4096, context_len=1024, eos_token_ids=(0, 3)
-)
-VERIFIER = Replica(
-    replica_id="v1", role="verifier", address="127.0.0.1:8101", identity=IDENTITY, max_sessions=16
-)
+IDENTITY = ModelIdentity(name="demo", vocab_hash="abc", vocab_size=4096, context_len=1024, eos_token_ids=(0, 3))
+VERIFIER = Replica(replica_id="v1", role="verifier", address="127.0.0.1:8101", identity=IDENTITY, max_sessions=16)
 DRAFTER = Replica(replica_id="d1", role="drafter", address="127.0.0.1:8201", identity=IDENTITY)
 GATEWAY = Replica(replica_id="g1", role="gateway", address="127.0.0.1:8001")
 SESSION = SessionRecord(

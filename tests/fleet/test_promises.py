@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 import torch
+from loadtest.client import Ask, Completion, run_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from loadtest.client import Ask, Completion, run_batch
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.training.corpus import unseen_prompts
 from tests.fleet.client import Sampled, sample, sample_all
@@ -81,9 +81,7 @@ def test_gamma_tree_shape_and_batch_change_no_sampled_token(
 
 
 @pytest.mark.parametrize("fleet_name", ["trees", "chains"])
-def test_a_drafter_killed_in_mid_stream_and_restarted_changes_no_token(
-    request, prompts, sampled_plainly, fleet_name
-):
+def test_a_drafter_killed_in_mid_stream_and_restarted_changes_no_token(request, prompts, sampled_plainly, fleet_name):
     runner = request.getfixturevalue(fleet_name)
     restarts = runner.fleet.restart_count("drafter")
 

@@ -35,7 +35,9 @@ def tiny_pair(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @asynccontextmanager
-async def running_verifier(folder: Path) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
+async def running_verifier(
+    folder: Path,
+) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
     """A verifier service and a stub to call it."""
     identity = model_identity(folder, "tiny")
     host = TargetHost(
@@ -77,9 +79,7 @@ async def running_drafter(folder: Path, port: int = 0) -> AsyncIterator[tuple[st
             decoder=load_decoder(folder, "float32", "cpu", 1),
             identity=identity,
             num_blocks=128,
-            limits=DraftLimits(
-                width=2, max_rows=8, max_rows_per_session=2, max_num_batched_tokens=64, max_num_seqs=8
-            ),
+            limits=DraftLimits(width=2, max_rows=8, max_rows_per_session=2, max_num_batched_tokens=64, max_num_seqs=8),
             clock=time.monotonic,
         ),
         metrics=DrafterMetrics(CollectorRegistry()),

@@ -78,9 +78,7 @@ def script() -> Iterator[Script]:
         thread.join()
 
 
-def test_text_goes_to_stdout_and_the_record_to_stderr(
-    script: Script, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_goes_to_stdout_and_the_record_to_stderr(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     client.main(["Say hello", "--url", script.url, "--seed", "7", "--no-speculation"])
     printed = capsys.readouterr()
     assert printed.out == "Hello, wörld\n"

@@ -8,7 +8,14 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from paceline.core.messages import CloseSession, Commit, DraftNodes, LaggingSession, ModelIdentity, OpenSession
+from paceline.core.messages import (
+    CloseSession,
+    Commit,
+    DraftNodes,
+    LaggingSession,
+    ModelIdentity,
+    OpenSession,
+)
 from paceline.core.params import SamplingParams
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
 from paceline.wire import draft_request_to_pb, draft_response_from_pb
@@ -28,9 +35,7 @@ def opened(session_id: str = "s", epoch: int = 1, length: int = 10, room: int = 
 
 
 def committed(session_id: str = "s", base_len: int = 10, token_ids=(1,), epoch: int = 1) -> Commit:
-    return Commit(
-        session_id=session_id, epoch=epoch, base_len=base_len, token_ids=tuple(token_ids), price=0.0, room=8
-    )
+    return Commit(session_id=session_id, epoch=epoch, base_len=base_len, token_ids=tuple(token_ids), price=0.0, room=8)
 
 
 class Stream:
@@ -118,7 +123,10 @@ BAD = {
         "target",
         drafter_pb2.DraftRequest(opens=[drafter_pb2.OpenSession(session_id="s", epoch=1)]),
     ),
-    "token outside the vocabulary": ("target", draft_request_to_pb([opened(), committed(token_ids=(4_000_000,))])),
+    "token outside the vocabulary": (
+        "target",
+        draft_request_to_pb([opened(), committed(token_ids=(4_000_000,))]),
+    ),
 }
 
 

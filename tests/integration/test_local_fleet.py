@@ -88,9 +88,7 @@ async def test_a_service_that_cannot_start_is_reported_and_its_log_stays(
     argv = [*FREE_PORTS, *SMALL, "--model", str(bare), "--draft-model", str(draft)]
     spec = load(FleetSpec, [*argv, "--log-dir", str(tmp_path / "logs")], {}, "up", "")
     fleet = LocalFleet(spec, environ=os.environ)
-    with pytest.raises(
-        ConfigError, match=r"verifier-0 ended with exit status 2 before it was ready: .*tokenizer"
-    ):
+    with pytest.raises(ConfigError, match=r"verifier-0 ended with exit status 2 before it was ready: .*tokenizer"):
         await fleet.__aenter__()
     assert "tokenizer" in (tmp_path / "logs" / "verifier-0.log").read_text()
 

@@ -58,9 +58,7 @@ class FailingServicer(
         self.error = error
         self.ended = asyncio.Event()
 
-    async def Generate(
-        self, request: Any, context: Any
-    ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
         try:
             yield verifier_pb2.VerifierGenerateResponse(token_ids=[1])
             if self.error is not None:
@@ -99,9 +97,7 @@ async def running(servicer: FailingServicer) -> AsyncIterator[tuple[GrpcServer, 
 
 
 async def unary_stream_error(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
-    call = verifier_pb2_grpc.VerifierStub(channel).Generate(
-        verifier_pb2.VerifierGenerateRequest(), timeout=30
-    )
+    call = verifier_pb2_grpc.VerifierStub(channel).Generate(verifier_pb2.VerifierGenerateRequest(), timeout=30)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for response in call:
             assert response.token_ids == [1]
@@ -135,9 +131,7 @@ ERRORS: list[tuple[PacelineError, grpc.StatusCode]] = [
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("error", "code"), ERRORS)
-async def test_an_error_crosses_the_wire_as_its_type(
-    error: PacelineError, code: grpc.StatusCode, call: Any
-) -> None:
+async def test_an_error_crosses_the_wire_as_its_type(error: PacelineError, code: grpc.StatusCode, call: Any) -> None:
     async with running(FailingServicer(error)) as (_, channel):
         status = await call(channel)
     assert status.code() is code
@@ -187,9 +181,7 @@ async def test_health_serves_only_between_ready_and_drain() -> None:
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def statuses() -> set[int]:
-            answers = [
-                await stub.Check(health_pb2.HealthCheckRequest(service=name)) for name in ("", VERIFIER)
-            ]
+            answers = [await stub.Check(health_pb2.HealthCheckRequest(service=name)) for name in ("", VERIFIER)]
             return {answer.status for answer in answers}
 
         assert await statuses() == {NOT_SERVING}
@@ -216,9 +208,7 @@ async def test_reflection_lists_the_services() -> None:
 async def test_a_port_in_use_is_named_with_the_way_out() -> None:
     async with running(FailingServicer()) as (server, _):
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{server.port}.*--port"):
-            await start_grpc_server(
-                host="127.0.0.1", port=server.port, add_servicers=lambda _: None, service_names=[]
-            )
+            await start_grpc_server(host="127.0.0.1", port=server.port, add_servicers=lambda _: None, service_names=[])
 
 
 async def test_a_port_held_by_another_program_is_named() -> None:
@@ -245,9 +235,7 @@ async def test_sigterm_sets_the_stop_event() -> None:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [("ConfigError('no model')", 2), ("UnavailableError('no redis')", 1)]
-)
+@pytest.mark.parametrize(("error", "status"), [("ConfigError('no model')", 2), ("UnavailableError('no redis')", 1)])
 def test_run_ends_with_one_line_and_a_status(error: str, status: int) -> None:
     program = (
         "from paceline.core.errors import *\nfrom paceline.serving import run\n"

@@ -136,9 +136,7 @@ async def test_a_child_that_cannot_start_is_reported_with_its_last_words(
     supervisor: Supervisor, said: list[str], tmp_path: Path
 ) -> None:
     program = "import sys; sys.exit('no such checkpoint')"
-    with pytest.raises(
-        ConfigError, match=r"b ended with exit status 1 before it was ready: no such checkpoint"
-    ):
+    with pytest.raises(ConfigError, match=r"b ended with exit status 1 before it was ready: no such checkpoint"):
         await supervisor.start([spec(tmp_path, "a", SLEEPER), spec(tmp_path, "b", program)], timeout_s=30)
     assert said == []
 
@@ -147,9 +145,7 @@ async def test_a_program_that_is_not_there_is_named(supervisor: Supervisor, tmp_
     async def never() -> bool:
         return False
 
-    missing = ChildSpec(
-        name="m", argv=("no-such-program",), env=ENV, is_healthy=never, log_path=tmp_path / "log"
-    )
+    missing = ChildSpec(name="m", argv=("no-such-program",), env=ENV, is_healthy=never, log_path=tmp_path / "log")
     with pytest.raises(ConfigError, match=r"m ended with exit status 127 .*cannot run no-such-program"):
         await supervisor.start([missing], timeout_s=30)
 
@@ -159,9 +155,7 @@ async def test_a_child_that_is_never_well_is_given_up(supervisor: Supervisor, tm
         await supervisor.start([spec(tmp_path, "a", "import time; time.sleep(600)")], timeout_s=0.2)
 
 
-async def test_stop_ends_the_last_started_first_and_lets_them_finish(
-    supervisor: Supervisor, tmp_path: Path
-) -> None:
+async def test_stop_ends_the_last_started_first_and_lets_them_finish(supervisor: Supervisor, tmp_path: Path) -> None:
     await supervisor.start([spec(tmp_path, "first", POLITE)], timeout_s=30)
     await supervisor.start([spec(tmp_path, "second", POLITE)], timeout_s=30)
     pids = [child.pid for child in supervisor.children]
@@ -171,9 +165,7 @@ async def test_stop_ends_the_last_started_first_and_lets_them_finish(
         await gone(pid)
 
 
-async def test_a_stopped_process_is_continued_so_that_it_can_end(
-    supervisor: Supervisor, tmp_path: Path
-) -> None:
+async def test_a_stopped_process_is_continued_so_that_it_can_end(supervisor: Supervisor, tmp_path: Path) -> None:
     await supervisor.start([spec(tmp_path, "a", POLITE)], timeout_s=30)
     supervisor.child("a").send_signal(signal.SIGSTOP)
     await supervisor.stop(grace_s=30)

@@ -10,8 +10,8 @@ from paceline.core.allocator import Allocator, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
-from paceline.engine.identity import model_identity
 from paceline.engine.decoder import load_decoder
+from paceline.engine.identity import model_identity
 from paceline.engine.target import Cancel, DraftsArrived, LinkChanged, Submit, TargetEngine, TargetLimits
 
 DRAFTER = "drafter:1"
@@ -79,7 +79,11 @@ class EnginePair:
             identity=model_identity(self.drafter_folder, "drafter"),
             num_blocks=256,
             limits=DraftLimits(
-                width=self.width, max_rows=16, max_rows_per_session=2, max_num_batched_tokens=128, max_num_seqs=64
+                width=self.width,
+                max_rows=16,
+                max_rows_per_session=2,
+                max_num_batched_tokens=128,
+                max_num_seqs=64,
             ),
             clock=self.clock,
         )

@@ -38,9 +38,7 @@ def test_help_and_the_commands_of_a_client_load_nothing_heavy() -> None:
         "heavy = {'torch', 'transformers', 'numba', 'fastapi'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", program], env=ENV, check=True, timeout=60, stdout=subprocess.DEVNULL
-    )
+    subprocess.run([sys.executable, "-c", program], env=ENV, check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
 def test_the_module_is_the_command() -> None:

@@ -36,9 +36,7 @@ def test_defaults_stand_where_nothing_is_given() -> None:
 
 
 def test_flags_are_the_field_names_in_kebab_case() -> None:
-    config = load_example(
-        "--port", "9", "--wait-s", "0.25", "--model", "here", "--eager", "--dtype", "float32"
-    )
+    config = load_example("--port", "9", "--wait-s", "0.25", "--model", "here", "--eager", "--dtype", "float32")
     assert config == ExampleConfig(port=9, wait_s=0.25, model=Path("here"), eager=True, dtype="float32")
 
 
@@ -92,9 +90,7 @@ def test_a_bad_setting_ends_the_process_in_one_line_with_status_2(capsys: pytest
     with pytest.raises(SystemExit) as caught:
         parse(ExampleConfig, ["--port", "x"], {}, "example", "An example.")
     assert caught.value.code == 2
-    assert capsys.readouterr().err == (
-        "example: error: --port must be a whole number from 0 to 65535, got 'x'\n"
-    )
+    assert capsys.readouterr().err == ("example: error: --port must be a whole number from 0 to 65535, got 'x'\n")
 
 
 def test_help_names_default_limit_unit_and_variable(capsys: pytest.CaptureFixture[str]) -> None:

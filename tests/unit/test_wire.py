@@ -174,9 +174,7 @@ def test_sampling_parameters_come_back_as_the_user_wrote_them(params: SamplingPa
 
 @given(st.floats(0.01, 100), st.floats(0, 1, exclude_min=True))
 def test_any_valid_float_stays_valid_and_settles_after_one_trip(temperature: float, top_p: float) -> None:
-    params = SamplingParams(
-        max_tokens=1, temperature=temperature, top_p=top_p, repetition_penalty=max(0.01, top_p)
-    )
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_p=top_p, repetition_penalty=max(0.01, top_p))
     once = wire.sampling_from_pb(wire.sampling_to_pb(params))
     assert wire.sampling_from_pb(wire.sampling_to_pb(once)) == once
     assert np.float32(once.temperature) == np.float32(temperature)
@@ -375,9 +373,7 @@ def test_an_identity_without_vocabulary_is_refused() -> None:
 
 
 def test_log_probabilities_must_be_one_a_token() -> None:
-    message = verifier_pb2.VerifierGenerateResponse(
-        token_ids=[1, 2], logprobs=[common_pb2.PositionLogprobs()]
-    )
+    message = verifier_pb2.VerifierGenerateResponse(token_ids=[1, 2], logprobs=[common_pb2.PositionLogprobs()])
     with pytest.raises(RemoteProtocolError, match="logprobs"):
         wire.committed_from_pb(message)
 

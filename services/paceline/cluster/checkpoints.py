@@ -19,6 +19,7 @@ from pathlib import Path
 
 import paceline
 from paceline.core.errors import ConfigError
+from paceline.vocabulary import vocab_hash
 
 MODELS_FOLDER = Path(paceline.__file__).parent / "models"
 DEMO_TARGET = MODELS_FOLDER / "demo-target"
@@ -70,9 +71,7 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None]) 
     """
     weights = DEMO_TARGET / "model.safetensors"
     if not weights.is_file():
-        raise ConfigError(
-            f"the demo pair is not in {MODELS_FOLDER}: name checkpoints with --model and --draft-model"
-        )
+        raise ConfigError(f"the demo pair is not in {MODELS_FOLDER}: name checkpoints with --model and --draft-model")
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
     out = cache_folder(environ) / digest / WIDENED_NAME
     if not (out / "config.json").is_file():
@@ -103,7 +102,7 @@ def facts_of(path: Path) -> CheckpointFacts:
             num_parameters=num_parameters(path),
             vocab_size=int(config["vocab_size"]),
             context_len=int(config["max_position_embeddings"]),
-            vocab_hash=_vocab_hash(path),
+            vocab_hash=vocab_hash(path),
             widened_from=None if widened is None else str(widened["name"]),
         )
     except (ValueError, KeyError, TypeError, struct.error) as error:
@@ -113,13 +112,6 @@ def facts_of(path: Path) -> CheckpointFacts:
 def num_parameters(path: Path) -> int:
     """Returns how many numbers the weight files hold; raises `ValueError` when one is broken."""
     return sum(_num_parameters(file) for file in sorted(path.glob("*.safetensors")))
-
-
-def _vocab_hash(path: Path) -> str:
-    # Lazy: no other command here needs what the engine's reader imports.
-    from paceline.engine.config import vocab_hash
-
-    return vocab_hash(path)
 
 
 def _num_parameters(file: Path) -> int:
@@ -137,9 +129,7 @@ def _widen_in_own_process(out: Path, environ: Mapping[str, str]) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write to {out.parent}: {error.strerror}; set XDG_CACHE_HOME") from error
     command = [sys.executable, "-m", "paceline.cluster.checkpoints", str(DEMO_TARGET), str(out)]
-    ended = subprocess.run(
-        command, env=child_environment(environ), capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run(command, env=child_environment(environ), capture_output=True, text=True, check=False)
     # Another fleet may have made it at the same time.
     if ended.returncode != 0 and not (out / "config.json").is_file():
         raise ConfigError(f"widening the demo target failed: {ended.stderr.strip()[-500:]}")

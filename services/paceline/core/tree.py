@@ -38,8 +38,8 @@ class Node:
         self.token_id = token_id
         self.position = position
         self.confidence = confidence
-        above = 0.0 if parent is None else parent.log_weight
-        self.log_weight = above + math.log(max(confidence, LEAST_CONFIDENCE))
+        above: float = 0.0 if parent is None else parent.log_weight
+        self.log_weight: float = above + math.log(max(confidence, LEAST_CONFIDENCE))
         self.children: dict[int, Node] = {}
         self.state = NodeState.LIVE
 
@@ -158,9 +158,7 @@ class DraftTree:
 
     def _remember(self, guess: NodeGuess, position: int) -> None:
         """The guess came late but was right: its children may still be of use."""
-        node = Node(
-            node_id=guess.node_id, parent=None, token_id=guess.token_id, position=position, confidence=1.0
-        )
+        node = Node(node_id=guess.node_id, parent=None, token_id=guess.token_id, position=position, confidence=1.0)
         node.state = NodeState.COMMITTED
         self._index[guess.node_id] = node
 

@@ -18,15 +18,15 @@ from paceline.drafter.config import DrafterConfig
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
-from paceline.engine.identity import model_identity
 from paceline.engine.decoder import load_decoder
+from paceline.engine.identity import model_identity
 from paceline.engine.process import prepare_process
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics, start_metrics_server
 from paceline.rpc.v1 import drafter_pb2_grpc
-from paceline.serving import run, start_grpc_server, until_stopped
+from paceline.serving import grpc_server, run, until_stopped
 from paceline.store.announcer import announced
-from paceline.store.base import Replica, open_store
+from paceline.store.base import Replica, Store, open_store, require
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def serve(config: DrafterConfig) -> None:
-    """Serves until SIGTERM or SIGINT; raises what breaks the engine."""
+    """Serves until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: A setting, the checkpoint, a port or the registry makes serving impossible.
+        Exception: Whatever broke the engine.
+    """
     logger.info("starting", extra=loggable(config))
     prepare_process(config.cpus)
     identity = model_identity(config.model, config.model_name)
@@ -54,33 +59,38 @@ async def serve(config: DrafterConfig) -> None:
         metrics=DrafterMetrics(registry),
     )
     async with open_store(config.redis_url) as store:
-        await store.ping()
-        server = await start_grpc_server(
-            host=config.host,
-            port=config.port,
-            add_servicers=lambda it: drafter_pb2_grpc.add_DrafterServicer_to_server(DrafterServicer(host), it),
-            service_names=[SERVICE],
-        )
+        await require(store)
         with start_metrics_server(registry, config.host, config.metrics_port):
-            await host.start()
+            await _serve_host(config, host, store)
+
+
+async def _serve_host(config: DrafterConfig, host: DraftHost, store: Store) -> None:
+    async with grpc_server(
+        host=config.host,
+        port=config.port,
+        add_servicers=lambda it: drafter_pb2_grpc.add_DrafterServicer_to_server(DrafterServicer(host), it),
+        service_names=[SERVICE],
+    ) as server:
+
+        def replica() -> Replica:
+            return Replica(
+                replica_id=config.replica_id or f"drafter-{server.address}",
+                role="drafter",
+                address=server.address,
+                identity=host.identity,
+                max_sessions=config.max_num_seqs,
+                num_sessions=host.num_sessions,
+            )
+
+        await host.start()
+        try:
             await server.ready()
-
-            def replica() -> Replica:
-                return Replica(
-                    replica_id=config.replica_id or f"drafter-{server.address}",
-                    role="drafter",
-                    address=server.address,
-                    identity=identity,
-                    max_sessions=config.max_num_seqs,
-                    num_sessions=host.num_sessions,
-                    draining=False,
-                )
-
             async with announced(store, replica):
                 await until_stopped(host.engine_ended())
             await server.drain()
             host.end_streams(UnavailableError("this drafter shuts down"))
             await server.stop(1.0)
+        finally:
             await host.close()
 
 

@@ -30,7 +30,11 @@ class DrafterConfig:
         2, help="Children a node gets; 1 grows chains, more grow trees.", unit="nodes", low=1, high=16
     )
     draft_rows: int = setting(
-        16, help="Most tree nodes expanded in one step, all sessions together.", unit="nodes", low=1, high=4096
+        16,
+        help="Most tree nodes expanded in one step, all sessions together.",
+        unit="nodes",
+        low=1,
+        high=4096,
     )
     draft_rows_per_session: int = setting(
         2, help="Most tree nodes of one session expanded in one step.", unit="nodes", low=1, high=64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 from paceline.core.errors import PacelineError, UnavailableError
@@ -61,7 +61,9 @@ class DraftHost:
         """Ends the engine."""
         await self._engine.close()
 
-    async def converse(self, requests: AsyncIterator[Sequence[ToDrafter]]) -> AsyncIterator[Sequence[ToVerifier]]:
+    async def converse(
+        self, requests: AsyncIterator[Sequence[ToDrafter]]
+    ) -> AsyncGenerator[Sequence[ToVerifier], None]:
         """One verifier's stream: what it says goes in, what the engine answers comes out.
 
         Raises:

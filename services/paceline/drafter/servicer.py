@@ -22,7 +22,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
     def __init__(self, host: DraftHost) -> None:
         self._host = host
 
-    async def Draft(  # noqa: N802 - the name is the protocol's
+    async def Draft(
         self, request_iterator: AsyncIterator[drafter_pb2.DraftRequest], context: Any
     ) -> AsyncIterator[drafter_pb2.DraftResponse]:
         """One verifier's stream; ends with a status that says what it did wrong."""
@@ -48,9 +48,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         draft = self._host.identity
         if target.vocab_hash != draft.vocab_hash:
             raise ConfigError(
-                f"draft model {draft.name!r} ({draft.vocab_size} tokens, vocabulary {draft.vocab_hash[:12]}) cannot draft "
-                f"for target {target.name!r} ({target.vocab_size} tokens, vocabulary {target.vocab_hash[:12]}): "
-                "the vocabularies differ"
+                f"draft model {draft.name!r} ({draft.vocab_size} tokens, vocabulary {draft.vocab_hash[:12]}) "
+                f"cannot draft for target {target.name!r} ({target.vocab_size} tokens, vocabulary "
+                f"{target.vocab_hash[:12]}): the vocabularies differ"
             )
 
 

@@ -25,9 +25,8 @@ from paceline.core.messages import (
 from paceline.core.session import check_vocabulary
 from paceline.core.tree import Node, Pruning
 from paceline.drafting.drafted_session import DraftedSession
-from paceline.engine.decoder import Decoder
 from paceline.engine.blocks import BlockPool, SlotPool
-from paceline.engine.kv import BLOCK_SIZE
+from paceline.engine.decoder import Decoder
 from paceline.engine.packing import BatchBuilder
 
 
@@ -283,5 +282,3 @@ class DraftEngine:
         outgoing, self._outgoing = self._outgoing, {}
         broken, self._broken = self._broken, {}
         return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)
-
-

@@ -32,7 +32,11 @@ class DraftedSession:
         self._scratch = scratch
         tokens, prompt_len = opened.token_ids, opened.prompt_len
         self._sampler = RowSampler(
-            opened.sampling, identity.vocab_size, identity.eos_token_ids, tokens[:prompt_len], tokens[prompt_len:]
+            opened.sampling,
+            identity.vocab_size,
+            identity.eos_token_ids,
+            tokens[:prompt_len],
+            tokens[prompt_len:],
         )
 
     def receive(self, commit: Commit, cache: KVCache) -> Pruning | LaggingSession | None:
@@ -63,11 +67,7 @@ class DraftedSession:
     def wants_drafts(self, context_len: int) -> bool:
         """True when the verifier would take more nodes."""
         tree = self.mirror.tree
-        return (
-            self.mirror.price < 1.0
-            and tree.num_nodes < self.mirror.room
-            and len(self.mirror.tokens) < context_len
-        )
+        return self.mirror.price < 1.0 and tree.num_nodes < self.mirror.room and len(self.mirror.tokens) < context_len
 
     def wants_step(self, context_len: int) -> bool:
         """True when it lags or has a node worth expanding."""

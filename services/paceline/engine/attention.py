@@ -16,103 +16,108 @@ from numba import njit
 
 from paceline.engine.batch import Batch
 from paceline.engine.kernels import exp32
-from paceline.engine.simd import LANES, add_weighted_lanes, dot_lanes, encode, fma
+from paceline.engine.kv import as_array
+from paceline.engine.simd import LANES, add_weighted_lanes, dot_lanes, encode, fma, to_float32
 from paceline.engine.torch_attention import plan_attention, run_attention
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _scores(
-    query: Any, query_at: Any, keys: Any, head: Any, prefix: Any, context: Any, nodes: Any, scores: Any
-) -> None:
-    """Fills scores[context + len(nodes)]; lanes of the last block past the context are unused."""
-    head_dim, block_size = keys.shape[2:]
-    flat = keys.reshape(-1)
-    block_step, head_step = keys.shape[1] * head_dim * block_size, head_dim * block_size
+def _fill_scores(query: Any, keys: Any, prefix: Any, context: Any, nodes: Any, scores: Any) -> None:
+    """Fills scores[H, context + len(nodes)]; lanes of the last block past the context are unused.
+
+    Blocks in the outer loop, heads in the inner: a block is read once, front to back.
+    """
+    heads, head_dim = query.shape
+    kv_heads, _, block_size = keys.shape[1:]
+    group, head_step = heads // kv_heads, head_dim * block_size
+    flat_query, flat_keys, flat_scores = query.reshape(-1), keys.reshape(-1), scores.reshape(-1)
     for index in range((context + block_size - 1) // block_size):
-        start = prefix[index] * block_step + head * head_step
-        dot_lanes(query, query_at, flat, start, head_dim, scores, index * block_size)
+        start = prefix[index] * kv_heads * head_step
+        for head in range(heads):
+            keys_at, scores_at = start + head // group * head_step, head * scores.shape[1] + index * block_size
+            dot_lanes(flat_query, head * head_dim, flat_keys, keys_at, head_dim, flat_scores, scores_at)
     for index in range(nodes.shape[0]):
-        start = (nodes[index] // block_size) * block_step + head * head_step + nodes[index] % block_size
-        total = np.float32(0.0)
-        for dim in range(head_dim):
-            total = fma(query[query_at + dim], flat[start + dim * block_size], total)
-        scores[context + index] = total
+        start = nodes[index] // block_size * kv_heads * head_step + nodes[index] % block_size
+        for head in range(heads):
+            keys_at = start + head // group * head_step
+            total = np.float32(0.0)
+            for dim in range(head_dim):
+                total = fma(query[head, dim], to_float32(flat_keys[keys_at + dim * block_size]), total)
+            scores[head, context + index] = total
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _softmax(scores: Any, count: Any, scale: Any) -> Any:
-    """Replaces scores by exp(scale * score - max); returns 1 / their sum."""
+def _softmax(scores: Any, scale: Any) -> Any:
+    """Replaces scores by exp(scale * (score - max)); returns 1 / their sum."""
     highest = scores[0]
-    for index in range(1, count):
+    for index in range(1, scores.shape[0]):
         if scores[index] > highest:
             highest = scores[index]
-    for index in range(count):
+    for index in range(scores.shape[0]):
         scores[index] = exp32((scores[index] - highest) * scale)
     total = 0.0
-    for index in range(count):
+    for index in range(scores.shape[0]):
         total += scores[index]
     return np.float32(1.0 / total)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _add_tokens(
-    weights: Any, at: Any, values: Any, start: Any, count: Any, head_dim: Any, total: Any
-) -> None:
-    """Adds weights[at + t] * values[start + t * head_dim:] of `count` tokens t to total[head_dim]."""
+def _add_tokens(weights: Any, values: Any, start: Any, total: Any) -> None:
+    """Adds weights[t] * values[start + t * head_dim:] of neighbouring tokens t to total[head_dim]."""
+    head_dim, count = total.shape[0], weights.shape[0]
     whole = head_dim - head_dim % LANES
     for dim in range(0, whole, LANES):
-        add_weighted_lanes(weights, at, values, start + dim, count, head_dim, total, dim)
+        add_weighted_lanes(weights, values, start + dim, count, head_dim, total, dim)
     for dim in range(whole, head_dim):
         for token in range(count):
-            total[dim] = fma(weights[at + token], values[start + token * head_dim + dim], total[dim])
+            value = to_float32(values[start + token * head_dim + dim])
+            total[dim] = fma(weights[token], value, total[dim])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _weighted_sum(
-    weights: Any, values: Any, head: Any, prefix: Any, context: Any, nodes: Any, total: Any
-) -> None:
-    block_size, head_dim = values.shape[2:]
+def _add_values(weights: Any, values: Any, prefix: Any, context: Any, nodes: Any, total: Any) -> None:
+    """Fills total[H, D] with the sums of values weighted by weights[H, context + len(nodes)], token by token."""
+    heads, head_dim = total.shape
+    kv_heads, block_size, _ = values.shape[1:]
+    group, head_step = heads // kv_heads, block_size * head_dim
     flat = values.reshape(-1)
-    block_step, head_step = values.shape[1] * block_size * head_dim, block_size * head_dim
     total[:] = np.float32(0.0)
     for index in range((context + block_size - 1) // block_size):
-        start = prefix[index] * block_step + head * head_step
-        first = index * block_size
-        _add_tokens(weights, first, flat, start, min(block_size, context - first), head_dim, total)
-    for index in range(nodes.shape[0]):
-        start = (
-            (nodes[index] // block_size) * block_step
-            + head * head_step
-            + (nodes[index] % block_size) * head_dim
-        )
-        _add_tokens(weights, context + index, flat, start, 1, head_dim, total)
+        first, last = index * block_size, min(context, (index + 1) * block_size)
+        start = prefix[index] * kv_heads * head_step
+        for head in range(heads):
+            _add_tokens(weights[head, first:last], flat, start + head // group * head_step, total[head])
+    for index in range(context, context + nodes.shape[0]):
+        slot = nodes[index - context]
+        start = slot // block_size * kv_heads * head_step + slot % block_size * head_dim
+        for head in range(heads):
+            _add_tokens(weights[head, index : index + 1], flat, start + head // group * head_step, total[head])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def attend_rows(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out: Any) -> None:
     """Fills out[rows, H * D] from query[rows, H, D] and one layer's cache.
 
-    `keys` are [blocks, G, D, 16], `values` [blocks, G, 16, D], `arrays` the `Batch.attention_arrays`; each
-    group of H / G query heads shares a KV head (GQA).
+    `keys` are [blocks, G, D, 16] and `values` [blocks, G, 16, D], float32 or bfloat16 bits; `arrays` are
+    `Batch.attention_arrays`. Each group of H / G query heads shares a KV head (GQA).
     """
     sequences, context_lens, ancestors, num_ancestors, block_tables = arrays
     rows, heads, head_dim = query.shape
-    group = heads // keys.shape[1]
-    flat = query.reshape(-1)
-    scores = np.empty(block_tables.shape[1] * LANES + ancestors.shape[1] + LANES, np.float32)
-    total = np.empty(head_dim, np.float32)
+    scores = np.empty((heads, block_tables.shape[1] * LANES + ancestors.shape[1]), np.float32)
+    total = np.empty((heads, head_dim), np.float32)
+    inverses = np.empty(heads, np.float32)
     for row in range(rows):
         context = np.intp(context_lens[row])
         prefix = block_tables[sequences[row]]
         nodes = ancestors[row, : num_ancestors[row]]
+        _fill_scores(query[row], keys, prefix, context, nodes, scores)
+        count = context + nodes.shape[0]
         for head in range(heads):
-            _scores(
-                flat, (row * heads + head) * head_dim, keys, head // group, prefix, context, nodes, scores
-            )
-            inverse = _softmax(scores, context + nodes.shape[0], scale)
-            _weighted_sum(scores, values, head // group, prefix, context, nodes, total)
+            inverses[head] = _softmax(scores[head, :count], scale)
+        _add_values(scores, values, prefix, context, nodes, total)
+        for head in range(heads):
             for dim in range(head_dim):
-                out[row, head * head_dim + dim] = encode(total[dim] * inverse, out)
+                out[row, head * head_dim + dim] = encode(total[head, dim] * inverses[head], out)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -120,8 +125,10 @@ def _write_rows(keys: Any, values: Any, slots: Any, new_keys: Any, new_values: A
     block_size = values.shape[2]
     for row in range(slots.shape[0]):
         block, offset = slots[row] // block_size, slots[row] % block_size
-        keys[block, :, :, offset] = new_keys[row]
-        values[block, :, offset, :] = new_values[row]
+        for head in range(keys.shape[1]):
+            for dim in range(keys.shape[2]):
+                keys[block, head, dim, offset] = encode(new_keys[row, head, dim], keys)
+                values[block, head, offset, dim] = encode(new_values[row, head, dim], values)
 
 
 def write_kv(
@@ -133,7 +140,7 @@ def write_kv(
 ) -> None:
     """Writes new_keys and new_values [rows, G, D] into the slots [rows] of one layer's cache."""
     if keys.device.type == "cpu":
-        _write_rows(keys.numpy(), values.numpy(), slots.numpy(), new_keys.numpy(), new_values.numpy())
+        _write_rows(as_array(keys), as_array(values), slots.numpy(), new_keys.numpy(), new_values.numpy())
         return
     block_size = values.shape[2]
     block, offset = slots // block_size, slots % block_size
@@ -159,8 +166,6 @@ def paged_attention(
     if query.device.type == "cpu":
         out = torch.empty_like(query)
         rows = out.numpy().reshape(len(out), -1)
-        attend_rows(
-            query.numpy(), keys.numpy(), values.numpy(), batch.attention_arrays, np.float32(scale), rows
-        )
+        attend_rows(query.numpy(), as_array(keys), as_array(values), batch.attention_arrays, np.float32(scale), rows)
         return out
     return run_attention(plan_attention(batch, query.device), query, keys, values, scale)

@@ -124,7 +124,7 @@ class EngineThread(Generic[_Event, _Output]):
         self._tell(self._ready, None)
         try:
             self._drive(stepper)
-        except BaseException as error:  # noqa: BLE001 - a dead engine is loud: every waiter learns why
+        except BaseException as error:
             logger.exception("engine %s died", self._thread.name)
             self._tell(self._ended, error)
         else:

@@ -7,7 +7,6 @@ here, by name.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,14 +89,10 @@ class LlamaShape:
             ConfigError: An option that the lean decoder does not compute; names the field.
         """
         if config.hidden_act not in ("silu", "swish"):
-            raise ConfigError(
-                f"hidden_act: only silu is served for {config.model_type}, got {config.hidden_act!r}"
-            )
+            raise ConfigError(f"hidden_act: only silu is served for {config.model_type}, got {config.hidden_act!r}")
         rope = rope_frequencies(config, head_dim)
         if 2 * len(rope.inverse) != head_dim:
-            raise ConfigError(
-                f"partial_rotary_factor: {config.model_type} is served with full rotary heads only"
-            )
+            raise ConfigError(f"partial_rotary_factor: {config.model_type} is served with full rotary heads only")
         return cls(
             hidden_size=int(config.hidden_size),
             intermediate_size=int(config.intermediate_size),
@@ -116,15 +111,11 @@ def read_transformers_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json: give a folder in the Hugging Face checkpoint format")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
     if getattr(config, "quantization_config", None):
-        raise ConfigError(
-            f"quantization_config: quantised checkpoints are not served ({folder}); use the bf16 one"
-        )
+        raise ConfigError(f"quantization_config: quantised checkpoints are not served ({folder}); use the bf16 one")
     return config
 
 
@@ -136,18 +127,14 @@ def architecture_of(config: PretrainedConfig, folder: Path) -> str:
     """
     names = list(getattr(config, "architectures", None) or [])
     if len(names) != 1 or not names[0].endswith(("ForCausalLM", "LMHeadModel")):
-        raise ConfigError(
-            f"architectures: {folder / 'config.json'} must name one causal language model, got {names}"
-        )
+        raise ConfigError(f"architectures: {folder / 'config.json'} must name one causal language model, got {names}")
     return str(names[0])
 
 
 def _size(config: PretrainedConfig, name: str) -> int:
     size = getattr(config, name, None)
     if not isinstance(size, int) or size < 1:
-        raise ConfigError(
-            f"{name}: config.json of a {config.model_type} must give it as a positive number, got {size}"
-        )
+        raise ConfigError(f"{name}: config.json of a {config.model_type} must give it as a positive number, got {size}")
     return size
 
 
@@ -180,27 +167,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object")
     return content
-
-
-def vocab_hash(folder: Path) -> str:
-    """Hash of the map from tokens to ids, added tokens included: equal means that token ids can be exchanged.
-
-    Raises:
-        ConfigError: tokenizer.json is missing or is not the `tokenizers` library's format.
-    """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder} has no tokenizer.json: save one with "
-            "AutoTokenizer.from_pretrained(<original>).save_pretrained(<folder>), a fast tokenizer is needed"
-        )
-    content = _read_json(path)
-    vocab = (content.get("model") or {}).get("vocab")
-    if isinstance(vocab, list):
-        vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
-    if not isinstance(vocab, dict):
-        raise ConfigError(f"{path} has no model.vocab: it was not written by the tokenizers library")
-    tokens = {int(token_id): str(token) for token, token_id in vocab.items()}
-    tokens.update({int(token["id"]): str(token["content"]) for token in content.get("added_tokens") or []})
-    digest = hashlib.sha256(json.dumps(sorted(tokens.items()), ensure_ascii=True).encode("ascii"))
-    return digest.hexdigest()[:32]

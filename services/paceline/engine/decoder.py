@@ -24,7 +24,7 @@ from paceline.engine.config import (
     read_transformers_config,
 )
 from paceline.engine.kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
-from paceline.engine.kv import KVCache
+from paceline.engine.kv import KVCache, as_array
 from paceline.engine.linear import MIN_ROWS
 from paceline.engine.llama import LlamaLayer, LlamaReader, LlamaWeights
 from paceline.engine.rope import RopeTable
@@ -53,11 +53,6 @@ class Decoder(Protocol):
     def new_cache(self, num_blocks: int) -> KVCache:
         """An empty cache of the right shape."""
         ...
-
-
-def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """A CPU tensor's memory for the compiled loops; bfloat16 shows as its bits."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 class _CompiledLayer:
@@ -98,9 +93,7 @@ class LlamaDecoder:
     def new_cache(self, num_blocks: int) -> KVCache:
         """An empty cache of `num_blocks` blocks."""
         config = self.config
-        return KVCache(
-            config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, self.device, self._dtype
-        )
+        return KVCache(config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, self.device, self._dtype)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
@@ -112,7 +105,7 @@ class LlamaDecoder:
     def _rows_buffer(self, rows: int, width: int) -> tuple[torch.Tensor, npt.NDArray[Any]]:
         """Input of a packed linear, padded to MIN_ROWS, and the array of its real rows."""
         tensor = torch.zeros((max(rows, MIN_ROWS), width), dtype=self._dtype)
-        return tensor, _as_array(tensor)[:rows]
+        return tensor, as_array(tensor)[:rows]
 
     def _forward_compiled(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         config, rows, eps = self.config, batch.num_rows, np.float32(self._eps)
@@ -130,13 +123,13 @@ class LlamaDecoder:
                 rms_norm_rows(residual, layer.input_norm, eps, normed_rows)
             else:
                 add_rms_norm_rows(residual, delta, layer.input_norm, eps, normed_rows)
-            qkv = _as_array(layer.qkv(normed))
+            qkv = as_array(layer.qkv(normed))
             norms = (layer.query_norm, layer.key_norm)
             project_rows(qkv, *norms, eps, cos, sin, batch.slots, keys, values, query)
             attend_rows(query, keys, values, arrays, scale, attended_rows)
-            add_rms_norm_rows(residual, _as_array(layer.out(attended)), layer.post_norm, eps, normed_rows)
-            silu_mul_rows(_as_array(layer.gate_up(normed)), activated_rows)
-            delta = _as_array(layer.down(activated))
+            add_rms_norm_rows(residual, as_array(layer.out(attended)), layer.post_norm, eps, normed_rows)
+            silu_mul_rows(as_array(layer.gate_up(normed)), activated_rows)
+            delta = as_array(layer.down(activated))
         assert delta is not None
         return self._logits(residual[batch.logit_rows], delta[batch.logit_rows], eps)
 
@@ -147,9 +140,7 @@ class LlamaDecoder:
 
     def _forward_torch(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         plan = plan_attention(batch, self.device)
-        cos, sin = (
-            torch.from_numpy(part).to(self.device)[:, None] for part in self._rope.rows(batch.positions)
-        )
+        cos, sin = (torch.from_numpy(part).to(self.device)[:, None] for part in self._rope.rows(batch.positions))
         slots = torch.from_numpy(batch.slots).to(self.device)
         token_ids = torch.from_numpy(batch.token_ids).to(self.device)
         residual = torch.nn.functional.embedding(token_ids, self._weights.embedding).float()
@@ -208,9 +199,7 @@ def _choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def load_decoder(
-    folder: Path, dtype: str = "auto", device: str = "auto", num_threads: int | None = None
-) -> Decoder:
+def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_threads: int | None = None) -> Decoder:
     """Loads a checkpoint folder.
 
     Args:
@@ -234,4 +223,25 @@ def load_decoder(
 
         return GenericDecoder.load(folder, config, kind, place)
     shape = LlamaShape.from_transformers(described, config.head_dim)
-    return LlamaDecoder(config, shape, LlamaReader(checkpoint, config, shape, kind, place).read())
+    decoder = LlamaDecoder(config, shape, LlamaReader(checkpoint, config, shape, kind, place).read())
+    _warm_up(decoder)
+    return decoder
+
+
+def _warm_up(decoder: Decoder) -> None:
+    """Runs one row and one copy, so that no request waits for compilation (0.2 s, 15 s the first time ever)."""
+    row, one, none = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    batch = Batch(
+        token_ids=row,
+        positions=row,
+        slots=row,
+        sequences=none,
+        context_lens=one,
+        ancestors=np.zeros((1, 0), dtype=np.int32),
+        num_ancestors=none,
+        block_tables=np.zeros((1, 1), dtype=np.int32),
+        logit_rows=row,
+    )
+    cache = decoder.new_cache(1)
+    decoder.forward(batch, cache)
+    cache.copy_slots(row, row + 1)

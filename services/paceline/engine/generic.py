@@ -84,6 +84,7 @@ class GenericDecoder:
         self.device = model.device
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._model = model
+        self._kv_dtype = model.dtype
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._step: tuple[Batch, KVCache, torch.Tensor, list[GroupPlan]] | None = None
         name = f"paceline-{next(_serial)}"
@@ -91,9 +92,7 @@ class GenericDecoder:
         model.set_attn_implementation(name)
 
     @classmethod
-    def load(
-        cls, folder: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device
-    ) -> GenericDecoder:
+    def load(cls, folder: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> GenericDecoder:
         """Loads and tries out a checkpoint.
 
         On the CPU activations are float32 and linear weights `dtype`, packed; elsewhere everything is
@@ -109,9 +108,7 @@ class GenericDecoder:
         token_ids = np.random.default_rng(0).integers(0, config.vocab_size, 3 * BLOCK_SIZE // 2)
         try:
             with torch.inference_mode():
-                expected = (
-                    model(torch.from_numpy(token_ids)[None].to(device), use_cache=False).logits[0].float()
-                )
+                expected = model(torch.from_numpy(token_ids)[None].to(device), use_cache=False).logits[0].float()
             decoder = cls(model, config)
             found = decoder._try_out(token_ids)
         except ConfigError:
@@ -121,10 +118,9 @@ class GenericDecoder:
             raise _refusal(config, f"it fails with paged attention: {error!r}") from error
         distance = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
         if not distance < _TOLERANCE[torch.float32 if on_cpu else dtype]:
-            raise _refusal(
-                config, f"its logits with paged attention differ from transformers' by {distance:.1e}"
-            )
+            raise _refusal(config, f"its logits with paged attention differ from transformers' by {distance:.1e}")
         if on_cpu:
+            decoder._kv_dtype = dtype
             packed = _pack(model, dtype)
             rest = sum(parameter.nbytes for parameter in model.parameters())
             decoder.weight_bytes = packed + rest - _embedding_bytes(model)
@@ -171,9 +167,7 @@ class GenericDecoder:
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """The attention function of transformers: query [1, H, rows, D], key and value [1, G, rows, D]."""
-        asked = {
-            name for name, option in options.items() if option is not None and option is not False
-        } - _HARMLESS
+        asked = {name for name, option in options.items() if option is not None and option is not False} - _HARMLESS
         if asked or attention_mask is not None:
             raise _refusal(self.config, f"its attention needs {sorted(asked) or ['a mask of its own']}")
         if self._step is None:
@@ -183,9 +177,7 @@ class GenericDecoder:
         keys, values = cache.keys[layer], cache.values[layer]
         query, key, value = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
         if key.shape[1:] != keys.shape[1:3] or value.shape[1:] != (values.shape[1], values.shape[3]):
-            raise _refusal(
-                self.config, f"its keys and values have shapes {key.shape[1:]} and {value.shape[1:]}"
-            )
+            raise _refusal(self.config, f"its keys and values have shapes {key.shape[1:]} and {value.shape[1:]}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         write_kv(keys, values, slots, key, value)
         if self.device.type == "cpu":
@@ -217,9 +209,7 @@ class GenericDecoder:
         logits = torch.cat([chunk, self.forward(batch, cache)])
         unused = [layer for layer in range(self.config.num_layers) if not cache.keys[layer].any()]
         if unused:
-            raise _refusal(
-                self.config, f"its layers {unused} do not go through transformers' attention interface"
-            )
+            raise _refusal(self.config, f"its layers {unused} do not go through transformers' attention interface")
         return logits
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
-from paceline.engine.config import DecoderConfig, vocab_hash
+from paceline.engine.config import DecoderConfig
+from paceline.vocabulary import vocab_hash
 
 
 def model_identity(folder: Path, name: str = "") -> ModelIdentity:

@@ -140,7 +140,8 @@ def project_rows(
         for index in range(kv_heads):
             _load_head(source, (heads + index) * head_dim, key_norm, eps, head)
             _rotate(head, cos[row], sin[row])
-            keys[block, index, :, offset] = head
+            for dim in range(head_dim):
+                keys[block, index, dim, offset] = encode(head[dim], keys)
             start = (heads + kv_heads + index) * head_dim
             for dim in range(head_dim):
-                values[block, index, offset, dim] = to_float32(source[start + dim])
+                values[block, index, offset, dim] = encode(to_float32(source[start + dim]), values)

@@ -20,8 +20,8 @@ BLOCK_SIZE = 16
 def _copy_slots(keys: Any, values: Any, sources: Any, targets: Any) -> None:
     layers, _, kv_heads, head_dim, block_size = keys.shape
     count = sources.shape[0]
-    held_keys = np.empty((count, kv_heads, head_dim), np.float32)
-    held_values = np.empty((count, kv_heads, head_dim), np.float32)
+    held_keys = np.empty((count, kv_heads, head_dim), keys.dtype)
+    held_values = np.empty((count, kv_heads, head_dim), keys.dtype)
     for layer in range(layers):
         for index in range(count):
             block, offset = sources[index] // block_size, sources[index] % block_size
@@ -33,8 +33,13 @@ def _copy_slots(keys: Any, values: Any, sources: Any, targets: Any) -> None:
             values[layer, block, :, offset, :] = held_values[index]
 
 
+def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A CPU tensor's memory for the compiled loops; bfloat16 shows as its bits, uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 class KVCache:
-    """Keys and values of all layers for `num_blocks` blocks: float32 on the CPU, `dtype` elsewhere.
+    """Keys and values of all layers for `num_blocks` blocks, in the kind of the weights.
 
     Attributes:
         keys: [layers, blocks, kv_heads, head_dim, BLOCK_SIZE].
@@ -54,13 +59,12 @@ class KVCache:
         """Allocates the cache; contents are zero, so that unused lanes never hold NaN."""
         self.device = torch.device(device)
         self.num_blocks = num_blocks
-        kind = torch.float32 if self.device.type == "cpu" else dtype
         shape = (num_layers, num_blocks, num_kv_heads)
-        self.keys = torch.zeros((*shape, head_dim, BLOCK_SIZE), dtype=kind, device=self.device)
-        self.values = torch.zeros((*shape, BLOCK_SIZE, head_dim), dtype=kind, device=self.device)
-        self.layers: list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = []
+        self.keys = torch.zeros((*shape, head_dim, BLOCK_SIZE), dtype=dtype, device=self.device)
+        self.values = torch.zeros((*shape, BLOCK_SIZE, head_dim), dtype=dtype, device=self.device)
+        self.layers: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
         if self.device.type == "cpu":
-            self.layers = list(zip(self.keys.numpy(), self.values.numpy(), strict=True))
+            self.layers = list(zip(as_array(self.keys), as_array(self.values), strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +81,7 @@ class KVCache:
         if len(sources) == 0:
             return
         if self.layers:
-            _copy_slots(self.keys.numpy(), self.values.numpy(), sources, targets)
+            _copy_slots(as_array(self.keys), as_array(self.values), sources, targets)
             return
         source, target = (torch.from_numpy(slots).to(self.device) for slots in (sources, targets))
         from_block, from_offset = source // BLOCK_SIZE, source % BLOCK_SIZE

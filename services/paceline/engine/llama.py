@@ -78,9 +78,7 @@ class LlamaReader:
         return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
-        return (
-            self._checkpoint.tensor(name, (size,)).to(device=self._device, dtype=torch.float32).contiguous()
-        )
+        return self._checkpoint.tensor(name, (size,)).to(device=self._device, dtype=torch.float32).contiguous()
 
     def _head_norm(self, name: str) -> torch.Tensor:
         if self._checkpoint.has(name):
@@ -89,9 +87,7 @@ class LlamaReader:
 
     def _fused(self, prefix: str, parts: dict[str, int], in_features: int) -> Linear:
         """One linear of several: their outputs follow one another; missing biases count as zero."""
-        weights = [
-            self._weight(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts.items()
-        ]
+        weights = [self._weight(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts.items()]
         named = {name: f"{prefix}.{name}.bias" for name in parts}
         if not any(self._checkpoint.has(name) for name in named.values()):
             return Linear(torch.cat(weights))

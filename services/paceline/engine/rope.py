@@ -69,9 +69,7 @@ class RopeTable:
             sines.append((angles.sin() * self._scaling).numpy())
         self._cos, self._sin = np.concatenate(cosines), np.concatenate(sines)
 
-    def rows(
-        self, positions: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    def rows(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Cosines and sines, float32 [rows, head_dim / 2] each, of positions int64 [rows]."""
         highest = int(positions.max(initial=0))
         if highest >= len(self._cos):

@@ -19,7 +19,9 @@ from numba.extending import intrinsic, overload
 LANES = 16
 
 _FLOAT = ir.FloatType()
+_INT16 = ir.IntType(16)
 _INT32 = ir.IntType(32)
+_INT_VECTOR = ir.VectorType(_INT32, LANES)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
@@ -29,7 +31,12 @@ def _data(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) 
 
 
 def _load_vector(builder: Any, pointer: Any) -> Any:
-    return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+    """LANES float32 values, widened when the pointer is to bfloat16 bits."""
+    if pointer.type.pointee == _FLOAT:
+        return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+    narrow = builder.load(builder.bitcast(pointer, ir.VectorType(_INT16, LANES).as_pointer()), align=2)
+    wide = builder.zext(narrow, _INT_VECTOR)
+    return builder.bitcast(builder.shl(wide, ir.Constant(_INT_VECTOR, [16] * LANES)), _VECTOR)
 
 
 def _store_vector(builder: Any, vector: Any, pointer: Any) -> None:
@@ -38,7 +45,7 @@ def _store_vector(builder: Any, vector: Any, pointer: Any) -> None:
 
 def _splat(builder: Any, scalar: Any) -> Any:
     vector = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_INT32, 0))
-    mask = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
+    mask = ir.Constant(_INT_VECTOR, [0] * LANES)
     return builder.shuffle_vector(vector, vector, mask)
 
 
@@ -94,25 +101,17 @@ def dot_lanes(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_weighted_lanes(
-    typing: Any,
-    weights: Any,
-    weights_at: Any,
-    rows: Any,
-    rows_at: Any,
-    count: Any,
-    width: Any,
-    out: Any,
-    out_at: Any,
+    typing: Any, weights: Any, rows: Any, rows_at: Any, count: Any, width: Any, out: Any, out_at: Any
 ) -> Any:
-    """out[out_at + j] += sum_t weights[weights_at + t] * rows[rows_at + t * width + j] for all lanes j."""
+    """out[out_at + j] += sum_t weights[t] * rows[rows_at + t * width + j] for all lanes j."""
     intp = types.intp
-    signature = types.void(weights, intp, rows, intp, intp, intp, out, intp)
+    signature = types.void(weights, rows, intp, intp, intp, out, intp)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        scalars = _data(context, builder, sig.args[0], args[0], args[1])
-        vectors = _data(context, builder, sig.args[2], args[2], args[3])
-        target = _data(context, builder, sig.args[6], args[6], args[7])
-        total = _accumulate(builder, args[4], _load_vector(builder, target), scalars, vectors, args[5])
+        scalars = _data(context, builder, sig.args[0], args[0], ir.Constant(args[2].type, 0))
+        vectors = _data(context, builder, sig.args[1], args[1], args[2])
+        target = _data(context, builder, sig.args[5], args[5], args[6])
+        total = _accumulate(builder, args[3], _load_vector(builder, target), scalars, vectors, args[4])
         _store_vector(builder, total, target)
         return context.get_dummy_value()
 

@@ -28,8 +28,8 @@ from paceline.core.pace import LinkPace
 from paceline.core.patience import Prospect, prospect, worth_waiting
 from paceline.core.session import check_vocabulary
 from paceline.core.tree import Node, walk
-from paceline.engine.decoder import Decoder
 from paceline.engine.blocks import BlockPool, SlotPool
+from paceline.engine.decoder import Decoder
 from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.target_session import TargetSession
@@ -230,9 +230,7 @@ class TargetEngine:
             self._broken[event.address] = error
             self._links.pop(event.address, None)
 
-    def _receive_one(
-        self, session: TargetSession, message: ToVerifier, arrived_s: float, pace: LinkPace
-    ) -> None:
+    def _receive_one(self, session: TargetSession, message: ToVerifier, arrived_s: float, pace: LinkPace) -> None:
         match message:
             case DraftNodes():
                 check_vocabulary(message.session_id, [node.token_id for node in message.nodes], self._identity)
@@ -338,10 +336,7 @@ class TargetEngine:
         demands = [Demand(tree=each.draft.tree, cap=min(self._cap(each), share)) for each in decoding]
         allocation = self._allocator.allocate(demands, other_rows=other_rows)
         self._set_price(decoding, allocation)
-        return [
-            self._pack(builder, session, nodes)
-            for session, nodes in zip(decoding, allocation.nodes, strict=True)
-        ]
+        return [self._pack(builder, session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
 
     def _cap(self, session: TargetSession) -> int:
         return min(session.cap(), self._allocator.max_nodes)
@@ -402,9 +397,7 @@ class TargetEngine:
 
     # Committing
 
-    def _verify(
-        self, each: _Verification, logits: np.ndarray, batch_size: int
-    ) -> tuple[str, CommittedTokens]:
+    def _verify(self, each: _Verification, logits: np.ndarray, batch_size: int) -> tuple[str, CommittedTokens]:
         session = each.session
         base_len = session.draft.committed_len
 
@@ -417,7 +410,10 @@ class TargetEngine:
         self._compact(session, accepted, each)
         session.pages.mark_computed(base_len + len(accepted))
         session.draft.tally.count(
-            num_draft_tokens=len(each.nodes), num_accepted=len(accepted), hit=pruning.hit, batch_size=batch_size
+            num_draft_tokens=len(each.nodes),
+            num_accepted=len(accepted),
+            hit=pruning.hit,
+            batch_size=batch_size,
         )
         self._report.gammas.append(len(each.nodes))
         if each.nodes:
@@ -434,9 +430,7 @@ class TargetEngine:
         for slot in each.slots.values():
             self._scratch.give_back(slot)
 
-    def _first_token(
-        self, session: TargetSession, row: np.ndarray, batch_size: int
-    ) -> tuple[str, CommittedTokens]:
+    def _first_token(self, session: TargetSession, row: np.ndarray, batch_size: int) -> tuple[str, CommittedTokens]:
         base_len = session.draft.committed_len
         session.pages.mark_computed(base_len)
         session.draft.commit((session.choose(row),))

@@ -36,7 +36,12 @@ class TargetSession:
     """
 
     def __init__(
-        self, request: GenerateRequest, identity: ModelIdentity, max_model_len: int, pool: BlockPool, now_s: float
+        self,
+        request: GenerateRequest,
+        identity: ModelIdentity,
+        max_model_len: int,
+        pool: BlockPool,
+        now_s: float,
     ) -> None:
         sampling = request.sampling
         self.draft = VerifierSession(request)

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from paceline.config import loggable, parse
-from paceline.core.errors import ConfigError, UnavailableError
 from paceline.gateway.config import GatewayConfig, model_folders
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text import TextCodec
 from paceline.obs.log import setup_logging
 from paceline.serving import install_signal_handlers, run
-from paceline.store.base import Store, open_store
+from paceline.store.base import open_store, require
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +41,12 @@ async def serve_until_signal(config: GatewayConfig) -> None:
     folders = model_folders(config.model, config.model_name)
     codecs = {name: TextCodec.from_folder(folder) for name, folder in folders.items()}
     async with open_store(config.redis_url) as store:
-        await _check_store(store)
+        await require(store)
         await serve(config, store, codecs, stop, _log_ready)
 
 
 def _log_ready(addresses: Addresses) -> None:
     logger.info("gateway is ready", extra={"http": addresses.http, "grpc": addresses.grpc})
-
-
-async def _check_store(store: Store) -> None:
-    try:
-        await store.ping()
-    except UnavailableError as error:
-        raise ConfigError(f"{error}; start Redis or Valkey there or give another --redis-url") from error
 
 
 if __name__ == "__main__":

@@ -67,8 +67,7 @@ class Answer:
         if not self._chat:
             return []
         return [
-            self._chunk(index, {"role": "assistant", "content": ""}, None, None)
-            for index in range(len(self._choices))
+            self._chunk(index, {"role": "assistant", "content": ""}, None, None) for index in range(len(self._choices))
         ]
 
     def piece_chunk(self, index: int, piece: Piece) -> Json | None:
@@ -188,9 +187,7 @@ def _chat_token(codec: TextCodec, token_id: int, logprob: float) -> Json:
     }
 
 
-def _completion_logprobs(
-    codec: TextCodec, choice: ChoiceState, positions: Sequence[PositionLogprobs]
-) -> Json:
+def _completion_logprobs(codec: TextCodec, choice: ChoiceState, positions: Sequence[PositionLogprobs]) -> Json:
     tokens = [codec.token_bytes(position.token_id).decode(errors="replace") for position in positions]
     offsets: list[int] = []
     for token in tokens:

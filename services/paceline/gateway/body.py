@@ -19,9 +19,7 @@ FIELD = "body"
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 
 
-async def read_body(
-    chunks: AsyncIterator[bytes], declared: str | None, *, max_bytes: int, timeout_s: float
-) -> bytes:
+async def read_body(chunks: AsyncIterator[bytes], declared: str | None, *, max_bytes: int, timeout_s: float) -> bytes:
     """Returns the body.
 
     Args:
@@ -64,9 +62,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(
-            FIELD, f"is not valid UTF-8: {error.reason} at byte {error.start}"
-        ) from None
+        raise InvalidRequestError(FIELD, f"is not valid UTF-8: {error.reason} at byte {error.start}") from None
     constants: list[str] = []
 
     def take_constant(name: str) -> float:

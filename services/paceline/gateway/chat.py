@@ -52,9 +52,7 @@ class ChatTemplate:
         """
         variables = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return self._template.render(
-                {**self._special_tokens, **variables, **extra, "messages": list(messages)}
-            )
+            return self._template.render({**self._special_tokens, **variables, **extra, "messages": list(messages)})
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError("messages", f"the chat template refuses them: {error}") from error
 

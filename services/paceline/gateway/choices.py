@@ -104,9 +104,7 @@ def _sessions(
     )
     sessions: list[SessionRequest] = []
     for prompt in prompts:
-        max_tokens = room_for_output(
-            model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field
-        )
+        max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
         for seed in _seeds(body):
             sampling = _sampling(body, max_tokens, logprobs, seed)
             sampling.check_vocabulary(model.identity.vocab_size)
@@ -179,9 +177,7 @@ def _split_prompts(prompt: Any) -> list[tuple[str, Any]]:
     if isinstance(prompt, str) or _is_token_list(prompt):
         return [("prompt", prompt)]
     if not isinstance(prompt, list):
-        raise InvalidRequestError(
-            "prompt", "must be a string, a list of strings, or one or more lists of token ids"
-        )
+        raise InvalidRequestError("prompt", "must be a string, a list of strings, or one or more lists of token ids")
     if not prompt:
         raise InvalidRequestError("prompt", "must not be empty")
     if len(prompt) > MAX_CHOICES:
@@ -239,8 +235,6 @@ def _content_text(content: Any, field: str) -> str:
     texts: list[str] = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                f"{field}[{index}]", 'must be {"type": "text", "text": ...}; only text is served'
-            )
+            raise InvalidRequestError(f"{field}[{index}]", 'must be {"type": "text", "text": ...}; only text is served')
         texts.append(part["text"])
     return "\n".join(texts)

@@ -69,9 +69,7 @@ def to_http(error: Exception) -> HttpError:
     message = str(error)
     if isinstance(error, InvalidRequestError):
         status, code = next((status, code) for kind, status, code in _BAD_REQUESTS if isinstance(error, kind))
-        return HttpError(
-            status=status, type="invalid_request_error", message=message, param=error.field, code=code
-        )
+        return HttpError(status=status, type="invalid_request_error", message=message, param=error.field, code=code)
     if isinstance(error, ModelNotFoundError):
         return HttpError(
             status=404, type="invalid_request_error", message=message, param="model", code="model_not_found"

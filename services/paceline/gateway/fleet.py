@@ -65,9 +65,7 @@ def choose_verifier(
     return min(able, key=lambda replica: _load(replica, in_flight), default=None)
 
 
-def choose_drafter(
-    replicas: Sequence[Replica], target: ModelIdentity, in_flight: Mapping[str, int]
-) -> Replica | None:
+def choose_drafter(replicas: Sequence[Replica], target: ModelIdentity, in_flight: Mapping[str, int]) -> Replica | None:
     """Returns the least loaded drafter that speaks the target's vocabulary; None if there is none.
 
     Args:
@@ -161,9 +159,7 @@ class Fleet:
             name = self.model_names[0]
         codec = self._codecs.get(name)
         if codec is None:
-            raise ModelNotFoundError(
-                f"model: {name[:80]!r} is not served here; served: {', '.join(self.model_names)}"
-            )
+            raise ModelNotFoundError(f"model: {name[:80]!r} is not served here; served: {', '.join(self.model_names)}")
         identity = self.identity(name)
         if identity is None:
             raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
@@ -179,9 +175,7 @@ class Fleet:
             found = await self._registry.replicas()
         except UnavailableError as error:
             if self.store_error is None:
-                _log.warning(
-                    "registry unreachable, going on with the last known fleet", extra={"error": error}
-                )
+                _log.warning("registry unreachable, going on with the last known fleet", extra={"error": error})
             self.store_error = str(error)
             self._failed_s = self._clock()
             return

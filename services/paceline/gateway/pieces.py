@@ -55,8 +55,7 @@ def sum_of_records(records: Sequence[SpeculationRecord | None]) -> SpeculationRe
         num_draft_tokens=sum(record.num_draft_tokens for record in known),
         num_accepted_draft_tokens=sum(record.num_accepted_draft_tokens for record in known),
         acceptance_histogram=tuple(
-            sum(r.acceptance_histogram[k] for r in known if k < len(r.acceptance_histogram))
-            for k in range(longest)
+            sum(r.acceptance_histogram[k] for r in known if k < len(r.acceptance_histogram)) for k in range(longest)
         ),
         mean_batch_size=sum(r.mean_batch_size * r.num_steps for r in known) / max(1, num_steps),
         num_hits=sum(record.num_hits for record in known),

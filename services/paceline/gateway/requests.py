@@ -91,9 +91,7 @@ def encode_text(model: ServedModel, text: str, *, field: str, special_tokens: bo
     """
     if not text:
         raise InvalidRequestError(field, "must not be empty")
-    token_ids = model.codec.encode(
-        text, field=field, special_tokens=special_tokens, context_len=model.context_len
-    )
+    token_ids = model.codec.encode(text, field=field, special_tokens=special_tokens, context_len=model.context_len)
     return check_prompt(model, token_ids, field=field)
 
 
@@ -108,16 +106,13 @@ def check_prompt(model: ServedModel, token_ids: tuple[int, ...], *, field: str) 
     if len(token_ids) >= model.context_len:
         raise InvalidRequestError(
             field,
-            f"has {len(token_ids)} tokens, "
-            f"the context of {model.context_len} tokens leaves no room for output",
+            f"has {len(token_ids)} tokens, the context of {model.context_len} tokens leaves no room for output",
         )
     check_token_ids(field, token_ids, model.identity.vocab_size)
     return token_ids
 
 
-def room_for_output(
-    model: ServedModel, prompt_len: int, wanted: int | None, *, unasked: int, field: str
-) -> int:
+def room_for_output(model: ServedModel, prompt_len: int, wanted: int | None, *, unasked: int, field: str) -> int:
     """Returns how many tokens to generate at most.
 
     Args:

@@ -65,9 +65,7 @@ async def serve(
     registry = CollectorRegistry()
     fleet = Fleet(store, codecs)
     records = RecordWriter(store, ttl_s=config.record_ttl_s)
-    deadlines = Deadlines(
-        first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s
-    )
+    deadlines = Deadlines(first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s)
     client = VerifierClient(deadlines)
     sessions = Sessions(
         fleet=fleet,
@@ -104,9 +102,7 @@ def _replica(config: GatewayConfig, addresses: Addresses, sessions: Sessions) ->
 
 
 @asynccontextmanager
-async def _doors(
-    config: GatewayConfig, app: FastAPI, sessions: Sessions, fleet: Fleet
-) -> AsyncIterator[Addresses]:
+async def _doors(config: GatewayConfig, app: FastAPI, sessions: Sessions, fleet: Fleet) -> AsyncIterator[Addresses]:
     """Opens both doors while a block runs; running sessions finish before the doors close."""
     with listening_socket(config.host, config.port) as listener:
         grpc_server = await _start_grpc(config, sessions, fleet)
@@ -150,8 +146,7 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen(BACKLOG)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}); "
-                "choose another with --port (0 picks a free one)"
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port (0 picks a free one)"
             ) from error
         yield listener
 

@@ -53,9 +53,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 async for event in events:
                     yield _response(session.session_id, event)
 
-    async def ListModels(
-        self, request: gateway_pb2.ListModelsRequest, context: Any
-    ) -> gateway_pb2.ListModelsResponse:
+    async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Any) -> gateway_pb2.ListModelsResponse:
         """Names the models that a verifier serves at the moment."""
         del request, context
         identities = [self._fleet.identity(name) for name in self._fleet.model_names]
@@ -88,9 +86,7 @@ def _prompt(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel) -> 
     return check_prompt(model, tuple(request.prompt_token_ids.ids), field="prompt_token_ids")
 
 
-def _sampling(
-    request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, prompt_len: int
-) -> SamplingParams:
+def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, prompt_len: int) -> SamplingParams:
     if not request.HasField("sampling"):
         room = room_for_output(model, prompt_len, None, unasked=DEFAULT_MAX_TOKENS, field="max_tokens")
         return SamplingParams(max_tokens=room, seed=new_seed())
@@ -102,9 +98,7 @@ def _sampling(
 
 def _response(session_id: str, event: Piece | Ending) -> gateway_pb2.GatewayGenerateResponse:
     if isinstance(event, Piece):
-        return gateway_pb2.GatewayGenerateResponse(
-            session_id=session_id, text=event.text, token_ids=event.token_ids
-        )
+        return gateway_pb2.GatewayGenerateResponse(session_id=session_id, text=event.text, token_ids=event.token_ids)
     record = event.speculation or SpeculationRecord()
     return gateway_pb2.GatewayGenerateResponse(
         session_id=session_id,

@@ -250,9 +250,7 @@ class Sessions:
             self._records.advance(generate.session_id, generate.epoch, committed_len, state)
 
 
-def _ending(
-    request: SessionRequest, num_generated: int, result: GenerateResult | None, stopped: bool
-) -> Ending:
+def _ending(request: SessionRequest, num_generated: int, result: GenerateResult | None, stopped: bool) -> Ending:
     num_prompt_tokens = len(request.prompt_token_ids)
     if result is None:
         return Ending(

@@ -62,9 +62,7 @@ class TextCodec:
         """
         path = folder / TOKENIZER_FILE
         if not path.is_file():
-            raise ConfigError(
-                f"{folder} holds no {TOKENIZER_FILE}; give a checkpoint folder with a fast tokenizer"
-            )
+            raise ConfigError(f"{folder} holds no {TOKENIZER_FILE}; give a checkpoint folder with a fast tokenizer")
         try:
             tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing more precise
@@ -87,8 +85,7 @@ class TextCodec:
         if len(text) > most_characters:
             raise InvalidRequestError(
                 field,
-                f"has {len(text)} characters, the context of {context_len} tokens "
-                f"holds at most {most_characters}",
+                f"has {len(text)} characters, the context of {context_len} tokens holds at most {most_characters}",
             )
         check_unicode(field, text)
         return tuple(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)

@@ -60,9 +60,7 @@ class VerifierMetrics:
             buckets=GAMMA_BUCKETS,
             registry=registry,
         )
-        self.price = Gauge(
-            "paceline:price", "Least survival worth verifying at this load.", registry=registry
-        )
+        self.price = Gauge("paceline:price", "Least survival worth verifying at this load.", registry=registry)
         self.step = Histogram(
             "paceline:step_seconds",
             "Time of one forward step.",
@@ -87,9 +85,7 @@ class EngineMetrics:
     """What every service with a model counts: sessions, pages, prefix cache."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.num_requests_running = Gauge(
-            "vllm:num_requests_running", "Sessions in steps.", registry=registry
-        )
+        self.num_requests_running = Gauge("vllm:num_requests_running", "Sessions in steps.", registry=registry)
         self.num_requests_waiting = Gauge("vllm:num_requests_waiting", "Sessions queued.", registry=registry)
         self.kv_cache_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Used part of the KV cache, from 0 to 1.", registry=registry
@@ -160,9 +156,7 @@ class SpeculationTotals:
     """vLLM's speculative counters; the gateway has them too, because load clients scrape the HTTP port."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.num_drafts = Counter(
-            "vllm:spec_decode_num_drafts", "Steps of a session with a draft.", registry=registry
-        )
+        self.num_drafts = Counter("vllm:spec_decode_num_drafts", "Steps of a session with a draft.", registry=registry)
         self.num_draft_tokens = Counter(
             "vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", registry=registry
         )

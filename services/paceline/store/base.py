@@ -11,7 +11,7 @@ from typing import Protocol, Self
 from urllib.parse import urlsplit
 
 from paceline.config import public_url
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
 
 
@@ -111,3 +111,15 @@ def open_store(url: str) -> Store:
     raise ConfigError(
         f"the store's URL must begin with redis://, rediss://, unix:// or memory://, got {public_url(url)!r}"
     )
+
+
+async def require(store: Store) -> None:
+    """Returns when the store answers; for the start of a service, later it may come and go.
+
+    Raises:
+        ConfigError: It cannot be reached; says what to do.
+    """
+    try:
+        await store.ping()
+    except UnavailableError as error:
+        raise ConfigError(f"{error}; start Redis or Valkey there or give another --redis-url") from error

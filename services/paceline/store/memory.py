@@ -85,9 +85,7 @@ class MemoryStore:
         await self.close()
 
     def _write(self, record: SessionRecord, ttl_s: float) -> None:
-        self._sessions[record.session_id] = _StoredSession(
-            record=record, ttl_s=ttl_s, expires_s=self._clock() + ttl_s
-        )
+        self._sessions[record.session_id] = _StoredSession(record=record, ttl_s=ttl_s, expires_s=self._clock() + ttl_s)
 
     def _alive(self, session_id: str) -> _StoredSession | None:
         stored = self._sessions.get(session_id)

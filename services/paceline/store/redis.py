@@ -144,9 +144,7 @@ class RedisStore:
         if values[0] is None:
             return None
         pairs = zip(_SESSION_FIELDS, values, strict=True)
-        decoded: dict[str, Any] = {
-            name: int(value) if name in _INTEGER_FIELDS else value for name, value in pairs
-        }
+        decoded: dict[str, Any] = {name: int(value) if name in _INTEGER_FIELDS else value for name, value in pairs}
         return SessionRecord(**decoded)
 
     async def advance_session(self, session_id: str, epoch: int, committed_len: int, state: str) -> bool:

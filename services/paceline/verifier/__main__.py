@@ -7,24 +7,26 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
 from paceline.config import loggable, parse
+from paceline.core.allocator import Allocator
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.engine.identity import model_identity
 from paceline.engine.decoder import load_decoder
+from paceline.engine.identity import model_identity
 from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.process import prepare_process
 from paceline.engine.target import Submit, TargetEngine, TargetLimits
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics, start_metrics_server
 from paceline.rpc.v1 import verifier_pb2_grpc
-from paceline.serving import GrpcServer, run, start_grpc_server, until_stopped
+from paceline.serving import grpc_server, run, until_stopped
 from paceline.store.announcer import announced
-from paceline.store.base import Replica, open_store
+from paceline.store.base import Replica, Store, open_store, require
 from paceline.verifier.config import VerifierConfig, allocator_from
 from paceline.verifier.host import TargetHost
 from paceline.verifier.servicer import VerifierServicer
@@ -44,52 +46,61 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def serve(config: VerifierConfig) -> None:
-    """Serves until SIGTERM or SIGINT; raises what breaks the engine."""
+    """Serves until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: A setting, the checkpoint, a port or the registry makes serving impossible.
+        Exception: Whatever broke the engine.
+    """
     logger.info("starting", extra=loggable(config))
     prepare_process(config.cpus)
-    identity = model_identity(config.model, config.model_name)
-    max_model_len = _max_model_len(config, identity)
+    allocator = allocator_from(config.speculative_config)
+    own_identity = model_identity(config.model, config.model_name)
+    max_model_len = _max_model_len(config, own_identity)
+    # What others may ask for is what fits here, not what the model could do.
+    identity = replace(own_identity, context_len=max_model_len)
     registry = CollectorRegistry()
     host = TargetHost(
         identity=identity,
         max_model_len=max_model_len,
         max_queue=config.max_queue,
-        make_engine=lambda: make_engine(config, identity, max_model_len),
+        make_engine=lambda: make_engine(config, identity, allocator),
         metrics=VerifierMetrics(registry),
     )
     async with open_store(config.redis_url) as store:
-        await store.ping()
-        server = await start_grpc_server(
-            host=config.host,
-            port=config.port,
-            add_servicers=lambda it: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), it),
-            service_names=[SERVICE],
-        )
+        await require(store)
         with start_metrics_server(registry, config.host, config.metrics_port):
-            await host.start()
+            await _serve_host(config, host, store)
+
+
+async def _serve_host(config: VerifierConfig, host: TargetHost, store: Store) -> None:
+    async with grpc_server(
+        host=config.host,
+        port=config.port,
+        add_servicers=lambda it: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), it),
+        service_names=[SERVICE],
+    ) as server:
+
+        def replica() -> Replica:
+            return Replica(
+                replica_id=config.replica_id or f"verifier-{server.address}",
+                role="verifier",
+                address=server.address,
+                identity=host.identity,
+                max_sessions=config.max_num_seqs,
+                num_sessions=host.num_sessions,
+            )
+
+        await host.start()
+        try:
             await server.ready()
-
-            def replica() -> Replica:
-                return Replica(
-                    replica_id=config.replica_id or f"verifier-{server.address}",
-                    role="verifier",
-                    address=server.address,
-                    identity=identity,
-                    max_sessions=config.max_num_seqs,
-                    num_sessions=host.num_sessions,
-                    draining=False,
-                )
-
             async with announced(store, replica):
                 await until_stopped(host.engine_ended())
-            await _shut_down(host, server, config.grace_s)
-
-
-async def _shut_down(host: TargetHost, server: GrpcServer, grace_s: float) -> None:
-    await server.drain()
-    await host.drain(grace_s)
-    await server.stop(1.0)
-    await host.close()
+            await server.drain()
+            await host.drain(config.grace_s)
+            await server.stop(1.0)
+        finally:
+            await host.close()
 
 
 def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
@@ -108,7 +119,7 @@ def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
     return config.max_model_len or allowed
 
 
-def make_engine(config: VerifierConfig, identity: ModelIdentity, max_model_len: int) -> TargetEngine:
+def make_engine(config: VerifierConfig, identity: ModelIdentity, allocator: Allocator) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
     decoder = load_decoder(config.model, config.dtype, config.device, config.threads)
     engine = TargetEngine(
@@ -118,9 +129,9 @@ def make_engine(config: VerifierConfig, identity: ModelIdentity, max_model_len: 
         limits=TargetLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_model_len=identity.context_len,
         ),
-        allocator=allocator_from(config.speculative_config),
+        allocator=allocator,
         clock=time.monotonic,
     )
     warm_up(engine)

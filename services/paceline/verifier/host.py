@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
@@ -92,7 +92,7 @@ class TargetHost:
         await asyncio.gather(*(link.close() for link in self._links.values()))
         await self._engine.close()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[CommittedTokens]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
         """Runs one session; leaving early frees it within one step.
 
         Raises:

@@ -17,7 +17,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     def __init__(self, host: TargetHost) -> None:
         self._host = host
 
-    async def Generate(  # noqa: N802 - the name is the protocol's
+    async def Generate(
         self, request: verifier_pb2.VerifierGenerateRequest, context: Any
     ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
         """Streams one session to its end."""

@@ -35,9 +35,7 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        logit_bias=[
-            common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias
-        ],
+        logit_bias=[common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
@@ -150,9 +148,7 @@ def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> Specula
 
 def timings_to_pb(timings: Timings) -> common_pb2.Timings:
     """Encodes where the time went."""
-    return common_pb2.Timings(
-        queue_ns=timings.queue_ns, prefill_ns=timings.prefill_ns, decode_ns=timings.decode_ns
-    )
+    return common_pb2.Timings(queue_ns=timings.queue_ns, prefill_ns=timings.prefill_ns, decode_ns=timings.decode_ns)
 
 
 def timings_from_pb(message: common_pb2.Timings) -> Timings:

@@ -23,9 +23,7 @@ from paceline.wire.common import decimal, identity_from_pb, identity_to_pb, samp
 MAX_CONFIDENCE = 255
 
 
-def draft_request_to_pb(
-    messages: Sequence[ToDrafter], target: ModelIdentity | None = None
-) -> drafter_pb2.DraftRequest:
+def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | None = None) -> drafter_pb2.DraftRequest:
     """Encodes what a verifier has to say after one step; `target` goes into a stream's first message."""
     return drafter_pb2.DraftRequest(
         target=None if target is None else identity_to_pb(target),
@@ -68,9 +66,7 @@ def draft_response_to_pb(
         draft=None if draft is None else identity_to_pb(draft),
         nodes=[_nodes_to_pb(message) for message in messages if isinstance(message, DraftNodes)],
         lagging=[
-            drafter_pb2.LaggingSession(
-                session_id=message.session_id, epoch=message.epoch, have_len=message.have_len
-            )
+            drafter_pb2.LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=message.have_len)
             for message in messages
             if isinstance(message, LaggingSession)
         ],
@@ -115,8 +111,7 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
         raise RemoteProtocolError("OpenSession.sampling: is missing")
     if not 1 <= entry.prompt_len <= len(entry.token_ids):
         raise RemoteProtocolError(
-            f"OpenSession.prompt_len: must be from 1 to the {len(entry.token_ids)} tokens sent, "
-            f"got {entry.prompt_len}"
+            f"OpenSession.prompt_len: must be from 1 to the {len(entry.token_ids)} tokens sent, got {entry.prompt_len}"
         )
     try:
         sampling = sampling_from_pb(entry.sampling)
@@ -175,9 +170,7 @@ def _nodes_from_pb(entry: drafter_pb2.DraftNodes) -> DraftNodes:
         ("confidences", entry.confidences),
     ):
         if len(values) != num_nodes:
-            raise RemoteProtocolError(
-                f"DraftNodes.{name}: has {len(values)} entries, node_ids has {num_nodes}"
-            )
+            raise RemoteProtocolError(f"DraftNodes.{name}: has {len(values)} entries, node_ids has {num_nodes}")
     if num_nodes and min(entry.node_ids) == 0:
         raise RemoteProtocolError("DraftNodes.node_ids: must be at least 1, got 0")
     if num_nodes and max(entry.confidences) > MAX_CONFIDENCE:

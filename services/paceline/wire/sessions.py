@@ -105,9 +105,7 @@ def committed_from_pb(message: verifier_pb2.VerifierGenerateResponse) -> Committ
 def _position_logprobs_to_pb(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
     return common_pb2.PositionLogprobs(
         chosen=common_pb2.TokenLogprob(token_id=position.token_id, logprob=position.logprob),
-        top=[
-            common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in position.top
-        ],
+        top=[common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in position.top],
     )
 
 

@@ -22,9 +22,7 @@ LINEAR = StepCost(rows=(1, 1000), seconds=(1.0, 1000.0))
 def tree_of(rows) -> DraftTree:
     tree = DraftTree(1)
     for index, (parent_id, token_id, confidence) in enumerate(rows, start=1):
-        tree.graft(
-            [NodeGuess(node_id=index, parent_id=parent_id, token_id=token_id, confidence=confidence)], 1, [0]
-        )
+        tree.graft([NodeGuess(node_id=index, parent_id=parent_id, token_id=token_id, confidence=confidence)], 1, [0])
     return tree
 
 
@@ -42,7 +40,9 @@ def test_reading_between_and_beyond_the_points_of_the_table():
     assert cost.scaled(2).at(3) == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize("rows, seconds", [((1,), (1.0,)), ((1, 1), (1.0, 2.0)), ((1, 2), (2.0, 1.0)), ((1, 2), (1.0,))])
+@pytest.mark.parametrize(
+    ("rows", "seconds"), [((1,), (1.0,)), ((1, 1), (1.0, 2.0)), ((1, 2), (2.0, 1.0)), ((1, 2), (1.0,))]
+)
 def test_a_table_that_is_not_monotone_is_refused(rows, seconds):
     with pytest.raises(ConfigError, match="step cost"):
         StepCost(rows=rows, seconds=seconds)
@@ -62,8 +62,7 @@ def test_when_every_row_costs_a_whole_step_speculation_is_off():
 
 def test_the_price_rises_with_load():
     prices = [
-        Goodput().allocate([Demand(tree=tree_of(CHAIN), cap=8)] * count, other_rows=0).price
-        for count in (1, 4, 16, 64)
+        Goodput().allocate([Demand(tree=tree_of(CHAIN), cap=8)] * count, other_rows=0).price for count in (1, 4, 16, 64)
     ]
     assert prices == sorted(prices)
     assert prices[0] < 0.3

@@ -19,7 +19,13 @@ def guess(node_id: int, parent_id: int, token_id: int, confidence: float = 0.5) 
 def grown() -> DraftTree:
     """Root at length 3; 10 -> (11 -> 12, 13), 20."""
     tree = DraftTree(3)
-    guesses = [guess(1, 0, 10, 0.8), guess(2, 1, 11, 0.5), guess(3, 2, 12), guess(4, 1, 13, 0.25), guess(5, 0, 20, 0.1)]
+    guesses = [
+        guess(1, 0, 10, 0.8),
+        guess(2, 1, 11, 0.5),
+        guess(3, 2, 12),
+        guess(4, 1, 13, 0.25),
+        guess(5, 0, 20, 0.1),
+    ]
     outcome = tree.graft(guesses, 3, [0, 1, 2])
     assert outcome.num_added == 5
     return tree

@@ -1,4 +1,4 @@
-"""Paged attention: right, and the same bits wherever a row's context lies and whatever else is in the batch."""
+"""Paged attention: right, and the same bits wherever a row's context lies and in any company."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def reference(query, cache, slots, scale):
     return np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), values)
 
 
-def random_cache(rng, kv_heads, head_dim):
-    cache = KVCache(1, kv_heads, head_dim, NUM_BLOCKS)
+def random_cache(rng, kv_heads, head_dim, dtype=torch.float32):
+    cache = KVCache(1, kv_heads, head_dim, NUM_BLOCKS, dtype=dtype)
     cache.keys.copy_(torch.from_numpy(rng.standard_normal(cache.keys.shape).astype(np.float32)))
     cache.values.copy_(torch.from_numpy(rng.standard_normal(cache.values.shape).astype(np.float32)))
     return cache
@@ -81,7 +81,8 @@ def batches(draw):
         for _ in range(draw(st.integers(1, 8)))
     ]
     query = torch.from_numpy(rng.standard_normal((len(rows), kv_heads * group, head_dim)).astype(np.float32))
-    return random_cache(rng, kv_heads, head_dim), rows, tables, query
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    return random_cache(rng, kv_heads, head_dim, dtype), rows, tables, query
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,7 +93,7 @@ def test_every_row_attends_its_context_and_its_ancestors_and_nothing_else(drawn)
     batch = make_batch(rows, tables)
     compiled = paged_attention(query, cache.keys[0], cache.values[0], batch, scale)
     plan = plan_attention(batch, torch.device("cpu"))
-    in_torch = run_attention(plan, query, cache.keys[0], cache.values[0], scale)
+    in_torch = run_attention(plan, query, cache.keys[0].float(), cache.values[0].float(), scale)
     for index, (sequence, context, nodes) in enumerate(rows):
         expected = reference(query[index], cache, slots_of(tables[sequence], context) + nodes, scale)
         np.testing.assert_allclose(compiled[index].numpy(), expected, atol=3e-6)
@@ -108,15 +109,11 @@ def test_a_row_has_the_same_bits_in_blocks_in_ancestor_slots_and_in_any_company(
     sequence, context, nodes = rows[index]
     alone = make_batch([rows[index]], tables)
     lone_query = query[index : index + 1].contiguous()
-    assert torch.equal(
-        paged_attention(lone_query, cache.keys[0], cache.values[0], alone, 0.3)[0], whole[index]
-    )
+    assert torch.equal(paged_attention(lone_query, cache.keys[0], cache.values[0], alone, 0.3)[0], whole[index])
     kept = data.draw(st.integers(0, context))
     moved = slots_of(tables[sequence], context)[kept:] + nodes
     as_tree = make_batch([(sequence, kept, moved)], tables)
-    assert torch.equal(
-        paged_attention(lone_query, cache.keys[0], cache.values[0], as_tree, 0.3)[0], whole[index]
-    )
+    assert torch.equal(paged_attention(lone_query, cache.keys[0], cache.values[0], as_tree, 0.3)[0], whole[index])
 
 
 @pytest.mark.parametrize("scale", [30.0, 1e-3])
@@ -130,15 +127,17 @@ def test_scores_far_apart_or_all_alike_stay_finite_and_exact(scale):
     np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-4)
 
 
-def test_written_kv_is_what_attention_reads():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_written_kv_is_what_attention_reads(dtype):
     rng = np.random.default_rng(2)
-    cache = KVCache(1, 2, 12, NUM_BLOCKS)
+    cache = KVCache(1, 2, 12, NUM_BLOCKS, dtype=dtype)
     keys, values = (torch.from_numpy(rng.standard_normal((5, 2, 12)).astype(np.float32)) for _ in range(2))
     slots = torch.tensor([33, 0, 17, 379, 32])
     write_kv(cache.keys[0], cache.values[0], slots, keys, values)
     query = torch.ones((1, 2, 12))
     batch = make_batch([(0, 0, slots.tolist())], [[1]])
     found = paged_attention(query, cache.keys[0], cache.values[0], batch, 0.5)
+    keys, values = keys.to(dtype).float(), values.to(dtype).float()
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), scale=0.5
     )

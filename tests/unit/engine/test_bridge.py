@@ -59,9 +59,7 @@ async def test_every_event_is_handled_once_whoever_posts_it():
 async def test_the_stepper_lives_in_the_engines_thread():
     made: list[Adder] = []
     outputs: asyncio.Queue[int] = asyncio.Queue()
-    engine: EngineThread[int, int] = EngineThread(
-        lambda: made.append(Adder()) or made[0], outputs.put_nowait, "adder"
-    )
+    engine: EngineThread[int, int] = EngineThread(lambda: made.append(Adder()) or made[0], outputs.put_nowait, "adder")
     await engine.start()
     assert made[0].thread is not threading.current_thread()
     await engine.close()

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.core.errors import ConfigError
-from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config, vocab_hash
+from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
 from paceline.engine.rope import RopeTable
 
 LLAMA = {
@@ -35,9 +35,7 @@ def write(folder, **changes):
 
 
 def shape_of(folder):
-    return LlamaShape.from_transformers(
-        read_transformers_config(folder), DecoderConfig.from_folder(folder).head_dim
-    )
+    return LlamaShape.from_transformers(read_transformers_config(folder), DecoderConfig.from_folder(folder).head_dim)
 
 
 def test_sizes_come_from_config_json(tmp_path):
@@ -161,24 +159,3 @@ def test_a_folder_without_config_and_a_broken_one_are_told_apart(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read by transformers"):
         DecoderConfig.from_folder(tmp_path)
-
-
-def write_tokenizer(folder, vocab, added=()):
-    folder.mkdir(exist_ok=True)
-    content = {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": list(added)}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    return vocab_hash(folder)
-
-
-def test_equal_vocabularies_hash_equal_in_whatever_order_they_are_written(tmp_path):
-    one = write_tokenizer(tmp_path / "one", {"a": 0, "b": 1})
-    assert one == write_tokenizer(tmp_path / "two", {"b": 1, "a": 0})
-    assert one == write_tokenizer(tmp_path / "three", {"a": 0}, [{"id": 1, "content": "b"}])
-    assert one == write_tokenizer(tmp_path / "unigram", [["a", -1.0], ["b", -2.0]])
-    assert one != write_tokenizer(tmp_path / "swapped", {"a": 1, "b": 0})
-    assert one != write_tokenizer(tmp_path / "longer", {"a": 0, "b": 1}, [{"id": 2, "content": "<end>"}])
-
-
-def test_a_missing_tokenizer_says_what_to_do(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json: save one with"):
-        vocab_hash(tmp_path)

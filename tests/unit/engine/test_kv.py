@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from paceline.engine.kv import BLOCK_SIZE, KVCache
 
 
-def random_cache():
+def random_cache(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    cache = KVCache(2, 3, 5, 4)
+    cache = KVCache(2, 3, 5, 4, dtype=dtype)
     cache.keys.normal_(generator=generator)
     cache.values.normal_(generator=generator)
     return cache
@@ -27,10 +27,11 @@ def by_slot(cache):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 63), st.integers(0, 63)), max_size=12, unique_by=lambda pair: pair[1])
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.lists(st.tuples(st.integers(0, 63), st.integers(0, 63)), max_size=12, unique_by=lambda pair: pair[1]),
 )
-def test_copies_read_every_source_before_writing_any_target(pairs):
-    cache = random_cache()
+def test_copies_read_every_source_before_writing_any_target(dtype, pairs):
+    cache = random_cache(dtype)
     before = by_slot(cache)
     sources, targets = (np.array([pair[side] for pair in pairs], dtype=np.int64) for side in (0, 1))
     cache.copy_slots(sources, targets)
@@ -41,7 +42,9 @@ def test_copies_read_every_source_before_writing_any_target(pairs):
 
 
 def test_the_cache_says_how_much_memory_it_takes():
-    assert KVCache(2, 3, 5, 4).nbytes == 2 * (2 * 4 * 3 * 5 * BLOCK_SIZE) * 4
+    elements = 2 * (2 * 4 * 3 * 5 * BLOCK_SIZE)
+    assert KVCache(2, 3, 5, 4).nbytes == elements * 4
+    assert KVCache(2, 3, 5, 4, dtype=torch.bfloat16).nbytes == elements * 2
 
 
 def test_views_of_layers_share_the_memory_of_the_cache():

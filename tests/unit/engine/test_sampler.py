@@ -238,9 +238,7 @@ def test_the_token_depends_on_seed_and_position_alone() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 77, 299])
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"top_p": 0.5}, {"presence_penalty": 1.0}])
-def test_unusable_logits_are_refused_and_the_next_row_works(
-    bad: float, place: int, fields: dict[str, Any]
-) -> None:
+def test_unusable_logits_are_refused_and_the_next_row_works(bad: float, place: int, fields: dict[str, Any]) -> None:
     row = np.zeros(300, dtype=np.float32)
     sampler = plain(row, **fields).sampler()
     expected = sampler.choose(row, 3)

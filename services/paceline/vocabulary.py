@@ -1,0 +1,44 @@
+"""What a checkpoint folder's tokenizer file says of its vocabulary; needs nothing but the standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError
+
+
+def vocab_hash(folder: Path) -> str:
+    """Hash of the map from tokens to ids, added tokens included: equal means that token ids can be exchanged.
+
+    Raises:
+        ConfigError: tokenizer.json is missing or is not the `tokenizers` library's format.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no tokenizer.json: save one with "
+            "AutoTokenizer.from_pretrained(<original>).save_pretrained(<folder>), a fast tokenizer is needed"
+        )
+    content = _read(path)
+    vocab = (content.get("model") or {}).get("vocab")
+    if isinstance(vocab, list):
+        vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
+    if not isinstance(vocab, dict):
+        raise ConfigError(f"{path} has no model.vocab: it was not written by the tokenizers library")
+    tokens = {int(token_id): str(token) for token, token_id in vocab.items()}
+    tokens.update({int(token["id"]): str(token["content"]) for token in content.get("added_tokens") or []})
+    digest = hashlib.sha256(json.dumps(sorted(tokens.items()), ensure_ascii=True).encode("ascii"))
+    return digest.hexdigest()[:32]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
