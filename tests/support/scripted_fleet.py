@@ -83,8 +83,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         self.paused: asyncio.Queue[str] = asyncio.Queue()
         self._resumed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._letters = [
-            codec.encode(letter, field="letter", special_tokens=False, context_len=1)[0]
-            for letter in ALPHABET
+            codec.encode(letter, field="letter", special_tokens=False, context_len=1)[0] for letter in ALPHABET
         ]
 
     def resume(self, session_id: str) -> None:
@@ -150,9 +149,7 @@ def _logprobs(generate: GenerateRequest, tokens: list[int]) -> tuple[PositionLog
     if num_top is None:
         return ()
     return tuple(
-        PositionLogprobs(
-            token_id=token, logprob=-0.5, top=tuple((token + k, -0.5 - k) for k in range(num_top))
-        )
+        PositionLogprobs(token_id=token, logprob=-0.5, top=tuple((token + k, -0.5 - k) for k in range(num_top)))
         for token in tokens
     )
 
@@ -202,7 +199,7 @@ def identity(codec: TextCodec, **changes: Any) -> ModelIdentity:
     """Returns the identity of the scripted model."""
     values: dict[str, Any] = {
         "name": MODEL,
-        "vocab_hash": "tiny-vocabulary",
+        "vocab_hash": codec.vocab_hash or "tiny-vocabulary",
         "vocab_size": codec.vocab_size,
         "context_len": CONTEXT_LEN,
         "eos_token_ids": (EOS,),
@@ -211,16 +208,12 @@ def identity(codec: TextCodec, **changes: Any) -> ModelIdentity:
 
 
 @asynccontextmanager
-async def scripted_fleet(
-    folder: Path, *, num_verifiers: int = 1, **settings: Any
-) -> AsyncIterator[ScriptedFleet]:
+async def scripted_fleet(folder: Path, *, num_verifiers: int = 1, **settings: Any) -> AsyncIterator[ScriptedFleet]:
     """Starts verifiers and a gateway on free ports; `settings` are fields of `GatewayConfig`."""
     codec = TextCodec.from_folder(tiny_tokenizer.save_folder(folder / MODEL))
     store = MemoryStore()
     verifiers, servers = await _start_verifiers(codec, store, num_verifiers)
-    config = GatewayConfig(
-        **{"model": (), "port": 0, "grpc_port": 0, "refresh_s": 0.05, "grace_s": 5.0, **settings}
-    )
+    config = GatewayConfig(**{"model": (), "port": 0, "grpc_port": 0, "refresh_s": 0.05, "grace_s": 5.0, **settings})
     stop = asyncio.Event()
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
     gateway = asyncio.create_task(serve(config, store, {MODEL: codec}, stop, ready.set_result))

@@ -36,9 +36,7 @@ def train(vocab_size: int = 320) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
     return tokenizer
 
 

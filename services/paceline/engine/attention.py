@@ -18,7 +18,7 @@ from paceline.engine.batch import Batch
 from paceline.engine.kernels import exp32
 from paceline.engine.kv import as_array
 from paceline.engine.simd import LANES, add_weighted_lanes, dot_lanes, encode, fma, to_float32
-from paceline.engine.torch_attention import plan_attention, run_attention
+from paceline.engine.torch_attention import plan_attention, run_attention, write_slots
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -141,11 +141,8 @@ def write_kv(
     """Writes new_keys and new_values [rows, G, D] into the slots [rows] of one layer's cache."""
     if keys.device.type == "cpu":
         _write_rows(as_array(keys), as_array(values), slots.numpy(), new_keys.numpy(), new_values.numpy())
-        return
-    block_size = values.shape[2]
-    block, offset = slots // block_size, slots % block_size
-    keys[block, :, :, offset] = new_keys.to(keys.dtype)
-    values[block, :, offset] = new_values.to(values.dtype)
+    else:
+        write_slots(keys, values, slots, new_keys, new_values)
 
 
 def paged_attention(

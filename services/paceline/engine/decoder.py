@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.engine.attention import attend_rows, write_kv
+from paceline.engine.attention import attend_rows
 from paceline.engine.batch import Batch
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import (
@@ -28,7 +28,7 @@ from paceline.engine.kv import KVCache, as_array
 from paceline.engine.linear import MIN_ROWS
 from paceline.engine.llama import LlamaLayer, LlamaReader, LlamaWeights
 from paceline.engine.rope import RopeTable
-from paceline.engine.torch_attention import GroupPlan, plan_attention, run_attention
+from paceline.engine.torch_attention import GroupPlan, plan_attention, run_attention, write_slots
 
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -171,7 +171,7 @@ class LlamaDecoder:
         if len(layer.query_norm):
             query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
         query, key = (_rotate(part, *rope) for part in (query, key))
-        write_kv(*kv, slots, key.contiguous(), value.contiguous())
+        write_slots(*kv, slots, key, value)
         return run_attention(plan, query, *kv, self._scale).flatten(1)
 
 

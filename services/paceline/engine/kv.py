@@ -82,9 +82,11 @@ class KVCache:
             return
         if self.layers:
             _copy_slots(as_array(self.keys), as_array(self.values), sources, targets)
-            return
-        source, target = (torch.from_numpy(slots).to(self.device) for slots in (sources, targets))
-        from_block, from_offset = source // BLOCK_SIZE, source % BLOCK_SIZE
-        to_block, to_offset = target // BLOCK_SIZE, target % BLOCK_SIZE
+        else:
+            self._copy_in_torch(torch.from_numpy(sources).to(self.device), torch.from_numpy(targets).to(self.device))
+
+    def _copy_in_torch(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        from_block, from_offset = sources // BLOCK_SIZE, sources % BLOCK_SIZE
+        to_block, to_offset = targets // BLOCK_SIZE, targets % BLOCK_SIZE
         self.keys[:, to_block, :, :, to_offset] = self.keys[:, from_block, :, :, from_offset]
         self.values[:, to_block, :, to_offset] = self.values[:, from_block, :, from_offset]

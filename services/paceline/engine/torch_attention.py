@@ -82,6 +82,16 @@ def _pad_group(plans: list[_SequencePlan], device: torch.device) -> GroupPlan:
     )
 
 
+def write_slots(
+    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor
+) -> None:
+    """Writes new_keys and new_values [rows, G, D] into the slots [rows] of one layer's cache."""
+    block_size = values.shape[2]
+    block, offset = slots // block_size, slots % block_size
+    keys[block, :, :, offset] = new_keys.to(keys.dtype)
+    values[block, :, offset] = new_values.to(values.dtype)
+
+
 def plan_attention(batch: Batch, device: torch.device, block_size: int = 16) -> list[GroupPlan]:
     """Groups sequences by the power of two above their row count, so that padding at most doubles."""
     groups: dict[int, list[_SequencePlan]] = {}

@@ -153,7 +153,7 @@ class Fleet:
 
         Raises:
             ModelNotFoundError: It is not served here.
-            UnavailableError: It is, but no verifier is there.
+            UnavailableError: It is, but no verifier is there, or one for other tokens than ours.
         """
         if not name and len(self._codecs) == 1:
             name = self.model_names[0]
@@ -163,6 +163,10 @@ class Fleet:
         identity = self.identity(name)
         if identity is None:
             raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
+        if codec.vocab_hash and codec.vocab_hash != identity.vocab_hash:
+            raise UnavailableError(
+                f"model {name!r}: this gateway's tokenizer is not the verifier's; start both with the same folder"
+            )
         return ServedModel(identity=identity, codec=codec)
 
     def addresses(self) -> list[str]:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.gateway.chat import ChatTemplate
+from paceline.vocabulary import vocab_hash
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
@@ -35,13 +36,15 @@ class TextCodec:
     Attributes:
         chat_template: How messages become a prompt; None if the folder holds no template.
         vocab_size: Ids that the tokenizer knows; the model's own vocabulary may be padded beyond it.
+        vocab_hash: What a verifier of the same model announces; empty for a tokenizer that came from no folder.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, vocab_hash: str = "") -> None:
         """Takes over a tokenizer; truncation and padding are switched off."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.chat_template = chat_template
+        self.vocab_hash = vocab_hash
         self._tokenizer = tokenizer
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
@@ -67,7 +70,7 @@ class TextCodec:
             tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing more precise
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
-        return cls(tokenizer, _chat_template(folder))
+        return cls(tokenizer, _chat_template(folder), vocab_hash(folder))
 
     def encode(self, text: str, *, field: str, special_tokens: bool, context_len: int) -> tuple[int, ...]:
         """Returns the token ids of a text; takes a time bounded by the context.

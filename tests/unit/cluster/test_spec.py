@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -192,6 +193,7 @@ def test_a_target_of_ones_own_needs_a_draft_model_or_none_at_all(checkpoint: Pat
 
 def test_the_draft_model_may_stand_in_vllms_json(checkpoint: Path) -> None:
     config = json.dumps({"method": "draft_model", "model": str(DEMO_DRAFTER)})
+    shutil.copy(DEMO_DRAFTER / "tokenizer.json", checkpoint)
     spec = fleet("--model", str(checkpoint), "--speculative-config", config)
     assert resolve_checkpoints(spec, {}, print).draft == DEMO_DRAFTER
 

@@ -35,6 +35,10 @@ def test_copies_read_every_source_before_writing_any_target(dtype, pairs):
     before = by_slot(cache)
     sources, targets = (np.array([pair[side] for pair in pairs], dtype=np.int64) for side in (0, 1))
     cache.copy_slots(sources, targets)
+    in_torch = random_cache(dtype)
+    in_torch._copy_in_torch(torch.from_numpy(sources), torch.from_numpy(targets))
+    assert torch.equal(in_torch.keys, cache.keys)
+    assert torch.equal(in_torch.values, cache.values)
     for old, new in zip(before, by_slot(cache), strict=True):
         expected = old.clone()
         expected[targets] = old[sources]

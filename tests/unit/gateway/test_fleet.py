@@ -140,3 +140,11 @@ async def test_an_empty_name_means_the_only_model_and_nothing_among_several() ->
     several = Fleet(Registry(replica("a")), {"tiny": CODEC, "other": CODEC})
     with pytest.raises(ModelNotFoundError):
         several.model("")
+
+
+async def test_a_tokenizer_that_is_not_the_verifiers_is_an_error_and_not_garbled_text() -> None:
+    registry = Registry(replica("v", vocab_hash="theirs"))
+    fleet = Fleet(registry, {"tiny": TextCodec(tiny_tokenizer.train(), None, "ours")})
+    await fleet.refresh()
+    with pytest.raises(UnavailableError, match="tokenizer is not the verifier's"):
+        fleet.model("tiny")
