@@ -44,6 +44,7 @@ async def running_verifier(
         identity=identity,
         max_model_len=MAX_MODEL_LEN,
         max_queue=MAX_QUEUE,
+        grace_s=30.0,
         make_engine=lambda: TargetEngine(
             decoder=load_decoder(folder, "float32", "cpu", 1),
             identity=identity,

@@ -124,9 +124,7 @@ async def test_a_stop_string_over_token_borders_ends_the_text_and_the_verifiers_
     fleet: ScriptedFleet,
 ) -> None:
     fleet.verifier.script = Script(pause_after=9)
-    answer = await fleet.openai.completions.create(
-        model=MODEL, prompt="x", max_tokens=100, seed=0, stop=["zzz", "efg"]
-    )
+    answer = await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=100, seed=0, stop=["zzz", "efg"])
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abcd", "stop")
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 7
@@ -215,15 +213,11 @@ async def test_chat_logprobs_spell_the_bytes_of_every_token(fleet: ScriptedFleet
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_two_samples_have_their_own_seeds_and_count_the_prompt_once(
-    fleet: ScriptedFleet, streamed: bool
-) -> None:
+async def test_two_samples_have_their_own_seeds_and_count_the_prompt_once(fleet: ScriptedFleet, streamed: bool) -> None:
     request: Any = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 7, "seed": 3, "n": 2}
     texts = {0: "", 1: ""}
     if streamed:
-        stream = await fleet.openai.completions.create(
-            **request, stream=True, stream_options={"include_usage": True}
-        )
+        stream = await fleet.openai.completions.create(**request, stream=True, stream_options={"include_usage": True})
         async for chunk in stream:
             usage = chunk.usage
             for choice in chunk.choices:
@@ -237,9 +231,7 @@ async def test_two_samples_have_their_own_seeds_and_count_the_prompt_once(
 
 
 async def test_several_prompts_are_answered_in_their_order(fleet: ScriptedFleet) -> None:
-    answer = await fleet.openai.completions.create(
-        model=MODEL, prompt=[[5], [6, 7], [5]], max_tokens=2, seed=0
-    )
+    answer = await fleet.openai.completions.create(model=MODEL, prompt=[[5], [6, 7], [5]], max_tokens=2, seed=0)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 4

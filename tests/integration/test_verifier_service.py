@@ -123,7 +123,7 @@ async def test_a_draining_verifier_finishes_what_runs_and_refuses_the_rest(tiny_
     async with running_verifier(tiny_pair[0]) as (stub, host):
         messages = aiter(stub.Generate(generate_request_to_pb(ask(max_tokens=200)), timeout=30))
         first = committed_from_pb(await anext(messages))
-        drain = asyncio.create_task(host.drain(30))
+        drain = asyncio.create_task(host.wind_down())
         await asyncio.sleep(0)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await tokens_of(stub, ask("late"))

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from paceline.config import loggable, parse
-from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity, OpenSession
 from paceline.core.params import SamplingParams
 from paceline.drafter.config import DrafterConfig
@@ -21,17 +20,15 @@ from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.process import prepare_process
+from paceline.hosting import serve_model
 from paceline.obs.log import setup_logging
-from paceline.obs.metrics import DrafterMetrics, start_metrics_server
+from paceline.obs.metrics import DrafterMetrics
 from paceline.rpc.v1 import drafter_pb2_grpc
-from paceline.serving import grpc_server, run, until_stopped
-from paceline.store.announcer import announced
-from paceline.store.base import Replica, Store, open_store, require
+from paceline.serving import run
 
 logger = logging.getLogger(__name__)
 
 PROG = "paceline drafter"
-SERVICE = "paceline.rpc.v1.Drafter"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,40 +55,14 @@ async def serve(config: DrafterConfig) -> None:
         make_engine=lambda: make_engine(config, identity),
         metrics=DrafterMetrics(registry),
     )
-    async with open_store(config.redis_url) as store:
-        await require(store)
-        with start_metrics_server(registry, config.host, config.metrics_port):
-            await _serve_host(config, host, store)
-
-
-async def _serve_host(config: DrafterConfig, host: DraftHost, store: Store) -> None:
-    async with grpc_server(
-        host=config.host,
-        port=config.port,
-        add_servicers=lambda it: drafter_pb2_grpc.add_DrafterServicer_to_server(DrafterServicer(host), it),
-        service_names=[SERVICE],
-    ) as server:
-
-        def replica() -> Replica:
-            return Replica(
-                replica_id=config.replica_id or f"drafter-{server.address}",
-                role="drafter",
-                address=server.address,
-                identity=host.identity,
-                max_sessions=config.max_num_seqs,
-                num_sessions=host.num_sessions,
-            )
-
-        await host.start()
-        try:
-            await server.ready()
-            async with announced(store, replica):
-                await until_stopped(host.engine_ended())
-            await server.drain()
-            host.end_streams(UnavailableError("this drafter shuts down"))
-            await server.stop(1.0)
-        finally:
-            await host.close()
+    await serve_model(
+        host,
+        config,
+        role="drafter",
+        service_name="paceline.rpc.v1.Drafter",
+        add_servicer=lambda server: drafter_pb2_grpc.add_DrafterServicer_to_server(DrafterServicer(host), server),
+        registry=registry,
+    )
 
 
 def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:

@@ -50,12 +50,15 @@ class DraftHost:
         try:
             await self._engine.ended()
         finally:
-            self.end_streams(UnavailableError("the drafter's engine has stopped"))
+            self._end_streams("the drafter's engine has stopped")
 
-    def end_streams(self, reason: PacelineError) -> None:
+    async def wind_down(self) -> None:
         """Ends the streams of all verifiers with a status; they go on without us."""
+        self._end_streams("this drafter shuts down")
+
+    def _end_streams(self, reason: str) -> None:
         for outbox in self._outboxes.values():
-            _replace(outbox, reason)
+            _replace(outbox, UnavailableError(reason))
 
     async def close(self) -> None:
         """Ends the engine."""

@@ -158,9 +158,7 @@ def _fill_shares(
     """Adds exp(score + noise - largest) of the chunk's survivors to `shares`; exp(noise) = 1 / -log(u)."""
     for offset in range(CHUNK):
         score = scores[offset]
-        share = exact_exp(max(score - largest, MASS_FLOOR)) / -_log(
-            (np.float64(words[offset]) + 0.5) * 2.0**-32
-        )
+        share = exact_exp(max(score - largest, MASS_FLOOR)) / -_log((np.float64(words[offset]) + 0.5) * 2.0**-32)
         inside = (score > cut) | ((score == cut) & (first_id + offset <= last_id))
         shares[offset] += share if inside else 0.0
 

@@ -68,9 +68,7 @@ _BUFFERS = _ThreadBuffers()
 class _SeenTokens:
     """Ids that penalties look at, with their output counts, as arrays for the compiled loops."""
 
-    def __init__(
-        self, vocab_size: int, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int]
-    ) -> None:
+    def __init__(self, vocab_size: int, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int]) -> None:
         self._vocab_size = vocab_size
         self._slots: dict[int, int] = {}
         self._ids = np.empty(64, np.int64)
@@ -135,9 +133,7 @@ class RowSampler:
         output_token_ids: Sequence[int] = (),
     ) -> None:
         if not 0 < vocab_size <= MAX_VOCAB_SIZE:
-            raise LocalProtocolError(
-                f"the vocabulary must hold from 1 to {MAX_VOCAB_SIZE} ids, not {vocab_size}"
-            )
+            raise LocalProtocolError(f"the vocabulary must hold from 1 to {MAX_VOCAB_SIZE} ids, not {vocab_size}")
         masked_ids = masked_until_min_tokens(params, eos_token_ids)
         _require_ids((*masked_ids, *(token_id for token_id, _ in params.logit_bias)), vocab_size)
         self._vocab_size = vocab_size
@@ -234,14 +230,10 @@ class RowSampler:
         )  # fmt: skip
         require_usable(largest)
         top_ids, top_scores = np.empty(count, np.int64), np.full(count, -np.inf)
-        filled, total = noise_kernels.rank_plain(
-            buffers.scores, buffers.chunk_max, largest, top_ids, top_scores
-        )
+        filled, total = noise_kernels.rank_plain(buffers.scores, buffers.chunk_max, largest, top_ids, top_scores)
         normaliser = largest + math.log(total)
         top = zip(top_ids[:filled].tolist(), (top_scores[:filled] - normaliser).tolist(), strict=True)
-        return PositionLogprobs(
-            token_id=token_id, logprob=float(logits[token_id]) - normaliser, top=tuple(top)
-        )
+        return PositionLogprobs(token_id=token_id, logprob=float(logits[token_id]) - normaliser, top=tuple(top))
 
     def _require_row(self, logits: Logits) -> None:
         if logits.shape != (self._vocab_size,) or logits.dtype != np.float32:

@@ -44,9 +44,7 @@ class TokenStore:
         """
         per_step = batch_tokens // CHUNK_TOKENS
         rows = [
-            row
-            for index in range(step * per_step, (step + 1) * per_step)
-            for row in self._rows(index, sequence_tokens)
+            row for index in range(step * per_step, (step + 1) * per_step) for row in self._rows(index, sequence_tokens)
         ]
         return torch.from_numpy(np.stack(rows))
 
@@ -100,9 +98,7 @@ def encode_for(
 def _pack(documents: list[list[int]], begin: list[int], end: list[int], seed: int) -> TokenStore:
     order = np.random.default_rng((seed, 0)).permutation(len(documents))
     row = [token for place in order for token in (*begin, *documents[place], *end)]
-    return TokenStore(
-        tokens=np.asarray(row, dtype=np.uint32), seed=seed, begin_id=begin[0] if begin else None
-    )
+    return TokenStore(tokens=np.asarray(row, dtype=np.uint32), seed=seed, begin_id=begin[0] if begin else None)
 
 
 def save_store(store: TokenStore, path: Path) -> None:

@@ -70,9 +70,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_distill(parser: argparse.ArgumentParser) -> None:
     defaults = DistillConfig(target=Path(), out=Path())
-    parser.add_argument(
-        "--target", type=Path, required=True, help="Hugging Face checkpoint folder of the target"
-    )
+    parser.add_argument("--target", type=Path, required=True, help="Hugging Face checkpoint folder of the target")
     parser.add_argument("--out", type=Path, required=True, help="folder for the drafter")
     parser.add_argument(
         "--layers", type=int, default=defaults.layers, help="layers the drafter keeps (default: %(default)s)"
@@ -101,9 +99,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder of the target")
     parser.add_argument("--drafter", type=Path, required=True, help="checkpoint folder of the drafter")
     parser.add_argument("--prompts", type=int, default=40, help="held-out prompts (default: %(default)s)")
-    parser.add_argument(
-        "--tokens", type=int, default=128, help="tokens written after each (default: %(default)s)"
-    )
+    parser.add_argument("--tokens", type=int, default=128, help="tokens written after each (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and noise (default: %(default)s)")
 
 
@@ -196,9 +192,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     sys.stdout.write(found + "\n")
 
 
-def acceptance_table(
-    target_folder: Path, drafter_folder: Path, num_prompts: int, num_new: int, seed: int
-) -> str:
+def acceptance_table(target_folder: Path, drafter_folder: Path, num_prompts: int, num_new: int, seed: int) -> str:
     """The pair's acceptance on held-out prompts, as a Markdown table.
 
     Raises:

@@ -111,9 +111,7 @@ def unseen_prompts(count: int, seed: int = 0, root: Path | None = None) -> list[
     Raises:
         ValueError: the held-out files have fewer openings than `count`.
     """
-    candidates = [
-        prompt for file in load_corpus(root).held_out if not file.is_test for prompt in _openings(file.text)
-    ]
+    candidates = [prompt for file in load_corpus(root).held_out if not file.is_test for prompt in _openings(file.text)]
     unique = list(dict.fromkeys(candidates))
     if count > len(unique):
         raise ValueError(f"count is {count}, but held-out files give {len(unique)} prompts")
@@ -128,9 +126,7 @@ def exchanges(files: tuple[SourceFile, ...], limit: int, seed: int = 0) -> list[
 
 def _read_files(folder: Path) -> list[SourceFile]:
     paths = sorted(
-        path
-        for path in folder.rglob("*.py")
-        if not _SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts)
+        path for path in folder.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts)
     )
     named = [(path.relative_to(folder).as_posix(), path) for path in paths]
     named.sort(key=lambda item: (not is_held_out(item[0]), item[0]))

@@ -63,9 +63,7 @@ def widen(source: Path, out: Path, intermediate_size: int, seed: int = 0) -> int
     config["paceline_widened_from"] = {"name": source.name, "intermediate_size": old_size}
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     generator = torch.Generator().manual_seed(seed)
-    widened = (
-        (name, widen_tensor(name, tensor, intermediate_size, generator)) for name, tensor in _tensors(source)
-    )
+    widened = ((name, widen_tensor(name, tensor, intermediate_size, generator)) for name, tensor in _tensors(source))
     count = _write_shards(widened, partial)
     if out.is_dir():
         out.rmdir()
@@ -73,9 +71,7 @@ def widen(source: Path, out: Path, intermediate_size: int, seed: int = 0) -> int
     return count
 
 
-def widen_tensor(
-    name: str, tensor: torch.Tensor, intermediate_size: int, generator: torch.Generator
-) -> torch.Tensor:
+def widen_tensor(name: str, tensor: torch.Tensor, intermediate_size: int, generator: torch.Generator) -> torch.Tensor:
     """The tensor with its intermediate dimension grown; tensors of other layers as they are.
 
     Args:

@@ -21,12 +21,11 @@ from paceline.engine.identity import model_identity
 from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.process import prepare_process
 from paceline.engine.target import Submit, TargetEngine, TargetLimits
+from paceline.hosting import serve_model
 from paceline.obs.log import setup_logging
-from paceline.obs.metrics import VerifierMetrics, start_metrics_server
+from paceline.obs.metrics import VerifierMetrics
 from paceline.rpc.v1 import verifier_pb2_grpc
-from paceline.serving import grpc_server, run, until_stopped
-from paceline.store.announcer import announced
-from paceline.store.base import Replica, Store, open_store, require
+from paceline.serving import run
 from paceline.verifier.config import VerifierConfig, allocator_from
 from paceline.verifier.host import TargetHost
 from paceline.verifier.servicer import VerifierServicer
@@ -34,7 +33,6 @@ from paceline.verifier.servicer import VerifierServicer
 logger = logging.getLogger(__name__)
 
 PROG = "paceline verifier"
-SERVICE = "paceline.rpc.v1.Verifier"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,43 +62,18 @@ async def serve(config: VerifierConfig) -> None:
         identity=identity,
         max_model_len=max_model_len,
         max_queue=config.max_queue,
+        grace_s=config.grace_s,
         make_engine=lambda: make_engine(config, identity, allocator),
         metrics=VerifierMetrics(registry),
     )
-    async with open_store(config.redis_url) as store:
-        await require(store)
-        with start_metrics_server(registry, config.host, config.metrics_port):
-            await _serve_host(config, host, store)
-
-
-async def _serve_host(config: VerifierConfig, host: TargetHost, store: Store) -> None:
-    async with grpc_server(
-        host=config.host,
-        port=config.port,
-        add_servicers=lambda it: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), it),
-        service_names=[SERVICE],
-    ) as server:
-
-        def replica() -> Replica:
-            return Replica(
-                replica_id=config.replica_id or f"verifier-{server.address}",
-                role="verifier",
-                address=server.address,
-                identity=host.identity,
-                max_sessions=config.max_num_seqs,
-                num_sessions=host.num_sessions,
-            )
-
-        await host.start()
-        try:
-            await server.ready()
-            async with announced(store, replica):
-                await until_stopped(host.engine_ended())
-            await server.drain()
-            await host.drain(config.grace_s)
-            await server.stop(1.0)
-        finally:
-            await host.close()
+    await serve_model(
+        host,
+        config,
+        role="verifier",
+        service_name="paceline.rpc.v1.Verifier",
+        add_servicer=lambda server: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), server),
+        registry=registry,
+    )
 
 
 def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:

@@ -39,6 +39,7 @@ class TargetHost:
         identity: The target model.
         max_model_len: Most tokens of a session.
         max_queue: Most sessions that wait or run.
+        grace_s: Time that sessions get to finish when the verifier stops.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
     """
@@ -49,12 +50,14 @@ class TargetHost:
         identity: ModelIdentity,
         max_model_len: int,
         max_queue: int,
+        grace_s: float,
         make_engine: Callable[[], TargetEngine],
         metrics: VerifierMetrics,
     ) -> None:
         self.identity = identity
         self._max_model_len = max_model_len
         self._max_queue = max_queue
+        self._grace_s = grace_s
         self._metrics = metrics
         self._engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(make_engine, self._deliver, "target")
         # Each queue is bounded by its session's max_tokens.
@@ -78,14 +81,18 @@ class TargetHost:
         try:
             await self._engine.ended()
         finally:
-            for stream in self._streams.values():
-                stream.put_nowait(UnavailableError("the verifier's engine has stopped"))
+            self._end_streams("the verifier's engine has stopped")
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuses new sessions and waits up to `grace_s` seconds for those under way."""
+    def _end_streams(self, reason: str) -> None:
+        for stream in self._streams.values():
+            stream.put_nowait(UnavailableError(reason))
+
+    async def wind_down(self) -> None:
+        """Refuses new sessions, waits `grace_s` seconds for those under way, and ends what is left with a status."""
         self._draining = True
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), grace_s)
+            await asyncio.wait_for(self._empty.wait(), self._grace_s)
+        self._end_streams("this verifier shuts down")
 
     async def close(self) -> None:
         """Ends streams to drafters and the engine."""

@@ -1,0 +1,138 @@
+"""Runs a service that owns a model: registry, metrics, gRPC server and engine, started and stopped in order.
+
+It knows no particular service: verifier and drafter hand in a host each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from paceline.core.messages import ModelIdentity
+from paceline.obs.metrics import start_metrics_server
+from paceline.serving import GrpcServer, grpc_server, until_stopped
+from paceline.store.announcer import announced
+from paceline.store.base import Replica, Store, open_store, require
+
+LAST_CALLS_S = 1.0
+
+
+class ModelHost(Protocol):
+    """What lives in the event loop of such a service."""
+
+    identity: ModelIdentity
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions under way."""
+        ...
+
+    async def start(self) -> None:
+        """Loads the model; returns when it can serve."""
+        ...
+
+    async def engine_ended(self) -> None:
+        """Waits until the engine ends; raises what broke it."""
+        ...
+
+    async def wind_down(self) -> None:
+        """Ends what is under way, each with an answer."""
+        ...
+
+    async def close(self) -> None:
+        """Frees everything."""
+        ...
+
+
+class ModelServiceConfig(Protocol):
+    """Settings that all such services share."""
+
+    @property
+    def host(self) -> str:
+        """Address to listen on and to announce."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """GRPC port."""
+        ...
+
+    @property
+    def metrics_port(self) -> int:
+        """Prometheus port."""
+        ...
+
+    @property
+    def redis_url(self) -> str:
+        """Registry."""
+        ...
+
+    @property
+    def replica_id(self) -> str:
+        """Name in the registry; empty: role and address."""
+        ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sessions at once."""
+        ...
+
+
+async def serve_model(
+    host: ModelHost,
+    config: ModelServiceConfig,
+    *,
+    role: str,
+    service_name: str,
+    add_servicer: Callable[[grpc.aio.Server], None],
+    registry: CollectorRegistry,
+) -> None:
+    """Serves until SIGTERM or SIGINT: announced while it can serve, withdrawn before it winds down.
+
+    Args:
+        host: The service.
+        config: Its settings.
+        role: `verifier` or `drafter`.
+        service_name: Full gRPC name.
+        add_servicer: Adds the service to a server.
+        registry: Metrics to show.
+
+    Raises:
+        ConfigError: The checkpoint, a port or the registry makes serving impossible.
+        Exception: Whatever broke the engine.
+    """
+    async with open_store(config.redis_url) as store:
+        await require(store)
+        with start_metrics_server(registry, config.host, config.metrics_port):
+            async with grpc_server(
+                host=config.host, port=config.port, add_servicers=add_servicer, service_names=[service_name]
+            ) as server:
+                await host.start()
+                try:
+                    await _serve_announced(host, config, role, server, store)
+                finally:
+                    await host.close()
+
+
+async def _serve_announced(
+    host: ModelHost, config: ModelServiceConfig, role: str, server: GrpcServer, store: Store
+) -> None:
+    def replica() -> Replica:
+        return Replica(
+            replica_id=config.replica_id or f"{role}-{server.address}",
+            role=role,
+            address=server.address,
+            identity=host.identity,
+            max_sessions=config.max_num_seqs,
+            num_sessions=host.num_sessions,
+        )
+
+    await server.ready()
+    async with announced(store, replica):
+        await until_stopped(host.engine_ended())
+    await server.drain()
+    await host.wind_down()
+    await server.stop(LAST_CALLS_S)
