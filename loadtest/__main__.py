@@ -8,6 +8,7 @@ import sys
 BENCHES = {
     "acceptance": "acceptance rate and mean acceptance length of the demo pair, through the fleet",
     "demo": "the fleet at work on a few prompts, with and without speculation, and a table",
+    "stall": "time between tokens while the drafter is stopped for 5 s",
     "widen": "widens a checkpoint with neurons that change no output, for benches",
 }
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 
+import httpx
 import pytest
 import torch
-from loadtest.client import Ask, Completion, run_batch
+from loadtest.client import Ask, run_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.training.corpus import unseen_prompts
 from tests.fleet.client import Sampled, sample, sample_all
+from tests.fleet.conftest import FleetRunner
+
+pytestmark = pytest.mark.timeout(400)
 
 NUM_PROMPTS = 40
 NUM_TOKENS = 128
@@ -99,24 +102,30 @@ def test_a_drafter_killed_in_mid_stream_and_restarted_changes_no_token(request, 
     assert sample_all(runner, asks, 16) == sampled_plainly
 
 
-def test_a_stopped_drafter_costs_no_token_and_little_time(trees, prompts):
-    """SIGSTOP for 5 s: gaps between pieces stay within two steps of plain decoding, by the medians of one run."""
-    plain = [Ask(prompt=prompt, max_tokens=400, speculation=PLAIN) for prompt in prompts[:2]]
-    drafted = [Ask(prompt=prompt, max_tokens=400) for prompt in prompts[:2]]
-    quiet = asyncio.run(run_batch(trees.url, plain, 1, "plain")).completions
+def fallbacks(runner: FleetRunner, reason: str) -> float:
+    """How often the verifier says it went on without its drafter."""
+    page = httpx.get(f"http://{runner.fleet.endpoint('verifier').second_address}/metrics").text
+    for line in page.splitlines():
+        if line.startswith(f'paceline:fallbacks_total{{reason="{reason}"}}'):
+            return float(line.rpartition(" ")[2])
+    return 0.0
 
-    async def story() -> list[Completion]:
-        task = asyncio.create_task(run_batch(trees.url, drafted, 1, "drafter stopped"))
-        await asyncio.sleep(0)
+
+def test_a_stopped_drafter_costs_no_token_and_is_waited_for_once(trees, prompts):
+    """SIGSTOP for 5 s. What it does to the time between tokens is measured by the bench `stall`."""
+    plain = [Ask(prompt=prompt, max_tokens=800, speculation=PLAIN) for prompt in prompts[:2]]
+    quiet = texts_of(trees.url, plain, 2)
+    before = fallbacks(trees, "drafter_silent")
+
+    async def story() -> list[str]:
+        drafted = [Ask(prompt=prompt, max_tokens=800) for prompt in prompts[:2]]
+        task = asyncio.create_task(run_batch(trees.url, drafted, 2, "drafter stopped"))
         trees.fleet.pause("drafter")
         try:
             await asyncio.wait({task}, timeout=5)
         finally:
             trees.fleet.resume("drafter")
-        return list((await task).completions)
+        return [each.text for each in (await task).completions]
 
-    disturbed = asyncio.run(story())
-    assert [each.text for each in disturbed] == [each.text for each in quiet]
-    step_s = statistics.median(gap for each in quiet for gap in each.gaps_s)
-    gap_s = statistics.median(gap for each in disturbed for gap in each.gaps_s)
-    assert gap_s <= 3 * step_s
+    assert asyncio.run(story()) == quiet
+    assert fallbacks(trees, "drafter_silent") - before <= 2

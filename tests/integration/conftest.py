@@ -17,7 +17,8 @@ from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
-from paceline.engine.target import TargetEngine, TargetLimits
+from paceline.engine.target import TargetEngine
+from paceline.engine.target_events import TargetLimits
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 from paceline.serving import start_grpc_server

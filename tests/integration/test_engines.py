@@ -9,7 +9,7 @@ import pytest
 from paceline.core.allocator import FixedGamma, Goodput
 from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.engine.target import DraftsArrived
+from paceline.engine.target_events import DraftsArrived
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
 from tests.support.engines import DRAFTER, EnginePair
 
@@ -239,7 +239,7 @@ def test_wrong_guesses_with_full_confidence_change_nothing(pair_folders, plain):
 
 
 def pair_link_up():
-    from paceline.engine.target import LinkChanged
+    from paceline.engine.target_events import LinkChanged
 
     return LinkChanged(address=DRAFTER, up=True)
 

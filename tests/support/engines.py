@@ -12,7 +12,8 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
-from paceline.engine.target import Cancel, DraftsArrived, LinkChanged, Submit, TargetEngine, TargetLimits
+from paceline.engine.target import TargetEngine
+from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetLimits
 
 DRAFTER = "drafter:1"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,94 +32,22 @@ from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.packing import BatchBuilder
+from paceline.engine.target_events import (
+    Cancel,
+    DraftsArrived,
+    LinkChanged,
+    StepReport,
+    Submit,
+    TargetEvent,
+    TargetLimits,
+    TargetOutput,
+)
 from paceline.engine.target_session import TargetSession
 
 # Smoothing of the step time that waiting is weighed against.
 STEP_SMOOTHING = 0.1
 # Nodes a drafter may keep ahead of the committed tokens, per node that may be verified.
 ROOM_PER_NODE = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
-    """A session to run."""
-
-    request: GenerateRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    """The client of a session left."""
-
-    session_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftsArrived:
-    """Messages of one drafter, with the time they arrived."""
-
-    address: str
-    messages: Sequence[ToVerifier]
-    arrived_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkChanged:
-    """A drafter was reached (its sessions are opened anew) or lost."""
-
-    address: str
-    up: bool
-
-
-TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetLimits:
-    """Bounds of the engine.
-
-    Args:
-        max_num_seqs: Most sessions that run at once.
-        max_num_batched_tokens: Most rows of a step.
-        max_model_len: Most tokens of a session, prompt and output.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-
-
-@dataclass(slots=True)
-class StepReport:
-    """What one step did, for metrics."""
-
-    seconds: float = 0.0
-    num_rows: int = 0
-    num_prefill_rows: int = 0
-    num_decoding: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    price: float = 1.0
-    gammas: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    num_hits: int = 0
-    num_misses: int = 0
-    num_late_nodes: int = 0
-    num_stale_nodes: int = 0
-    num_preempted: int = 0
-    kv_usage: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetOutput:
-    """What one step has to say to the world."""
-
-    committed: Sequence[tuple[str, CommittedTokens]]
-    to_drafters: dict[str, list[ToDrafter]]
-    broken_links: dict[str, RemoteProtocolError]
-    report: StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,8 +165,11 @@ class TargetEngine:
                 outcome = session.draft.receive(message)
                 self._report.num_late_nodes += outcome.num_late
                 self._report.num_stale_nodes += outcome.num_stale
+                session.heard_len = max(session.heard_len, message.base_len)
                 if message.base_len == session.draft.committed_len:
-                    session.heard(arrived_s, pace)
+                    round_trip_s = session.heard(arrived_s, pace)
+                    if round_trip_s is not None:
+                        self._report.round_trips_s.append(round_trip_s)
             case LaggingSession():
                 answer = session.draft.catch_up(message)
                 if answer is not None:
@@ -287,8 +218,9 @@ class TargetEngine:
         for session in decoding:
             pace = self._links.get(session.drafter_address)
             unheard = session.heard_s is None and now_s - session.committed_s >= self._step_s
-            if pace is not None and unheard and self._cap(session):
+            if pace is not None and not pace.silent and unheard and self._cap(session):
                 pace.silent = True
+                self._report.num_silenced += 1
 
     def step(self) -> TargetOutput:
         """Runs one step over all sessions that have something to compute."""
@@ -455,6 +387,14 @@ class TargetEngine:
         report.num_decoding = len(report.gammas)
         report.num_running = len(self._running)
         report.num_waiting = len(self._waiting)
+        report.lag_tokens = max(
+            (
+                each.draft.committed_len - each.heard_len
+                for each in self._running
+                if each.drafter_address in self._links
+            ),
+            default=0,
+        )
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         totals = (self.pool.num_queries, self.pool.num_hits)
         report.prefix_queries = totals[0] - self._prefix_totals[0]

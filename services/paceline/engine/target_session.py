@@ -50,6 +50,7 @@ class TargetSession:
         self.prefilled_to = 0
         self.committed_s = now_s
         self.heard_s: float | None = None
+        self.heard_len = self.draft.committed_len
         self._sampler = RowSampler(
             sampling,
             identity.vocab_size,
@@ -74,6 +75,11 @@ class TargetSession:
         """True when only the root is left to compute, and a first token is out."""
         return self.pages.num_missing == 1 and self.draft.committed_len > self._resumed_len
 
+    @property
+    def lag_tokens(self) -> int:
+        """Committed tokens that its drafter has not answered."""
+        return self.draft.committed_len - self.heard_len
+
     def cap(self) -> int:
         """Most nodes that may be verified now; a node beyond the last token would be wasted."""
         return max(0, min(self.draft.request.speculation.cap, self._last_len - self.draft.committed_len - 1))
@@ -93,13 +99,20 @@ class TargetSession:
             self._num_cached = min(self.pages.num_cached, self.draft.prompt_len)
         return True
 
-    def heard(self, arrived_s: float, pace: LinkPace) -> None:
-        """Nodes beyond the committed tokens came; updates the link's pace."""
-        if self.heard_s is None:
-            pace.heard_response(arrived_s - self.committed_s)
+    def heard(self, arrived_s: float, pace: LinkPace) -> float | None:
+        """Nodes beyond the committed tokens came; updates the link's pace.
+
+        Returns:
+            Seconds since the commit, for the first nodes after it.
+        """
+        first = self.heard_s is None
+        elapsed_s = arrived_s - (self.committed_s if self.heard_s is None else self.heard_s)
+        if first:
+            pace.heard_response(elapsed_s)
         else:
-            pace.heard_next(arrived_s - self.heard_s)
+            pace.heard_next(elapsed_s)
         self.heard_s = arrived_s
+        return elapsed_s if first else None
 
     def choose(self, row: np.ndarray) -> int:
         """The target's token at the next position, from its logits `[vocab]`; remembers it as part of the prefix."""

@@ -20,7 +20,8 @@ from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.process import prepare_process
-from paceline.engine.target import Submit, TargetEngine, TargetLimits
+from paceline.engine.target import TargetEngine
+from paceline.engine.target_events import Submit, TargetLimits
 from paceline.hosting import serve_model
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics

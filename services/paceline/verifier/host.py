@@ -12,15 +12,8 @@ from paceline.core.errors import InvalidRequestError, OverloadedError, Unavailab
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import check_token_ids
 from paceline.engine.bridge import EngineThread
-from paceline.engine.target import (
-    Cancel,
-    DraftsArrived,
-    LinkChanged,
-    Submit,
-    TargetEngine,
-    TargetEvent,
-    TargetOutput,
-)
+from paceline.engine.target import TargetEngine
+from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetEvent, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
 from paceline.verifier.links import DrafterLink
 from paceline.verifier.metrics import record_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.engine.target import StepReport
+from paceline.engine.target_events import StepReport
 from paceline.obs.metrics import VerifierMetrics, rows_label
 
 SOURCE = "draft_model"
@@ -16,6 +16,11 @@ def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
     engine.kv_cache_usage.set(report.kv_usage)
     engine.prefix_cache_queries.inc(report.prefix_queries)
     engine.prefix_cache_hits.inc(report.prefix_hits)
+    if report.num_silenced:
+        metrics.fallbacks.labels("drafter_silent").inc(report.num_silenced)
+    for round_trip_s in report.round_trips_s:
+        metrics.draft_round_trip.observe(round_trip_s)
+    metrics.drafter_lag.set(report.lag_tokens)
     if not report.num_rows:
         return
     metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)

@@ -133,9 +133,7 @@ def test_accepted_and_recovered_mass_add_up_to_the_target(pair: tuple[FloatArray
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(3, 4).flatmap(lambda vocab: st.tuples(laws(vocab), laws(vocab))), st.integers(1, 3))
-def test_a_sparse_draft_keeps_the_law_if_it_is_what_was_sampled(
-    pair: tuple[FloatArray, FloatArray], keep: int
-) -> None:
+def test_a_sparse_draft_keeps_the_law_if_it_is_what_was_sampled(pair: tuple[FloatArray, FloatArray], keep: int) -> None:
     vocab = len(pair[0])
     target = dict.fromkeys(prefixes(vocab, 1), pair[0])
     sent: Model = {(): sparse_draft(pair[1], keep).probs(vocab)}

@@ -107,9 +107,7 @@ def test_the_code_draws_pairs_with_the_closed_joint_law() -> None:
 
 
 @given(law_pairs, st.data())
-def test_the_coupled_choice_is_the_winner_of_the_race(
-    pair: tuple[FloatArray, FloatArray], data: st.DataObject
-) -> None:
+def test_the_coupled_choice_is_the_winner_of_the_race(pair: tuple[FloatArray, FloatArray], data: st.DataObject) -> None:
     probs = pair[0]
     clocks = data.draw(st.lists(st.floats(0.01, 20.0), min_size=len(probs), max_size=len(probs), unique=True))
     with np.errstate(divide="ignore"):

@@ -119,9 +119,7 @@ def test_noise_of_neighbouring_positions_seeds_and_ids_is_uncorrelated() -> None
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**21), min_size=1))
-def test_noise_of_an_id_does_not_depend_on_the_ids_asked_with_it(
-    seed: int, position: int, ids: list[int]
-) -> None:
+def test_noise_of_an_id_does_not_depend_on_the_ids_asked_with_it(seed: int, position: int, ids: list[int]) -> None:
     together = gumbel(seed, position, np.array(ids))
     alone = [gumbel(seed, position, np.array([token_id]))[0] for token_id in ids]
     assert together.tolist() == alone

@@ -88,8 +88,6 @@ def race_law(draft: FloatArray, target: FloatArray) -> FloatArray:
             start = 1.0 + sum(draft[v] / draft[i] for v in others if v not in racing)
             at_left = start + slope * left
             joint[i, j] += (
-                1.0 / (slope * at_left)
-                if right == math.inf
-                else (right - left) / (at_left * (start + slope * right))
+                1.0 / (slope * at_left) if right == math.inf else (right - left) / (at_left * (start + slope * right))
             )
     return joint

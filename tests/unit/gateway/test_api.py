@@ -124,9 +124,7 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"speculation": True}, "speculation", "must be"),
     ],
 )
-def test_a_bad_completion_field_is_named_with_its_limit(
-    fields: dict[str, Any], param: str, limit: str
-) -> None:
+def test_a_bad_completion_field_is_named_with_its_limit(fields: dict[str, Any], param: str, limit: str) -> None:
     refused = refusal(body(**fields))
     assert refused.status == 400
     assert refused.type == "invalid_request_error"
@@ -206,9 +204,7 @@ def test_a_chat_with_a_model_that_has_no_template_is_refused() -> None:
 
 
 def test_fields_for_book_keeping_and_neutral_values_are_ignored() -> None:
-    [session] = completion(
-        body(user="me", metadata={"a": 1}, echo=False, best_of=1, suffix=None, stop=None, seed=3)
-    )
+    [session] = completion(body(user="me", metadata={"a": 1}, echo=False, best_of=1, suffix=None, stop=None, seed=3))
     assert session.sampling == SamplingParams(max_tokens=16, seed=3)
     assert session.speculation == SpeculationParams()
     assert session.stops == ()

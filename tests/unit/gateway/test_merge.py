@@ -17,9 +17,7 @@ class Streams:
     def __init__(self) -> None:
         self.closed: list[str] = []
 
-    async def count(
-        self, name: str, num_items: int, error: Exception | None = None
-    ) -> AsyncGenerator[str, None]:
+    async def count(self, name: str, num_items: int, error: Exception | None = None) -> AsyncGenerator[str, None]:
         try:
             for number in range(num_items):
                 await asyncio.sleep(0)

@@ -35,9 +35,7 @@ def test_a_chat_becomes_the_tokens_that_transformers_makes_of_it(tmp_path: Path,
     transformers = pytest.importorskip("transformers")
     folder = tiny_tokenizer.save_folder(tmp_path, chat_template=template)
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    expected = oracle.apply_chat_template(
-        MESSAGES, add_generation_prompt=True, tokenize=False, thinking="hard"
-    )
+    expected = oracle.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False, thinking="hard")
     codec = TextCodec.from_folder(folder)
     assert codec.chat_template is not None
     rendered = codec.chat_template.render(MESSAGES, {"thinking": "hard"})

@@ -36,6 +36,4 @@ def test_transformers_loads_the_folder_and_renders_a_chat(tmp_path: Path, tokeni
         {"role": "user", "content": "Again."},
     ]
     text = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<|begin|><|user|>\nWrite f.\n<|assistant|>\ndef f(): ...<|end|><|user|>\nAgain.\n<|assistant|>\n"
-    )
+    assert text == ("<|begin|><|user|>\nWrite f.\n<|assistant|>\ndef f(): ...<|end|><|user|>\nAgain.\n<|assistant|>\n")
