@@ -1,4 +1,5 @@
-# Every target sets up what it needs in .venv; no root rights, nothing outside this folder but pip's cache.
+# Every target sets up what it needs in .venv; no root rights. Outside this folder: pip's cache, and the widened demo
+# target in the user's cache folder.
 .DEFAULT_GOAL := help
 .PHONY: help venv protos check style test up demo bench clean
 SHELL := /bin/bash
@@ -19,7 +20,7 @@ venv: $(STAMP) ## set up .venv
 
 $(STAMP): pyproject.toml constraints.txt services/paceline/__init__.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one with make PYTHON=...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -43,7 +44,8 @@ check: $(STAMP) protos ## lint, types, import law, generated code up to date
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	git diff --exit-code -- $(GENERATED)
+	@test -z "$$(git status --porcelain -- $(GENERATED))" || \
+	  { git status --short -- $(GENERATED); echo "generated code is not up to date: commit what make protos made"; exit 1; }
 
 test: $(STAMP) ## all tests
 	$(BIN)/pytest $(ARGS)

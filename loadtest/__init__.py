@@ -1,1 +1,4 @@
-"""All that measures: each bench prints its figures and, on its last line, one JSON object with `"ok"`."""
+"""All that measures: each bench prints its figures and, on its last line, one JSON object with `"ok"`.
+
+`demo` and `widen` are tools beside them.
+"""

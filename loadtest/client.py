@@ -149,7 +149,7 @@ async def run_batch(url: str, asks: Sequence[Ask], concurrency: int, title: str)
         RuntimeError: A request failed; the message is the server's.
     """
     gate = asyncio.Semaphore(concurrency)
-    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=concurrency)) as client:
+    async with httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=concurrency)) as client:
         with tqdm(total=len(asks), desc=title, unit="request", leave=False) as bar:
 
             async def one(ask: Ask) -> Completion:

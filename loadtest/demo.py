@@ -17,6 +17,7 @@ import httpx
 from loadtest.client import Ask, BatchResult, Completion, complete, run_batch
 from loadtest.fleet import bench_fleet, machine
 from paceline.cluster.local import LocalFleet
+from paceline.cluster.up import describe_target
 from paceline.training.corpus import unseen_prompts
 
 PLAIN = {"enabled": False}
@@ -57,8 +58,10 @@ async def show(arguments: argparse.Namespace) -> bool:
         _introduce(fleet)
         for ask in asks[: arguments.shown]:
             await _show_one(fleet.gateway_url, ask)
+        # Prompts once untimed: both ways then find them in the prefix cache.
+        await run_batch(fleet.gateway_url, [replace(ask, max_tokens=1) for ask in asks], 1, "warming up")
         same = await _table(fleet.gateway_url, asks, arguments.concurrency)
-    verdict = "all texts identical, token by token" if same else "TEXTS DIFFER: please report this"
+    verdict = "all texts identical" if same else "TEXTS DIFFER: please report this"
     print(f"\n{BOLD}{verdict}{RESET}; temperature {arguments.temperature:g}, top-p 0.95, {machine()}")
     return same
 
@@ -67,12 +70,15 @@ def _introduce(fleet: LocalFleet) -> None:
     print(f"\n{BOLD}the fleet{RESET}")
     for endpoint in fleet.endpoints:
         print(f"  {endpoint.name:12} {endpoint.address:22} process {fleet.pid(endpoint.name)}")
-    print(f"  target model: {fleet.model_name}\n")
+    assert fleet.checkpoints is not None, "the fleet runs"
+    print(f"  target model: {describe_target(fleet.checkpoints.target)}")
+    draft = fleet.checkpoints.draft
+    print(f"  draft model:  {draft.name if draft else 'none'}\n")
 
 
 async def _show_one(url: str, ask: Ask) -> None:
     """Streams one prompt twice: what the plain run wrote is shown dim, the speculative one plainly."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(trust_env=False) as client:
         for title, speculation in (("plain decoding", PLAIN), ("speculative decoding", SPECULATIVE)):
             print(f"{BOLD}{title}{RESET}\n{DIM}{ask.prompt}{RESET}", end="", flush=True)
             done = await complete(client, url, replace(ask, speculation=speculation), _write)

@@ -33,9 +33,9 @@ def main() -> None:
 
 
 async def measure(max_tokens: int) -> bool:
-    """Runs both cases and prints them; True when the median gap grew by no more than two plain steps."""
+    """Runs both cases; True when the median gap is at most two plain steps, and p99 grew by no more than that."""
     ask = Ask(prompt=unseen_prompts(1)[0], max_tokens=max_tokens)
-    async with bench_fleet() as fleet, httpx.AsyncClient() as client:
+    async with bench_fleet() as fleet, httpx.AsyncClient(trust_env=False) as client:
         url = fleet.gateway_url
         plain = await complete(client, url, replace(ask, speculation={"enabled": False}))
         stopped, gaps_s = await _with_a_stop(fleet, client, ask)
@@ -53,7 +53,8 @@ async def measure(max_tokens: int) -> bool:
         "median_in_plain_steps": round(statistics.median(gaps_s) / step_s, 2),
         "same_text": same,
     }
-    figures["ok"] = same and statistics.median(gaps_s) <= (1 + MOST_STEPS) * step_s
+    p99 = figures["stopped_gap_ms"][1] - figures["plain_gap_ms"][1]  # type: ignore[index]  # both are lists
+    figures["ok"] = same and statistics.median(gaps_s) <= MOST_STEPS * step_s and p99 <= 1e3 * MOST_STEPS * step_s
     print(f"plain decoding      gap p50 / p99 / max ms: {figures['plain_gap_ms']}")
     print(f"drafter stopped 5 s gap p50 / p99 / max ms: {figures['stopped_gap_ms']}")
     print(json.dumps(figures))

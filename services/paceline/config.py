@@ -122,7 +122,10 @@ def loggable(config: Any) -> dict[str, Any]:
 
 def public_url(url: str) -> str:
     """Returns the URL without user, password and query, fit for logs and error messages."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "(not a URL)"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 

@@ -35,6 +35,9 @@ __all__ = [
     "until_stopped",
 ]
 
+# Time for calls that were just ended to send their status.
+LAST_CALLS_S = 1.0
+
 ResultT = TypeVar("ResultT")
 
 # A prompt of a million tokens is at most 5 MB on the wire; gRPC's own limit of 4 MB would refuse it.
@@ -42,6 +45,8 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # The tiers are neighbours; a proxy meant for the world outside would swallow their calls.
+    ("grpc.enable_http_proxy", 0),
 )
 _SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
@@ -151,7 +156,7 @@ async def grpc_server(
     try:
         yield server
     finally:
-        await server.stop(0)
+        await server.stop(LAST_CALLS_S)
 
 
 def install_signal_handlers(stop_event: asyncio.Event) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from paceline.serving import CHANNEL_OPTIONS
 from tests.fleet.conftest import FleetRunner
 
 
@@ -43,7 +44,9 @@ class Sampled:
 async def sample(runner: FleetRunner, ask: Sampled, on_piece: Callable[[], None] = lambda: None) -> list[int]:
     """Token ids of one completion."""
     tokens: list[int] = []
-    async with grpc.aio.insecure_channel(runner.fleet.endpoint("gateway").second_address) as channel:
+    async with grpc.aio.insecure_channel(
+        runner.fleet.endpoint("gateway").second_address, options=CHANNEL_OPTIONS
+    ) as channel:
         stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(channel)
         async for piece in stub.Generate(ask.message(), timeout=120):
             tokens += piece.token_ids

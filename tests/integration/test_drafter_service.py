@@ -123,10 +123,6 @@ BAD = {
         "target",
         drafter_pb2.DraftRequest(opens=[drafter_pb2.OpenSession(session_id="s", epoch=1)]),
     ),
-    "token outside the vocabulary": (
-        "target",
-        draft_request_to_pb([opened(), committed(token_ids=(4_000_000,))]),
-    ),
 }
 
 

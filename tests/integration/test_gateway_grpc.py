@@ -33,7 +33,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
 
 
 def sampling(max_tokens: int = 10, **fields: float) -> common_pb2.SamplingParams:
-    return common_pb2.SamplingParams(max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+    return common_pb2.SamplingParams(**{"max_tokens": max_tokens, "seed": 0, **fields})  # type: ignore[arg-type]
 
 
 async def refusal(fleet: ScriptedFleet, request: Request) -> PacelineError:
@@ -150,3 +150,23 @@ async def test_models_are_listed(fleet: ScriptedFleet) -> None:
         CONTEXT_LEN,
         identity(fleet.codec).vocab_size,
     )
+
+
+async def test_without_a_seed_every_request_draws_its_own(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path) as fleet:
+        for _ in range(2):
+            request = gateway_pb2.GatewayGenerateRequest(
+                prompt="x", sampling=common_pb2.SamplingParams(max_tokens=2, temperature=1.0)
+            )
+            [response async for response in fleet.stub.Generate(request)]
+        first, second = fleet.verifier.requests
+        assert first.sampling.seed != second.sampling.seed
+
+
+async def test_logprobs_are_refused_by_name_rather_than_dropped(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path) as fleet:
+        request = gateway_pb2.GatewayGenerateRequest(
+            prompt="x", sampling=common_pb2.SamplingParams(max_tokens=2, logprobs=2)
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.logprobs"):
+            [response async for response in fleet.stub.Generate(request)]

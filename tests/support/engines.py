@@ -69,6 +69,7 @@ class EnginePair:
             clock=self.clock,
         )
         self.sessions: dict[str, Generated] = {}
+        self.names: list[str] = []
         self.num_preempted = 0
         self.draft: DraftEngine | None = None
         self.start_drafter()
@@ -105,6 +106,7 @@ class EnginePair:
     ) -> None:
         """Starts a session."""
         self.sessions[session_id] = Generated()
+        self.names.append(session_id)
         self.target.handle(
             Submit(
                 request=GenerateRequest(
@@ -115,13 +117,14 @@ class EnginePair:
                     sampling=sampling,
                     speculation=speculation or SpeculationParams(),
                     drafter_address=DRAFTER,
-                )
+                ),
+                serial=len(self.names),
             )
         )
 
     def cancel(self, session_id: str) -> None:
         """Its client leaves."""
-        self.target.handle(Cancel(session_id=session_id))
+        self.target.handle(Cancel(session_id=session_id, serial=self.names.index(session_id) + 1))
 
     def round(self, draft_steps: int = 4) -> None:
         """One target step, then a few draft steps."""
@@ -141,8 +144,9 @@ class EnginePair:
     def _target_step(self) -> None:
         output = self.target.step()
         self.num_preempted += output.report.num_preempted
-        for session_id, committed in output.committed:
-            generated = self.sessions[session_id]
+        for serial, committed in output.committed:
+            generated = self.sessions[self.names[serial - 1]]
+            assert isinstance(committed, CommittedTokens)
             generated.messages.append(committed)
             generated.token_ids += committed.token_ids
             generated.result = committed.result

@@ -72,8 +72,10 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None]) 
     weights = DEMO_TARGET / "model.safetensors"
     if not weights.is_file():
         raise ConfigError(f"the demo pair is not in {MODELS_FOLDER}: name checkpoints with --model and --draft-model")
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
-    out = cache_folder(environ) / digest / WIDENED_NAME
+    digest = hashlib.sha256()
+    for file in sorted(DEMO_TARGET.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    out = cache_folder(environ) / digest.hexdigest()[:16] / WIDENED_NAME
     if not (out / "config.json").is_file():
         say(f"widening the demo target to 98 M parameters, once: {out}")
         _widen_in_own_process(out, environ)

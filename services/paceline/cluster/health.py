@@ -10,6 +10,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.cluster.valkey import answers_ping
+from paceline.serving import CHANNEL_OPTIONS
 
 CHECK_TIMEOUT_S = 1.0
 
@@ -21,7 +22,7 @@ def grpc_health(address: str) -> HealthCheck:
 
     async def check() -> bool:
         try:
-            async with grpc.aio.insecure_channel(address) as channel:
+            async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
                 request = health_pb2.HealthCheckRequest()
                 answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CHECK_TIMEOUT_S)
         except grpc.aio.AioRpcError:

@@ -152,7 +152,11 @@ class Child:
                 async with asyncio.timeout(delay_s):
                     await self._stopping.wait()
                 return
-            self._spawn()
+            try:
+                self._spawn()
+            except OSError as error:
+                self._say(f"{self.spec.name} cannot be started again ({error.strerror}); trying on")
+                continue
             async with self._restarted:
                 self.num_restarts += 1
                 self._restarted.notify_all()

@@ -92,7 +92,7 @@ def describe(fleet: LocalFleet) -> str:
             "Try it:",
             f"  curl -N {fleet.gateway_url}/v1/completions -H 'Content-Type: application/json' \\",
             f"    -d '{body}'",
-            f"  paceline generate 'def read_lines(path):' --url {fleet.gateway_url}",
+            f"  .venv/bin/paceline generate 'def read_lines(path):' --url {fleet.gateway_url}",
             "",
             "Ctrl-C stops everything.",
         ]

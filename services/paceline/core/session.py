@@ -16,7 +16,6 @@ from paceline.core.messages import (
     DraftNodes,
     GenerateRequest,
     LaggingSession,
-    ModelIdentity,
     NodeGuess,
     OpenSession,
     SpeculationRecord,
@@ -24,18 +23,6 @@ from paceline.core.messages import (
 from paceline.core.tree import DraftTree, GraftOutcome, Node, Pruning
 
 NOTHING_GRAFTED = GraftOutcome(num_added=0, num_late=0, num_stale=0)
-
-
-def check_vocabulary(session_id: str, token_ids: Sequence[int], identity: ModelIdentity) -> None:
-    """Refuses token ids of a peer that our model does not have.
-
-    Raises:
-        RemoteProtocolError: Names the session, the id and the limit.
-    """
-    if token_ids and max(token_ids) >= identity.vocab_size:
-        raise RemoteProtocolError(
-            f"session {session_id}: token id {max(token_ids)} is outside the vocabulary of {identity.vocab_size}"
-        )
 
 
 @dataclass(slots=True)
@@ -104,7 +91,8 @@ class VerifierSession:
         return len(self.tokens) - self.prompt_len
 
     def open(self) -> OpenSession:
-        """Everything a drafter needs to start, or to start anew."""
+        """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do."""
+        self.tree = DraftTree(len(self.tokens))
         return OpenSession(
             session_id=self.session_id,
             epoch=self.epoch,

@@ -17,6 +17,8 @@ from paceline.core.messages import NodeGuess
 LEAST_CONFIDENCE = 1 / 512
 # Committed nodes keep their ids for so many positions, for messages that are still on their way.
 REMEMBERED_POSITIONS = 128
+# Far more than a session can use; what a peer sends beyond that is not taken in.
+MAX_NODES = 1024
 
 
 class NodeState(enum.Enum):
@@ -142,7 +144,7 @@ class DraftTree:
             if guess.node_id in self._index:
                 continue
             parent = self._index.get(guess.parent_id) if guess.parent_id else None
-            if guess.parent_id and parent is None:
+            if (guess.parent_id and parent is None) or len(self._index) >= MAX_NODES:
                 num_stale += 1
                 continue
             position = base_len if parent is None else parent.position + 1

@@ -49,8 +49,13 @@ class DraftHost:
         """Waits until the engine ends, ends every stream, and raises what broke it."""
         try:
             await self._engine.ended()
-        finally:
+        except asyncio.CancelledError:
+            # Nobody waits for the end any more; the engine itself goes on.
+            raise
+        except Exception:
             self._end_streams("the drafter's engine has stopped")
+            raise
+        self._end_streams("the drafter's engine has stopped")
 
     async def wind_down(self) -> None:
         """Ends the streams of all verifiers with a status; they go on without us."""
@@ -89,7 +94,7 @@ class DraftHost:
             del self._outboxes[link]
             self._metrics.num_streams.set(len(self._outboxes))
             with suppress(UnavailableError):
-                self._engine.post(VerifierLeft(link=link))
+                self._engine.post(VerifierLeft(link=link), always=True)
 
     async def _read(self, link: int, requests: AsyncIterator[Sequence[ToDrafter]], outbox: _Outbox) -> None:
         try:
@@ -98,6 +103,9 @@ class DraftHost:
             _replace(outbox, UnavailableError("the verifier ended its side of the stream"))
         except PacelineError as error:
             _replace(outbox, error)
+        except Exception as error:
+            logger.exception("reading a verifier's stream failed")
+            _replace(outbox, UnavailableError(f"the stream cannot be read ({type(error).__name__})"))
 
     def _deliver(self, output: DraftOutput) -> None:
         for link, messages in output.to_verifiers.items():

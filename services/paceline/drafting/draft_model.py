@@ -7,12 +7,13 @@ is highest. All state here is soft and can be rebuilt from committed tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.core.errors import RemoteProtocolError
+from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -22,12 +23,17 @@ from paceline.core.messages import (
     ToDrafter,
     ToVerifier,
 )
-from paceline.core.session import check_vocabulary
+from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node, Pruning
 from paceline.drafting.drafted_session import DraftedSession
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.decoder import Decoder
 from paceline.engine.packing import BatchBuilder
+
+logger = logging.getLogger(__name__)
+
+# Only sessions without a commit for so long give up their pages to others; younger ones would take them back at once.
+QUIET_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +134,8 @@ class DraftEngine:
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
         self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
         self._sessions: dict[tuple[int, str], DraftedSession] = {}
+        # Sessions that cannot be drafted for; they are left alone until they are closed or opened anew.
+        self._refused: set[tuple[int, str]] = set()
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
         self._report = DraftReport()
@@ -152,39 +160,72 @@ class DraftEngine:
 
     def _drop_link(self, link: int) -> None:
         for key in [key for key in self._sessions if key[0] == link]:
-            self._sessions.pop(key).close()
+            self._close(key)
+        self._refused = {key for key in self._refused if key[0] != link}
         self._outgoing.pop(link, None)
+
+    def _close(self, key: tuple[int, str]) -> None:
+        """Frees a session; those that waited for its place may try again."""
+        self._sessions.pop(key).close()
+        for session in self._sessions.values():
+            session.parked = False
+
+    def _refuse(self, key: tuple[int, str]) -> None:
+        if key in self._sessions:
+            self._close(key)
+        self._refused.add(key)
 
     def _receive(self, link: int, message: ToDrafter) -> None:
         key = (link, message.session_id)
         known = self._sessions.get(key)
         match message:
             case OpenSession():
-                check_vocabulary(message.session_id, message.token_ids, self._identity)
                 self._open(key, known, message)
             case CloseSession():
+                self._refused.discard(key)
                 if known is not None and message.epoch >= known.mirror.epoch:
-                    self._sessions.pop(key).close()
+                    self._close(key)
+            case Commit() if key in self._refused:
+                pass
             case Commit() if known is None:
                 if self.num_sessions < self._limits.max_num_seqs:
                     self._say(link, LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
             case Commit():
-                check_vocabulary(message.session_id, message.token_ids, self._identity)
-                self._commit(link, known, message)
+                self._commit(key, known, message)
 
     def _open(self, key: tuple[int, str], known: DraftedSession | None, message: OpenSession) -> None:
         if known is not None and message.epoch < known.mirror.epoch:
             return
         if known is not None:
-            self._sessions.pop(key).close()
-        if self.num_sessions < self._limits.max_num_seqs:
-            self._sessions[key] = DraftedSession(message, self._identity, self.pool, self._scratch)
+            self._close(key)
+        self._refused.discard(key)
+        if self.num_sessions >= self._limits.max_num_seqs:
+            return
+        if not self._speaks(message.token_ids):
+            self._refuse(key)
+            return
+        try:
+            session = DraftedSession(message, self._identity, self.pool, self._scratch)
+        except LocalProtocolError:
+            # A padded vocabulary of the target may be larger than ours, and its parameters name ids we lack.
+            self._refuse(key)
+            return
+        session.touched_s = self._clock()
+        self._sessions[key] = session
 
-    def _commit(self, link: int, session: DraftedSession | None, message: Commit) -> None:
+    def _speaks(self, token_ids: Sequence[int]) -> bool:
+        return max(token_ids, default=0) < self._identity.vocab_size
+
+    def _commit(self, key: tuple[int, str], session: DraftedSession | None, message: Commit) -> None:
         assert session is not None, "the caller looked it up"
+        if not self._speaks(message.token_ids):
+            self._refuse(key)
+            return
+        session.touched_s = self._clock()
+        session.parked = False
         match session.receive(message, self._cache):
             case LaggingSession() as lagging:
-                self._say(link, lagging)
+                self._say(key[0], lagging)
             case Pruning(hit=True):
                 self._report.num_hits += 1
             case Pruning():
@@ -197,7 +238,8 @@ class DraftEngine:
         """True while a session lags or has a node worth expanding, or something is left to say."""
         if self._outgoing or self._broken:
             return True
-        return any(session.wants_step(self._identity.context_len) for session in self._sessions.values())
+        can_grow = self._scratch.num_free > 0
+        return any(session.wants_step(self._identity.context_len, can_grow) for session in self._sessions.values())
 
     def patience_s(self) -> float:
         """A drafter never waits."""
@@ -222,10 +264,12 @@ class DraftEngine:
 
     def _plan_catching_up(self, builder: BatchBuilder) -> list[_Expansion]:
         expansions: list[_Expansion] = []
+        started: list[DraftedSession] = []
         for session in self._sessions.values():
             room = self._limits.max_num_batched_tokens - builder.num_rows
-            if not session.pages.num_missing or room <= 0 or not self._reserve(session):
+            if not session.lags(self._identity.context_len) or room <= 0 or not self._reserve(session, started):
                 continue
+            started.append(session)
             start = session.pages.num_computed
             stop = min(start + room, len(session.mirror.tokens))
             wanted = stop == len(session.mirror.tokens) and session.wants_drafts(self._identity.context_len)
@@ -237,13 +281,22 @@ class DraftEngine:
                 expansions.append(_Expansion(session=session, node=root, logit_index=logit_index))
         return expansions
 
-    def _reserve(self, session: DraftedSession) -> bool:
-        """Pages for all its tokens, taken from the session that was committed to longest ago if need be."""
-        while not session.ready(self._clock()):
-            others = [each for each in self._sessions.values() if each is not session and each.pages.blocks]
-            if not others:
+    def _reserve(self, session: DraftedSession, started: Sequence[DraftedSession]) -> bool:
+        """Pages for all its tokens, taken from sessions that have been quiet for a while if need be.
+
+        A session that finds no place is parked until its next commit, or until another one ends.
+        """
+        while not session.take_pages():
+            quiet = [
+                each
+                for each in self._sessions.values()
+                if each.pages.blocks and each is not session and each not in started
+                and self._clock() - each.touched_s > QUIET_S
+            ]  # fmt: skip
+            if not quiet or not session.fits(self.pool.num_blocks):
+                session.forget()
                 return False
-            min(others, key=lambda each: each.touched_s).forget()
+            min(quiet, key=lambda each: each.touched_s).forget()
         return True
 
     def _plan_growth(self, builder: BatchBuilder) -> list[_Expansion]:
@@ -271,7 +324,11 @@ class DraftEngine:
         return expansions
 
     def _expand(self, each: _Expansion, row: np.ndarray) -> None:
-        each.session.expand(each.node, row, self._limits.width)
+        try:
+            each.session.expand(each.node, row, self._limits.width)
+        except UnusableLogitsError:
+            logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
+            each.session.forget()
 
     def _output(self, started_s: float, num_rows: int) -> DraftOutput:
         report, self._report = self._report, DraftReport()

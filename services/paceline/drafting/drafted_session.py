@@ -8,9 +8,12 @@ from paceline.core.messages import Commit, LaggingSession, ModelIdentity, OpenSe
 from paceline.core.session import DrafterSession
 from paceline.core.tree import DraftTree, Node, NodeState, Pruning
 from paceline.engine.blocks import BlockPool, SlotPool
-from paceline.engine.kv import KVCache
+from paceline.engine.kv import BLOCK_SIZE, KVCache
 from paceline.engine.sampler import RowSampler
 from paceline.engine.sequence import KVSequence
+
+# More nodes ahead than any verifier uses; a peer may ask for more and does not get it.
+MAX_ROOM = 256
 
 
 class DraftedSession:
@@ -29,6 +32,7 @@ class DraftedSession:
         self.slots: dict[int, int] = {}
         self.computed_to = 0
         self.touched_s = 0.0
+        self.parked = False
         self._scratch = scratch
         tokens, prompt_len = opened.token_ids, opened.prompt_len
         self._sampler = RowSampler(
@@ -67,11 +71,19 @@ class DraftedSession:
     def wants_drafts(self, context_len: int) -> bool:
         """True when the verifier would take more nodes."""
         tree = self.mirror.tree
-        return self.mirror.price < 1.0 and tree.num_nodes < self.mirror.room and len(self.mirror.tokens) < context_len
+        return (
+            self.mirror.price < 1.0
+            and tree.num_nodes < min(self.mirror.room, MAX_ROOM)
+            and len(self.mirror.tokens) < context_len
+        )
 
-    def wants_step(self, context_len: int) -> bool:
-        """True when it lags or has a node worth expanding."""
-        return self.pages.num_missing > 0 or bool(self.frontier(context_len, 1))
+    def lags(self, context_len: int) -> bool:
+        """True when tokens are to be computed, and that has a chance."""
+        return not self.parked and self.pages.num_missing > 0 and len(self.mirror.tokens) < context_len
+
+    def wants_step(self, context_len: int, can_grow: bool) -> bool:
+        """True when it lags, or has a node worth expanding and there is room for that."""
+        return self.lags(context_len) or (can_grow and bool(self.frontier(context_len, 1)))
 
     def frontier(self, context_len: int, limit: int) -> list[Node]:
         """Unexpanded nodes at or above the price, best first; none while the session lags."""
@@ -103,9 +115,12 @@ class DraftedSession:
         token_ids, confidences = self._sampler.rank(row, node.position + 1, width, path)
         self.mirror.grow(node, list(zip(token_ids, confidences, strict=True)))
 
-    def ready(self, now_s: float) -> bool:
+    def fits(self, num_blocks: int) -> bool:
+        """True when so many pages hold all its tokens."""
+        return len(self.mirror.tokens) <= num_blocks * BLOCK_SIZE
+
+    def take_pages(self) -> bool:
         """Takes pages for all its tokens, cached ones first; False when there are too few."""
-        self.touched_s = now_s
         if not self.pages.blocks:
             self.computed_to = self.pages.attach_cached_prefix()
         return self.pages.reserve(len(self.mirror.tokens))
@@ -116,8 +131,9 @@ class DraftedSession:
             self.pages.mark_computed(self.computed_to)
 
     def forget(self) -> None:
-        """Gives up all KV, and with it the tree; committed tokens stay and may be computed anew."""
+        """Gives up all KV, and with it the tree, until the next commit; committed tokens stay."""
         self.close()
+        self.parked = True
         self.computed_to = 0
         self.mirror.tree = DraftTree(len(self.mirror.tokens))
 

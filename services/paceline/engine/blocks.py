@@ -131,6 +131,11 @@ class SlotPool:
         self._free = list(range(start + self.num_slots - 1, start - 1, -1))
 
     @property
+    def num_free(self) -> int:
+        """Slots left."""
+        return len(self._free)
+
+    @property
     def num_used(self) -> int:
         """Slots taken."""
         return self.num_slots - len(self._free)

@@ -83,8 +83,12 @@ class EngineThread(Generic[_Event, _Output]):
         self._thread.start()
         await self._ready
 
-    def post(self, event: _Event) -> None:
+    def post(self, event: _Event, *, always: bool = False) -> None:
         """Hands an event to the thread; safe from any thread, never blocks.
+
+        Args:
+            event: What happened.
+            always: Take it even when the inbox is full; for events that end or undo something.
 
         Raises:
             UnavailableError: The engine has ended.
@@ -93,7 +97,7 @@ class EngineThread(Generic[_Event, _Output]):
         with self._wake:
             if self._closing or (self._ended is not None and self._ended.done()):
                 raise UnavailableError("the engine has stopped")
-            if len(self._inbox) >= INBOX_LIMIT:
+            if len(self._inbox) >= INBOX_LIMIT and not always:
                 raise OverloadedError("the engine's inbox is full", retry_after_s=1.0)
             self._inbox.append(event)
             self._wake.notify()

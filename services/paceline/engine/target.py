@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from paceline.core.allocator import Allocation, Allocator, Demand
-from paceline.core.errors import RemoteProtocolError
+from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     CommittedTokens,
     DraftNodes,
-    GenerateRequest,
     LaggingSession,
     ModelIdentity,
     ToDrafter,
@@ -26,7 +25,7 @@ from paceline.core.messages import (
 )
 from paceline.core.pace import LinkPace
 from paceline.core.patience import Prospect, prospect, worth_waiting
-from paceline.core.session import check_vocabulary
+from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node, walk
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.decoder import Decoder
@@ -58,6 +57,10 @@ class _Verification:
     nodes: tuple[Node, ...]
     slots: dict[int, int]
     logit_index: dict[int, int]
+
+
+# Serial of a session, and what a step committed for it or why it ended.
+_Outcome = tuple[int, CommittedTokens | PacelineError]
 
 
 class TargetEngine:
@@ -97,6 +100,7 @@ class TargetEngine:
         self._links: dict[str, LinkPace] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
+        self._answered: list[TargetSession] = []
         self._report = StepReport()
         self._prefix_totals = (0, 0)
         self._step_s = 0.01
@@ -113,9 +117,11 @@ class TargetEngine:
         """Takes in one event."""
         match event:
             case Submit():
-                self._submit(event.request)
+                self._submit(event)
             case Cancel():
-                self._drop(event.session_id)
+                session = self._sessions.get(event.session_id)
+                if session is not None and session.serial == event.serial:
+                    self._drop(session)
             case DraftsArrived():
                 self._receive(event)
             case LinkChanged(up=True):
@@ -126,23 +132,23 @@ class TargetEngine:
             case LinkChanged():
                 self._links.pop(event.address, None)
 
-    def _submit(self, request: GenerateRequest) -> None:
-        session = TargetSession(request, self._identity, self._limits.max_model_len, self.pool, self._clock())
-        self._sessions[request.session_id] = session
+    def _submit(self, event: Submit) -> None:
+        session = TargetSession(
+            event.request, event.serial, self._identity, self._limits.max_model_len, self.pool, self._clock()
+        )
+        self._sessions[event.request.session_id] = session
         self._waiting.append(session)
         session.draft.room = ROOM_PER_NODE * self._cap(session)
         self._say(session, session.draft.open())
 
-    def _drop(self, session_id: str) -> None:
-        session = self._sessions.pop(session_id, None)
-        if session is None:
-            return
+    def _drop(self, session: TargetSession) -> None:
+        del self._sessions[session.draft.session_id]
         session.pages.release()
         if session in self._running:
             self._running.remove(session)
         else:
             self._waiting.remove(session)
-        self._say(session, CloseSession(session_id=session_id, epoch=session.draft.epoch))
+        self._say(session, CloseSession(session_id=session.draft.session_id, epoch=session.draft.epoch))
 
     def _receive(self, event: DraftsArrived) -> None:
         pace = self._links.get(event.address)
@@ -161,19 +167,28 @@ class TargetEngine:
     def _receive_one(self, session: TargetSession, message: ToVerifier, arrived_s: float, pace: LinkPace) -> None:
         match message:
             case DraftNodes():
-                check_vocabulary(message.session_id, [node.token_id for node in message.nodes], self._identity)
-                outcome = session.draft.receive(message)
-                self._report.num_late_nodes += outcome.num_late
-                self._report.num_stale_nodes += outcome.num_stale
-                session.heard_len = max(session.heard_len, message.base_len)
-                if message.base_len == session.draft.committed_len:
-                    round_trip_s = session.heard(arrived_s, pace)
-                    if round_trip_s is not None:
-                        self._report.round_trips_s.append(round_trip_s)
+                self._graft(session, message, arrived_s, pace)
             case LaggingSession():
-                answer = session.draft.catch_up(message)
-                if answer is not None:
-                    self._say(session, answer)
+                # Once a step is enough; a drafter that asks more often gets no more work out of us.
+                if session not in self._answered:
+                    self._answered.append(session)
+                    answer = session.draft.catch_up(message)
+                    if answer is not None:
+                        self._say(session, answer)
+
+    def _graft(self, session: TargetSession, message: DraftNodes, arrived_s: float, pace: LinkPace) -> None:
+        vocab_size = self._identity.vocab_size
+        known = tuple(node for node in message.nodes if node.token_id < vocab_size)
+        outcome = session.draft.receive(replace(message, nodes=known))
+        self._report.num_late_nodes += outcome.num_late
+        self._report.num_stale_nodes += outcome.num_stale + len(message.nodes) - len(known)
+        if message.epoch != session.draft.epoch or not message.nodes:
+            return
+        session.heard_len = max(session.heard_len, message.base_len)
+        if message.base_len == session.draft.committed_len:
+            round_trip_s = session.heard(arrived_s, pace)
+            if round_trip_s is not None:
+                self._report.round_trips_s.append(round_trip_s)
 
     def _say(self, session: TargetSession, message: ToDrafter) -> None:
         if session.drafter_address in self._links:
@@ -229,7 +244,7 @@ class TargetEngine:
         builder = BatchBuilder()
         verifications = self._plan_decoding(builder)
         finishing = self._plan_prefill(builder)
-        committed: list[tuple[str, CommittedTokens]] = []
+        committed: list[_Outcome] = []
         if builder.num_rows:
             logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
             batch_size = len(verifications) + len(finishing)
@@ -264,7 +279,8 @@ class TargetEngine:
         backlog = sum(session.pages.num_missing for session in self._running if not session.is_decoding)
         budget = self._limits.max_num_batched_tokens
         other_rows = min(backlog, max(0, budget - len(decoding)))
-        share = max(0, budget // max(1, len(decoding)) - 1)
+        # A quarter of the rows is prefill's when it has need of them.
+        share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         demands = [Demand(tree=each.draft.tree, cap=min(self._cap(each), share)) for each in decoding]
         allocation = self._allocator.allocate(demands, other_rows=other_rows)
         self._set_price(decoding, allocation)
@@ -329,14 +345,18 @@ class TargetEngine:
 
     # Committing
 
-    def _verify(self, each: _Verification, logits: np.ndarray, batch_size: int) -> tuple[str, CommittedTokens]:
+    def _verify(self, each: _Verification, logits: np.ndarray, batch_size: int) -> _Outcome:
         session = each.session
         base_len = session.draft.committed_len
 
         def choose(node: Node) -> int:
             return session.choose(logits[each.logit_index[id(node)]])
 
-        tokens = walk(session.draft.tree.root, each.nodes, choose, session.ends)
+        try:
+            tokens = walk(session.draft.tree.root, each.nodes, choose, session.ends)
+        except UnusableLogitsError as error:
+            self._free_scratch(each)
+            return self._fail(session, error)
         pruning = session.draft.commit(tokens)
         accepted = [node for node in pruning.matched if id(node) in each.slots]
         self._compact(session, accepted, each)
@@ -359,26 +379,38 @@ class TargetEngine:
             sources = [each.slots[id(node)] for node in accepted]
             targets = [session.pages.slot(node.position) for node in accepted]
             self._cache.copy_slots(np.array(sources, np.int64), np.array(targets, np.int64))
+        self._free_scratch(each)
+
+    def _free_scratch(self, each: _Verification) -> None:
         for slot in each.slots.values():
             self._scratch.give_back(slot)
 
-    def _first_token(self, session: TargetSession, row: np.ndarray, batch_size: int) -> tuple[str, CommittedTokens]:
+    def _fail(self, session: TargetSession, error: PacelineError) -> tuple[int, PacelineError]:
+        """The model gave this session nothing to choose from: it ends with an error, the others go on."""
+        self._drop(session)
+        return session.serial, error
+
+    def _first_token(self, session: TargetSession, row: np.ndarray, batch_size: int) -> _Outcome:
         base_len = session.draft.committed_len
         session.pages.mark_computed(base_len)
-        session.draft.commit((session.choose(row),))
+        try:
+            token_id = session.choose(row)
+        except UnusableLogitsError as error:
+            return self._fail(session, error)
+        session.draft.commit((token_id,))
         session.draft.tally.count(num_draft_tokens=0, num_accepted=0, hit=False, batch_size=batch_size)
         return self._hand_out(session, base_len)
 
-    def _hand_out(self, session: TargetSession, base_len: int) -> tuple[str, CommittedTokens]:
+    def _hand_out(self, session: TargetSession, base_len: int) -> _Outcome:
         now_s = self._clock()
         committed = session.hand_out(base_len, now_s)
         if committed.result is not None:
-            self._drop(session.draft.session_id)
+            self._drop(session)
         else:
             self._say(session, session.draft.commit_message(base_len))
-        return session.draft.session_id, committed
+        return session.serial, committed
 
-    def _output(self, committed: list[tuple[str, CommittedTokens]], num_rows: int) -> TargetOutput:
+    def _output(self, committed: list[_Outcome], num_rows: int) -> TargetOutput:
         for session in self._running:
             if session.prefilled_to > session.pages.num_computed:
                 session.pages.mark_computed(session.prefilled_to)
@@ -402,6 +434,7 @@ class TargetEngine:
         self._prefix_totals = totals
         to_drafters, self._outgoing = self._outgoing, {}
         broken, self._broken = self._broken, {}
+        self._answered.clear()
         return TargetOutput(committed=committed, to_drafters=to_drafters, broken_links=broken, report=report)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.errors import RemoteProtocolError
+from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, ToVerifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """A session to run."""
+    """A session to run; its outputs carry the serial."""
 
     request: GenerateRequest
+    serial: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class Cancel:
     """The client of a session left."""
 
     session_id: str
+    serial: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,7 @@ class StepReport:
 class TargetOutput:
     """What one step has to say to the world."""
 
-    committed: Sequence[tuple[str, CommittedTokens]]
+    committed: Sequence[tuple[int, CommittedTokens | PacelineError]]
     to_drafters: dict[str, list[ToDrafter]]
     broken_links: dict[str, RemoteProtocolError]
     report: StepReport

@@ -29,6 +29,7 @@ class TargetSession:
 
     Args:
         request: What to run.
+        serial: Tells it from an earlier session of the same id.
         identity: The target model.
         max_model_len: Most tokens, prompt and output.
         pool: Pages.
@@ -38,11 +39,13 @@ class TargetSession:
     def __init__(
         self,
         request: GenerateRequest,
+        serial: int,
         identity: ModelIdentity,
         max_model_len: int,
         pool: BlockPool,
         now_s: float,
     ) -> None:
+        self.serial = serial
         sampling = request.sampling
         self.draft = VerifierSession(request)
         self.pages = KVSequence(self.draft.tokens, pool)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.params import MAX_SEED, SamplingParams, SpeculationParams
+from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams
 from paceline.gateway.api import ChatBody, ChatMessage, CommonBody, CompletionBody
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
@@ -73,6 +73,8 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str) -> list[S
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top_logprobs = body.top_logprobs or 0
+    if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
     return _sessions(
         body,
         model,

@@ -213,4 +213,4 @@ def _with_usage(chunk: Json, answer: Answer, options: StreamOptions) -> Json:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -33,6 +33,8 @@ ROLE = "gateway"
 BACKLOG = 2048
 # Time to deliver the error that ends a session at the deadline.
 FAREWELL_S = 2.0
+# Connections beyond two for every session that may run: health checks, scrapers, clients about to be told to wait.
+SPARE_CONNECTIONS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ async def _doors(config: GatewayConfig, app: FastAPI, sessions: Sessions, fleet:
     with listening_socket(config.host, config.port) as listener:
         grpc_server = await _start_grpc(config, sessions, fleet)
         try:
-            async with _http_server(app, listener):
+            async with _http_server(app, listener, 2 * config.max_sessions + SPARE_CONNECTIONS):
                 await grpc_server.ready()
                 yield Addresses(http=f"{config.host}:{listener.getsockname()[1]}", grpc=grpc_server.address)
                 # Health says no and new requests are refused, but both doors stay open to say so.
@@ -152,7 +154,7 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @asynccontextmanager
-async def _http_server(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+async def _http_server(app: FastAPI, listener: socket.socket, max_connections: int) -> AsyncIterator[None]:
     """Serves the application in this event loop while a block runs."""
     settings = uvicorn.Config(
         app,
@@ -162,6 +164,8 @@ async def _http_server(app: FastAPI, listener: socket.socket) -> AsyncIterator[N
         lifespan="off",
         loop="none",
         ws="none",
+        # Bodies are read before a request is admitted; this bounds how many at once.
+        limit_concurrency=max_connections,
         timeout_graceful_shutdown=5,
         server_header=False,
     )

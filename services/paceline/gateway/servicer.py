@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
@@ -90,7 +91,11 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
     if not request.HasField("sampling"):
         room = room_for_output(model, prompt_len, None, unasked=DEFAULT_MAX_TOKENS, field="max_tokens")
         return SamplingParams(max_tokens=room, seed=new_seed())
+    if request.sampling.HasField("logprobs"):
+        raise InvalidRequestError("sampling.logprobs", "is served over HTTP only")
     sampling = sampling_from_pb(request.sampling)
+    if not request.sampling.HasField("seed"):
+        sampling = replace(sampling, seed=new_seed())
     room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")
     sampling.check_vocabulary(model.identity.vocab_size)
     return sampling

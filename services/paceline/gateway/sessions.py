@@ -233,6 +233,7 @@ class Sessions:
         held = [verifier.replica_id, drafter_id]
         self._in_flight.update(held)
         committed_len = record.committed_len
+        # Closed by us before the verifier was done: a stop string ended the text, or the client left.
         state = "left"
         try:
             async with aclosing(self._client.generate(verifier.address, generate)) as steps:

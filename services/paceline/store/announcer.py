@@ -41,7 +41,7 @@ async def _beat(store: Store, replica: Callable[[], Replica]) -> None:
         await asyncio.sleep(HEARTBEAT_S)
         try:
             await store.announce(replica(), EXPIRY_S)
-        except UnavailableError as error:
+        except Exception as error:  # noqa: BLE001 - a heartbeat that stops for good would take the replica away
             if reachable:
                 logger.warning("the registry is away; serving goes on", extra={"reason": str(error)})
             reachable = False

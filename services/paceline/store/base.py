@@ -99,7 +99,10 @@ def open_store(url: str) -> Store:
     Raises:
         ConfigError: The URL is none of these.
     """
-    scheme = urlsplit(url).scheme
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError as error:
+        raise ConfigError(f"the store's URL cannot be read ({error})") from None
     if scheme == "memory":
         from paceline.store.memory import MemoryStore
 

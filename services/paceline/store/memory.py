@@ -85,6 +85,9 @@ class MemoryStore:
         await self.close()
 
     def _write(self, record: SessionRecord, ttl_s: float) -> None:
+        now_s = self._clock()
+        for session_id in [key for key, stored in self._sessions.items() if stored.expires_s <= now_s]:
+            del self._sessions[session_id]
         self._sessions[record.session_id] = _StoredSession(record=record, ttl_s=ttl_s, expires_s=self._clock() + ttl_s)
 
     def _alive(self, session_id: str) -> _StoredSession | None:

@@ -180,7 +180,8 @@ class RedisStore:
             raise UnavailableError(f"the store at {self._place} refuses our user or password") from error
         except (TimeoutError, RedisTimeoutError) as error:
             raise UnavailableError(f"the store at {self._place} does not answer in time") from error
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, RuntimeError) as error:
+            # uvloop raises RuntimeError for a write to a socket that has gone.
             reason = type(error).__name__
             raise UnavailableError(f"the store at {self._place} cannot be used ({reason})") from error
 

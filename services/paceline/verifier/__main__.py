@@ -127,7 +127,7 @@ def warm_up(engine: TargetEngine) -> None:
             sampling=sampling,
             speculation=SpeculationParams(enabled=False),
         )
-        engine.handle(Submit(request=request))
+        engine.handle(Submit(request=request, serial=index))
     while engine.has_work():
         engine.step()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
+from paceline.core.errors import InvalidRequestError, OverloadedError, PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import check_token_ids
 from paceline.engine.bridge import EngineThread
@@ -21,8 +23,10 @@ from paceline.verifier.metrics import record_step
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+# A drafter that no session named for one to two such periods is let go.
+LINK_IDLE_S = 60.0
 
-_Stream = asyncio.Queue[CommittedTokens | UnavailableError]
+_Stream = asyncio.Queue[CommittedTokens | PacelineError]
 
 
 class TargetHost:
@@ -54,8 +58,13 @@ class TargetHost:
         self._metrics = metrics
         self._engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(make_engine, self._deliver, "target")
         # Each queue is bounded by its session's max_tokens.
-        self._streams: dict[str, _Stream] = {}
+        # By serial: a session id may come back while outputs of its cancelled namesake are under way.
+        self._streams: dict[int, _Stream] = {}
+        self._serials = itertools.count(1)
+        self._under_way: set[str] = set()
         self._links: dict[str, DrafterLink] = {}
+        self._drafted: Counter[str] = Counter()
+        self._sweeper: asyncio.Task[None] | None = None
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -68,13 +77,19 @@ class TargetHost:
     async def start(self) -> None:
         """Starts the engine; returns when the model is loaded."""
         await self._engine.start()
+        self._sweeper = asyncio.create_task(self._sweep(), name="sweep links")
 
     async def engine_ended(self) -> None:
         """Waits until the engine ends, tells every session under way, and raises what broke it."""
         try:
             await self._engine.ended()
-        finally:
+        except asyncio.CancelledError:
+            # Nobody waits for the end any more; the engine itself goes on.
+            raise
+        except Exception:
             self._end_streams("the verifier's engine has stopped")
+            raise
+        self._end_streams("the verifier's engine has stopped")
 
     def _end_streams(self, reason: str) -> None:
         for stream in self._streams.values():
@@ -83,12 +98,17 @@ class TargetHost:
     async def wind_down(self) -> None:
         """Refuses new sessions, waits `grace_s` seconds for those under way, and ends what is left with a status."""
         self._draining = True
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), self._grace_s)
+        waits = {asyncio.create_task(self._empty.wait()), asyncio.create_task(self._engine.ended())}
+        await asyncio.wait(waits, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
         self._end_streams("this verifier shuts down")
 
     async def close(self) -> None:
         """Ends streams to drafters and the engine."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         await asyncio.gather(*(link.close() for link in self._links.values()))
         await self._engine.close()
 
@@ -106,7 +126,7 @@ class TargetHost:
         with self._stream(request) as stream:
             while True:
                 committed = await stream.get()
-                if isinstance(committed, UnavailableError):
+                if isinstance(committed, PacelineError):
                     raise committed
                 yield committed
                 if committed.result is not None:
@@ -117,7 +137,7 @@ class TargetHost:
             raise UnavailableError("this verifier shuts down")
         if self.num_sessions >= self._max_queue:
             raise OverloadedError(f"{self._max_queue} sessions are under way", retry_after_s=RETRY_AFTER_S)
-        if request.session_id in self._streams:
+        if request.session_id in self._under_way:
             raise InvalidRequestError("session_id", f"{request.session_id!r} is under way here already")
         vocab_size = self.identity.vocab_size
         check_token_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
@@ -136,41 +156,65 @@ class TargetHost:
     @contextmanager
     def _stream(self, request: GenerateRequest) -> Iterator[_Stream]:
         stream: _Stream = asyncio.Queue()
-        self._streams[request.session_id] = stream
+        serial = next(self._serials)
+        self._streams[serial] = stream
+        self._under_way.add(request.session_id)
+        self._drafted[request.drafter_address] += 1
         self._empty.clear()
         try:
-            self._engine.post(Submit(request=request))
+            self._engine.post(Submit(request=request, serial=serial))
             yield stream
         finally:
-            del self._streams[request.session_id]
+            del self._streams[serial]
+            self._under_way.discard(request.session_id)
+            self._drafted[request.drafter_address] -= 1
             if not self._streams:
                 self._empty.set()
             # A session that ended by itself is gone from the engine already; cancelling it again does nothing.
             with suppress(UnavailableError):
-                self._engine.post(Cancel(session_id=request.session_id))
+                self._engine.post(Cancel(session_id=request.session_id, serial=serial), always=True)
 
     def _dial(self, address: str) -> None:
         if address not in self._links:
             self._links[address] = DrafterLink(address, self.identity, self._link_changed, self._drafts_arrived)
 
+    async def _sweep(self) -> None:
+        """Closes streams to drafters that no session has named for a while, for ever."""
+        idle: set[str] = set()
+        while True:
+            await asyncio.sleep(LINK_IDLE_S)
+            unused = {address for address in self._links if not self._drafted[address]}
+            for address in idle & unused:
+                if self._drafted[address]:
+                    continue
+                logger.info("closing an unused stream", extra={"drafter": address})
+                link = self._links.pop(address)
+                self._link_changed(address, up=False)
+                await link.close()
+            idle = unused
+            self._drafted = +self._drafted
+
     def _link_changed(self, address: str, up: bool) -> None:
         if not up:
             self._metrics.fallbacks.labels("link_lost").inc()
         with suppress(UnavailableError):
-            self._engine.post(LinkChanged(address=address, up=up))
+            self._engine.post(LinkChanged(address=address, up=up), always=True)
 
     def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
-        with suppress(UnavailableError):
+        # Drafts that find no place are lost; the next commit brings new ones.
+        with suppress(UnavailableError, OverloadedError):
             self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
 
     def _deliver(self, output: TargetOutput) -> None:
-        for address, to_drafter in output.to_drafters.items():
-            self._links[address].send(to_drafter)
-        for session_id, committed in output.committed:
-            stream = self._streams.get(session_id)
+        for serial, committed in output.committed:
+            stream = self._streams.get(serial)
             if stream is not None:
                 stream.put_nowait(committed)
+        for address, to_drafter in output.to_drafters.items():
+            if address in self._links:
+                self._links[address].send(to_drafter)
         for address, error in output.broken_links.items():
             self._metrics.fallbacks.labels("protocol_error").inc()
-            self._links[address].reset(str(error))
+            if address in self._links:
+                self._links[address].reset(str(error))
         record_step(self._metrics, output.report)

@@ -86,7 +86,7 @@ class SamplingParams(google.protobuf.message.Message):
     logprobs: builtins.int
     """Number of best alternatives whose log probability is reported; absent: no log probabilities at all."""
     seed: builtins.int
-    """Key of the noise; the same seed gives the same tokens."""
+    """Key of the noise; the same seed gives the same tokens. Absent: a gateway draws one, the other services take 0."""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """Added to the logits of single tokens."""
@@ -111,11 +111,14 @@ class SamplingParams(google.protobuf.message.Message):
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         ignore_eos: builtins.bool = ...,
         logprobs: builtins.int | None = ...,
-        seed: builtins.int = ...,
+        seed: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "logprobs", b"logprobs", "seed", b"seed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
 

@@ -1,0 +1,135 @@
+"""The draft engine when pages, slots or vocabulary run out: it goes quiet, it never spins, and others are served."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.messages import Commit, DraftNodes, OpenSession
+from paceline.core.params import SamplingParams
+from paceline.drafting.draft_model import QUIET_S, DraftEngine, DraftLimits, VerifierSaid
+from paceline.engine.decoder import load_decoder
+from paceline.engine.identity import model_identity
+from paceline.engine.kv import BLOCK_SIZE
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def engine_with(folder, clock, num_blocks: int, max_num_seqs: int = 8) -> DraftEngine:
+    return DraftEngine(
+        decoder=load_decoder(folder, "float32", "cpu", 1),
+        identity=model_identity(folder, "tiny"),
+        num_blocks=num_blocks,
+        limits=DraftLimits(
+            width=2, max_rows=8, max_rows_per_session=2, max_num_batched_tokens=64, max_num_seqs=max_num_seqs
+        ),
+        clock=clock,
+    )
+
+
+def opened(name: str, length: int, room: int = 6, **sampling) -> OpenSession:
+    return OpenSession(
+        session_id=name,
+        epoch=1,
+        token_ids=tuple(index % 200 for index in range(length)),
+        prompt_len=length,
+        sampling=SamplingParams(max_tokens=64, temperature=0.0, **sampling),
+        price=0.0,
+        room=room,
+    )
+
+
+def commit(name: str, base_len: int, token_id: int = 7) -> Commit:
+    return Commit(session_id=name, epoch=1, base_len=base_len, token_ids=(token_id,), price=0.0, room=6)
+
+
+def said(*messages) -> VerifierSaid:
+    return VerifierSaid(link=1, messages=messages)
+
+
+def run_until_quiet(engine: DraftEngine, most_steps: int = 60) -> set[str]:
+    """Steps until there is nothing to do; returns the sessions that got nodes."""
+    served: set[str] = set()
+    for _ in range(most_steps):
+        if not engine.has_work():
+            return served
+        for messages in engine.step().to_verifiers.values():
+            served |= {message.session_id for message in messages if isinstance(message, DraftNodes)}
+    raise AssertionError("the engine did not come to rest")
+
+
+def test_a_session_longer_than_all_pages_is_left_alone_and_others_are_served(tiny_pair, clock):
+    engine = engine_with(tiny_pair[1], clock, num_blocks=4)
+    engine.handle(said(opened("long", 5 * BLOCK_SIZE), opened("short", 10)))
+    assert run_until_quiet(engine) == {"short"}
+
+
+def test_two_sessions_that_do_not_fit_together_do_not_take_pages_from_one_another_for_ever(tiny_pair, clock):
+    engine = engine_with(tiny_pair[1], clock, num_blocks=4)
+    engine.handle(said(opened("a", 3 * BLOCK_SIZE), opened("b", 3 * BLOCK_SIZE)))
+    assert run_until_quiet(engine) == {"a"}
+
+
+def test_pages_of_a_quiet_session_go_to_one_that_has_commits(tiny_pair, clock):
+    engine = engine_with(tiny_pair[1], clock, num_blocks=4)
+    engine.handle(said(opened("a", 3 * BLOCK_SIZE), opened("b", 3 * BLOCK_SIZE)))
+    run_until_quiet(engine)
+    clock.now_s += 2 * QUIET_S
+    engine.handle(said(commit("b", 3 * BLOCK_SIZE)))
+    assert run_until_quiet(engine) == {"b"}
+    engine.handle(said(commit("a", 3 * BLOCK_SIZE)))
+    assert run_until_quiet(engine) == set()
+
+
+def test_scratch_slots_that_run_out_end_the_growth_and_not_the_engine(tiny_pair, clock):
+    engine = engine_with(tiny_pair[1], clock, num_blocks=8)
+    engine.handle(said(opened("greedy", 10, room=4_000_000_000)))
+    assert run_until_quiet(engine, 200) == {"greedy"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        opened("strange", 10, logit_bias=((5_000, 1.0),)),
+        OpenSession(
+            session_id="strange",
+            epoch=1,
+            token_ids=(1, 5_000),
+            prompt_len=2,
+            sampling=SamplingParams(max_tokens=4),
+            price=0.0,
+            room=6,
+        ),
+    ],
+    ids=["bias", "prompt"],
+)
+def test_a_session_with_ids_beyond_our_vocabulary_goes_without_drafts_and_others_are_served(tiny_pair, clock, message):
+    engine = engine_with(tiny_pair[1], clock, num_blocks=8)
+    engine.handle(said(message, opened("plain", 10)))
+    assert run_until_quiet(engine) == {"plain"}
+    engine.handle(said(commit("strange", 10), commit("plain", 10)))
+    output = engine.step()
+    assert not output.broken_links
+    assert {message.session_id for message in output.to_verifiers[1]} == {"plain"}
+
+
+def test_a_session_beyond_the_draft_models_context_is_left_alone(tiny_pair, clock):
+    engine = engine_with(tiny_pair[1], clock, num_blocks=64)
+    engine.handle(said(opened("beyond", 512)))
+    assert run_until_quiet(engine) == set()
+
+
+def test_a_full_drafter_takes_no_more_sessions_and_says_nothing_of_them(tiny_pair, clock):
+    engine = engine_with(tiny_pair[1], clock, num_blocks=8, max_num_seqs=1)
+    engine.handle(said(opened("first", 10), opened("second", 10), commit("second", 10)))
+    assert run_until_quiet(engine) == {"first"}
+    assert engine.num_sessions == 1
