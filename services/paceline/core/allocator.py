@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.errors import ConfigError
+from paceline.core.patience import Prospect, worth_waiting
 from paceline.core.tree import DraftTree, Node, best_first
 
 
@@ -86,6 +87,10 @@ class Allocator(Protocol):
         """Picks nodes for every session; `other_rows` rows of the step are spoken for (prefill)."""
         ...
 
+    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
+        """True when the step should wait `wait_s` seconds for the next nodes rather than run now in `step_s`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedGamma:
@@ -103,6 +108,11 @@ class FixedGamma:
         del other_rows
         chosen = tuple(tuple(best_first(each.tree, min(self.gamma, each.cap))) for each in demands)
         return Allocation(nodes=chosen, price=0.0 if self.gamma else 1.0)
+
+    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
+        """See `Allocator`; waits until every session has its nodes, or they are overdue."""
+        del wait_s, step_s
+        return any(each.gain for each in prospects)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +143,10 @@ class Goodput:
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
         return Allocation(nodes=tuple(map(tuple, chosen)), price=min(1.0, best_goodput * slope))
+
+    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
+        """See `Allocator`; the same objective, applied to time."""
+        return worth_waiting(prospects, wait_s=wait_s, step_s=step_s)
 
     def _ranked(self, demands: Sequence[Demand]) -> list[tuple[float, int, Node]]:
         ranked = [

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from paceline.core.tree import DraftTree
 
-# Share of a promising leaf's survival that its best child keeps; a plain prior, good enough to order waiting.
-CHILD_SHARE = 0.6
+# Share of a promising leaf's survival that its best child keeps: the mean confidence of a fair drafter's first guess.
+CHILD_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,10 @@ def prospect(tree: DraftTree, cap: int, *, price: float) -> Prospect:
     survivals = sorted((tree.survival(node) for node in tree.nodes()), reverse=True)[:cap]
     in_hand = 1.0 + sum(survivals)
     leaves = (tree.survival(node) for node in tree.nodes() if not node.children)
-    gain = CHILD_SHARE * max(leaves, default=1.0)
-    if len(survivals) >= cap or gain <= price:
-        gain = 0.0
+    best_child = CHILD_SHARE * max(leaves, default=1.0)
+    # With as many nodes as it may use, a session gains what the new node has over the weakest one.
+    replaced = survivals[-1] if survivals and len(survivals) >= cap else 0.0
+    gain = max(0.0, best_child - replaced) if cap and best_child > price else 0.0
     return Prospect(expected=in_hand, gain=gain)
 
 

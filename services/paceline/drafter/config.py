@@ -37,5 +37,5 @@ class DrafterConfig:
         high=4096,
     )
     draft_rows_per_session: int = setting(
-        2, help="Most tree nodes of one session expanded in one step.", unit="nodes", low=1, high=64
+        1, help="Most tree nodes of one session expanded in one step; 1 is best-first.", unit="nodes", low=1, high=64
     )

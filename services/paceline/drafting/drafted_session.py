@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.core.confidence import NUM_RANKED, confidences
 from paceline.core.messages import Commit, LaggingSession, ModelIdentity, OpenSession
 from paceline.core.session import DrafterSession
 from paceline.core.tree import DraftTree, Node, NodeState, Pruning
@@ -12,6 +13,9 @@ from paceline.engine.kv import BLOCK_SIZE, KVCache
 from paceline.engine.sampler import RowSampler
 from paceline.engine.sequence import KVSequence
 
+# The price is for verifying a node now. Growing below it still pays while the drafter has time: what is not worth
+# verifying in this round is at hand in the next one, if the commit leads there.
+AHEAD = 0.1
 # More nodes ahead than any verifier uses; a peer may ask for more and does not get it.
 MAX_ROOM = 256
 
@@ -86,7 +90,7 @@ class DraftedSession:
         return self.lags(context_len) or (can_grow and bool(self.frontier(context_len, 1)))
 
     def frontier(self, context_len: int, limit: int) -> list[Node]:
-        """Unexpanded nodes at or above the price, best first; none while the session lags."""
+        """Unexpanded nodes worth growing at this price, best first; none while the session lags."""
         if self.pages.num_missing or not self.wants_drafts(context_len):
             return []
         tree = self.mirror.tree
@@ -95,7 +99,7 @@ class DraftedSession:
             for node in tree.nodes()
             if node.node_id not in self.slots
             and node.position + 1 < context_len
-            and tree.survival(node) >= self.mirror.price
+            and tree.survival(node) >= AHEAD * self.mirror.price
         ]
         worth.sort(key=lambda node: -node.log_weight)
         return worth[:limit]
@@ -112,8 +116,9 @@ class DraftedSession:
     def expand(self, node: Node, row: np.ndarray, width: int) -> None:
         """Hangs the best `width` guesses below a node, from the draft model's logits `[vocab]` after it."""
         path = [step.token_id for step in _path(node)]
-        token_ids, confidences = self._sampler.rank(row, node.position + 1, width, path)
-        self.mirror.grow(node, list(zip(token_ids, confidences, strict=True)))
+        token_ids, shares = self._sampler.rank(row, node.position + 1, NUM_RANKED, path)
+        sure = confidences(shares, greedy=self.mirror.sampling.temperature == 0.0)
+        self.mirror.grow(node, list(zip(token_ids, sure, strict=True))[:width])
 
     def fits(self, num_blocks: int) -> bool:
         """True when so many pages hold all its tokens."""

@@ -24,7 +24,7 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.pace import LinkPace
-from paceline.core.patience import Prospect, prospect, worth_waiting
+from paceline.core.patience import Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node, walk
 from paceline.engine.blocks import BlockPool, SlotPool
@@ -218,7 +218,7 @@ class TargetEngine:
             prospects.append(look)
             if wait_s is not None and look.gain:
                 waits.append(wait_s)
-        if not waits or not worth_waiting(prospects, wait_s=min(waits), step_s=self._step_s):
+        if not waits or not self._allocator.waits(prospects, wait_s=min(waits), step_s=self._step_s):
             return 0.0
         return min(max(waits), self._step_s - (now_s - self._idle_since_s))
 

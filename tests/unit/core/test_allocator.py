@@ -113,14 +113,15 @@ def test_a_missed_round_is_worth_a_short_wait_and_not_a_long_one():
 
 def test_nobody_waits_for_a_session_that_must_not_be_delayed_or_has_all_it_may_use():
     assert prospect(DraftTree(5), 8, price=1.0).gain == 0.0
-    assert prospect(tree_of(CHAIN), 4, price=0.0).gain == 0.0
+    assert prospect(tree_of(CHAIN), 0, price=0.0).gain == 0.0
+    assert prospect(tree_of(CHAIN), 1, price=0.0).gain == 0.0
     assert prospect(tree_of(CHAIN), 8, price=0.0) == Prospect(
-        expected=pytest.approx(1 + 0.9 + 0.72 + 0.504 + 0.3024), gain=pytest.approx(0.6 * 0.3024)
+        expected=pytest.approx(1 + 0.9 + 0.72 + 0.504 + 0.3024), gain=pytest.approx(0.75 * 0.3024)
     )
 
 
 def test_one_hungry_session_among_many_fed_ones_is_not_waited_for():
-    fed = [prospect(tree_of(CHAIN), 4, price=0.0)] * 15
+    fed = [prospect(tree_of(CHAIN), 1, price=0.0)] * 15
     assert not worth_waiting([*fed, prospect(DraftTree(5), 8, price=0.0)], wait_s=0.003, step_s=0.010)
 
 
