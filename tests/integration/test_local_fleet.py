@@ -80,17 +80,11 @@ async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind(pair: tuple[
 async def test_a_service_that_cannot_start_is_reported_and_its_log_stays(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    target, draft = pair
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (bare / name).symlink_to(target / name)
-    argv = [*FREE_PORTS, *SMALL, "--model", str(bare), "--draft-model", str(draft)]
-    spec = load(FleetSpec, [*argv, "--log-dir", str(tmp_path / "logs")], {}, "up", "")
-    fleet = LocalFleet(spec, environ=os.environ)
-    with pytest.raises(ConfigError, match=r"verifier-0 ended with exit status 2 before it was ready: .*tokenizer"):
+    argv = [*arguments(pair), "--log-dir", str(tmp_path / "logs"), "--verifier-arg=--max-model-len=9999999"]
+    fleet = LocalFleet(load(FleetSpec, argv, {}, "up", ""), environ=os.environ)
+    with pytest.raises(ConfigError, match=r"verifier-0 ended with exit status 2 before it was ready: .*max-model-len"):
         await fleet.__aenter__()
-    assert "tokenizer" in (tmp_path / "logs" / "verifier-0.log").read_text()
+    assert "max-model-len" in (tmp_path / "logs" / "verifier-0.log").read_text()
 
 
 async def up(*argv: str) -> asyncio.subprocess.Process:
