@@ -20,7 +20,7 @@ class LinkPace:
     Args:
         response_s: From a commit that emptied the tree to the first nodes beyond it.
         interval_s: Between two messages with nodes of one session.
-        silent: A wait ran out with nothing heard; nobody waits for this link until it is heard again.
+        silent: A response was overdue; nobody waits for this link until it is heard again.
     """
 
     response_s: float = 0.004

@@ -207,7 +207,6 @@ class TargetEngine:
         if self._outgoing or self._waiting or not decoding or len(decoding) < len(self._running):
             return 0.0
         if now_s - self._idle_since_s >= self._step_s:
-            self._blame_silence(decoding, now_s)
             return 0.0
         prospects: list[Prospect] = []
         waits: list[float] = []
@@ -226,16 +225,11 @@ class TargetEngine:
         pace = self._links.get(session.drafter_address)
         if pace is None or not session.may_wait():
             return None
-        return pace.wait_s(now_s=now_s, committed_s=session.committed_s, heard_s=session.heard_s)
-
-    def _blame_silence(self, decoding: Sequence[TargetSession], now_s: float) -> None:
-        """A whole step's time was waited: links that said nothing are not waited for until they speak."""
-        for session in decoding:
-            pace = self._links.get(session.drafter_address)
-            unheard = session.heard_s is None and now_s - session.committed_s >= self._step_s
-            if pace is not None and not pace.silent and unheard and self._cap(session):
-                pace.silent = True
-                self._report.num_silenced += 1
+        wait_s = pace.wait_s(now_s=now_s, committed_s=session.committed_s, heard_s=session.heard_s)
+        if wait_s is None and session.heard_s is None and not pace.silent:
+            pace.silent = True
+            self._report.num_silenced += 1
+        return wait_s
 
     def step(self) -> TargetOutput:
         """Runs one step over all sessions that have something to compute."""
