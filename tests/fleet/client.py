@@ -20,7 +20,7 @@ class Sampled:
     prompt: str
     seed: int
     gamma: int = 0
-    max_tokens: int = 64
+    max_tokens: int = 48
 
     def message(self) -> gateway_pb2.GatewayGenerateRequest:
         return gateway_pb2.GatewayGenerateRequest(
