@@ -1,4 +1,4 @@
-"""Which nodes a step verifies, and the price of one more: pure policies over the trees of all sessions.
+"""Which nodes a step verifies, and the price of one more: policies over the trees of all sessions.
 
 With nodes sorted by survival `s_1 >= s_2 >= ...`, `B` roots and a step that takes `T(rows)` seconds,
 
@@ -6,57 +6,37 @@ With nodes sorted by survival `s_1 >= s_2 >= ...`, `B` roots and a step that tak
 
 Speculation off is the fixed point under load (m* = 0), not a special case. See DSpark (2607.05147) and TETRIS
 (2502.15197) for the same allocation inside one box.
+
+Drafters work ahead of the step that uses their nodes, so the price that goes out looks ahead as well: it is that of
+the nodes which sessions usually have in hand, at the load of now. When even these do not beat plain decoding, the
+price is 1: drafters rest, and steps cost what they cost without them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.core.errors import ConfigError
+import numpy as np
+import numpy.typing as npt
+
 from paceline.core.patience import Prospect, worth_waiting
+from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepMode, StepTimes
 from paceline.core.tree import DraftTree, Node, best_first
 
+Floats = npt.NDArray[np.float64]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """Seconds a step takes by its rows: linear between the points of a table, last slope beyond it.
-
-    Args:
-        rows: Increasing numbers of rows, the first at least 1.
-        seconds: Time of a step with so many rows, never decreasing.
-
-    Raises:
-        ConfigError: The table is empty or not monotone.
-    """
-
-    rows: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        """Checks the table."""
-        increasing = all(low < high for low, high in zip(self.rows, self.rows[1:], strict=False))
-        monotone = all(low <= high for low, high in zip(self.seconds, self.seconds[1:], strict=False))
-        if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not (increasing and monotone):
-            raise ConfigError("step cost: needs at least two points of increasing rows and non-decreasing seconds")
-
-    def at(self, rows: int) -> float:
-        """Seconds of a step with so many rows."""
-        right = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
-        x0, x1 = self.rows[right - 1], self.rows[right]
-        y0, y1 = self.seconds[right - 1], self.seconds[right]
-        return max(self.seconds[0], y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
-
-    def scaled(self, factor: float) -> StepCost:
-        """The same shape, `factor` times as long."""
-        return StepCost(rows=self.rows, seconds=tuple(value * factor for value in self.seconds))
-
-
-# Shape of a weight-bound step on a CPU core with prepacked bfloat16 weights, relative to one row: 8 rows cost
-# 1.4 times one row, 16 rows 1.9, and beyond 32 the arithmetic is what is paid for.
-DEFAULT_STEP_COST = StepCost(rows=(1, 4, 8, 16, 32, 64, 128), seconds=(1.0, 1.15, 1.4, 1.9, 2.9, 4.9, 9.0))
+# Drafters that rest are called back for a gain of this much, sent to rest for none at all; and not before so many
+# steps after the last change.
+WORTH_A_CALL = 1.03
+LEAST_STEPS = 12
+# Standard deviations by which steps with drafters at work are looked upon kindly while they rest.
+KINDNESS = 1.0
+# What sessions have in hand before any was seen: survival of the k-th best node; and the weight of a new look.
+FIRST_SURVIVAL, DECLINE = 0.7, 0.8
+SMOOTHING = 0.05
+FORGETTING = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +63,21 @@ class Allocator(Protocol):
         """Most nodes that any session may have verified in one step."""
         ...
 
+    @property
+    def price(self) -> float:
+        """Least survival worth verifying now; 1: drafters rest."""
+        ...
+
+    def start_from(self, profile: StepCost) -> None:
+        """Takes a profile of steps without drafts, measured at start."""
+        ...
+
     def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
         """Picks nodes for every session; `other_rows` rows of the step are spoken for (prefill)."""
+        ...
+
+    def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
+        """Learns what a step without prefill took, from the end of the one before it."""
         ...
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
@@ -103,11 +96,22 @@ class FixedGamma:
         """See `Allocator`."""
         return self.gamma
 
+    @property
+    def price(self) -> float:
+        """See `Allocator`; 0 unless gamma is."""
+        return 0.0 if self.gamma else 1.0
+
+    def start_from(self, profile: StepCost) -> None:
+        """See `Allocator`; of no use here."""
+
     def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
-        """See `Allocator`; the price is 0 unless gamma is."""
+        """See `Allocator`."""
         del other_rows
         chosen = tuple(tuple(best_first(each.tree, min(self.gamma, each.cap))) for each in demands)
-        return Allocation(nodes=chosen, price=0.0 if self.gamma else 1.0)
+        return Allocation(nodes=chosen, price=self.price)
+
+    def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
+        """See `Allocator`; nothing to learn."""
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
         """See `Allocator`; waits until every session has its nodes, or they are overdue."""
@@ -115,38 +119,51 @@ class FixedGamma:
         return any(each.gain for each in prospects)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """The set of nodes that maximises expected committed tokens per second, by a given step cost.
+    """The set of nodes that maximises expected committed tokens per second, by step times learned on the way.
 
     Args:
-        cost: Time of a step by its rows.
+        times: Of steps, by their rows and by whether drafters work.
         max_nodes: Most nodes a session may have verified in one step.
     """
 
-    cost: StepCost = DEFAULT_STEP_COST
-    max_nodes: int = 16
+    def __init__(self, times: StepTimes | None = None, *, max_nodes: int = 16) -> None:
+        self.times = StepTimes(DEFAULT_STEP_COST) if times is None else times
+        self.max_nodes = max_nodes
+        self.price = 0.0
+        self._first_look = FIRST_SURVIVAL * DECLINE ** np.arange(max_nodes)
+        self._in_hand = self._first_look.copy()
+        self._steps_since_change = LEAST_STEPS
+
+    def start_from(self, profile: StepCost) -> None:
+        """See `Allocator`."""
+        self.times = StepTimes(profile)
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
         """See `Allocator`."""
         ranked = self._ranked(demands)
-        num_roots = len(demands)
-        rows = num_roots + other_rows
-        expected, best, best_goodput = float(num_roots), 0, num_roots / self.cost.at(rows)
-        for count, (survival, _, _) in enumerate(ranked, start=1):
-            expected += survival
-            goodput = expected / self.cost.at(rows + count)
-            if goodput > best_goodput:
-                best, best_goodput = count, goodput
-        slope = self.cost.at(rows + best + 1) - self.cost.at(rows + best)
+        rows = len(demands) + other_rows
+        survivals = np.array([survival for survival, _, _ in ranked])
+        seconds = self.times.table(self._mode).from_to(rows, rows + len(ranked))
+        best = int(np.argmax(_expected(len(demands), survivals) / seconds))
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
-        return Allocation(nodes=tuple(map(tuple, chosen)), price=min(1.0, best_goodput * slope))
+        self._look(ranked, [index for index, each in enumerate(demands) if each.cap])
+        self._set_price(demands, rows)
+        return Allocation(nodes=tuple(map(tuple, chosen)), price=self.price)
+
+    def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
+        """See `Allocator`."""
+        self.times.observe(rows=rows, mode=mode, seconds=seconds)
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
         """See `Allocator`; the same objective, applied to time."""
         return worth_waiting(prospects, wait_s=wait_s, step_s=step_s)
+
+    @property
+    def _mode(self) -> StepMode:
+        return StepMode.PLAIN if self.price >= 1.0 else StepMode.DRAFTING
 
     def _ranked(self, demands: Sequence[Demand]) -> list[tuple[float, int, Node]]:
         ranked = [
@@ -156,3 +173,45 @@ class Goodput:
         ]
         ranked.sort(key=lambda entry: (-entry[0], entry[2].position - demands[entry[1]].tree.root.position, entry[1]))
         return ranked
+
+    def _look(self, ranked: Sequence[tuple[float, int, Node]], drafted: Sequence[int]) -> None:
+        """Remembers what drafted sessions have in hand; what drafters at rest would bring is slowly forgotten."""
+        if self._mode is StepMode.PLAIN:
+            self._in_hand += FORGETTING * (self._first_look - self._in_hand)
+            return
+        looks = np.zeros((len(drafted), self.max_nodes))
+        place = {index: row for row, index in enumerate(drafted)}
+        filled = [0] * len(drafted)
+        for survival, index, _ in ranked:
+            row = place[index]
+            looks[row, filled[row]] = survival
+            filled[row] += 1
+        # Sessions at once weigh no more than as many steps of one.
+        for look in looks:
+            self._in_hand += SMOOTHING * (look - self._in_hand)
+
+    def _set_price(self, demands: Sequence[Demand], rows: int) -> None:
+        num_drafted = sum(1 for each in demands if each.cap)
+        if not num_drafted:
+            return
+        resting = self._mode is StepMode.PLAIN
+        table = self.times.table(StepMode.DRAFTING, kindness=KINDNESS if resting else 0.0)
+        survivals = np.repeat(self._in_hand, num_drafted)
+        seconds = table.from_to(rows, rows + len(survivals))
+        goodputs = _expected(len(demands), survivals) / seconds
+        best = int(np.argmax(goodputs))
+        plain = len(demands) / self.times.table(StepMode.PLAIN).at(rows)
+        gain = float(goodputs[best]) / plain if best else 0.0
+        self._steps_since_change += 1
+        if resting != (gain <= (WORTH_A_CALL if resting else 1.0)):
+            if self._steps_since_change < LEAST_STEPS:
+                return
+            self._steps_since_change = 0
+            resting = not resting
+        slope = table.at(rows + best + 1) - table.at(rows + best)
+        self.price = 1.0 if resting else min(0.99, float(goodputs[best]) * slope)
+
+
+def _expected(num_roots: int, survivals: Floats) -> Floats:
+    """Expected tokens of a step that verifies the first 0, 1, ... of the nodes, `[nodes + 1]`."""
+    return num_roots + np.concatenate(([0.0], np.cumsum(survivals)))

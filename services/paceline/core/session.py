@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paceline.core.calibration import Calibration, SessionOffset
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     Commit,
@@ -67,15 +68,22 @@ class SpeculationTally:
 
 
 class VerifierSession:
-    """The authority's end: committed tokens, and the tree of guesses beyond them."""
+    """The authority's end: committed tokens, and the tree of guesses beyond them.
 
-    def __init__(self, request: GenerateRequest) -> None:
+    Args:
+        request: What to generate.
+        calibration: Of the source that drafts for it; learns from every commit.
+    """
+
+    def __init__(self, request: GenerateRequest, calibration: Calibration | None = None) -> None:
         self.request = request
+        self._calibration = Calibration() if calibration is None else calibration
+        self._offset = SessionOffset()
         self.session_id = request.session_id
         self.epoch = request.epoch
         self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
         self.prompt_len = len(request.prompt_token_ids)
-        self.tree = DraftTree(len(self.tokens))
+        self.tree = DraftTree(len(self.tokens), self._probability)
         self.tally = SpeculationTally()
         self.price = 0.0
         self.room = 0
@@ -92,7 +100,7 @@ class VerifierSession:
 
     def open(self) -> OpenSession:
         """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do."""
-        self.tree = DraftTree(len(self.tokens))
+        self.tree = DraftTree(len(self.tokens), self._probability)
         return OpenSession(
             session_id=self.session_id,
             epoch=self.epoch,
@@ -104,15 +112,20 @@ class VerifierSession:
         )
 
     def commit(self, token_ids: Sequence[int]) -> Pruning:
-        """Appends newly committed tokens and prunes the tree.
+        """Appends newly committed tokens, learns what they say of the guesses, and prunes the tree.
 
         Raises:
             LocalProtocolError: There is no token to commit.
         """
         if not token_ids:
             raise LocalProtocolError("a commit holds at least one token")
+        for confidence, matched in self.tree.outcomes(token_ids):
+            self._calibration.observe(confidence, self._offset, matched=matched)
         self.tokens.extend(token_ids)
         return self.tree.advance(token_ids)
+
+    def _probability(self, confidence: float) -> float:
+        return self._calibration.probability(confidence, self._offset)
 
     def commit_message(self, since_len: int) -> Commit:
         """Tells a drafter that has `since_len` tokens all that were committed since."""

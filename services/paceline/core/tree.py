@@ -30,18 +30,36 @@ class NodeState(enum.Enum):
 
 
 class Node:
-    """One guessed token; `position` is the absolute index that the token would take."""
+    """One guessed token.
+
+    Args:
+        node_id: Its name on the wire.
+        parent: The node it hangs below.
+        token_id: The guess.
+        position: The absolute index that the token would take.
+        confidence: What the drafter says of it.
+        probability: What that is worth: the probability that it matches if its parent does.
+    """
 
     __slots__ = ("children", "confidence", "log_weight", "node_id", "parent", "position", "state", "token_id")
 
-    def __init__(self, *, node_id: int, parent: Node | None, token_id: int, position: int, confidence: float) -> None:
+    def __init__(
+        self,
+        *,
+        node_id: int,
+        parent: Node | None,
+        token_id: int,
+        position: int,
+        confidence: float = 1.0,
+        probability: float = 1.0,
+    ) -> None:
         self.node_id = node_id
         self.parent = parent
         self.token_id = token_id
         self.position = position
         self.confidence = confidence
         above: float = 0.0 if parent is None else parent.log_weight
-        self.log_weight: float = above + math.log(max(confidence, LEAST_CONFIDENCE))
+        self.log_weight: float = above + math.log(max(probability, LEAST_CONFIDENCE))
         self.children: dict[int, Node] = {}
         self.state = NodeState.LIVE
 
@@ -72,16 +90,18 @@ class DraftTree:
 
     Args:
         committed_len: Number of committed tokens, at least 1.
+        probability: From the confidence of a guess to the probability that it matches; None takes it at its word.
     """
 
-    def __init__(self, committed_len: int) -> None:
+    def __init__(self, committed_len: int, probability: Callable[[float], float] | None = None) -> None:
+        self._probability = probability
         self._index: dict[int, Node] = {}
         self.root = self._bare_root(committed_len)
         self.num_nodes = 0
 
     @staticmethod
     def _bare_root(committed_len: int) -> Node:
-        root = Node(node_id=0, parent=None, token_id=-1, position=committed_len - 1, confidence=1.0)
+        root = Node(node_id=0, parent=None, token_id=-1, position=committed_len - 1)
         root.state = NodeState.COMMITTED
         return root
 
@@ -117,6 +137,7 @@ class DraftTree:
             token_id=guess.token_id,
             position=parent.position + 1,
             confidence=guess.confidence,
+            probability=guess.confidence if self._probability is None else self._probability(guess.confidence),
         )
         parent.children[guess.token_id] = node
         self._index[guess.node_id] = node
@@ -160,9 +181,19 @@ class DraftTree:
 
     def _remember(self, guess: NodeGuess, position: int) -> None:
         """The guess came late but was right: its children may still be of use."""
-        node = Node(node_id=guess.node_id, parent=None, token_id=guess.token_id, position=position, confidence=1.0)
+        node = Node(node_id=guess.node_id, parent=None, token_id=guess.token_id, position=position)
         node.state = NodeState.COMMITTED
         self._index[guess.node_id] = node
+
+    def outcomes(self, token_ids: Sequence[int]) -> Iterator[tuple[float, bool]]:
+        """What a commit says of guesses: `(confidence, matched)` of every child of a node on its path."""
+        node: Node | None = self.root
+        for token_id in token_ids:
+            if node is None:
+                return
+            for child in node.children.values():
+                yield child.confidence, child.token_id == token_id
+            node = node.children.get(token_id)
 
     def advance(self, token_ids: Sequence[int]) -> Pruning:
         """Walks newly committed tokens down from the root; the subtree reached is the new tree, or an empty one."""

@@ -99,10 +99,14 @@ class DraftedSession:
             for node in tree.nodes()
             if node.node_id not in self.slots
             and node.position + 1 < context_len
-            and tree.survival(node) >= AHEAD * self.mirror.price
+            and tree.survival(node) >= self._least_survival
         ]
         worth.sort(key=lambda node: -node.log_weight)
         return worth[:limit]
+
+    @property
+    def _least_survival(self) -> float:
+        return AHEAD * self.mirror.price
 
     def ancestor_slots(self, node: Node) -> list[int]:
         """Scratch slots of a node's ancestors below the root, oldest first."""
@@ -118,7 +122,9 @@ class DraftedSession:
         path = [step.token_id for step in _path(node)]
         token_ids, shares = self._sampler.rank(row, node.position + 1, NUM_RANKED, path)
         sure = confidences(shares, greedy=self.mirror.sampling.temperature == 0.0)
-        self.mirror.grow(node, list(zip(token_ids, sure, strict=True))[:width])
+        survival = self.mirror.tree.survival(node)
+        worth = [guess for guess in zip(token_ids, sure, strict=True) if survival * guess[1] >= self._least_survival]
+        self.mirror.grow(node, worth[:width])
 
     def fits(self, num_blocks: int) -> bool:
         """True when so many pages hold all its tokens."""

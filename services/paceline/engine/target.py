@@ -6,6 +6,7 @@ socket; time comes from the clock it is given.
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.core.allocator import Allocation, Allocator, Demand
+from paceline.core.calibration import Calibration
 from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
@@ -26,11 +28,13 @@ from paceline.core.messages import (
 from paceline.core.pace import LinkPace
 from paceline.core.patience import Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
+from paceline.core.step_cost import DEFAULT_STEP_COST, KNOTS, StepCost, StepMode
 from paceline.core.tree import Node, walk
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.packing import BatchBuilder
+from paceline.engine.sequence import KVSequence
 from paceline.engine.target_events import (
     Cancel,
     DraftsArrived,
@@ -45,8 +49,14 @@ from paceline.engine.target_session import TargetSession
 
 # Smoothing of the step time that waiting is weighed against.
 STEP_SMOOTHING = 0.1
+# Drafters whose calibration is kept; clients may name any.
+MAX_SOURCES = 256
+# A profile of a large model on few cores ends here, and is drawn out from what was measured.
+PROFILE_S = 3.0
 # Nodes a drafter may keep ahead of the committed tokens, per node that may be verified.
-ROOM_PER_NODE = 3
+ROOM_PER_NODE = 8
+# While drafters rest they are told of so many tokens at a time: that keeps them warm, and costs next to nothing.
+TOLD_AT_REST = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +108,7 @@ class TargetEngine:
         self._running: list[TargetSession] = []
         self._sessions: dict[str, TargetSession] = {}
         self._links: dict[str, LinkPace] = {}
+        self._calibrations: dict[str, Calibration] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
         self._answered: list[TargetSession] = []
@@ -105,6 +116,8 @@ class TargetEngine:
         self._prefix_totals = (0, 0)
         self._step_s = 0.01
         self._idle_since_s = clock()
+        # Since when the engine has had the present step to do; None while it has nothing to decode.
+        self._cycle_since_s: float | None = None
 
     @property
     def num_sessions(self) -> int:
@@ -128,18 +141,32 @@ class TargetEngine:
                 self._links[event.address] = LinkPace()
                 for session in self._sessions.values():
                     if session.drafter_address == event.address:
+                        session.told_len = session.draft.committed_len
                         self._say(session, session.draft.open())
             case LinkChanged():
                 self._links.pop(event.address, None)
 
     def _submit(self, event: Submit) -> None:
+        address = event.request.drafter_address
         session = TargetSession(
-            event.request, event.serial, self._identity, self._limits.max_model_len, self.pool, self._clock()
+            event.request,
+            event.serial,
+            self._identity,
+            self._limits.max_model_len,
+            self.pool,
+            self._calibration_of(address),
+            self._clock(),
         )
         self._sessions[event.request.session_id] = session
         self._waiting.append(session)
+        session.draft.price = self._allocator.price
         session.draft.room = ROOM_PER_NODE * self._cap(session)
         self._say(session, session.draft.open())
+
+    def _calibration_of(self, address: str) -> Calibration:
+        if address not in self._calibrations and len(self._calibrations) >= MAX_SOURCES:
+            self._calibrations.pop(next(iter(self._calibrations)))
+        return self._calibrations.setdefault(address, Calibration())
 
     def _drop(self, session: TargetSession) -> None:
         del self._sessions[session.draft.session_id]
@@ -174,6 +201,7 @@ class TargetEngine:
                     self._answered.append(session)
                     answer = session.draft.catch_up(message)
                     if answer is not None:
+                        session.told_len = session.draft.committed_len
                         self._say(session, answer)
 
     def _graft(self, session: TargetSession, message: DraftNodes, arrived_s: float, pace: LinkPace) -> None:
@@ -194,6 +222,35 @@ class TargetEngine:
         if session.drafter_address in self._links:
             self._outgoing.setdefault(session.drafter_address, []).append(message)
 
+    def profile(self) -> StepCost:
+        """Measures steps of so many rows, for the allocator to start from; takes seconds, with no session about."""
+        rows: list[int] = []
+        seconds: list[float] = []
+        started_s = self._clock()
+        for count in KNOTS:
+            if count > self._limits.max_num_batched_tokens or self._clock() - started_s > PROFILE_S:
+                break
+            rows.append(count)
+            seconds.append(max([statistics.median(self._time_rows(count) for _ in range(3)), *seconds[-1:]]))
+        if len(rows) < 2:
+            return DEFAULT_STEP_COST.scaled(seconds[0])
+        return StepCost(rows=tuple(rows), seconds=tuple(seconds))
+
+    def _time_rows(self, count: int) -> float:
+        builder = BatchBuilder()
+        nowhere = KVSequence([], self.pool)
+        slots = [self._scratch.take() for _ in range(count)]
+        for slot in slots:
+            assert slot is not None, "scratch holds as many slots as a step has rows"
+            builder.add_node(nowhere, token_id=0, position=0, slot=slot, ancestors=())
+        started_s = self._clock()
+        self._decoder.forward(builder.build(), self._cache).cpu()
+        seconds = self._clock() - started_s
+        for slot in slots:
+            assert slot is not None, "checked above"
+            self._scratch.give_back(slot)
+        return seconds
+
     # Stepping
 
     def has_work(self) -> bool:
@@ -205,6 +262,8 @@ class TargetEngine:
         now_s = self._clock()
         decoding = [session for session in self._running if session.is_decoding]
         if self._outgoing or self._waiting or not decoding or len(decoding) < len(self._running):
+            return 0.0
+        if self._allocator.price >= 1.0:
             return 0.0
         if now_s - self._idle_since_s >= self._step_s:
             return 0.0
@@ -234,6 +293,7 @@ class TargetEngine:
     def step(self) -> TargetOutput:
         """Runs one step over all sessions that have something to compute."""
         started_s = self._clock()
+        mode = StepMode.PLAIN if self._allocator.price >= 1.0 else StepMode.DRAFTING
         self._admit()
         builder = BatchBuilder()
         verifications = self._plan_decoding(builder)
@@ -246,15 +306,19 @@ class TargetEngine:
                 committed.append(self._verify(each, logits, batch_size))
             for session, logit_index in finishing:
                 committed.append(self._first_token(session, logits[logit_index], batch_size))
-            self._time_step(started_s, builder.num_rows)
+            self._time_step(started_s, builder.num_rows, mode)
         return self._output(committed, builder.num_rows)
 
-    def _time_step(self, started_s: float, num_rows: int) -> None:
+    def _time_step(self, started_s: float, num_rows: int, mode: StepMode) -> None:
+        """Keeps the step's own time, and tells the allocator the whole cycle: events and waiting are paid for too."""
         now_s = self._clock()
         self._idle_since_s = now_s
         self._report.seconds = now_s - started_s
-        if not self._report.num_prefill_rows and num_rows:
+        if not self._report.num_prefill_rows:
             self._step_s += STEP_SMOOTHING * (self._report.seconds - self._step_s)
+            if self._cycle_since_s is not None:
+                self._allocator.observe(rows=num_rows, mode=mode, seconds=now_s - self._cycle_since_s)
+        self._cycle_since_s = now_s if self._running else None
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._limits.max_num_seqs:
@@ -401,8 +465,15 @@ class TargetEngine:
         if committed.result is not None:
             self._drop(session)
         else:
-            self._say(session, session.draft.commit_message(base_len))
+            self._tell(session)
         return session.serial, committed
+
+    def _tell(self, session: TargetSession) -> None:
+        """Tells a session's drafter what it does not know yet; while drafters rest, not at every step."""
+        draft = session.draft
+        if draft.price < 1.0 or session.told_price < 1.0 or draft.committed_len - session.told_len >= TOLD_AT_REST:
+            self._say(session, draft.commit_message(session.told_len))
+            session.told_len, session.told_price = draft.committed_len, draft.price
 
     def _output(self, committed: list[_Outcome], num_rows: int) -> TargetOutput:
         for session in self._running:

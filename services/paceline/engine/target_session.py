@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.core.calibration import Calibration
 from paceline.core.messages import (
     CommittedTokens,
     FinishReason,
@@ -33,6 +34,7 @@ class TargetSession:
         identity: The target model.
         max_model_len: Most tokens, prompt and output.
         pool: Pages.
+        calibration: Of its drafter.
         now_s: When it was submitted.
     """
 
@@ -43,17 +45,21 @@ class TargetSession:
         identity: ModelIdentity,
         max_model_len: int,
         pool: BlockPool,
+        calibration: Calibration,
         now_s: float,
     ) -> None:
         self.serial = serial
         sampling = request.sampling
-        self.draft = VerifierSession(request)
+        self.draft = VerifierSession(request, calibration)
         self.pages = KVSequence(self.draft.tokens, pool)
         self.drafter_address = request.drafter_address if request.speculation.cap else ""
         self.prefilled_to = 0
         self.committed_s = now_s
         self.heard_s: float | None = None
         self.heard_len = self.draft.committed_len
+        # What its drafter was told last: committed tokens, and the price.
+        self.told_len = self.draft.committed_len
+        self.told_price = 0.0
         self._sampler = RowSampler(
             sampling,
             identity.vocab_size,

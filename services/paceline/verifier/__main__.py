@@ -16,13 +16,14 @@ from paceline.core.allocator import Allocator
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.process import prepare_process
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Submit, TargetLimits
-from paceline.hosting import serve_model
+from paceline.hosting import log_memory, serve_model
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
 from paceline.rpc.v1 import verifier_pb2_grpc
@@ -109,7 +110,21 @@ def make_engine(config: VerifierConfig, identity: ModelIdentity, allocator: Allo
         clock=time.monotonic,
     )
     warm_up(engine)
-    logger.info("model is ready", extra={"weight_bytes": decoder.weight_bytes, "model": identity.name})
+    profile = engine.profile()
+    allocator.start_from(profile)
+    logger.info(
+        "model is ready",
+        extra={
+            "weight_bytes": decoder.weight_bytes,
+            "model": identity.name,
+            "step_ms": {rows: round(1e3 * s, 2) for rows, s in zip(profile.rows, profile.seconds, strict=True)},
+        },
+    )
+    log_memory(
+        decoder,
+        num_blocks=config.num_kv_blocks,
+        num_scratch_blocks=target_scratch_blocks(config.max_num_batched_tokens),
+    )
     return engine
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.allocator import DEFAULT_STEP_COST, Demand, FixedGamma, Goodput, StepCost
+from paceline.core.allocator import Demand, FixedGamma, Goodput
+from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepTimes
 from paceline.core.errors import ConfigError
 from paceline.core.messages import NodeGuess
 from paceline.core.pace import OVERDUE, LinkPace
@@ -49,13 +50,13 @@ def test_a_table_that_is_not_monotone_is_refused(rows, seconds):
 
 
 def test_when_rows_are_free_everything_is_verified_and_the_price_is_zero():
-    allocation = Goodput(cost=FLAT).allocate([Demand(tree=tree_of(CHAIN), cap=64)], other_rows=0)
+    allocation = Goodput(StepTimes(FLAT)).allocate([Demand(tree=tree_of(CHAIN), cap=64)], other_rows=0)
     assert len(allocation.nodes[0]) == 4
     assert allocation.price == 0.0
 
 
 def test_when_every_row_costs_a_whole_step_speculation_is_off():
-    allocation = Goodput(cost=LINEAR).allocate([Demand(tree=tree_of(CHAIN), cap=64)] * 3, other_rows=0)
+    allocation = Goodput(StepTimes(LINEAR)).allocate([Demand(tree=tree_of(CHAIN), cap=64)] * 3, other_rows=0)
     assert allocation.nodes == ((), (), ())
     assert allocation.price == 1.0
 
@@ -71,7 +72,7 @@ def test_the_price_rises_with_load():
 
 def test_caps_hold_for_both_policies():
     demands = [Demand(tree=tree_of(CHAIN), cap=2), Demand(tree=tree_of(CHAIN), cap=0)]
-    for policy in (Goodput(cost=FLAT), FixedGamma(gamma=3)):
+    for policy in (Goodput(StepTimes(FLAT)), FixedGamma(gamma=3)):
         assert [len(nodes) for nodes in policy.allocate(demands, other_rows=0).nodes] == [2, 0]
 
 

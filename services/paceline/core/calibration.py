@@ -1,0 +1,78 @@
+"""From what a drafter says of a guess to the probability that the target agrees, learned online.
+
+The margin of a guess is the log odds of its confidence: its score against all its rivals. Per source,
+
+    P(match) = sigmoid(slope * margin + intercept + offset of the session),
+
+fitted by recursive logistic regression (one Newton step per observation, with forgetting). Only guesses whose parent
+was committed are observed: there the target's own token is known, verified or not. Guesses further down were never
+reached and say nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Odds beyond these are not believed: no guess is sure, none impossible.
+MAX_MARGIN = 6.0
+# Start: the drafter is believed, and this uncertain; and how fast old observations lose weight.
+SLOPE_VARIANCE, INTERCEPT_VARIANCE, OFFSET_VARIANCE = 0.25, 0.5, 0.3
+DRIFT = 2e-5
+OFFSET_DRIFT = 2e-3
+LEAST_SLOPE = 0.1
+
+
+def margin(confidence: float) -> float:
+    """Log odds, bounded."""
+    if confidence <= 0.0:
+        return -MAX_MARGIN
+    if confidence >= 1.0:
+        return MAX_MARGIN
+    return max(-MAX_MARGIN, min(MAX_MARGIN, math.log(confidence / (1.0 - confidence))))
+
+
+@dataclass(slots=True)
+class SessionOffset:
+    """How much better (or worse) than usual a source does on one session, in log odds."""
+
+    value: float = 0.0
+    variance: float = OFFSET_VARIANCE
+
+
+class Calibration:
+    """One source's map from confidence to probability; see the module docstring."""
+
+    def __init__(self) -> None:
+        self.slope = 1.0
+        self.intercept = 0.0
+        self._var_slope = SLOPE_VARIANCE
+        self._var_intercept = INTERCEPT_VARIANCE
+        self._covariance = 0.0
+
+    def probability(self, confidence: float, offset: SessionOffset) -> float:
+        """Probability that the target chooses a guess, given that it gets there."""
+        return _sigmoid(self.slope * margin(confidence) + self.intercept + offset.value)
+
+    def observe(self, confidence: float, offset: SessionOffset, *, matched: bool) -> None:
+        """Learns from one guess below a committed token."""
+        x = margin(confidence)
+        chance = _sigmoid(self.slope * x + self.intercept + offset.value)
+        curvature = chance * (1.0 - chance)
+        toward_slope = self._var_slope * x + self._covariance
+        toward_intercept = self._covariance * x + self._var_intercept
+        spread = x * toward_slope + toward_intercept + offset.variance
+        scale = 1.0 / (1.0 + curvature * spread)
+        error = (matched - chance) * scale
+        self.slope = max(LEAST_SLOPE, self.slope + toward_slope * error)
+        self.intercept += toward_intercept * error
+        offset.value += offset.variance * error
+        shrink = curvature * scale
+        self._var_slope += DRIFT - shrink * toward_slope**2
+        self._covariance -= shrink * toward_slope * toward_intercept
+        self._var_intercept += DRIFT - shrink * toward_intercept**2
+        offset.variance = min(OFFSET_VARIANCE, offset.variance + OFFSET_DRIFT - shrink * offset.variance**2)
+
+
+def _sigmoid(value: float) -> float:
+    return 1.0 / (1.0 + math.exp(-value)) if value >= 0 else math.exp(value) / (1.0 + math.exp(value))

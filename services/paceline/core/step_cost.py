@@ -1,0 +1,164 @@
+"""What a step costs by its rows: a table, and the model that learns one from every step.
+
+The learned model is recursive least squares in its Kalman form: the state holds, for each mode and each point of the
+table, a factor on what the start-up profile measured. Factors drift together (a machine gets slower as a whole) far
+more than apart, so one observation moves all points, and the one it was made at most. Points that are not visited
+grow uncertain, which `StepTimes.table` can be told to look upon kindly.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
+
+# Rows at which a profile is taken and a factor is learned; linear between them.
+KNOTS = (1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# Spread of a single step around its expectation, and how far off one may be before it is an accident.
+NOISE = 0.08
+CLIP = 3.0
+# How far factors may be off at the start, all together and each for itself; and the share of that uncertainty
+# which comes back with every step, so that what was not seen for some hundreds of steps is as good as unknown.
+LEVEL, SHAPE = 0.3, 0.1
+FORGETTING = 0.002
+# Points this far apart (in log rows) keep 1/e of their correlation; modes share half of theirs.
+REACH, MODE_SHARE = 1.5, 0.5
+
+
+class StepMode(enum.IntEnum):
+    """Whether drafters were at work during a step; their messages and memory traffic cost time too."""
+
+    PLAIN = 0
+    DRAFTING = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Seconds a step takes by its rows: linear between the points of a table, last slope beyond it.
+
+    Args:
+        rows: Increasing numbers of rows, the first at least 1.
+        seconds: Time of a step with so many rows, never decreasing.
+
+    Raises:
+        ConfigError: The table is empty or not monotone.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Checks the table."""
+        increasing = all(low < high for low, high in zip(self.rows, self.rows[1:], strict=False))
+        monotone = all(low <= high for low, high in zip(self.seconds, self.seconds[1:], strict=False))
+        if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not (increasing and monotone):
+            raise ConfigError("step cost: needs at least two points of increasing rows and non-decreasing seconds")
+
+    def at(self, rows: int) -> float:
+        """Seconds of a step with so many rows."""
+        right = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
+        x0, x1 = self.rows[right - 1], self.rows[right]
+        y0, y1 = self.seconds[right - 1], self.seconds[right]
+        return max(self.seconds[0], y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
+
+    def from_to(self, first: int, last: int) -> Floats:
+        """Seconds of steps with `first` to `last` rows, `[last - first + 1]`."""
+        rows = np.arange(first, last + 1)
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
+        beyond = np.maximum(rows - self.rows[-1], 0) * slope
+        return np.asarray(np.interp(rows, self.rows, self.seconds) + beyond)
+
+    def scaled(self, factor: float) -> StepCost:
+        """The same shape, `factor` times as long."""
+        return StepCost(rows=self.rows, seconds=tuple(value * factor for value in self.seconds))
+
+
+# Shape of a weight-bound step on a CPU core with prepacked bfloat16 weights, relative to one row: 8 rows cost
+# 1.4 times one row, 16 rows 1.9, and beyond 32 the arithmetic is what is paid for.
+DEFAULT_STEP_COST = StepCost(rows=(1, 4, 8, 16, 32, 64, 128), seconds=(1.0, 1.15, 1.4, 1.9, 2.9, 4.9, 9.0))
+
+
+class StepTimes:
+    """Seconds of a step by rows and mode, learned from every step.
+
+    Args:
+        plain: Measured at start, or a shape to begin with.
+        drafting: The same with the threads that a step has while drafters work; None: as plain.
+    """
+
+    def __init__(self, plain: StepCost, drafting: StepCost | None = None) -> None:
+        self._base = np.concatenate([cost.from_to(0, KNOTS[-1])[list(KNOTS)] for cost in (plain, drafting or plain)])
+        knots = np.tile(np.log(KNOTS), len(StepMode))
+        modes = np.repeat(np.arange(len(StepMode)), len(KNOTS))
+        near = np.exp(-np.abs(knots[:, None] - knots[None]) / REACH)
+        apart = np.where(modes[:, None] == modes[None], near, MODE_SHARE * near)
+        self._start = LEVEL**2 + SHAPE**2 * apart
+        self._factors = np.ones(len(self._base))
+        self._spread = self._start.copy()
+        self._tables: dict[tuple[StepMode, float], StepCost] = {}
+
+    def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
+        """Takes in the time of one step; steps with more rows than the table, or prefill in them, are left out."""
+        if not 1 <= rows <= KNOTS[-1]:
+            return
+        weights = self._weights(rows, mode)
+        expected = float(weights @ self._factors)
+        self._spread += FORGETTING * (self._start - self._spread)
+        shared = self._spread @ weights
+        surprise = float(weights @ shared) + (NOISE * expected) ** 2
+        error = float(np.clip(seconds - expected, -CLIP * surprise**0.5, CLIP * surprise**0.5))
+        self._factors = np.maximum(self._factors + shared / surprise * error, 0.05)
+        self._spread -= np.outer(shared, shared) / surprise
+        self._tables.clear()
+
+    def table(self, mode: StepMode, *, kindness: float = 0.0) -> StepCost:
+        """The table of a mode, made monotone.
+
+        Args:
+            mode: Which one.
+            kindness: Standard deviations of the mode's own uncertainty (not of the level both modes share) by
+                which to take every point as cheaper than it is believed to be; above 0 in order to explore.
+        """
+        known = self._tables.get((mode, kindness))
+        if known is None:
+            known = self._tables[mode, kindness] = self._make_table(mode, kindness)
+        return known
+
+    def _make_table(self, mode: StepMode, kindness: float) -> StepCost:
+        own = slice(mode * len(KNOTS), (mode + 1) * len(KNOTS))
+        factors = self._factors[own]
+        if kindness:
+            level = self._spread.min()
+            factors = factors - kindness * np.sqrt(np.maximum(np.diag(self._spread)[own] - level, 0.0))
+        seconds = _isotonic(np.maximum(factors, 0.05) * self._base[own])
+        return StepCost(rows=KNOTS, seconds=tuple(seconds.tolist()))
+
+    def _weights(self, rows: int, mode: StepMode) -> Floats:
+        """Seconds that each factor stands for in a step with so many rows."""
+        right = min(max(bisect_right(KNOTS, rows), 1), len(KNOTS) - 1)
+        share = (rows - KNOTS[right - 1]) / (KNOTS[right] - KNOTS[right - 1])
+        weights = np.zeros(len(self._base))
+        at = mode * len(KNOTS) + right
+        weights[at - 1], weights[at] = (1.0 - share) * self._base[at - 1], share * self._base[at]
+        return weights
+
+
+def _isotonic(values: Floats) -> Floats:
+    """Nearest never-decreasing values (pool adjacent violators)."""
+    means: list[float] = []
+    counts: list[int] = []
+    for value in values.tolist():
+        mean, count = value, 1
+        while means and means[-1] > mean:
+            last, number = means.pop(), counts.pop()
+            mean, count = (mean * count + last * number) / (count + number), count + number
+        means.append(mean)
+        counts.append(count)
+    return np.repeat(np.array(means), counts)
