@@ -7,8 +7,17 @@ import sys
 
 BENCHES = {
     "acceptance": "acceptance rate and mean acceptance length of the demo pair, through the fleet",
+    "concurrency": "speculative against plain decoding at 1 to 64 streams, with one configuration",
+    "controller": "the controller against three oracles on a replayed load of 1 to 64 sessions",
     "demo": "the fleet at work on a few prompts, with and without speculation, and a table",
+    "gateway": "time per token through HTTP and SSE against gRPC straight to the verifier, and 64 streams at once",
+    "gpu": "8B- and 1B-shaped random models on a GPU, acceptance imposed",
+    "memory": "64 sessions of 1,000 tokens within the printed budget, and no growth over 10,000 requests",
+    "peers": "other engines on the same pair, each in an environment of its own",
+    "rtt": "speed against a round trip of 0, 1, 5 and 20 ms between verifier and drafter",
+    "single": "one stream: a drafter tier on its own core, and equal hardware",
     "stall": "time between tokens while the drafter is stopped for 5 s",
+    "step": "a plain step inside the running verifier against its packed linears alone",
     "widen": "widens a checkpoint with neurons that change no output, for benches",
 }
 

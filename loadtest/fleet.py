@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec
 
@@ -38,3 +39,9 @@ def machine() -> str:
 
 def _say(line: str) -> None:
     sys.stderr.write(f"{line}\n")
+
+
+def widened_target(preset: str) -> dict[str, Any]:
+    """`FleetSpec` settings of the demo pair with its target widened to `98m` or `400m`, made once in the cache."""
+    target = widened_demo_target(os.environ, _say, preset)
+    return {"model": target, "draft_model": DEMO_DRAFTER}

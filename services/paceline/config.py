@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 import sys
 import types
 import typing
@@ -26,6 +27,7 @@ ENVIRONMENT_PREFIX = "PACELINE_"
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 EXIT_STATUS_CONFIG = 2
+MAX_PORT = 65535
 REQUIRED: Any = dataclasses.MISSING
 
 _METADATA_KEY = "paceline.setting"
@@ -102,6 +104,22 @@ def load(
         elif option.required:
             raise ConfigError(f"{option.flag} is required (or set {option.variable}): {option.setting.help}")
     return config_class(**values)
+
+
+def check_address(name: str, address: str) -> None:
+    """Refuses what is not `host:port`.
+
+    gRPC takes more (`dns:///host`, a list), but an address that others are told must mean the same to everybody.
+
+    Raises:
+        ConfigError: It is not; the message names the setting and the value.
+    """
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})", address)
+    if match is None or not 0 < int(match[2]) <= MAX_PORT:
+        raise ConfigError(
+            f"{name} must be host:port with a port from 1 to {MAX_PORT}, such as 10.0.0.7:8201 or [fd00::7]:8201, "
+            f"got {address!r}"
+        )
 
 
 def exit_with_error(prog: str, error: Exception) -> NoReturn:

@@ -5,17 +5,25 @@ It knows no particular service: verifier and drafter hand in a host each.
 
 from __future__ import annotations
 
+import logging
+import os
+import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import ModelIdentity
+from paceline.engine.budget import account
+from paceline.engine.decoder import Decoder
 from paceline.obs.metrics import start_metrics_server
 from paceline.serving import GrpcServer, grpc_server, until_stopped
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store, open_store, require
+
+logger = logging.getLogger(__name__)
 
 LAST_CALLS_S = 1.0
 
@@ -52,12 +60,17 @@ class ModelServiceConfig(Protocol):
 
     @property
     def host(self) -> str:
-        """Address to listen on and to announce."""
+        """Address to listen on."""
         ...
 
     @property
     def port(self) -> int:
         """GRPC port."""
+        ...
+
+    @property
+    def announce(self) -> str:
+        """Where others reach it, `host:port`; empty: where it listens."""
         ...
 
     @property
@@ -124,7 +137,7 @@ async def _serve_announced(
         return Replica(
             replica_id=config.replica_id or f"{role}-{server.address}",
             role=role,
-            address=server.address,
+            address=config.announce or server.address,
             identity=host.identity,
             max_sessions=config.max_num_seqs,
             num_sessions=host.num_sessions,
@@ -136,3 +149,31 @@ async def _serve_announced(
     await server.drain()
     await host.wind_down()
     await server.stop(LAST_CALLS_S)
+
+
+def log_memory(decoder: Decoder, *, num_blocks: int, num_scratch_blocks: int) -> None:
+    """Logs the account of this process's memory; to be called when everything is loaded and has run once.
+
+    Args:
+        decoder: The model.
+        num_blocks: Pages of committed KV.
+        num_scratch_blocks: Pages set aside for tree nodes.
+    """
+    budget = account(
+        weight_bytes=decoder.weight_bytes,
+        block_bytes=decoder.new_cache(1).nbytes,
+        num_blocks=num_blocks,
+        num_scratch_blocks=num_scratch_blocks,
+        process_bytes=resident_bytes(),
+        on_host=decoder.device.type == "cpu",
+    )
+    logger.info("memory is accounted for", extra=budget.loggable())
+
+
+def resident_bytes() -> int:
+    """Returns what this process holds in memory; where the system does not tell, the most it ever held."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * os.sysconf("SC_PAGE_SIZE")

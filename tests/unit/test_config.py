@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import load, loggable, parse, public_url, setting
+from paceline.config import check_address, load, loggable, parse, public_url, setting
 from paceline.core.errors import ConfigError
+from paceline.drafter.config import DrafterConfig
+from paceline.verifier.config import VerifierConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,3 +108,36 @@ def test_passwords_never_reach_the_log() -> None:
     config = ExampleConfig(redis_url="redis://user:secret@example:6379/2")
     assert loggable(config)["redis_url"] == "redis://example:6379/2"
     assert public_url("redis://:secret@[::1]:6379/0?password=x") == "redis://[::1]:6379/0"
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7:8201", "drafter-0.pool_1.svc:1", "[fd00::7]:65535", "localhost:8201"])
+def test_an_address_is_host_and_port(address: str) -> None:
+    check_address("--announce", address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "drafter",
+        "drafter:",
+        ":8201",
+        "drafter:0",
+        "drafter:65536",
+        "fd00::7:8201",
+        "dns:///drafter:8201",
+        "a:1,b:2",
+        "a b:1",
+    ],
+)
+def test_anything_else_is_refused_with_name_and_value(address: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_address("--announce", address)
+    assert str(caught.value).startswith("--announce must be host:port with a port from 1 to 65535")
+    assert repr(address) in str(caught.value)
+
+
+@pytest.mark.parametrize("config_class", [DrafterConfig, VerifierConfig])
+def test_services_refuse_a_bad_announcement_before_they_load_anything(config_class: type) -> None:
+    assert load(config_class, ["--model", "m", "--announce", "here:8201"], {}, "example", "").announce == "here:8201"
+    with pytest.raises(ConfigError, match="--announce must be host:port"):
+        load(config_class, ["--model", "m"], {"PACELINE_ANNOUNCE": "here"}, "example", "")

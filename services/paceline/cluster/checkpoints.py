@@ -24,8 +24,9 @@ from paceline.vocabulary import vocab_hash
 MODELS_FOLDER = Path(paceline.__file__).parent / "models"
 DEMO_TARGET = MODELS_FOLDER / "demo-target"
 DEMO_DRAFTER = MODELS_FOLDER / "demo-drafter"
-WIDENED_NAME = "demo-target-widened-98m"
+WIDENED_NAME = "demo-target-widened-{preset}"
 WIDENED_PRESET = "98m"
+WIDENED_SIZES = {"98m": "98 M", "400m": "400 M"}
 MAX_HEADER_BYTES = 100_000_000
 
 
@@ -63,8 +64,8 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return Path(root).expanduser() / "paceline"
 
 
-def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None]) -> Path:
-    """Returns the demo target widened to 98 M parameters, made now if it is not in the cache.
+def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], preset: str = WIDENED_PRESET) -> Path:
+    """Returns the demo target widened to 98 M parameters (or to 400 M), made now if it is not in the cache.
 
     Raises:
         ConfigError: It cannot be made.
@@ -75,16 +76,16 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None]) 
     digest = hashlib.sha256()
     for file in sorted(DEMO_TARGET.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
-    out = cache_folder(environ) / digest.hexdigest()[:16] / WIDENED_NAME
+    out = cache_folder(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
     if not (out / "config.json").is_file():
-        say(f"widening the demo target to 98 M parameters, once: {out}")
-        _widen_in_own_process(out, environ)
+        say(f"widening the demo target to {WIDENED_SIZES[preset]} parameters, once: {out}")
+        _widen_in_own_process(out, preset, environ)
     return out
 
 
 def bundled_and_cached(environ: Mapping[str, str]) -> list[Path]:
     """Returns the checkpoint folders that are here without being named."""
-    cached = sorted(cache_folder(environ).glob(f"*/{WIDENED_NAME}"))
+    cached = sorted(cache_folder(environ).glob(f"*/{WIDENED_NAME.format(preset='*')}"))
     return [path for path in (DEMO_TARGET, DEMO_DRAFTER, *cached) if (path / "config.json").is_file()]
 
 
@@ -125,12 +126,12 @@ def _num_parameters(file: Path) -> int:
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def _widen_in_own_process(out: Path, environ: Mapping[str, str]) -> None:
+def _widen_in_own_process(out: Path, preset: str, environ: Mapping[str, str]) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write to {out.parent}: {error.strerror}; set XDG_CACHE_HOME") from error
-    command = [sys.executable, "-m", "paceline.cluster.checkpoints", str(DEMO_TARGET), str(out)]
+    command = [sys.executable, "-m", "paceline.cluster.checkpoints", str(DEMO_TARGET), str(out), preset]
     ended = subprocess.run(command, env=child_environment(environ), capture_output=True, text=True, check=False)
     # Another fleet may have made it at the same time.
     if ended.returncode != 0 and not (out / "config.json").is_file():
@@ -154,11 +155,11 @@ def child_environment(environ: Mapping[str, str], *, num_threads: int | None = N
 
 
 def main() -> None:
-    """Widens the checkpoint folder named first into the one named second."""
+    """Widens the checkpoint folder named first into the one named second, to the preset named third."""
     from paceline.training.widen import PRESETS, widen
 
     source, out = map(Path, sys.argv[1:3])
-    widen(source, out, PRESETS[WIDENED_PRESET])
+    widen(source, out, PRESETS[sys.argv[3]])
 
 
 if __name__ == "__main__":

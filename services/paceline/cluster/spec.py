@@ -61,6 +61,9 @@ class FleetSpec:
         None, help="Threads of each drafter; without it this machine's CPUs are shared out.", low=1, high=1024
     )
     pin: bool = setting(True, help="Keep each verifier and drafter to CPUs of its own, if there are enough.")
+    lend: bool = setting(
+        True, help="Let verifiers use the drafters' CPUs while these rest; --no-lend is as on machines of their own."
+    )
     verifier_arg: tuple[str, ...] = setting((), help="More for verifiers, such as --verifier-arg=--max-num-seqs=8.")
     drafter_arg: tuple[str, ...] = setting((), help="More for drafters, such as --drafter-arg=--draft-width=1.")
     gateway_arg: tuple[str, ...] = setting((), help="More for gateways.")
@@ -71,10 +74,15 @@ class FleetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuShare:
-    """CPUs of one process; `cpus` is empty when it is not kept to any."""
+    """CPUs of one process; `cpus` is empty when it is not kept to any.
+
+    `spare_cpus` are a drafter's, lent to a verifier while drafters rest; a drafter that lends runs at idle priority.
+    """
 
     num_threads: int
     cpus: tuple[int, ...]
+    spare_cpus: tuple[int, ...] = ()
+    lends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +178,8 @@ def plan_store_port(spec: FleetSpec) -> int:
 def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare], list[CpuShare]]:
     """Shares CPUs out among verifiers and drafters: a drafter gets one, verifiers the rest in equal parts.
 
+    With `lend`, the CPUs of drafters are lent in turn to the verifiers.
+
     Returns:
         Shares of the verifiers and of the drafters.
     """
@@ -179,13 +189,14 @@ def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare
     verifier_threads = spec.verifier_threads or max(1, left // spec.num_verifiers)
     needed = spec.num_verifiers * verifier_threads + num_drafters * drafter_threads
     pinned = iter(available if spec.pin and num_drafters and needed <= len(available) else ())
-
-    def share(num_threads: int) -> CpuShare:
-        cpus = tuple(islice(pinned, num_threads))
-        return CpuShare(num_threads=num_threads, cpus=cpus)
-
-    verifiers = [share(verifier_threads) for _ in range(spec.num_verifiers)]
-    return verifiers, [share(drafter_threads) for _ in range(num_drafters)]
+    own = [tuple(islice(pinned, verifier_threads)) for _ in range(spec.num_verifiers)]
+    drafting = [tuple(islice(pinned, drafter_threads)) for _ in range(num_drafters)]
+    lent = [cpu for cpus in drafting for cpu in cpus] if spec.lend else []
+    verifiers = [
+        CpuShare(num_threads=verifier_threads, cpus=cpus, spare_cpus=tuple(lent[index :: spec.num_verifiers]))
+        for index, cpus in enumerate(own)
+    ]
+    return verifiers, [CpuShare(num_threads=drafter_threads, cpus=cpus, lends=bool(lent)) for cpus in drafting]
 
 
 def store_child(server: Path, host: str, port: int, work_dir: Path, environ: Mapping[str, str]) -> ChildSpec:
@@ -216,13 +227,17 @@ def model_child(
     ]
     if share.cpus:
         argv += ["--cpus", ",".join(map(str, share.cpus))]
+    if share.spare_cpus:
+        argv += ["--spare-cpus", ",".join(map(str, share.spare_cpus))]
+    if share.lends:
+        argv += ["--idle-priority"]
     if endpoint.role == "verifier" and spec.speculative_config:
         argv += ["--speculative-config", spec.speculative_config]
     argv += spec.verifier_arg if endpoint.role == "verifier" else spec.drafter_arg
     return ChildSpec(
         name=endpoint.name,
         argv=tuple(argv),
-        env=child_environment(environ, num_threads=share.num_threads),
+        env=child_environment(environ, num_threads=share.num_threads + len(share.spare_cpus)),
         is_healthy=grpc_health(endpoint.address),
         log_path=log_dir / f"{endpoint.name}.log",
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import paceline
-from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, num_parameters
+from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, num_parameters
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec
 from paceline.config import parse, public_url
@@ -102,7 +102,7 @@ def describe(fleet: LocalFleet) -> str:
 def describe_target(target: Path) -> str:
     """Returns the target's name and size, and says plainly when it is a widened one."""
     millions = num_parameters(target) / 1e6
-    if target.name != WIDENED_NAME:
+    if target.name != WIDENED_NAME.format(preset=WIDENED_PRESET):
         return f"{target.name} ({millions:,.1f} M parameters)"
     honest = num_parameters(DEMO_TARGET) / 1e6
     return (

@@ -27,10 +27,13 @@ from paceline.core.tree import DraftTree, Node, best_first
 
 Floats = npt.NDArray[np.float64]
 
-# Drafters that rest are called back for a gain of this much, sent to rest for none at all; and not before so many
-# steps after the last change.
+# Drafters that rest are called back for a gain of this much, and not before so many steps; they are sent to rest for
+# none at all, and not before so many.
 WORTH_A_CALL = 1.03
-LEAST_STEPS = 12
+LEAST_REST, LEAST_WORK = 4, 12
+# A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
+# after so many steps.
+CONTROL_EVERY = 250
 # Standard deviations by which steps with drafters at work are looked upon kindly while they rest.
 KINDNESS = 1.0
 # What sessions have in hand before any was seen: survival of the k-th best node; and the weight of a new look.
@@ -68,8 +71,8 @@ class Allocator(Protocol):
         """Least survival worth verifying now; 1: drafters rest."""
         ...
 
-    def start_from(self, profile: StepCost) -> None:
-        """Takes a profile of steps without drafts, measured at start."""
+    def start_from(self, plain: StepCost, drafting: StepCost) -> None:
+        """Takes profiles of plain steps and of steps with the threads left while drafters work."""
         ...
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
@@ -101,7 +104,7 @@ class FixedGamma:
         """See `Allocator`; 0 unless gamma is."""
         return 0.0 if self.gamma else 1.0
 
-    def start_from(self, profile: StepCost) -> None:
+    def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`; of no use here."""
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
@@ -133,11 +136,11 @@ class Goodput:
         self.price = 0.0
         self._first_look = FIRST_SURVIVAL * DECLINE ** np.arange(max_nodes)
         self._in_hand = self._first_look.copy()
-        self._steps_since_change = LEAST_STEPS
+        self._steps_since_change = LEAST_WORK
 
-    def start_from(self, profile: StepCost) -> None:
+    def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`."""
-        self.times = StepTimes(profile)
+        self.times = StepTimes(plain, drafting)
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
         """See `Allocator`."""
@@ -203,13 +206,19 @@ class Goodput:
         plain = len(demands) / self.times.table(StepMode.PLAIN).at(rows)
         gain = float(goodputs[best]) / plain if best else 0.0
         self._steps_since_change += 1
-        if resting != (gain <= (WORTH_A_CALL if resting else 1.0)):
-            if self._steps_since_change < LEAST_STEPS:
-                return
+        if self._changes(gain, resting=resting):
             self._steps_since_change = 0
             resting = not resting
         slope = table.at(rows + best + 1) - table.at(rows + best)
         self.price = 1.0 if resting else min(0.99, float(goodputs[best]) * slope)
+
+    def _changes(self, gain: float, *, resting: bool) -> bool:
+        """Whether drafters at rest are called back, or those at work sent to rest."""
+        if resting:
+            return gain > WORTH_A_CALL and self._steps_since_change >= LEAST_REST
+        if self._steps_since_change >= CONTROL_EVERY:
+            return True
+        return gain <= 1.0 and self._steps_since_change >= LEAST_WORK
 
 
 def _expected(num_roots: int, survivals: Floats) -> Floats:

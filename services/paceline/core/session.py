@@ -21,7 +21,7 @@ from paceline.core.messages import (
     OpenSession,
     SpeculationRecord,
 )
-from paceline.core.tree import DraftTree, GraftOutcome, Node, Pruning
+from paceline.core.tree import DraftTree, GraftOutcome, Node, NodeState, Pruning
 
 NOTHING_GRAFTED = GraftOutcome(num_added=0, num_late=0, num_stale=0)
 
@@ -172,7 +172,7 @@ class DrafterSession:
         self.room = opened.room
         self.tree = DraftTree(len(self.tokens))
         self._next_node_id = 1
-        self._outbox: list[NodeGuess] = []
+        self._unsent: list[Node] = []
 
     def receive(self, commit: Commit) -> Pruning | LaggingSession | None:
         """Applies a commit.
@@ -201,7 +201,14 @@ class DrafterSession:
             return None
         self.price, self.room = commit.price, commit.room
         self.tokens.extend(fresh)
-        return self.tree.advance(fresh)
+        pruning = self.tree.advance(fresh)
+        self._unsent = [node for node in self._unsent if node.state is NodeState.LIVE]
+        return pruning
+
+    @property
+    def has_unsent(self) -> bool:
+        """True while `drain` has nodes to give."""
+        return bool(self._unsent)
 
     def grow(self, parent: Node, guesses: Sequence[tuple[int, float]]) -> list[Node]:
         """Hangs `(token_id, confidence)` guesses below a node and keeps them for the next `drain`."""
@@ -213,13 +220,24 @@ class DrafterSession:
             if node is None:
                 continue
             self._next_node_id += 1
-            self._outbox.append(guess)
+            self._unsent.append(node)
             grown.append(node)
         return grown
 
+    def forget(self) -> None:
+        """Drops the tree; committed tokens stay."""
+        self.tree = DraftTree(len(self.tokens))
+        self._unsent = []
+
     def drain(self) -> DraftNodes | None:
-        """The nodes grown since the last call, to be sent before another commit is applied."""
-        if not self._outbox:
+        """The nodes grown since the last call that are still beyond the committed tokens."""
+        if not self._unsent:
             return None
-        nodes, self._outbox = tuple(self._outbox), []
-        return DraftNodes(session_id=self.session_id, epoch=self.epoch, base_len=len(self.tokens), nodes=nodes)
+        unsent, self._unsent = self._unsent, []
+        guesses = tuple(self._guess(node) for node in unsent)
+        return DraftNodes(session_id=self.session_id, epoch=self.epoch, base_len=len(self.tokens), nodes=guesses)
+
+    def _guess(self, node: Node) -> NodeGuess:
+        assert node.parent is not None, "only the root has no parent, and it is never sent"
+        parent_id = 0 if node.parent is self.tree.root else node.parent.node_id
+        return NodeGuess(node_id=node.node_id, parent_id=parent_id, token_id=node.token_id, confidence=node.confidence)

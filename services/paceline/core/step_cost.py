@@ -24,12 +24,12 @@ KNOTS = (1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Spread of a single step around its expectation, and how far off one may be before it is an accident.
 NOISE = 0.08
 CLIP = 3.0
-# How far factors may be off at the start, all together and each for itself; and the share of that uncertainty
+# How far factors may be off at the start: all together, those of a mode, and each for itself; and the share of that uncertainty
 # which comes back with every step, so that what was not seen for some hundreds of steps is as good as unknown.
-LEVEL, SHAPE = 0.3, 0.1
-FORGETTING = 0.002
-# Points this far apart (in log rows) keep 1/e of their correlation; modes share half of theirs.
-REACH, MODE_SHARE = 1.5, 0.5
+LEVEL, CONTRAST, SHAPE = 0.3, 0.2, 0.1
+FORGETTING = 0.001
+# Points this far apart (in log rows) keep 1/e of their correlation.
+REACH = 1.5
 
 
 class StepMode(enum.IntEnum):
@@ -98,8 +98,7 @@ class StepTimes:
         knots = np.tile(np.log(KNOTS), len(StepMode))
         modes = np.repeat(np.arange(len(StepMode)), len(KNOTS))
         near = np.exp(-np.abs(knots[:, None] - knots[None]) / REACH)
-        apart = np.where(modes[:, None] == modes[None], near, MODE_SHARE * near)
-        self._start = LEVEL**2 + SHAPE**2 * apart
+        self._start = LEVEL**2 + CONTRAST**2 * (modes[:, None] == modes[None]) + SHAPE**2 * near
         self._factors = np.ones(len(self._base))
         self._spread = self._start.copy()
         self._tables: dict[tuple[StepMode, float], StepCost] = {}

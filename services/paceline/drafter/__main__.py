@@ -17,10 +17,11 @@ from paceline.drafter.config import DrafterConfig
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
+from paceline.engine.budget import draft_scratch_blocks
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.process import prepare_process
-from paceline.hosting import serve_model
+from paceline.hosting import log_memory, serve_model
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
 from paceline.rpc.v1 import drafter_pb2_grpc
@@ -47,7 +48,7 @@ async def serve(config: DrafterConfig) -> None:
         Exception: Whatever broke the engine.
     """
     logger.info("starting", extra=loggable(config))
-    prepare_process(config.cpus)
+    prepare_process(config.cpus, idle=config.idle_priority)
     identity = model_identity(config.model, config.model_name)
     registry = CollectorRegistry()
     host = DraftHost(
@@ -83,6 +84,11 @@ def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
     )
     warm_up(engine)
     logger.info("model is ready", extra={"weight_bytes": decoder.weight_bytes, "model": identity.name})
+    log_memory(
+        decoder,
+        num_blocks=config.num_kv_blocks,
+        num_scratch_blocks=draft_scratch_blocks(config.num_kv_blocks),
+    )
     return engine
 
 

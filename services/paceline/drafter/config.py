@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import setting
+from paceline.config import check_address, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +14,11 @@ class DrafterConfig:
 
     model: Path = setting(help="Checkpoint folder of the draft model, in Hugging Face layout.")
     model_name: str = setting("", help="Name shown in the registry; empty: the folder's name.")
-    host: str = setting("127.0.0.1", help="Address to listen on, and to announce.")
+    host: str = setting("127.0.0.1", help="Address to listen on.")
     port: int = setting(8201, help="gRPC port; 0 picks a free one.", low=0, high=65535)
+    announce: str = setting(
+        "", help="host:port other services reach this one at, such as a proxy's; empty: host and port it listens on."
+    )
     metrics_port: int = setting(8202, help="Prometheus port; 0 picks a free one.", low=0, high=65535)
     redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
     replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
@@ -23,11 +26,14 @@ class DrafterConfig:
     device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
     threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
     cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
+    idle_priority: bool = setting(
+        False, help="Take only CPU time that nobody else wants; for CPUs shared with a verifier."
+    )
     num_kv_blocks: int = setting(4096, help="Pages of 16 tokens for committed KV.", low=8, high=10_000_000)
     max_num_seqs: int = setting(256, help="Most sessions drafted for.", low=1, high=65536)
     max_num_batched_tokens: int = setting(256, help="Most rows of a step.", unit="tokens", low=16, high=65536)
     draft_width: int = setting(
-        2, help="Children a node gets; 1 grows chains, more grow trees.", unit="nodes", low=1, high=16
+        3, help="Children a node gets; 1 grows chains, more grow trees.", unit="nodes", low=1, high=16
     )
     draft_rows: int = setting(
         16,
@@ -37,5 +43,14 @@ class DrafterConfig:
         high=4096,
     )
     draft_rows_per_session: int = setting(
-        1, help="Most tree nodes of one session expanded in one step; 1 is best-first.", unit="nodes", low=1, high=64
+        4,
+        help="Most tree nodes of one session expanded in one step; 1 is strictly best-first.",
+        unit="nodes",
+        low=1,
+        high=64,
     )
+
+    def __post_init__(self) -> None:
+        """Checks the address that others are told."""
+        if self.announce:
+            check_address("--announce", self.announce)

@@ -27,6 +27,7 @@ from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node, Pruning
 from paceline.drafting.drafted_session import DraftedSession
 from paceline.engine.blocks import BlockPool, SlotPool
+from paceline.engine.budget import draft_scratch_blocks
 from paceline.engine.decoder import Decoder
 from paceline.engine.packing import BatchBuilder
 
@@ -125,7 +126,7 @@ class DraftEngine:
         limits: DraftLimits,
         clock: Callable[[], float],
     ) -> None:
-        scratch_blocks = max(1, num_blocks // 4)
+        scratch_blocks = draft_scratch_blocks(num_blocks)
         self.pool = BlockPool(num_blocks)
         self._decoder = decoder
         self._identity = identity
@@ -139,6 +140,7 @@ class DraftEngine:
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
         self._report = DraftReport()
+        self._num_reported = 0
 
     @property
     def num_sessions(self) -> int:
@@ -235,11 +237,15 @@ class DraftEngine:
         self._outgoing.setdefault(link, []).append(message)
 
     def has_work(self) -> bool:
-        """True while a session lags or has a node worth expanding, or something is left to say."""
-        if self._outgoing or self._broken:
+        """True while a session lags or has a node worth expanding, or something is left to say or to report."""
+        if self._outgoing or self._broken or len(self._sessions) != self._num_reported:
             return True
         can_grow = self._scratch.num_free > 0
-        return any(session.wants_step(self._identity.context_len, can_grow) for session in self._sessions.values())
+        context_len = self._identity.context_len
+        return any(
+            session.mirror.has_unsent or session.wants_step(context_len, can_grow)
+            for session in self._sessions.values()
+        )
 
     def patience_s(self) -> float:
         """A drafter never waits."""
@@ -254,9 +260,10 @@ class DraftEngine:
             logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
             for each in expansions:
                 self._expand(each, logits[each.logit_index])
+        can_grow = self._scratch.num_free > 0
         for (link, _), session in self._sessions.items():
             session.settle()
-            message = session.mirror.drain()
+            message = session.push(self._identity.context_len, can_grow)
             if message is not None:
                 self._report.num_nodes += len(message.nodes)
                 self._say(link, message)
@@ -334,7 +341,7 @@ class DraftEngine:
         report, self._report = self._report, DraftReport()
         report.seconds = self._clock() - started_s
         report.num_rows = num_rows
-        report.num_sessions = len(self._sessions)
+        report.num_sessions = self._num_reported = len(self._sessions)
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         outgoing, self._outgoing = self._outgoing, {}
         broken, self._broken = self._broken, {}

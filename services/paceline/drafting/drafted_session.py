@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.core.confidence import NUM_RANKED, confidences
-from paceline.core.messages import Commit, LaggingSession, ModelIdentity, OpenSession
+from paceline.core.messages import Commit, DraftNodes, LaggingSession, ModelIdentity, OpenSession
 from paceline.core.session import DrafterSession
-from paceline.core.tree import DraftTree, Node, NodeState, Pruning
+from paceline.core.tree import Node, NodeState, Pruning
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.kv import BLOCK_SIZE, KVCache
 from paceline.engine.sampler import RowSampler
@@ -16,6 +16,9 @@ from paceline.engine.sequence import KVSequence
 # The price is for verifying a node now. Growing below it still pays while the drafter has time: what is not worth
 # verifying in this round is at hand in the next one, if the commit leads there.
 AHEAD = 0.1
+# Every message costs the verifier time in the middle of a step, so nodes are held back for so many draft steps; not
+# those of the first two after a commit, for which a verifier may be waiting.
+MOST_HELD = 3
 # More nodes ahead than any verifier uses; a peer may ask for more and does not get it.
 MAX_ROOM = 256
 
@@ -37,6 +40,8 @@ class DraftedSession:
         self.computed_to = 0
         self.touched_s = 0.0
         self.parked = False
+        self._steps_since_commit = 0
+        self._push_at = 1
         self._scratch = scratch
         tokens, prompt_len = opened.token_ids, opened.prompt_len
         self._sampler = RowSampler(
@@ -52,6 +57,7 @@ class DraftedSession:
         base_len = len(self.mirror.tokens)
         outcome = self.mirror.receive(commit)
         if isinstance(outcome, Pruning):
+            self._steps_since_commit, self._push_at = 0, 1
             for token_id in self.mirror.tokens[base_len:]:
                 self._sampler.push(token_id)
             self._keep(outcome, base_len, cache)
@@ -126,6 +132,16 @@ class DraftedSession:
         worth = [guess for guess in zip(token_ids, sure, strict=True) if survival * guess[1] >= self._least_survival]
         self.mirror.grow(node, worth[:width])
 
+    def push(self, context_len: int, can_grow: bool) -> DraftNodes | None:
+        """Nodes that are due after a draft step: held long enough, or the last for now."""
+        if not self.mirror.has_unsent:
+            return None
+        self._steps_since_commit += 1
+        if self._steps_since_commit < self._push_at and self.wants_step(context_len, can_grow):
+            return None
+        self._push_at = self._steps_since_commit + min(self._steps_since_commit, MOST_HELD)
+        return self.mirror.drain()
+
     def fits(self, num_blocks: int) -> bool:
         """True when so many pages hold all its tokens."""
         return len(self.mirror.tokens) <= num_blocks * BLOCK_SIZE
@@ -146,7 +162,7 @@ class DraftedSession:
         self.close()
         self.parked = True
         self.computed_to = 0
-        self.mirror.tree = DraftTree(len(self.mirror.tokens))
+        self.mirror.forget()
 
     def close(self) -> None:
         """Frees pages and slots."""

@@ -5,6 +5,7 @@ A decoder knows nothing of sessions, trees or sampling: rows, slots and block ta
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -23,12 +24,16 @@ from paceline.engine.config import (
     architecture_of,
     read_transformers_config,
 )
+from paceline.engine.graphs import Capture, GraphCache
 from paceline.engine.kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
 from paceline.engine.kv import KVCache, as_array
-from paceline.engine.linear import MIN_ROWS
+from paceline.engine.linear import HeadLinear, Linear, padded_rows
 from paceline.engine.llama import LlamaLayer, LlamaReader, LlamaWeights
 from paceline.engine.rope import RopeTable
-from paceline.engine.torch_attention import GroupPlan, plan_attention, run_attention, write_slots
+from paceline.engine.static_batch import plan_static
+from paceline.engine.static_step import StaticStep, default_capture
+from paceline.engine.torch_attention import TorchKVCache, plan_attention, run_attention
+from paceline.engine.torch_layers import TorchLayers, TorchRows
 
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -71,13 +76,28 @@ class LlamaDecoder:
     """Llama, Mistral, Qwen2 and Qwen3 with as little as possible between the linear layers.
 
     On the CPU the rows go through compiled loops and packed linears, each row's bits independent of the
-    others; elsewhere, or with `compiled=False`, through torch operations. The residual stream is float32.
+    others; elsewhere, or with `compiled=False`, through torch operations. There, batches that fit a bucket run
+    as steps of static shape (on CUDA: as graphs), larger ones in groups. The residual stream is float32.
+
+    Args:
+        config: Sizes.
+        shape: More of them.
+        weights: Packed, on the device where steps are to run.
+        compiled: Whether to use the compiled loops; by default on the CPU.
+        static: Whether to pad batches to static shapes if not compiled; by default on CUDA.
+        capture: How static steps are recorded; by default as CUDA graphs on CUDA, and not at all elsewhere.
     """
 
     def __init__(
-        self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights, *, compiled: bool | None = None
+        self,
+        config: DecoderConfig,
+        shape: LlamaShape,
+        weights: LlamaWeights,
+        *,
+        compiled: bool | None = None,
+        static: bool | None = None,
+        capture: Capture | None = None,
     ) -> None:
-        """Takes packed weights; `compiled` is true by default on the CPU."""
         self.config = config
         self.device = weights.embedding.device
         self.weight_bytes = weights.head.nbytes + sum(layer.nbytes for layer in weights.layers)
@@ -86,25 +106,48 @@ class LlamaDecoder:
         self._eps = shape.rms_norm_eps
         self._scale = config.head_dim**-0.5
         self._rope = RopeTable(shape.rope)
+        self._dtype = weights.embedding.dtype
         self._compiled = self.device.type == "cpu" if compiled is None else compiled
         self._layers = [_CompiledLayer(layer) for layer in weights.layers] if self._compiled else []
-        self._dtype = weights.embedding.dtype
+        self._torch_layers = None if self._compiled else TorchLayers(config, shape, weights)
+        self._static = self.device.type == "cuda" if static is None else static
+        self._capture = capture
+        self._step: StaticStep | None = None
+
+    @property
+    def graphs(self) -> GraphCache | None:
+        """Recorded steps over the cache used last; None without any."""
+        return None if self._step is None else self._step.graphs
 
     def new_cache(self, num_blocks: int) -> KVCache:
         """An empty cache of `num_blocks` blocks."""
         config = self.config
-        return KVCache(config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, self.device, self._dtype)
+        kind = KVCache if self._compiled else TorchKVCache
+        return kind(config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, self.device, self._dtype)
+
+    @property
+    def head(self) -> HeadLinear:
+        """The language model head."""
+        return self._weights.head
+
+    def linears(self) -> list[Linear]:
+        """Every packed linear of a step, in the order in which it runs them."""
+        return [each for layer in self._weights.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Writes the rows' KV and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order."""
-        if self._compiled:
+        if self._torch_layers is None:
             return self._forward_compiled(batch, cache)
-        return self._forward_torch(batch, cache)
+        if self._static and isinstance(cache, TorchKVCache):
+            plan = plan_static(batch)
+            if plan is not None:
+                return self._static_step(self._torch_layers, cache).run(plan, batch)
+        return self._forward_grouped(self._torch_layers, batch, cache)
 
     def _rows_buffer(self, rows: int, width: int) -> tuple[torch.Tensor, npt.NDArray[Any]]:
-        """Input of a packed linear, padded to MIN_ROWS, and the array of its real rows."""
-        tensor = torch.zeros((max(rows, MIN_ROWS), width), dtype=self._dtype)
+        """Input of a packed linear, padded, and the array of its real rows."""
+        tensor = torch.zeros((padded_rows(rows), width), dtype=self._dtype)
         return tensor, as_array(tensor)[:rows]
 
     def _forward_compiled(self, batch: Batch, cache: KVCache) -> torch.Tensor:
@@ -138,46 +181,19 @@ class LlamaDecoder:
         add_rms_norm_rows(residual, delta, self._weights.final_norm.numpy(), eps, final)
         return self._weights.head(torch.from_numpy(final))
 
-    def _forward_torch(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+    def _forward_grouped(self, layers: TorchLayers, batch: Batch, cache: KVCache) -> torch.Tensor:
+        fields = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows)
+        token_ids, positions, slots, wanted = (torch.from_numpy(field).to(self.device) for field in fields)
+        rows = TorchRows(token_ids=token_ids, positions=positions, slots=slots, logit_rows=wanted)
         plan = plan_attention(batch, self.device)
-        cos, sin = (torch.from_numpy(part).to(self.device)[:, None] for part in self._rope.rows(batch.positions))
-        slots = torch.from_numpy(batch.slots).to(self.device)
-        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
-        residual = torch.nn.functional.embedding(token_ids, self._weights.embedding).float()
-        for index, layer in enumerate(self._weights.layers):
-            kv = (cache.keys[index], cache.values[index])
-            normed = self._norm(residual, layer.input_norm)
-            residual = residual + layer.out(self._attend_torch(layer, normed, (cos, sin), slots, plan, kv))
-            gate, up = layer.gate_up(self._norm(residual, layer.post_norm)).chunk(2, dim=-1)
-            residual = residual + layer.down(torch.nn.functional.silu(gate) * up)
-        wanted = torch.from_numpy(batch.logit_rows).to(self.device)
-        return self._weights.head(self._norm(residual[wanted], self._weights.final_norm))
+        return layers.forward(rows, cache, partial(run_attention, plan, scale=self._scale))
 
-    def _norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(rows, (rows.shape[-1],), weight, self._eps)
-
-    def _attend_torch(
-        self,
-        layer: LlamaLayer,
-        normed: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        slots: torch.Tensor,
-        plan: list[GroupPlan],
-        kv: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        config = self.config
-        heads = layer.qkv(normed).view(len(normed), -1, config.head_dim)
-        query, key, value = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        if len(layer.query_norm):
-            query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
-        query, key = (_rotate(part, *rope) for part in (query, key))
-        write_slots(*kv, slots, key, value)
-        return run_attention(plan, query, *kv, self._scale).flatten(1)
-
-
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    low, high = heads.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    def _static_step(self, layers: TorchLayers, cache: TorchKVCache) -> StaticStep:
+        """Graphs belong to one cache: those of another one go when it is used for the first time."""
+        if self._step is None or self._step.cache is not cache:
+            self._capture = self._capture or default_capture(self.device)
+            self._step = StaticStep(self.config, layers, cache, self._capture)
+        return self._step
 
 
 def _choose_device(device: str) -> torch.device:

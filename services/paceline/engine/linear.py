@@ -20,6 +20,15 @@ _packed_linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
 PACKED_ROWS: Final = 64
 MIN_ROWS: Final = 4
+# Few different numbers of rows: oneDNN compiles, and keeps, a primitive of about half a megabyte for each.
+_ROW_STEPS: Final = ((64, 4), (256, 16))
+_LARGE_STEP: Final = 64
+
+
+def padded_rows(count: int) -> int:
+    """Rows that a packed linear computes for so many: the next multiple of 4, from 65 of 16, from 257 of 64."""
+    step = next((step for limit, step in _ROW_STEPS if count <= limit), _LARGE_STEP)
+    return max(MIN_ROWS, -(-count // step) * step)
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
@@ -62,8 +71,8 @@ class Linear:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """float32 [rows, in] -> float32 [rows, out]."""
         count = len(rows)
-        if count < MIN_ROWS and self.packed:
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, MIN_ROWS - count))
+        if self.packed:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, padded_rows(count) - count))
         return self.raw(rows.to(self.dtype))[:count].to(torch.float32)
 
 

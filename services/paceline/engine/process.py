@@ -5,26 +5,67 @@ from __future__ import annotations
 import os
 import sys
 
+import torch
+
 from paceline.core.errors import ConfigError
+from paceline.core.step_cost import StepMode
 
 # The event loop and the engine thread share one interpreter; the default of 5 ms is half a step.
 SWITCH_INTERVAL_S = 0.0005
 
 
-def prepare_process(cpus: str) -> None:
-    """Keeps the process to the given CPUs (`0,2-3`; empty: all).
+def prepare_process(cpus: str, *, spare_cpus: str = "", idle: bool = False) -> None:
+    """Keeps the process to the given CPUs (`0,2-3`; empty: all), and gives it its priority.
+
+    Args:
+        cpus: Its own.
+        spare_cpus: Those it may use besides, when nobody else wants them.
+        idle: Run only when nobody else wants the CPU.
 
     Raises:
-        ConfigError: The list is malformed or names CPUs this process may not use.
+        ConfigError: A list is malformed or names CPUs this process may not use.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if idle and hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     if not cpus:
+        if spare_cpus:
+            raise ConfigError("--spare-cpus needs --cpus beside it")
         return
-    wanted = _parse_cpus(cpus)
+    wanted = _parse_cpus(cpus) | (_parse_cpus(spare_cpus) if spare_cpus else set())
     allowed = os.sched_getaffinity(0)
     if not wanted <= allowed:
-        raise ConfigError(f"--cpus {cpus}: this process may use CPUs {sorted(allowed)} only")
+        raise ConfigError(f"--cpus {cpus} {spare_cpus}: this process may use CPUs {sorted(allowed)} only")
     os.sched_setaffinity(0, wanted)
+
+
+class StepThreads:
+    """Threads of a step: while drafters rest, their CPUs are lent to their verifier.
+
+    Args:
+        threads: Of a step while drafters work.
+        cpus: Where these run; empty: anywhere.
+        spare_cpus: The drafters' CPUs; a plain step has a thread more for each.
+    """
+
+    def __init__(self, threads: int, cpus: str, spare_cpus: str) -> None:
+        spare = _parse_cpus(spare_cpus) if spare_cpus else set()
+        own = _parse_cpus(cpus) if cpus else set()
+        self._settings = {
+            StepMode.DRAFTING: (threads, own),
+            StepMode.PLAIN: (threads + len(spare), own | spare),
+        }
+        self._mode: StepMode | None = None
+
+    def use(self, mode: StepMode) -> None:
+        """Sets the calling thread up for steps of this mode; next to nothing when it is so already."""
+        if mode is self._mode:
+            return
+        self._mode = mode
+        threads, cpus = self._settings[mode]
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+        torch.set_num_threads(threads)
 
 
 def _parse_cpus(text: str) -> set[int]:

@@ -31,8 +31,8 @@ from paceline.core.processors import UnusableLogitsError
 from paceline.core.step_cost import DEFAULT_STEP_COST, KNOTS, StepCost, StepMode
 from paceline.core.tree import Node, walk
 from paceline.engine.blocks import BlockPool, SlotPool
+from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import Decoder
-from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.sequence import KVSequence
 from paceline.engine.target_events import (
@@ -83,6 +83,7 @@ class TargetEngine:
         limits: Bounds.
         allocator: Which nodes a step verifies.
         clock: Seconds, monotonic.
+        use_threads: Sets this thread up for steps of a mode; called before every step.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class TargetEngine:
         limits: TargetLimits,
         allocator: Allocator,
         clock: Callable[[], float],
+        use_threads: Callable[[StepMode], None] = lambda _: None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self._decoder = decoder
@@ -101,7 +103,8 @@ class TargetEngine:
         self._limits = limits
         self._allocator = allocator
         self._clock = clock
-        scratch_blocks = -(-limits.max_num_batched_tokens // BLOCK_SIZE)
+        self._use_threads = use_threads
+        scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
         self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
         self._waiting: deque[TargetSession] = deque()
@@ -222,8 +225,9 @@ class TargetEngine:
         if session.drafter_address in self._links:
             self._outgoing.setdefault(session.drafter_address, []).append(message)
 
-    def profile(self) -> StepCost:
+    def profile(self, mode: StepMode) -> StepCost:
         """Measures steps of so many rows, for the allocator to start from; takes seconds, with no session about."""
+        self._use_threads(mode)
         rows: list[int] = []
         seconds: list[float] = []
         started_s = self._clock()
@@ -263,7 +267,7 @@ class TargetEngine:
         decoding = [session for session in self._running if session.is_decoding]
         if self._outgoing or self._waiting or not decoding or len(decoding) < len(self._running):
             return 0.0
-        if self._allocator.price >= 1.0:
+        if self._mode() is StepMode.PLAIN:
             return 0.0
         if now_s - self._idle_since_s >= self._step_s:
             return 0.0
@@ -293,7 +297,8 @@ class TargetEngine:
     def step(self) -> TargetOutput:
         """Runs one step over all sessions that have something to compute."""
         started_s = self._clock()
-        mode = StepMode.PLAIN if self._allocator.price >= 1.0 else StepMode.DRAFTING
+        mode = self._mode()
+        self._use_threads(mode)
         self._admit()
         builder = BatchBuilder()
         verifications = self._plan_decoding(builder)
@@ -308,6 +313,11 @@ class TargetEngine:
                 committed.append(self._first_token(session, logits[logit_index], batch_size))
             self._time_step(started_s, builder.num_rows, mode)
         return self._output(committed, builder.num_rows)
+
+    def _mode(self) -> StepMode:
+        drafted = (self._cap(each) for each in self._sessions.values() if each.drafter_address in self._links)
+        rest = self._allocator.price >= 1.0 or not any(drafted)
+        return StepMode.PLAIN if rest else StepMode.DRAFTING
 
     def _time_step(self, started_s: float, num_rows: int, mode: StepMode) -> None:
         """Keeps the step's own time, and tells the allocator the whole cycle: events and waiting are paid for too."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.engine.batch import Batch
+from paceline.engine.kv import BLOCK_SIZE, KVCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +83,48 @@ def _pad_group(plans: list[_SequencePlan], device: torch.device) -> GroupPlan:
     )
 
 
+class TorchKVCache(KVCache):
+    """The cache of the torch path: in the same shapes, but the key of a token lies in one piece, to be gathered fast.
+
+    Attributes:
+        trash_block: One block more than asked for, where rows write that are only padding.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocates the cache; contents are zero."""
+        self.device = torch.device(device)
+        self.num_blocks = self.trash_block = num_blocks
+        shape = (num_layers, num_blocks + 1, num_kv_heads, BLOCK_SIZE, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=self.device).transpose(-1, -2)
+        self.values = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.layers = []
+
+
 def write_slots(
     keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor
 ) -> None:
     """Writes new_keys and new_values [rows, G, D] into the slots [rows] of one layer's cache."""
     block_size = values.shape[2]
-    block, offset = slots // block_size, slots % block_size
+    write_at(keys, values, (slots // block_size, slots % block_size), new_keys, new_values)
+
+
+def write_at(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    place: tuple[torch.Tensor, torch.Tensor],
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+) -> None:
+    """The same, to blocks and offsets [rows]."""
+    block, offset = place
     keys[block, :, :, offset] = new_keys.to(keys.dtype)
     values[block, :, offset] = new_values.to(values.dtype)
 

@@ -16,11 +16,12 @@ from paceline.core.allocator import Allocator
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.step_cost import StepMode
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.kv import BLOCK_SIZE
-from paceline.engine.process import prepare_process
+from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Submit, TargetLimits
 from paceline.hosting import log_memory, serve_model
@@ -53,7 +54,7 @@ async def serve(config: VerifierConfig) -> None:
         Exception: Whatever broke the engine.
     """
     logger.info("starting", extra=loggable(config))
-    prepare_process(config.cpus)
+    prepare_process(config.cpus, spare_cpus=config.spare_cpus)
     allocator = allocator_from(config.speculative_config)
     own_identity = model_identity(config.model, config.model_name)
     max_model_len = _max_model_len(config, own_identity)
@@ -108,16 +109,17 @@ def make_engine(config: VerifierConfig, identity: ModelIdentity, allocator: Allo
         ),
         allocator=allocator,
         clock=time.monotonic,
+        use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
     )
     warm_up(engine)
-    profile = engine.profile()
-    allocator.start_from(profile)
+    plain, drafting = engine.profile(StepMode.PLAIN), engine.profile(StepMode.DRAFTING)
+    allocator.start_from(plain, drafting)
     logger.info(
         "model is ready",
         extra={
             "weight_bytes": decoder.weight_bytes,
             "model": identity.name,
-            "step_ms": {rows: round(1e3 * s, 2) for rows, s in zip(profile.rows, profile.seconds, strict=True)},
+            "step_ms": {rows: round(1e3 * s, 2) for rows, s in zip(plain.rows, plain.seconds, strict=True)},
         },
     )
     log_memory(

@@ -6,14 +6,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import setting
+from paceline.config import check_address, setting
 from paceline.core.allocator import Allocator, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_DRAFT_TOKENS
 
 METHODS = ("draft_model",)
 POLICIES = ("goodput", "fixed")
-DEFAULT_DRAFT_TOKENS = 8
+DEFAULT_DRAFT_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,11 @@ class VerifierConfig:
 
     model: Path = setting(help="Checkpoint folder of the target model, in Hugging Face layout.")
     model_name: str = setting("", help="Name users ask for; empty: the folder's name.")
-    host: str = setting("127.0.0.1", help="Address to listen on, and to announce.")
+    host: str = setting("127.0.0.1", help="Address to listen on.")
     port: int = setting(8101, help="gRPC port; 0 picks a free one.", low=0, high=65535)
+    announce: str = setting(
+        "", help="host:port other services reach this one at, such as a proxy's; empty: host and port it listens on."
+    )
     metrics_port: int = setting(8102, help="Prometheus port; 0 picks a free one.", low=0, high=65535)
     redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
     replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
@@ -31,6 +34,9 @@ class VerifierConfig:
     device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
     threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
     cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
+    spare_cpus: str = setting(
+        "", help="CPUs of its drafters, such as 4-5; plain steps run a thread on each while drafters rest."
+    )
     num_kv_blocks: int = setting(2048, help="Pages of 16 tokens for committed KV.", low=8, high=10_000_000)
     max_num_seqs: int = setting(64, help="Most sessions that run at once.", low=1, high=4096)
     max_num_batched_tokens: int = setting(512, help="Most rows of a step.", unit="tokens", low=16, high=65536)
@@ -42,13 +48,18 @@ class VerifierConfig:
         "{}",
         help=(
             "JSON with vLLM's keys: method (draft_model), num_speculative_tokens (most draft tokens verified per "
-            "session and step, default 8), model (passed to drafters by `paceline up`), and ours: policy "
+            "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
             "(goodput, or fixed for comparison)."
         ),
     )
     grace_s: float = setting(
         15.0, help="Time that running sessions get to finish on SIGTERM.", unit="s", low=0, high=3600
     )
+
+    def __post_init__(self) -> None:
+        """Checks the address that others are told."""
+        if self.announce:
+            check_address("--announce", self.announce)
 
 
 def allocator_from(speculative_config: str) -> Allocator:

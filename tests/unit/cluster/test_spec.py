@@ -107,6 +107,10 @@ def test_a_store_that_runs_already_is_pointed_to() -> None:
 
 def test_two_cpus_are_one_each() -> None:
     assert share_cpus(FleetSpec(), [0, 1]) == (
+        [CpuShare(num_threads=1, cpus=(0,), spare_cpus=(1,))],
+        [CpuShare(num_threads=1, cpus=(1,), lends=True)],
+    )
+    assert share_cpus(fleet("--no-lend"), [0, 1]) == (
         [CpuShare(num_threads=1, cpus=(0,))],
         [CpuShare(num_threads=1, cpus=(1,))],
     )
@@ -116,6 +120,17 @@ def test_of_many_cpus_drafters_get_one_each_and_verifiers_the_rest() -> None:
     verifiers, drafters = share_cpus(fleet("--num-verifiers", "2", "--num-drafters", "2"), list(range(9)))
     assert [share.cpus for share in verifiers] == [(0, 1, 2), (3, 4, 5)]
     assert [share.cpus for share in drafters] == [(6,), (7,)]
+    assert [share.spare_cpus for share in verifiers] == [(6,), (7,)]
+
+
+def test_lent_cpus_reach_the_services() -> None:
+    share = CpuShare(num_threads=1, cpus=(0,), spare_cpus=(1, 2))
+    child = model_child(FleetSpec(), VERIFIER, share, Path("/m"), "redis://r", Path("/l"), {})
+    assert flags(child)["--spare-cpus"] == "1,2"
+    assert child.env["OMP_NUM_THREADS"] == "3"
+    lending = CpuShare(num_threads=1, cpus=(1,), lends=True)
+    drafter = model_child(FleetSpec(), DRAFTER, lending, Path("/m"), "redis://r", Path("/l"), {})
+    assert drafter.argv[-1] == "--idle-priority"
 
 
 def test_too_few_cpus_pin_nobody() -> None:

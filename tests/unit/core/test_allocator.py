@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.allocator import Demand, FixedGamma, Goodput
-from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepTimes
+from paceline.core.allocator import CONTROL_EVERY, Demand, FixedGamma, Goodput
+from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepMode, StepTimes
 from paceline.core.errors import ConfigError
 from paceline.core.messages import NodeGuess
 from paceline.core.pace import OVERDUE, LinkPace
@@ -135,3 +135,51 @@ def test_a_links_pace_follows_what_is_heard_and_overdue_nodes_are_not_expected()
     assert pace.wait_s(now_s=10.0 + 2 * OVERDUE * 0.001, committed_s=10.0, heard_s=None) is None
     pace.silent = True
     assert pace.wait_s(now_s=10.0, committed_s=10.0, heard_s=None) is None
+
+
+STEEP = StepCost(rows=(1, 8, 128), seconds=(0.010, 0.012, 0.200))
+
+
+def settled(count: int, drafting: StepCost, *, steps: int = 60, policy: Goodput | None = None) -> Goodput:
+    """A policy after so many steps of `count` sessions that have fair chains in hand while drafters work."""
+    policy = policy or Goodput(StepTimes(STEEP, STEEP))
+    for _ in range(steps):
+        mode = StepMode.PLAIN if policy.price >= 1.0 else StepMode.DRAFTING
+        trees = [tree_of(CHAIN if mode is StepMode.DRAFTING else []) for _ in range(count)]
+        allocation = policy.allocate([Demand(tree=tree, cap=8) for tree in trees], other_rows=0)
+        rows = count + sum(map(len, allocation.nodes))
+        cost = drafting if mode is StepMode.DRAFTING else STEEP
+        policy.observe(rows=rows, mode=mode, seconds=cost.at(rows))
+    return policy
+
+
+def test_one_session_is_drafted_for_and_sixty_four_are_not():
+    assert settled(1, STEEP).price < 1.0
+    assert settled(64, STEEP).price == 1.0
+
+
+def test_drafters_rest_when_their_work_slows_steps_by_more_than_it_brings():
+    assert settled(4, STEEP).price < 1.0
+    slowed = settled(4, STEEP.scaled(3.0), steps=CONTROL_EVERY + 50)
+    assert slowed.price == 1.0
+
+
+def test_drafters_are_called_back_when_the_load_falls():
+    busy = settled(64, STEEP)
+    assert busy.price == 1.0
+    assert settled(1, STEEP, steps=30, policy=busy).price < 1.0
+
+
+def test_sessions_that_opted_out_change_no_price():
+    policy = settled(1, STEEP)
+    before = policy.price
+    for _ in range(CONTROL_EVERY):
+        policy.allocate([Demand(tree=tree_of([]), cap=0)] * 64, other_rows=0)
+    assert policy.price == before
+
+
+def test_prefill_alone_changes_no_price():
+    policy = settled(1, STEEP)
+    before = policy.price
+    policy.allocate([], other_rows=100)
+    assert policy.price == before

@@ -11,10 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.engine.checkpoint import Checkpoint
-from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
-from paceline.engine.decoder import LlamaDecoder, load_decoder
-from paceline.engine.llama import LlamaReader
+from paceline.engine.decoder import load_decoder
 from tests.unit.engine.tiny_models import (
     FAMILIES,
     NUM_BLOCKS,
@@ -33,15 +30,6 @@ each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-def torch_decoder(folder):
-    """The path that CUDA takes, on the CPU."""
-    described = read_transformers_config(folder)
-    config = DecoderConfig.from_transformers(described, folder)
-    shape = LlamaShape.from_transformers(described, config.head_dim)
-    reader = LlamaReader(Checkpoint(folder), config, shape, torch.float32, torch.device("cpu"))
-    return LlamaDecoder(config, shape, reader.read(), compiled=False)
-
-
 @each_family
 def test_logits_of_chunks_single_tokens_and_tree_rows_equal_transformers(family, tiny):
     assert_prompt_and_tree_match(tiny(family).load(), tiny(family))
@@ -49,7 +37,7 @@ def test_logits_of_chunks_single_tokens_and_tree_rows_equal_transformers(family,
 
 @each_family
 def test_the_torch_path_gives_the_same_logits(family, tiny):
-    assert_prompt_and_tree_match(torch_decoder(tiny(family).folder), tiny(family))
+    assert_prompt_and_tree_match(tiny(family).load_torch(), tiny(family))
 
 
 @each_family

@@ -13,8 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from paceline.engine.batch import Batch
-from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.checkpoint import Checkpoint
+from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
+from paceline.engine.decoder import Decoder, LlamaDecoder, load_decoder
 from paceline.engine.kv import BLOCK_SIZE, KVCache
+from paceline.engine.llama import LlamaReader
 
 VOCAB = 97
 PROMPT: list[int] = np.random.default_rng(3).integers(2, VOCAB, 45).tolist()
@@ -73,6 +76,14 @@ class TinyModel:
 
     def load(self, dtype: str = "float32") -> Decoder:
         return load_decoder(self.folder, dtype, "cpu")
+
+    def load_torch(self, dtype: torch.dtype = torch.float32, **options: Any) -> LlamaDecoder:
+        """The path that CUDA takes, on the CPU."""
+        described = read_transformers_config(self.folder)
+        config = DecoderConfig.from_transformers(described, self.folder)
+        shape = LlamaShape.from_transformers(described, config.head_dim)
+        reader = LlamaReader(Checkpoint(self.folder), config, shape, dtype, torch.device("cpu"))
+        return LlamaDecoder(config, shape, reader.read(), compiled=False, **options)
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         with torch.no_grad():

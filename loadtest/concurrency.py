@@ -1,0 +1,177 @@
+"""Speculative against plain decoding at 1 to 64 streams, with one configuration: `make bench NAME=concurrency`.
+
+A verifier on one core and its drafter on the other, as on machines of their own; nothing is tuned between the loads.
+At every load three ways take turns: plain (speculation disabled by the requests), speculative, and a fleet that has no
+drafter at all and the same one core for its verifier, so that what speculation costs when it is merely configured can
+be seen. Requests of equal length keep so many streams busy; their prompts are cached. Tokens/s over all streams,
+medians of the rounds.
+
+--plot PATH draws speed-up and gamma against the number of streams, as SVG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from loadtest.client import Ask, BatchResult, run_batch
+from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.single import OWN_HARDWARE
+from paceline.training.corpus import unseen_prompts
+
+PLAIN, SPECULATIVE, NO_DRAFTER = "plain", "speculative", "no drafter"
+LOADS = (1, 2, 4, 8, 16, 32, 64)
+# Never slower, anywhere; and faster by this much up to so many streams.
+LEAST, LEAST_AT_FEW, FEW = 0.98, 1.2, 4
+NUM_PROMPTS = 64
+
+
+@dataclass(slots=True)
+class Row:
+    """One load: tokens/s of each round by way of decoding, and what speculation did."""
+
+    streams: int
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    speculative: list[BatchResult] = field(default_factory=list)
+    same_texts: bool = True
+
+    def ratio(self, way: str, base: str) -> float:
+        """Median over rounds of one way over another of the same round."""
+        return statistics.median(a / b for a, b in zip(self.rates[way], self.rates[base], strict=True))
+
+    def figures(self) -> dict[str, Any]:
+        """What goes into the table and the last line."""
+        drafted = sum(result.total("num_draft_tokens") for result in self.speculative)
+        steps = sum(result.total("num_steps") for result in self.speculative)
+        accepted = sum(result.total("num_accepted_draft_tokens") for result in self.speculative)
+        ratio, off_path = self.ratio(SPECULATIVE, PLAIN), self.ratio(SPECULATIVE, NO_DRAFTER)
+        least = LEAST_AT_FEW if self.streams <= FEW else LEAST
+        return {
+            "streams": self.streams,
+            "tokens_per_s": {way: round(statistics.median(rates), 1) for way, rates in self.rates.items()},
+            "ratio": round(ratio, 3),
+            "to_no_drafter": round(off_path, 3),
+            "gamma": round(drafted / max(1, steps), 2),
+            "tokens_per_step": round(1 + accepted / max(1, steps), 2),
+            "same_texts": self.same_texts,
+            "ok": ratio >= least and off_path >= least and self.same_texts,
+        }
+
+
+def main() -> None:
+    """Parses the command line and runs the bench."""
+    parser = argparse.ArgumentParser(
+        prog="concurrency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, nargs="+", default=LOADS, help="loads (default 1 2 4 ... 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds at each load (default 3)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of a request (default 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
+    parser.add_argument("--plot", type=Path, default=None, help="SVG file to draw")
+    raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
+
+
+async def measure(arguments: argparse.Namespace) -> bool:
+    """Measures all loads and prints the table; True when every ratio is met."""
+    settings = widened_target("98m")
+    core = ("--cpus", str(min(os.sched_getaffinity(0))))
+    rows: list[Row] = []
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(bench_fleet(**settings, **OWN_HARDWARE))
+        alone = await stack.enter_async_context(
+            bench_fleet(**settings, drafter=False, verifier_threads=1, verifier_arg=core)
+        )
+        ways = {
+            PLAIN: (fleet.gateway_url, {"enabled": False}),
+            SPECULATIVE: (fleet.gateway_url, {"enabled": True}),
+            NO_DRAFTER: (alone.gateway_url, {"enabled": False}),
+        }
+        await _warm_up(ways)
+        for streams in tqdm(arguments.streams, desc="loads", unit="load", leave=False):
+            rows.append(await _row(ways, streams, arguments))
+            print(_line(rows[-1].figures()), flush=True)
+    figures = [row.figures() for row in rows]
+    ok = all(each["ok"] for each in figures)
+    if arguments.plot is not None:
+        draw(figures, arguments.plot)
+    print(f"tokens/s, {arguments.max_tokens} tokens a request, temperature {arguments.temperature:g}; gamma: draft "
+          f"tokens per session and step; {machine()}")  # fmt: skip
+    print(json.dumps({"bench": "concurrency", "machine": machine(), "loads": figures, "ok": ok}))
+    return ok
+
+
+def _line(row: dict[str, Any]) -> str:
+    rates = "  ".join(f"{way} {rate:7.1f}" for way, rate in row["tokens_per_s"].items())
+    return (
+        f"{row['streams']:3} streams  {rates}  ratio {row['ratio']:5.2f}  to no drafter {row['to_no_drafter']:5.2f}  "
+        f"gamma {row['gamma']:5.2f}  tokens a step {row['tokens_per_step']:5.2f}"
+    )
+
+
+async def _warm_up(ways: dict[str, tuple[str, dict[str, bool]]]) -> None:
+    """Fills the prefix caches of both fleets."""
+    asks = _asks(NUM_PROMPTS, 2, 0.0)
+    for url, speculation in ways.values():
+        await run_batch(url, [replace(ask, speculation=speculation) for ask in asks], 8, "warming up")
+
+
+def _asks(count: int, max_tokens: int, temperature: float) -> list[Ask]:
+    prompts = itertools.islice(itertools.cycle(unseen_prompts(NUM_PROMPTS)), count)
+    return [
+        Ask(prompt=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        for seed, prompt in enumerate(prompts)
+    ]
+
+
+async def _row(ways: dict[str, tuple[str, dict[str, bool]]], streams: int, arguments: argparse.Namespace) -> Row:
+    row = Row(streams=streams, rates={way: [] for way in ways})
+    asks = _asks(max(8, 2 * streams), arguments.max_tokens, arguments.temperature)
+    for _ in range(arguments.rounds):
+        texts: list[Sequence[str]] = []
+        for way, (url, speculation) in ways.items():
+            batch = [replace(ask, speculation=speculation) for ask in asks]
+            result = await run_batch(url, batch, streams, f"{way}, {streams} streams")
+            row.rates[way].append(result.tokens_per_s)
+            texts.append([each.text for each in result.completions])
+            if way == SPECULATIVE:
+                row.speculative.append(result)
+        row.same_texts = row.same_texts and all(each == texts[0] for each in texts)
+    return row
+
+
+def draw(figures: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws speed-up and gamma against the number of streams."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    streams = [row["streams"] for row in figures]
+    figure, left = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+    left.axhline(1.0, color="0.7", linewidth=1)
+    left.plot(streams, [row["ratio"] for row in figures], "o-", color="tab:blue", label="speed-up over plain")
+    left.set_xscale("log", base=2)
+    left.set_xticks(streams, [str(count) for count in streams])
+    left.set_xlabel("streams")
+    left.set_ylabel("tokens/s over plain decoding", color="tab:blue")
+    left.set_ylim(bottom=0)
+    right = left.twinx()
+    right.plot(streams, [row["gamma"] for row in figures], "s--", color="tab:orange", label="gamma")
+    right.set_ylabel("draft tokens per session and step", color="tab:orange")
+    right.set_ylim(bottom=0)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Steps and whole rounds on a GPU, of models with the shape of an 8B target and a 1B drafter: `python -m loadtest.gpu`.
+
+Weights are random, so texts mean nothing and the two models would never agree. Speed does not depend on that; how
+many drafts are accepted does. So acceptance is IMPOSED: both forward passes run in full, then one logit a row is
+raised, such that the target follows a fixed rule and the drafter guesses it with the probability asked for. Both
+engines run in one process on one device and take turns, joined by an in-memory link: no network, and no drafting
+during verification.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from loadtest.gpu_models import SHAPES, ImposedDecoder, RandomModel, mix
+from paceline.core.allocator import FixedGamma
+from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, SpeculationRecord
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierSaid
+from paceline.engine.batch import Batch
+from paceline.engine.decoder import Decoder, LlamaDecoder
+from paceline.engine.kv import BLOCK_SIZE, KVCache
+from paceline.engine.target import TargetEngine
+from paceline.engine.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
+
+DRAFTER = "drafter"
+VERIFY_ROWS = 8
+MAX_BATCHED_TOKENS = 256
+MAX_LOGIT_DISTANCE = 0.1
+MODES = ("eager", "static", "graphs")
+
+
+# Steps
+
+
+def decode_batch(sessions: int, rows_each: int, context: int, vocab_size: int) -> Batch:
+    """One step of sessions with `context` committed tokens: a root and a chain of rows_each - 1 nodes each."""
+    rows = sessions * rows_each
+    blocks_each = -(-context // BLOCK_SIZE)
+    tables = np.arange(sessions * blocks_each, dtype=np.int32).reshape(sessions, blocks_each)
+    session, depth = np.divmod(np.arange(rows), rows_each)
+    scratch = sessions * blocks_each * BLOCK_SIZE + session * rows_each
+    place = tables[session, (context - 1) // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+    ancestors = scratch[:, None] + np.arange(1, max(2, rows_each))
+    return Batch(
+        token_ids=mix(session, depth, 3) % vocab_size,
+        positions=context - 1 + depth,
+        slots=np.where(depth == 0, place, scratch + depth),
+        sequences=session.astype(np.int32),
+        context_lens=np.full(rows, context, np.int32),
+        ancestors=ancestors.astype(np.int32),
+        num_ancestors=depth.astype(np.int32),
+        block_tables=tables,
+        logit_rows=np.arange(rows),
+    )
+
+
+def step_seconds(decoder: Decoder, batch: Batch, cache: KVCache, repeats: int) -> float:
+    """Median time of a step from the batch on the host to the logits on the host."""
+    times = []
+    for _ in range(repeats + 3):
+        started_s = time.perf_counter()
+        decoder.forward(batch, cache).cpu()
+        times.append(time.perf_counter() - started_s)
+    return median(times[3:])
+
+
+def measure_steps(model: RandomModel, arguments: argparse.Namespace) -> tuple[list[dict[str, object]], bool]:
+    """Prints and returns the table of step times of one model; false when graphs fail or differ from eager steps."""
+    decoders = {mode: model.decoder(mode) for mode in MODES}
+    gigabytes = decoders["eager"].weight_bytes / 1e9
+    print(f"\n{model.shape.name}, {gigabytes:.2f} GB of bf16 weights a step, {arguments.context} tokens of context")
+    columns = "".join(f"{mode + ' ms':>11} {'GB/s':>7}" for mode in MODES)
+    print(f"{'rows':>5} {'sessions':>9} {columns}   (GB/s: weights over the time of the whole step)")
+    cases = [(rows, 1) for rows in arguments.rows]
+    cases += [(rows // VERIFY_ROWS, VERIFY_ROWS) for rows in arguments.rows if rows >= VERIFY_ROWS]
+    most = max(sessions * (-(-arguments.context // BLOCK_SIZE) + each) for sessions, each in cases)
+    cache = decoders["eager"].new_cache(most)
+    table: list[dict[str, object]] = []
+    same = True
+    for sessions, rows_each in cases:
+        batch = decode_batch(sessions, rows_each, arguments.context, model.shape.vocab_size)
+        seconds = {mode: step_seconds(decoders[mode], batch, cache, arguments.repeats) for mode in MODES}
+        line = "".join(f"{seconds[mode] * 1e3:11.3f} {gigabytes / seconds[mode]:7.0f}" for mode in MODES)
+        print(f"{batch.num_rows:5} {sessions:9} {line}", flush=True)
+        same = same and _distance(decoders, batch, cache) < MAX_LOGIT_DISTANCE
+        milliseconds = {f"{mode}_ms": round(seconds[mode] * 1e3, 4) for mode in MODES}
+        table.append({"rows": batch.num_rows, "sessions": sessions, **milliseconds})
+    graphs = decoders["graphs"].graphs
+    recorded = graphs is not None and graphs.num_recorded > 0 and not graphs.failed
+    if not (same and recorded):
+        print(f"NOT OK: logits of graphs and eager steps agree: {same}; all steps were recorded: {recorded}")
+    return table, same and recorded
+
+
+def _distance(decoders: dict[str, LlamaDecoder], batch: Batch, cache: KVCache) -> float:
+    """Relative distance of the logits of a graph from those of an eager step."""
+    expected, found = (decoders[mode].forward(batch, cache).cpu() for mode in ("eager", "graphs"))
+    return float((found - expected).norm() / expected.norm())
+
+
+# Rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one run of all sessions gave."""
+
+    tokens_per_s: float
+    texts: list[list[int]]
+    records: list[SpeculationRecord]
+
+
+class TurnTaking:
+    """Both engines in one thread: some draft steps, one target step, and messages carried at once.
+
+    Args:
+        target: The target model.
+        drafter: The draft model; None: plain decoding.
+        arguments: The command line.
+        sessions: How many run.
+    """
+
+    def __init__(self, target: Decoder, drafter: Decoder | None, arguments: argparse.Namespace, sessions: int) -> None:
+        self._sessions = sessions
+        self._texts: list[list[int]] = []
+        self._records: list[SpeculationRecord] = []
+        self._gamma = arguments.gamma if drafter is not None else 0
+        self._arguments = arguments
+        self._vocab_size = target.config.vocab_size
+        blocks = sessions * (-(-(arguments.context + arguments.tokens) // BLOCK_SIZE) + 2)
+        self._target = TargetEngine(
+            decoder=target,
+            identity=_identity(target, "target"),
+            num_blocks=blocks,
+            limits=TargetLimits(
+                max_num_seqs=sessions,
+                max_num_batched_tokens=max(MAX_BATCHED_TOKENS, sessions * (self._gamma + 1)),
+                max_model_len=target.config.context_len,
+            ),
+            allocator=FixedGamma(gamma=self._gamma),
+            clock=time.perf_counter,
+        )
+        self._drafter = None if drafter is None else _draft_engine(drafter, blocks, sessions)
+        if self._drafter is not None:
+            self._target.handle(LinkChanged(address=DRAFTER, up=True))
+
+    def run(self, name: str) -> Run:
+        """Runs all sessions to their end; timed from when all of them were decoding."""
+        self._texts, self._records = [[] for _ in range(self._sessions)], []
+        for serial in range(self._sessions):
+            self._target.handle(Submit(request=self._request(name, serial), serial=serial))
+        while not all(self._texts):
+            self._round()
+        before, started_s = sum(map(len, self._texts)), time.perf_counter()
+        while self._target.num_sessions:
+            self._round()
+        seconds = time.perf_counter() - started_s
+        speed = (sum(map(len, self._texts)) - before) / seconds
+        return Run(tokens_per_s=speed, texts=self._texts, records=self._records)
+
+    def _request(self, name: str, serial: int) -> GenerateRequest:
+        context = self._arguments.context
+        prompt = mix(np.full(context, serial), np.arange(context), 4) % self._vocab_size
+        return GenerateRequest(
+            session_id=f"{name} {serial}",
+            epoch=1,
+            prompt_token_ids=tuple(prompt.tolist()),
+            sampling=SamplingParams(max_tokens=self._arguments.tokens, temperature=0.0, ignore_eos=True),
+            speculation=SpeculationParams(),
+            drafter_address=DRAFTER,
+        )
+
+    def _round(self) -> None:
+        drafter = self._drafter
+        for _ in range(self._gamma):
+            if drafter is not None and drafter.has_work():
+                for nodes in drafter.step().to_verifiers.values():
+                    event = DraftsArrived(address=DRAFTER, messages=nodes, arrived_s=time.perf_counter())
+                    self._target.handle(event)
+        output = self._target.step()
+        for serial, committed in output.committed:
+            assert isinstance(committed, CommittedTokens), committed
+            self._texts[serial] += committed.token_ids
+            if committed.result is not None:
+                self._records.append(committed.result.speculation)
+        for commits in output.to_drafters.values():
+            if drafter is not None:
+                drafter.handle(VerifierSaid(link=0, messages=commits))
+
+
+def _identity(decoder: Decoder, name: str) -> ModelIdentity:
+    config = decoder.config
+    return ModelIdentity(name=name, vocab_hash="", vocab_size=config.vocab_size, context_len=config.context_len)
+
+
+def _draft_engine(decoder: Decoder, num_blocks: int, sessions: int) -> DraftEngine:
+    limits = DraftLimits(
+        width=1,
+        max_rows=sessions,
+        max_rows_per_session=1,
+        max_num_batched_tokens=max(MAX_BATCHED_TOKENS, sessions),
+        max_num_seqs=sessions,
+    )
+    return DraftEngine(
+        decoder=decoder,
+        identity=_identity(decoder, "drafter"),
+        num_blocks=num_blocks,
+        limits=limits,
+        clock=time.perf_counter,
+    )
+
+
+def measure_rounds(
+    target: RandomModel, drafter: RandomModel, arguments: argparse.Namespace
+) -> tuple[list[dict[str, float]], bool]:
+    """Prints and returns the table of plain and speculative speed; false when their texts differ."""
+    print(
+        f"\nwhole engines on one device in turns, acceptance IMPOSED at {arguments.acceptance:g} a draft token, "
+        f"chains of {arguments.gamma}, prompts of {arguments.context}, {arguments.tokens} tokens a session, greedy"
+    )
+    print(f"{'sessions':>9} {'plain tok/s':>12} {'speculative':>12} {'ratio':>6} {'accepted/round':>15} {'rate':>6}")
+    target_decoder = ImposedDecoder(target.decoder("graphs"), 1.0)
+    draft_decoder = ImposedDecoder(drafter.decoder("graphs"), arguments.acceptance)
+    table: list[dict[str, float]] = []
+    same = True
+    for sessions in arguments.sessions:
+        plain, speculative = (
+            _second_run(TurnTaking(target_decoder, each, arguments, sessions)) for each in (None, draft_decoder)
+        )
+        same = same and plain.texts == speculative.texts
+        row = _round_row(sessions, plain, speculative)
+        print("{:9} {:12.1f} {:12.1f} {:6.2f} {:15.2f} {:6.3f}".format(*row.values()), flush=True)
+        table.append(row)
+    if not same:
+        print("NOT OK: speculative texts differ from plain ones")
+    return table, same
+
+
+def _second_run(engines: TurnTaking) -> Run:
+    """The first one records the graphs."""
+    engines.run("warm-up")
+    return engines.run("measured")
+
+
+def _round_row(sessions: int, plain: Run, speculative: Run) -> dict[str, float]:
+    records = speculative.records
+    accepted = sum(record.num_accepted_draft_tokens for record in records)
+    return {
+        "sessions": sessions,
+        "plain_tokens_per_s": round(plain.tokens_per_s, 1),
+        "speculative_tokens_per_s": round(speculative.tokens_per_s, 1),
+        "ratio": round(speculative.tokens_per_s / plain.tokens_per_s, 3),
+        "accepted_per_round": round(accepted / max(1, sum(record.num_spec_steps for record in records)), 3),
+        "acceptance_rate": round(accepted / max(1, sum(record.num_draft_tokens for record in records)), 4),
+    }
+
+
+# The bench
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="8b", help="sizes of both models (default 8b)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only to try out this script")
+    parser.add_argument("--rows", type=_numbers, default=_numbers("1,2,4,8,16,32,64,128,256"), help="rows of a step")
+    parser.add_argument("--sessions", type=_numbers, default=_numbers("1,2,4,8,16,32,64"), help="of whole rounds")
+    parser.add_argument("--context", type=int, default=512, help="committed tokens, and prompt tokens (default 512)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens a session generates (default 128)")
+    parser.add_argument("--gamma", type=int, default=4, help="draft tokens a round (default 4)")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="IMPOSED probability of a match (default 0.8)")
+    parser.add_argument("--repeats", type=int, default=20, help="steps behind each median (default 20)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line and runs the bench."""
+    arguments = _parse(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.stderr.write(
+            f"gpu: needs a CUDA device (with 48 GB for the shape 8b) and a torch built for CUDA; torch here is "
+            f"{torch.__version__} and finds none. --shape tiny --device cpu tries out the script without one.\n"
+        )
+        raise SystemExit(2)
+    raise SystemExit(0 if measure(arguments) else 1)
+
+
+def measure(arguments: argparse.Namespace) -> bool:
+    """Measures steps of both models and whole rounds; true when graphs and texts are right."""
+    device = torch.device(arguments.device)
+    place = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, to try out the script: no figures"
+    print(f"{place}, torch {torch.__version__}, random weights")
+    target, drafter = (RandomModel(shape, device) for shape in SHAPES[arguments.shape])
+    target_steps, target_ok = measure_steps(target, arguments)
+    draft_steps, draft_ok = measure_steps(drafter, arguments)
+    rounds, texts_ok = measure_rounds(target, drafter, arguments)
+    figures = {
+        "bench": "gpu",
+        "device": place,
+        "torch": torch.__version__,
+        "shape": arguments.shape,
+        "context": arguments.context,
+        "imposed_acceptance": arguments.acceptance,
+        "gamma": arguments.gamma,
+        "target_steps": target_steps,
+        "draft_steps": draft_steps,
+        "rounds": rounds,
+    }
+    ok = target_ok and draft_ok and texts_ok
+    print(json.dumps({**figures, "ok": ok}))
+    return ok
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Models of random weights for `loadtest.gpu`, and what makes two of them agree as often as asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from paceline.engine.batch import Batch
+from paceline.engine.config import DecoderConfig, LlamaShape
+from paceline.engine.decoder import Decoder, LlamaDecoder
+from paceline.engine.graphs import Unrecorded
+from paceline.engine.kv import KVCache
+from paceline.engine.linear import HeadLinear, Linear
+from paceline.engine.llama import LlamaLayer, LlamaWeights
+from paceline.engine.rope import RopeFrequencies
+
+WEIGHT_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a model of random weights."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_head: bool
+    context_len: int = 131072
+
+
+# Of meta-llama/Llama-3.1-8B and meta-llama/Llama-3.2-1B.
+TARGET_8B = ModelShape(
+    name="8B-shaped target",
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    tied_head=False,
+)
+DRAFTER_1B = ModelShape(
+    name="1B-shaped drafter",
+    num_layers=16,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    vocab_size=128256,
+    tied_head=True,
+)
+TINY_TARGET = ModelShape(
+    name="tiny target",
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=512,
+    tied_head=False,
+)
+TINY_DRAFTER = replace(TINY_TARGET, name="tiny drafter", num_layers=1, tied_head=True)
+SHAPES = {"8b": (TARGET_8B, DRAFTER_1B), "tiny": (TINY_TARGET, TINY_DRAFTER)}
+
+
+class RandomModel:
+    """Random bfloat16 weights, made where they are used."""
+
+    def __init__(self, shape: ModelShape, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        self.weights = self._weights()
+
+    def decoder(self, mode: str) -> LlamaDecoder:
+        """A decoder over these weights: grouped batches, static steps, or static steps as graphs."""
+        shape = self.shape
+        config = DecoderConfig(
+            model_type="llama",
+            architecture="LlamaForCausalLM",
+            vocab_size=shape.vocab_size,
+            context_len=shape.context_len,
+            eos_token_ids=(),
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        )
+        inverse = 1.0 / 500000.0 ** (torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+        more = LlamaShape(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            rms_norm_eps=1e-5,
+            tied_head=shape.tied_head,
+            rope=RopeFrequencies(inverse=tuple(inverse.tolist()), attention_scaling=1.0),
+        )
+        capture = Unrecorded() if mode == "static" else None
+        return LlamaDecoder(config, more, self.weights, compiled=False, static=mode != "eager", capture=capture)
+
+    def _weights(self) -> LlamaWeights:
+        shape = self.shape
+        embedding = self._matrix(shape.vocab_size, shape.hidden_size)
+        head = embedding if shape.tied_head else self._matrix(shape.vocab_size, shape.hidden_size)
+        return LlamaWeights(
+            embedding=embedding,
+            layers=tuple(self._layer() for _ in range(shape.num_layers)),
+            final_norm=self._final_norm(),
+            head=HeadLinear(head),
+        )
+
+    def _final_norm(self) -> torch.Tensor:
+        """Makes logits of a standard deviation of 1, so that an imposed one stands out by a known amount.
+
+        Its random signs keep a tied head from naming the token that went in.
+        """
+        size = self.shape.hidden_size
+        signs = torch.randint(0, 2, (size,), device=self.device) * 2.0 - 1.0
+        return signs / (WEIGHT_STD * math.sqrt(size))
+
+    def _layer(self) -> LlamaLayer:
+        shape = self.shape
+        query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        return LlamaLayer(
+            input_norm=self._norm(shape.hidden_size),
+            query_norm=self._norm(0),
+            key_norm=self._norm(0),
+            post_norm=self._norm(shape.hidden_size),
+            qkv=Linear(self._matrix(query + 2 * kv, shape.hidden_size)),
+            out=Linear(self._matrix(shape.hidden_size, query)),
+            gate_up=Linear(self._matrix(2 * shape.intermediate_size, shape.hidden_size)),
+            down=Linear(self._matrix(shape.hidden_size, shape.intermediate_size)),
+        )
+
+    def _matrix(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.empty((rows, columns), dtype=torch.bfloat16, device=self.device).normal_(std=WEIGHT_STD)
+
+    def _norm(self, size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.float32, device=self.device)
+
+
+class ImposedDecoder:
+    """A decoder of which one logit a row is raised once its forward pass is over.
+
+    Args:
+        inner: Does the work.
+        agreement: Probability that the raised token is the one that the rule names.
+    """
+
+    def __init__(self, inner: Decoder, agreement: float) -> None:
+        self.config, self.device, self.weight_bytes = inner.config, inner.device, inner.weight_bytes
+        self.new_cache = inner.new_cache
+        self._inner = inner
+        self._agreement = agreement
+        # Logits of standard deviation 1 have a log-sum-exp of ln(vocab) + 1/2: the raised one's share is right.
+        odds = min(agreement, 0.999) / (1.0 - min(agreement, 0.999))
+        self._logit = math.log(self.config.vocab_size) + 0.5 + math.log(max(odds, 1e-3))
+
+    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """See `Decoder`; the logits come on the host."""
+        logits = self._inner.forward(batch, cache).cpu()
+        rows = batch.logit_rows
+        named = mix(batch.token_ids[rows], batch.positions[rows], 1) % self.config.vocab_size
+        coins = mix(batch.token_ids[rows], batch.positions[rows], 2) % 10_000
+        chosen = np.where(coins < 10_000 * self._agreement, named, (named + 1) % self.config.vocab_size)
+        # Through numpy, because the tensor was made in inference mode.
+        logits.numpy()[np.arange(len(rows)), chosen] = max(self._logit, 8.0)
+        return logits
+
+
+def mix(token_ids: np.ndarray, positions: np.ndarray, salt: int) -> np.ndarray:
+    """Hashes of token and position, int64 and not negative (the finalizer of SplitMix64)."""
+    mixed = token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
+    mixed += np.uint64(salt << 40)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return (mixed >> np.uint64(33)).astype(np.int64)

@@ -1,0 +1,120 @@
+"""Peers side by side on the demo pair: `python -m loadtest.peers`.
+
+OpenVINO GenAI, llama.cpp, vLLM and transformers decode the same prompts greedily, plain and with the draft model as
+their own draft model, on the same cores in bf16. Each is set up in the user's cache folder the first time (minutes;
+llama.cpp is compiled), and a peer that cannot be is left out with its reason. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from loadtest.fleet import machine
+from loadtest.peers.run import PEERS, PeerBench, PeerFigure, measure_peers
+from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
+from paceline.training.corpus import unseen_prompts
+
+HEADINGS = f"{'peer':16} {'mode':7} {'streams':>7} {'gamma':>5} {'decode/s':>9} {'total/s':>9} {'differ':>7}"
+
+
+def main() -> None:
+    """Parses the command line and runs the bench; exit status 1 when no peer gave a figure."""
+    arguments = _parser().parse_args()
+    # Through the clean-ups that stop a peer, or an installation, and its children.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    lengths = {1: arguments.draft_lengths}
+    if arguments.batch_draft_length:
+        lengths[8] = [arguments.batch_draft_length]
+    target = arguments.target or widened_demo_target(os.environ, lambda line: print(line, file=sys.stderr))
+    prompts = encoded_prompts(arguments.draft, max(arguments.least_prompts, *arguments.streams, *lengths))
+    bench = PeerBench(
+        target=target,
+        draft=arguments.draft,
+        prompts=prompts,
+        max_new_tokens=arguments.max_tokens,
+        plain=arguments.streams,
+        drafted=lengths,
+        least_prompts=arguments.least_prompts,
+        passes=arguments.passes,
+    )
+    figures = measure_peers(arguments.peers, bench)
+    ok = any(figure.error is None for figure in figures)
+    print_table(figures)
+    mean_prompt = sum(map(len, prompts)) / len(prompts)
+    print(
+        f"decode/s: tokens/s after the last stream's first token; total/s: prefill counted; differ: texts that are not "
+        f"those of its own plain run at 1 stream\n{target.name}, drafter {arguments.draft.name}, greedy, "
+        f"prompts of {mean_prompt:.0f} tokens, {arguments.max_tokens} new, median of {arguments.passes}; {machine()}"
+    )
+    rows = [figure.row() for figure in figures]
+    print(json.dumps({"bench": "peers", "machine": machine(), "model": target.name, "figures": rows, "ok": ok}))
+    raise SystemExit(0 if ok else 1)
+
+
+def encoded_prompts(checkpoint: Path, count: int) -> list[list[int]]:
+    """Returns unseen prompts as token ids of the checkpoint's tokenizer."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    return [list(tokenizer.encode(prompt).ids) for prompt in unseen_prompts(count)]
+
+
+def print_table(figures: Sequence[PeerFigure]) -> None:
+    """Prints a line per figure, under a line per peer that says what it is."""
+    print(HEADINGS)
+    told: set[str] = set()
+    for figure in figures:
+        if figure.version and figure.peer not in told:
+            told.add(figure.peer)
+            print(f"{figure.peer} {figure.version}, {figure.precision}")
+        gamma = "-" if figure.draft_length is None else str(figure.draft_length)
+        start = f"{figure.peer:16} {figure.mode:7} {figure.streams or '-':>7} {gamma:>5}"
+        if figure.error:
+            print(f"{start} {figure.error}")
+        else:
+            differ = num_different(figure, figures)
+            print(
+                f"{start} {figure.decode_tokens_per_s:9.1f} {figure.total_tokens_per_s:9.1f} "
+                f"{'-' if differ is None else differ:>7}"
+            )
+
+
+def num_different(figure: PeerFigure, figures: Sequence[PeerFigure]) -> int | None:
+    """Counts the texts that are not those of the same peer's plain run at 1 stream, of the prompts both had."""
+    plain = [each for each in figures if (each.peer, each.mode, each.streams) == (figure.peer, "plain", 1)]
+    if not plain or plain[0].error:
+        return None
+    pairs = zip(plain[0].token_ids, figure.token_ids, strict=False)
+    return sum(list(theirs) != list(ours) for theirs, ours in pairs)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS), help="(default: all)")
+    parser.add_argument("--target", type=Path, help="checkpoint folder (default: the demo target widened to 98 M)")
+    parser.add_argument(
+        "--draft", type=Path, default=DEMO_DRAFTER, help="checkpoint folder (default: the demo drafter)"
+    )
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="plain decoding (default: 1 8 32)")
+    parser.add_argument(
+        "--draft-lengths", type=int, nargs="*", default=[3, 5, 7], help="with drafts at 1 stream (default: 3 5 7)"
+    )
+    parser.add_argument(
+        "--batch-draft-length", type=int, default=3, help="with drafts at 8 streams, 0 for none (default: 3)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per prompt (default: 128)")
+    parser.add_argument("--least-prompts", type=int, default=8, help="prompts of a case, at least (default: 8)")
+    parser.add_argument("--passes", type=int, default=3, help="over the prompts, the median counts (default: 3)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

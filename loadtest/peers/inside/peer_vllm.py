@@ -1,0 +1,68 @@
+"""vLLM's CPU build: its engine in this process, compiled, driven step by step."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import vllm  # type: ignore[import-not-found]
+
+if TYPE_CHECKING:
+    from loadtest.peers.inside import protocol
+else:
+    import protocol
+
+CONTEXT_STEP = 512
+"""A context in such steps leaves room to draft past the end, and lets jobs share compiled code."""
+
+
+class Vllm:
+    """One engine; its draft length is fixed when it is made."""
+
+    def __init__(self, job: protocol.Job) -> None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, job.cores))
+        settings: dict[str, Any] = {}
+        if job.draft_length is not None:
+            settings["speculative_config"] = {
+                "method": "draft_model",
+                "model": job.draft,
+                "num_speculative_tokens": job.draft_length,
+            }
+        self._engine = vllm.LLM(
+            model=job.target,
+            dtype="bfloat16",
+            max_num_seqs=job.most_streams,
+            max_model_len=(job.longest // CONTEXT_STEP + 1) * CONTEXT_STEP,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            **settings,
+        ).llm_engine
+        self._num_requests = 0
+
+    def about(self) -> protocol.About:
+        """Version and precision."""
+        return protocol.About(version=vllm.__version__, precision="bf16")
+
+    def run(self, prompts: protocol.TokenIds, max_new_tokens: int) -> protocol.Wave:
+        """All prompts as requests of one engine."""
+        greedy = vllm.SamplingParams(temperature=0.0, max_tokens=max_new_tokens, ignore_eos=True, detokenize=False)
+        clock = protocol.WaveClock(len(prompts))
+        names = []
+        for prompt in prompts:
+            self._num_requests += 1
+            names.append(str(self._num_requests))
+            self._engine.add_request(names[-1], {"prompt_token_ids": list(prompt)}, greedy)
+        outputs: dict[str, Any] = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                # The engine may have lengthened the name with a suffix of its own.
+                outputs[output.request_id.split("-")[0]] = output.outputs[0].token_ids
+            clock.note([len(ids) for ids in outputs.values()])
+        return clock.wave([list(outputs[name]) for name in names])
+
+    def close(self) -> None:
+        """The engine ends with the process."""
+
+
+if __name__ == "__main__":
+    protocol.serve(Vllm)

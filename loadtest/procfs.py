@@ -1,0 +1,33 @@
+"""What the kernel says of a process, memory, CPU time, open files, and where it lets it run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    """Returns the resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+
+
+def cpu_s(pid: int) -> float:
+    """Returns the CPU time a process has taken, user and system."""
+    # The name in parentheses may hold spaces.
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def keep_to(pid: int, cpus: Collection[int]) -> None:
+    """Keeps all threads that a process has now, and those they start, to some CPUs."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), cpus)
+
+
+def num_open_files(pid: int) -> int:
+    """Returns how many file descriptors a process holds, sockets included."""
+    return len(os.listdir(f"/proc/{pid}/fd"))

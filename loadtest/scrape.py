@@ -1,0 +1,42 @@
+"""Reads a service's Prometheus metrics, for benches that look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+TIMEOUT_S = 5.0
+
+
+async def scrape(address: str) -> dict[str, float]:
+    """Returns the samples of `http://address/metrics` by name, summed over their labels."""
+    async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client:
+        response = await client.get(f"http://{address}/metrics")
+        response.raise_for_status()
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
+
+
+@dataclass(slots=True)
+class MeanOf:
+    """Mean of a histogram over the time between scrapes; several stretches add up."""
+
+    name: str
+    total: float = 0.0
+    count: float = 0.0
+
+    def add(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Takes in one stretch."""
+        self.total += after.get(f"{self.name}_sum", 0.0) - before.get(f"{self.name}_sum", 0.0)
+        self.count += after.get(f"{self.name}_count", 0.0) - before.get(f"{self.name}_count", 0.0)
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 when nothing was observed."""
+        return self.total / self.count if self.count else 0.0

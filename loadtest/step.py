@@ -1,0 +1,113 @@
+"""A plain step inside the running verifier against its packed linears alone: `make bench NAME=step`.
+
+The step is what the verifier's metrics say of it while it decodes through the whole fleet: admission, packing, paged
+attention, sampling and commit included, on one core. The linears are those of the same target on the same core, run
+one after the other by a process of its own, padded as the engine pads them. Both in turn, medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from loadtest.client import Ask, run_batch
+from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.scrape import MeanOf, scrape
+from paceline.cluster.local import LocalFleet
+from paceline.training.corpus import unseen_prompts
+
+MOST = 1.4
+STEP_METRIC = "paceline:step_seconds"
+WORKER = "--linears-of"
+
+
+def main() -> None:
+    """Parses the command line and runs the bench, or one round of its linears."""
+    parser = argparse.ArgumentParser(prog="step", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of both (default 5)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="steps of a round (default 128)")
+    parser.add_argument(WORKER, type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--core", type=int, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.linears_of is not None:
+        os.sched_setaffinity(0, {arguments.core})
+        print(time_linears(arguments.linears_of, arguments.max_tokens))
+        raise SystemExit(0)
+    raise SystemExit(0 if asyncio.run(measure(arguments.rounds, arguments.max_tokens)) else 1)
+
+
+def time_linears(folder: Path, count: int) -> float:
+    """Median seconds of all linear layers of a target at one row, on this process's core."""
+    import torch
+
+    from paceline.engine.decoder import LlamaDecoder, load_decoder
+    from paceline.engine.linear import padded_rows
+
+    decoder = load_decoder(folder, num_threads=1)
+    assert isinstance(decoder, LlamaDecoder), "the demo target is of the Llama family"
+    layers = decoder.linears()
+    inputs = [torch.zeros(padded_rows(1), layer.in_features, dtype=layer.dtype) for layer in layers]
+    hidden = torch.zeros(1, layers[0].in_features)
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(count + 10):
+            started_s = time.perf_counter()
+            for layer, rows in zip(layers, inputs, strict=True):
+                layer.raw(rows)
+            decoder.head(hidden)
+            seconds.append(time.perf_counter() - started_s)
+    return statistics.median(seconds[10:])
+
+
+async def measure(rounds: int, max_tokens: int) -> bool:
+    """Runs both in turn and prints them; True when the ratio is met."""
+    settings = widened_target("98m")
+    core = str(min(os.sched_getaffinity(0)))
+    own_core = ("--cpus", core, "--threads", "1")
+    steps: list[float] = []
+    linears: list[float] = []
+    async with bench_fleet(**settings, drafter=False, verifier_threads=1, verifier_arg=own_core) as fleet:
+        ask = Ask(prompt=unseen_prompts(1)[0], max_tokens=max_tokens, speculation={"enabled": False})
+        await run_batch(fleet.gateway_url, [ask], 1, "warming up")
+        for _ in tqdm(range(rounds), desc="step and linears", unit="round", leave=False):
+            steps.append(await _time_steps(fleet, ask))
+            linears.append(await _linears(settings["model"], core, max_tokens))
+    step_s, linears_s = statistics.median(steps), statistics.median(linears)
+    ratio = step_s / linears_s
+    print(f"step in the running verifier {1e3 * step_s:7.2f} ms")
+    print(f"its packed linears alone     {1e3 * linears_s:7.2f} ms")
+    print(f"ratio                        {ratio:7.2f}  (at most {MOST}); batch size 1, one core; {machine()}")
+    figures = {"bench": "step", "machine": machine(), "batch_size": 1, "step_ms": round(1e3 * step_s, 3)}
+    rest = {"linears_ms": round(1e3 * linears_s, 3), "ratio": round(ratio, 3), "most": MOST, "ok": ratio <= MOST}
+    print(json.dumps(figures | rest))
+    return ratio <= MOST
+
+
+async def _time_steps(fleet: LocalFleet, ask: Ask) -> float:
+    """Mean seconds of the steps of one completion; its prompt is cached, so next to nothing of it is prefill."""
+    address = fleet.endpoint("verifier").second_address
+    mean, before = MeanOf(STEP_METRIC), await scrape(address)
+    await run_batch(fleet.gateway_url, [ask], 1, "decoding")
+    mean.add(before, await scrape(address))
+    return mean.value
+
+
+async def _linears(target: Path, core: str, count: int) -> float:
+    command = [sys.executable, "-m", "loadtest.step", WORKER, str(target), "--core", core]
+    process = await asyncio.create_subprocess_exec(*command, "--max-tokens", str(count), stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"timing the linears failed with status {process.returncode}")
+    return float(out.split()[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Two lean ways to stream a completion, through the gateway's HTTP door and straight from a verifier.
+
+Both only note when bytes came and look into them afterwards, so that the load generator takes as little of a small
+machine as it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import grpc
+
+from paceline.core.messages import GenerateRequest
+from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
+from paceline.wire import committed_from_pb, generate_request_to_pb
+
+TIMEOUT_S = 300.0
+_DONE = b"data: [DONE]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """One stream, with times of `time.perf_counter`.
+
+    Attributes:
+        started_s: When the request was sent.
+        times_s: When each piece came.
+        text: All of it, as far as the way carries text.
+        token_ids: All of them, as far as the way carries tokens.
+        ended_s: When the last byte came.
+    """
+
+    started_s: float
+    times_s: tuple[float, ...]
+    ended_s: float
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def per_token_s(self) -> float:
+        """Time per output token after the first."""
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between pieces."""
+        return [later - sooner for sooner, later in zip(self.times_s, self.times_s[1:], strict=False)]
+
+
+class DirectWay:
+    """Streams from a verifier over gRPC, one channel for all calls, as a gateway does."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+        self._stub: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(self._channel)
+
+    async def stream(self, request: GenerateRequest) -> Streamed:
+        """Runs one session to its end."""
+        message = generate_request_to_pb(request)
+        arrived: list[tuple[float, verifier_pb2.VerifierGenerateResponse]] = []
+        started_s = time.perf_counter()
+        async for response in self._stub.Generate(message, timeout=TIMEOUT_S):
+            arrived.append((time.perf_counter(), response))
+        ended_s = time.perf_counter()
+        steps = [(at_s, committed_from_pb(response)) for at_s, response in arrived]
+        return Streamed(
+            started_s=started_s,
+            times_s=tuple(at_s for at_s, step in steps for _ in step.token_ids),
+            ended_s=ended_s,
+            token_ids=tuple(token_id for _, step in steps for token_id in step.token_ids),
+        )
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close(None)
+
+
+class HttpWay:
+    """Streams from a gateway over HTTP and server-sent events; each stream has a connection of its own."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = str(parts.hostname), int(parts.port or 80)
+
+    async def stream(self, body: dict[str, Any]) -> Streamed:
+        """Runs one completion to its end; connecting is not counted.
+
+        Raises:
+            RuntimeError: The gateway refused it or broke it off; the message is its answer.
+        """
+        payload = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
+        )
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(_SseConnection, self._host, self._port)
+        try:
+            started_s = time.perf_counter()
+            async with asyncio.timeout(TIMEOUT_S):
+                arrived = await connection.ask(head.encode() + payload)
+        finally:
+            connection.close()
+        return _read(started_s, arrived)
+
+
+class _SseConnection(asyncio.Protocol):
+    """One HTTP/1.1 connection for one request."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._arrived: list[tuple[float, bytes]] = []
+        self._tail = b""
+        self._ended: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keeps the transport."""
+        # uvloop's transport is one in all but its base class.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Notes what came and when; the end may be split over two pieces."""
+        self._arrived.append((time.perf_counter(), data))
+        self._tail = (self._tail + data)[-64:]
+        # A chunked body ends with an empty chunk; an error has a body of known length that is not worth parsing.
+        if self._tail.endswith(b"\r\n0\r\n\r\n") or not self._arrived[0][1].startswith(b"HTTP/1.1 200"):
+            self._end(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Ends the request under way."""
+        self._end(error or ConnectionError("the gateway closed the connection"))
+
+    async def ask(self, request: bytes) -> Sequence[tuple[float, bytes]]:
+        """Sends a request and returns what came back, with times."""
+        assert self._transport is not None, "a connection is made before it is used"
+        self._arrived, self._tail = [], b""
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._ended
+        return self._arrived
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _end(self, error: Exception | None) -> None:
+        if self._ended is None or self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+
+def _read(started_s: float, arrived: Sequence[tuple[float, bytes]]) -> Streamed:
+    """Finds the events in what came; each lies in a chunk of its own."""
+    whole = b"".join(data for _, data in arrived)
+    if not whole.startswith(b"HTTP/1.1 200") or _DONE not in whole:
+        raise RuntimeError(f"the gateway answered {whole[:500].decode(errors='replace')!r}")
+    times_s: list[float] = []
+    texts: list[str] = []
+    rest = b""
+    for at_s, data in arrived:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            text = _text_of(line)
+            if text:
+                times_s.append(at_s)
+                texts.append(text)
+    return Streamed(started_s=started_s, times_s=tuple(times_s), ended_s=arrived[-1][0], text="".join(texts))
+
+
+def _text_of(line: bytes) -> str:
+    if not line.startswith(b"data: {"):
+        return ""
+    event = json.loads(line[len(b"data: ") :])
+    if "error" in event:
+        raise RuntimeError(f"the gateway broke off: {event['error']}")
+    return "".join(choice.get("text", "") for choice in event["choices"])

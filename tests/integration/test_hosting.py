@@ -1,0 +1,73 @@
+"""A service with a model as the registry sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from paceline import hosting
+from paceline.cluster.health import grpc_health
+from paceline.core.messages import ModelIdentity
+from paceline.drafter.config import DrafterConfig
+from paceline.hosting import serve_model
+from paceline.store.base import Replica
+from paceline.store.memory import MemoryStore
+
+
+class IdleHost:
+    """A service that has nothing to do."""
+
+    identity = ModelIdentity(name="tiny", vocab_hash="hash", vocab_size=16, context_len=64, eos_token_ids=(1,))
+    num_sessions = 0
+
+    async def start(self) -> None: ...
+
+    async def engine_ended(self) -> None:
+        await asyncio.Event().wait()
+
+    async def wind_down(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def announced_drafter(monkeypatch: pytest.MonkeyPatch, announce: str) -> AsyncIterator[Replica]:
+    """A drafter without a model; yields what the registry says of it."""
+    store = MemoryStore()
+    monkeypatch.setattr(hosting, "open_store", lambda url: store)
+    config = DrafterConfig(model=Path("unused"), port=0, metrics_port=0, announce=announce)
+    serving = asyncio.create_task(
+        serve_model(
+            IdleHost(),
+            config,
+            role="drafter",
+            service_name="paceline.rpc.v1.Drafter",
+            add_servicer=lambda server: None,
+            registry=CollectorRegistry(),
+        )
+    )
+    async with asyncio.timeout(30):
+        while not (found := await store.replicas()):  # noqa: ASYNC110 - the store gives no event for it
+            await asyncio.sleep(0.01)
+    try:
+        yield found[0]
+    finally:
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+
+
+async def test_a_service_announces_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with announced_drafter(monkeypatch, "") as replica:
+        assert await grpc_health(replica.address)()
+        assert replica.replica_id == f"drafter-{replica.address}"
+
+
+async def test_a_service_behind_a_proxy_announces_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with announced_drafter(monkeypatch, "drafters.example:8201") as replica:
+        assert replica.address == "drafters.example:8201"

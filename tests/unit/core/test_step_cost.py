@@ -1,0 +1,83 @@
+"""Learned step times: they follow the machine, stay monotone, and know what they have not seen."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from paceline.core.step_cost import KNOTS, StepCost, StepMode, StepTimes
+
+PROFILE = StepCost(rows=(1, 128), seconds=(0.010, 0.137))
+PLAIN, DRAFTING = StepMode.PLAIN, StepMode.DRAFTING
+
+
+def test_a_profile_is_read_between_and_beyond_its_points():
+    cost = StepCost(rows=(1, 5, 10), seconds=(1.0, 2.0, 4.5))
+    assert cost.from_to(1, 12).tolist() == pytest.approx([cost.at(rows) for rows in range(1, 13)])
+
+
+def test_nothing_observed_leaves_the_profile():
+    times = StepTimes(PROFILE, PROFILE.scaled(1.2))
+    assert times.table(PLAIN).seconds == pytest.approx(PROFILE.from_to(0, 128)[list(KNOTS)])
+    assert times.table(DRAFTING).at(8) == pytest.approx(1.2 * PROFILE.at(8))
+
+
+def test_steps_of_a_machine_with_another_curve_are_learned():
+    times, truth = StepTimes(PROFILE), StepCost(rows=(1, 8, 128), seconds=(0.020, 0.022, 0.200))
+    rng = np.random.default_rng(3)
+    for _ in range(2000):
+        rows = int(rng.integers(1, 129))
+        times.observe(rows=rows, mode=PLAIN, seconds=truth.at(rows) * float(np.exp(0.08 * rng.standard_normal())))
+    for rows in (1, 8, 32, 100):
+        assert times.table(PLAIN).at(rows) == pytest.approx(truth.at(rows), rel=0.1)
+
+
+def test_a_slower_machine_moves_points_that_were_not_visited_and_the_other_mode():
+    times = StepTimes(PROFILE)
+    for _ in range(100):
+        times.observe(rows=4, mode=PLAIN, seconds=1.5 * PROFILE.at(4))
+    assert times.table(PLAIN).at(4) == pytest.approx(1.5 * PROFILE.at(4), rel=0.03)
+    assert times.table(PLAIN).at(64) > 1.3 * PROFILE.at(64)
+    assert times.table(DRAFTING).at(4) > 1.3 * PROFILE.at(4)
+
+
+def test_one_accident_hardly_counts():
+    times = StepTimes(PROFILE)
+    for _ in range(200):
+        times.observe(rows=8, mode=PLAIN, seconds=PROFILE.at(8))
+    times.observe(rows=8, mode=PLAIN, seconds=100.0)
+    assert times.table(PLAIN).at(8) < 1.25 * PROFILE.at(8)
+
+
+def test_tables_never_decrease_whatever_was_observed():
+    times, rng = StepTimes(PROFILE), np.random.default_rng(5)
+    for _ in range(500):
+        mode = StepMode(int(rng.integers(2)))
+        times.observe(rows=int(rng.integers(1, 129)), mode=mode, seconds=float(rng.uniform(1e-4, 1.0)))
+        for kindness in (0.0, 1.0):
+            seconds = times.table(mode, kindness=kindness).seconds
+            assert all(low <= high for low, high in itertools.pairwise(seconds))
+
+
+def test_rows_beyond_the_table_are_left_out():
+    times = StepTimes(PROFILE)
+    times.observe(rows=500, mode=PLAIN, seconds=9.0)
+    assert times.table(PLAIN).at(128) == pytest.approx(PROFILE.at(128))
+
+
+def test_kindness_grows_while_a_mode_is_not_seen_and_ends_when_it_is():
+    times = StepTimes(PROFILE)
+    for _ in range(300):
+        times.observe(rows=8, mode=DRAFTING, seconds=PROFILE.at(8))
+
+    def kindness() -> float:
+        return times.table(DRAFTING).at(8) / times.table(DRAFTING, kindness=1.0).at(8)
+
+    just_seen = kindness()
+    for _ in range(300):
+        times.observe(rows=8, mode=PLAIN, seconds=PROFILE.at(8))
+    long_ago = kindness()
+    times.observe(rows=8, mode=DRAFTING, seconds=PROFILE.at(8))
+    assert 1.0 <= just_seen < kindness() < long_ago < 1.3

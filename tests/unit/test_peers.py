@@ -1,0 +1,210 @@
+"""The pure parts of the peers' bench: jobs, answers, cases, deadlines. No peer is installed or run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from loadtest.peers import PeerBench, PeerFigure, best_figure, measure_peers
+from loadtest.peers.bench import num_different
+from loadtest.peers.environments import child_environ
+from loadtest.peers.inside.protocol import About, Case, Job, TokenIds, Wave, WaveClock, measure
+from loadtest.peers.processes import CommandFailedError, last_words, run_command
+from loadtest.peers.run import cases_of, figures_of, parse_answer
+
+ENV = dict(os.environ)
+PROMPTS = [[0, number] for number in range(32)]
+
+
+def job(draft_length: int | None = None, streams: tuple[int, ...] = (1, 8)) -> Job:
+    return Job(
+        target="t",
+        draft="d",
+        draft_length=draft_length,
+        prompts=PROMPTS,
+        max_new_tokens=4,
+        passes=2,
+        cores=[0],
+        cases=[Case(streams=each, num_prompts=8) for each in streams],
+    )
+
+
+def bench(**settings: object) -> PeerBench:
+    return PeerBench(**{"target": Path("t"), "draft": Path("d"), "prompts": PROMPTS, **settings})  # type: ignore[arg-type]
+
+
+def test_a_job_survives_its_json() -> None:
+    assert Job.from_json(job(3).to_json()) == job(3)
+
+
+def test_a_job_knows_the_room_an_engine_needs() -> None:
+    assert (job().most_streams, job().longest) == (8, 6)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"cases": []}', '{"cases": [{"streams": 1}]}'])
+def test_what_is_no_job_is_refused(text: str) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Job.from_json(text)
+
+
+def test_an_answer_is_an_object() -> None:
+    assert parse_answer('{"streams": 1}') == {"streams": 1}
+    for line in ("loading weights", "3", ""):
+        with pytest.raises(ValueError, match="instead of a JSON object"):
+            parse_answer(line)
+
+
+def test_cases_run_whole_waves_one_process_per_draft_length() -> None:
+    assert cases_of(bench()) == {
+        None: [
+            Case(streams=1, num_prompts=8),
+            Case(streams=8, num_prompts=8),
+            Case(streams=32, num_prompts=32),
+        ],
+        3: [Case(streams=1, num_prompts=8), Case(streams=8, num_prompts=8)],
+        5: [Case(streams=1, num_prompts=8)],
+        7: [Case(streams=1, num_prompts=8)],
+    }
+
+
+def test_a_peer_that_drafts_for_one_stream_only_is_not_asked_for_more() -> None:
+    assert cases_of(bench(plain=[8], drafted={8: [3]}), drafts_in_batches=False) == {
+        None: [Case(streams=8, num_prompts=8)]
+    }
+
+
+def test_too_few_prompts_are_refused() -> None:
+    with pytest.raises(ValueError, match="64 streams need 64 prompts, got 32"):
+        cases_of(bench(plain=[64]))
+
+
+def test_an_unknown_peer_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="no peer tgi; there are transformers, openvino-genai"):
+        measure_peers(["tgi"], bench())
+
+
+class FakePeer:
+    """Decodes a token in 1 ms, after 10 ms of prefill."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def about(self) -> About:
+        return About(version="1", precision="none")
+
+    def run(self, prompts: TokenIds, max_new_tokens: int) -> Wave:
+        self.asked.append((len(prompts), max_new_tokens))
+        decoded = len(prompts) * (max_new_tokens - 1)
+        seconds = 0.001 * (max_new_tokens - 1)
+        token_ids = [[7] * max_new_tokens for _ in prompts]
+        return Wave(token_ids=token_ids, seconds=0.010 + seconds, decode_tokens=decoded, decode_s=seconds)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_case_is_warmed_up_and_then_measured_in_waves() -> None:
+    peer = FakePeer()
+    answer = measure(peer, job(), Case(streams=4, num_prompts=8))
+    assert peer.asked == [(4, 16), (4, 4), (4, 4), (4, 4), (4, 4)]
+    assert answer["decode_tokens_per_s"] == pytest.approx(4_000)
+    assert answer["total_tokens_per_s"] == pytest.approx(32 / 0.026)
+    assert answer["num_tokens"] == 32
+    assert answer["token_ids"] == [[7] * 4] * 8
+
+
+def test_decode_time_begins_when_the_last_stream_has_a_token() -> None:
+    clock = WaveClock(streams=2)
+    clock.note([3])
+    clock.note([3, 0])
+    clock.note([4, 2])
+    clock.note([5, 5])
+    wave = clock.wave([[1] * 5, [1] * 5])
+    assert (wave.num_tokens, wave.decode_tokens) == (10, 4)
+    assert 0 < wave.decode_s <= wave.seconds
+
+
+def test_figures_keep_what_was_measured_before_a_failure() -> None:
+    answered = {
+        "streams": 1,
+        "decode_tokens_per_s": 9.04,
+        "total_tokens_per_s": 8.0,
+        "num_tokens": 4,
+        "token_ids": [[1]],
+    }
+    done, lost = figures_of("vllm", job(3), [answered], "python ended with status 1")
+    assert (done.mode, done.draft_length, done.decode_tokens_per_s, done.error) == ("draft", 3, 9.04, None)
+    assert (lost.streams, lost.error) == (8, "python ended with status 1")
+    assert json.loads(json.dumps(done.row()))["decode_tokens_per_s"] == 9.0
+
+
+def test_the_best_figure_is_the_fastest_without_an_error() -> None:
+    figures = [
+        PeerFigure(peer="a", streams=1, decode_tokens_per_s=5.0),
+        PeerFigure(peer="b", streams=1, mode="draft", draft_length=3, decode_tokens_per_s=7.0),
+        PeerFigure(peer="c", streams=1, decode_tokens_per_s=9.0, error="no"),
+    ]
+    assert best_figure(figures, streams=1) is figures[1]
+    assert best_figure(figures, streams=1, mode="plain") is figures[0]
+    assert best_figure(figures, streams=8) is None
+
+
+def test_texts_are_compared_with_the_peers_own_plain_run() -> None:
+    plain = PeerFigure(peer="a", streams=1, token_ids=[[1, 2], [3, 4]])
+    drafted = PeerFigure(peer="a", streams=1, mode="draft", draft_length=3, token_ids=[[1, 2], [3, 5]])
+    stranger = PeerFigure(peer="b", streams=8, token_ids=[[1, 2]])
+    assert num_different(drafted, [plain, drafted]) == 1
+    assert num_different(stranger, [plain, stranger]) is None
+
+
+def test_a_peer_inherits_nothing_of_ours_and_asks_no_network() -> None:
+    inherited = {"PATH": "/bin", "PYTHONPATH": "services", "PACELINE_PORT": "1", "OMP_NUM_THREADS": "1"}
+    env = child_environ(inherited)
+    assert env["PATH"] == "/bin"
+    assert env["HF_HUB_OFFLINE"] == "1"
+    assert not set(inherited) - {"PATH"} & set(env)
+
+
+def test_lines_of_a_command_arrive_as_they_are_printed() -> None:
+    lines: list[str] = []
+    program = "import sys\nprint(sys.stdin.read())\nprint('two')"
+    run_command([sys.executable, "-c", program], env=ENV, quiet_s=30, stdin="one", on_line=lines.append)
+    assert lines == ["one", "two"]
+
+
+def test_a_command_past_its_deadline_is_stopped_with_its_children(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    program = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(child.pid))\n"
+        "time.sleep(60)"
+    )
+    with pytest.raises(CommandFailedError, match=r"python\S* was not done within 2 s"):
+        run_command([sys.executable, "-c", program, pid_file], env=ENV, quiet_s=2)
+    child = Path("/proc", pid_file.read_text())
+    for _ in range(100):
+        # An orphan that ended may wait a moment for its new parent.
+        if not child.exists() or "\nState:\tZ" in (child / "status").read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail("the command's child outlived it")
+
+
+def test_a_failing_command_is_named_with_its_last_error() -> None:
+    program = "import sys\nsys.stderr.write('loading\\nValueError: no such model\\nbye\\n')\nsys.exit(3)"
+    with pytest.raises(CommandFailedError, match="ended with status 3: ValueError: no such model"):
+        run_command([sys.executable, "-c", program], env=ENV, quiet_s=30)
+
+
+def test_a_missing_program_is_one_line() -> None:
+    with pytest.raises(CommandFailedError, match="llama-server does not start: No such file"):
+        run_command(["/nowhere/llama-server"], env=ENV, quiet_s=30)
+
+
+def test_silence_is_reported_too() -> None:
+    assert last_words("\n \n") == "it said nothing"
