@@ -1,8 +1,8 @@
 """A plain step inside the running verifier against its packed linears alone: `make bench NAME=step`.
 
-The step is what the verifier's metrics say of it while it decodes through the whole fleet: admission, packing, paged
-attention, sampling and commit included, on one core. The linears are those of the same target on the same core, run
-one after the other by a process of its own, padded as the engine pads them. Both in turn, medians of the rounds.
+The step is the time between two tokens as a client of the whole fleet sees it: admission, packing, paged attention,
+sampling, commit and the way out included, with the verifier on one core. The linears are those of the same target on
+the same core, run one after the other by a process of its own, padded as the engine pads them. Both in turn, medians.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from tqdm import tqdm
 
 from loadtest.client import Ask, run_batch
 from loadtest.fleet import bench_fleet, machine, widened_target
-from loadtest.scrape import MeanOf, scrape
 from paceline.cluster.local import LocalFleet
 from paceline.training.corpus import unseen_prompts
 
 MOST = 1.4
-STEP_METRIC = "paceline:step_seconds"
 WORKER = "--linears-of"
 
 
@@ -92,12 +90,8 @@ async def measure(rounds: int, max_tokens: int) -> bool:
 
 
 async def _time_steps(fleet: LocalFleet, ask: Ask) -> float:
-    """Mean seconds of the steps of one completion; its prompt is cached, so next to nothing of it is prefill."""
-    address = fleet.endpoint("verifier").second_address
-    mean, before = MeanOf(STEP_METRIC), await scrape(address)
-    await run_batch(fleet.gateway_url, [ask], 1, "decoding")
-    mean.add(before, await scrape(address))
-    return mean.value
+    result = await run_batch(fleet.gateway_url, [ask], 1, "decoding")
+    return statistics.median(result.completions[0].gaps_s)
 
 
 async def _linears(target: Path, core: str, count: int) -> float:

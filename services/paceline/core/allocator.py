@@ -35,7 +35,7 @@ LEAST_REST, LEAST_WORK = 4, 12
 # after so many steps.
 CONTROL_EVERY = 250
 # Standard deviations by which steps with drafters at work are looked upon kindly while they rest.
-KINDNESS = 1.0
+KINDNESS = 0.5
 # What sessions have in hand before any was seen: survival of the k-th best node; and the weight of a new look.
 FIRST_SURVIVAL, DECLINE = 0.7, 0.8
 SMOOTHING = 0.05

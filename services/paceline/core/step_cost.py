@@ -24,9 +24,9 @@ KNOTS = (1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Spread of a single step around its expectation, and how far off one may be before it is an accident.
 NOISE = 0.08
 CLIP = 3.0
-# How far factors may be off at the start: all together, those of a mode, and each for itself; and the share of that uncertainty
-# which comes back with every step, so that what was not seen for some hundreds of steps is as good as unknown.
-LEVEL, CONTRAST, SHAPE = 0.3, 0.2, 0.1
+# How far factors may be off at the start: all together, those of a mode, and each for itself; and the share of that
+# uncertainty which comes back with every step, so that what was not seen for a thousand steps is as good as unknown.
+LEVEL, CONTRAST, SHAPE = 0.3, 0.15, 0.1
 FORGETTING = 0.001
 # Points this far apart (in log rows) keep 1/e of their correlation.
 REACH = 1.5

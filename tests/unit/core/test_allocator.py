@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.allocator import CONTROL_EVERY, Demand, FixedGamma, Goodput
-from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepMode, StepTimes
 from paceline.core.errors import ConfigError
 from paceline.core.messages import NodeGuess
 from paceline.core.pace import OVERDUE, LinkPace
 from paceline.core.patience import Prospect, prospect, worth_waiting
+from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepMode, StepTimes
 from paceline.core.tree import DraftTree
 
 FLAT = StepCost(rows=(1, 1000), seconds=(1.0, 1.0))
