@@ -129,4 +129,4 @@ def _build_llama_server(folder: Path, pip: list[str | Path], env: Mapping[str, s
         command = nicely([cmake, "--build", build, "--target", "llama-server", "-j", str(os.cpu_count() or 1)])
         run_command(command, env=tools, quiet_s=BUILD_S)
         shutil.move(build / "bin" / "llama-server", folder / "bin" / "llama-server")
-    (folder / "bin" / "llama-server.version").write_text(f"of {LLAMA_SOURCE}\n", encoding="utf-8")
+    (folder / "bin" / "llama-server.version").write_text(f"that of {LLAMA_SOURCE}\n", encoding="utf-8")

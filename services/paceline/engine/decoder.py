@@ -27,7 +27,7 @@ from paceline.engine.config import (
 from paceline.engine.graphs import Capture, GraphCache
 from paceline.engine.kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
 from paceline.engine.kv import KVCache, as_array
-from paceline.engine.linear import HeadLinear, Linear, padded_rows
+from paceline.engine.linear import HeadLinear, Linear, padded_rows, row_counts
 from paceline.engine.llama import LlamaLayer, LlamaReader, LlamaWeights
 from paceline.engine.rope import RopeTable
 from paceline.engine.static_batch import plan_static
@@ -57,6 +57,10 @@ class Decoder(Protocol):
 
     def new_cache(self, num_blocks: int) -> KVCache:
         """An empty cache of the right shape."""
+        ...
+
+    def prepare(self, max_rows: int) -> None:
+        """Makes at once, and before memory is accounted for, what steps of up to so many rows need."""
         ...
 
 
@@ -133,6 +137,15 @@ class LlamaDecoder:
     def linears(self) -> list[Linear]:
         """Every packed linear of a step, in the order in which it runs them."""
         return [each for layer in self._weights.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+
+    @torch.inference_mode()
+    def prepare(self, max_rows: int) -> None:
+        """Compiles the packed linears of steps of up to so many rows; layers of one shape share them."""
+        if not self._compiled:
+            return
+        for count in row_counts(max_rows):
+            for layer in self.linears()[:4]:
+                layer.raw(torch.zeros(count, layer.in_features, dtype=layer.dtype))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:

@@ -126,6 +126,9 @@ class GenericDecoder:
             decoder.weight_bytes = packed + rest - _embedding_bytes(model)
         return decoder
 
+    def prepare(self, max_rows: int) -> None:
+        """Nothing: these layers keep nothing that depends on the number of rows."""
+
     def new_cache(self, num_blocks: int) -> KVCache:
         """An empty cache of `num_blocks` blocks."""
         config = self.config

@@ -37,6 +37,14 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32 or bool(_can_use_bf16())
 
 
+def row_counts(limit: int) -> list[int]:
+    """Every number of rows that packed linears compute in steps of up to `limit` rows."""
+    counts = [padded_rows(1)]
+    while counts[-1] < limit:
+        counts.append(padded_rows(counts[-1] + 1))
+    return counts
+
+
 class Linear:
     """y = x W^T + b with weights in bfloat16 or float32.
 

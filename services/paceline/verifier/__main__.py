@@ -111,6 +111,7 @@ def make_engine(config: VerifierConfig, identity: ModelIdentity, allocator: Allo
         clock=time.monotonic,
         use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
     )
+    decoder.prepare(config.max_num_batched_tokens)
     warm_up(engine)
     plain, drafting = engine.profile(StepMode.PLAIN), engine.profile(StepMode.DRAFTING)
     allocator.start_from(plain, drafting)

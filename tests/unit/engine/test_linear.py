@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.engine.linear import MIN_ROWS, HeadLinear, Linear
+from paceline.engine.linear import MIN_ROWS, HeadLinear, Linear, padded_rows, row_counts
 
 # Sums longer than 1,024 are where oneDNN's kernel for a lone row parts from the others; odd sizes have tails.
 SHAPES = [(64, 96), (100, 37), (1027, 130), (2304, 64)]
@@ -80,3 +80,9 @@ def test_raw_takes_and_gives_the_weights_kind():
     with torch.inference_mode():
         assert layer.raw(torch.zeros(MIN_ROWS, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert layer.nbytes == 2 * (64 * 96 + 96)
+
+
+def test_rows_are_padded_to_few_different_counts():
+    assert [padded_rows(count) for count in (1, 4, 5, 64, 65, 256, 257)] == [4, 4, 8, 64, 80, 256, 320]
+    assert row_counts(512) == sorted({padded_rows(count) for count in range(1, 513)})
+    assert len(row_counts(512)) == 32
