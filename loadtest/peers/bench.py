@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--draft", type=Path, default=DEMO_DRAFTER, help="checkpoint folder (default: the demo drafter)"
     )
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="plain decoding (default: 1 8 32)")
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32], help="plain decoding (default: 1 8 32)")
     parser.add_argument(
         "--draft-lengths", type=int, nargs="*", default=[3, 5, 7], help="with drafts at 1 stream (default: 3 5 7)"
     )
