@@ -17,6 +17,7 @@ from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
+    DraftNodes,
     LaggingSession,
     ModelIdentity,
     OpenSession,
@@ -230,6 +231,9 @@ class DraftEngine:
                 self._say(key[0], lagging)
             case Pruning(hit=True):
                 self._report.num_hits += 1
+                released = session.mirror.drain()
+                if released is not None:
+                    self._say(key[0], released)
             case Pruning():
                 self._report.num_misses += 1
 
@@ -255,7 +259,8 @@ class DraftEngine:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
         started_s = self._clock()
         builder = BatchBuilder()
-        expansions = self._plan_catching_up(builder) + self._plan_growth(builder)
+        # What a commit asked for goes out first: a verifier may be waiting for it.
+        expansions = [] if self._outgoing else self._plan_catching_up(builder) + self._plan_growth(builder)
         if builder.num_rows:
             logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
             for each in expansions:
@@ -265,7 +270,6 @@ class DraftEngine:
             session.settle()
             message = session.push(self._identity.context_len, can_grow)
             if message is not None:
-                self._report.num_nodes += len(message.nodes)
                 self._say(link, message)
         return self._output(started_s, builder.num_rows)
 
@@ -344,5 +348,7 @@ class DraftEngine:
         report.num_sessions = self._num_reported = len(self._sessions)
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         outgoing, self._outgoing = self._outgoing, {}
+        said = [message for messages in outgoing.values() for message in messages]
+        report.num_nodes = sum(len(message.nodes) for message in said if isinstance(message, DraftNodes))
         broken, self._broken = self._broken, {}
         return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)

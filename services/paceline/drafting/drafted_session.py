@@ -37,6 +37,8 @@ class DraftedSession:
         self.mirror = DrafterSession(opened)
         self.pages = KVSequence(self.mirror.tokens, pool)
         self.slots: dict[int, int] = {}
+        # Guesses below computed nodes that are not worth a place in the tree until a commit comes closer to them.
+        self._withheld: dict[Node, list[tuple[int, float]]] = {}
         self.computed_to = 0
         self.touched_s = 0.0
         self.parked = False
@@ -62,6 +64,7 @@ class DraftedSession:
                 self._sampler.push(token_id)
             self._keep(outcome, base_len, cache)
             self._free_dead_slots()
+            self._release()
         return outcome
 
     def _keep(self, pruning: Pruning, base_len: int, cache: KVCache) -> None:
@@ -72,6 +75,15 @@ class DraftedSession:
         targets = [self.pages.slot(node.position) for node in kept]
         cache.copy_slots(np.array(sources, np.int64), np.array(targets, np.int64))
         self.pages.mark_computed(base_len + len(kept))
+
+    def _release(self) -> None:
+        """Survivals rose with the commit: grows what has become worth it, without computing anything anew."""
+        root = self.mirror.tree.root
+        self._withheld = {
+            node: guesses for node, guesses in self._withheld.items() if node is root or node.state is NodeState.LIVE
+        }
+        for node in self._withheld:
+            self._grow(node)
 
     def _free_dead_slots(self) -> None:
         live = {node.node_id for node in self.mirror.tree.nodes()}
@@ -128,9 +140,15 @@ class DraftedSession:
         path = [step.token_id for step in _path(node)]
         token_ids, shares = self._sampler.rank(row, node.position + 1, NUM_RANKED, path)
         sure = confidences(shares, greedy=self.mirror.sampling.temperature == 0.0)
+        self._withheld[node] = list(zip(token_ids, sure, strict=True))[:width]
+        self._grow(node)
+
+    def _grow(self, node: Node) -> None:
+        guesses = self._withheld[node]
         survival = self.mirror.tree.survival(node)
-        worth = [guess for guess in zip(token_ids, sure, strict=True) if survival * guess[1] >= self._least_survival]
-        self.mirror.grow(node, worth[:width])
+        worth = [guess for guess in guesses if survival * guess[1] >= self._least_survival]
+        self.mirror.grow(node, worth)
+        self._withheld[node] = guesses[len(worth) :]
 
     def push(self, context_len: int, can_grow: bool) -> DraftNodes | None:
         """Nodes that are due after a draft step: held long enough, or the last for now."""
@@ -162,6 +180,7 @@ class DraftedSession:
         self.close()
         self.parked = True
         self.computed_to = 0
+        self._withheld.clear()
         self.mirror.forget()
 
     def close(self) -> None:

@@ -206,15 +206,16 @@ class TargetHost:
             self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
 
     def _deliver(self, output: TargetOutput) -> None:
+        # Drafters first: they are at rest until they hear of the commit, and clients are not.
+        for address, to_drafter in output.to_drafters.items():
+            if address in self._links:
+                self._links[address].send(to_drafter)
         for serial, committed in output.committed:
             stream = self._streams.get(serial)
             if stream is not None:
                 stream.put_nowait(committed)
-        for address, to_drafter in output.to_drafters.items():
-            if address in self._links:
-                self._links[address].send(to_drafter)
         for address, error in output.broken_links.items():
             self._metrics.fallbacks.labels("protocol_error").inc()
             if address in self._links:
                 self._links[address].reset(str(error))
-        record_step(self._metrics, output.report)
+        asyncio.get_running_loop().call_soon(record_step, self._metrics, output.report)
