@@ -304,7 +304,7 @@ class Replay:
             session.drafted = False
 
     def _grow(self, session: ReplayedSession, depth: int) -> None:
-        def probability(confidence: float) -> float:
+        def probability(_: str, confidence: float) -> float:
             return self._calibration.probability(confidence, session.offset)
 
         session.tree = DraftTree(session.committed_len, probability)
@@ -330,7 +330,7 @@ class Replay:
             entry[1] += tree.survival(node)
             entry[2] += _all_right(node)
         tokens = walk(tree.root, nodes, lambda _: RIGHT, lambda _: False)
-        for confidence, matched in tree.outcomes(tokens):
+        for _, confidence, matched in tree.outcomes(tokens):
             self._calibration.observe(confidence, session.offset, matched=matched)
         session.committed_len += len(tokens)
         session.missed = not tree.advance(tokens).hit

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.core.allocator import FixedGamma
+from paceline.core.params import METHODS
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.draft_model import DraftEngine, DraftLimits
@@ -42,6 +43,7 @@ async def running_verifier(
     """A verifier service and a stub to call it."""
     identity = model_identity(folder, "tiny")
     host = TargetHost(
+        methods=METHODS,
         identity=identity,
         max_model_len=MAX_MODEL_LEN,
         max_queue=MAX_QUEUE,

@@ -9,7 +9,8 @@ Speculation off is the fixed point under load (m* = 0), not a special case. See 
 
 Drafters work ahead of the step that uses their nodes, so the price that goes out looks ahead as well: it is that of
 the nodes which sessions usually have in hand, at the load of now. When even these do not beat plain decoding, the
-price is 1: drafters rest, and steps cost what they cost without them.
+price is 1: drafters rest, and steps cost what they cost without them. Sources inside the verifier do not rest; their
+guesses are there in plain steps too, and what drafters bring is measured against steps with these.
 """
 
 from __future__ import annotations
@@ -44,10 +45,19 @@ FORGETTING = 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """One decoding session as the allocator sees it: its tree and the most nodes it may have verified."""
+    """One decoding session as the allocator sees it.
+
+    Args:
+        tree: Its guesses.
+        cap: Most nodes it may have verified.
+        drafted: Whether a drafter is there for it.
+        own: Survivals of guesses that it has without a drafter, best first.
+    """
 
     tree: DraftTree
     cap: int
+    drafted: bool = True
+    own: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +78,12 @@ class Allocator(Protocol):
 
     @property
     def price(self) -> float:
-        """Least survival worth verifying now; 1: drafters rest."""
+        """Least survival worth drafting for; 1: drafters rest."""
+        ...
+
+    @property
+    def least_survival(self) -> float:
+        """Least survival worth one more row in the last step, for sources whose guesses cost nothing but that."""
         ...
 
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
@@ -104,6 +119,11 @@ class FixedGamma:
         """See `Allocator`; 0 unless gamma is."""
         return 0.0 if self.gamma else 1.0
 
+    @property
+    def least_survival(self) -> float:
+        """See `Allocator`."""
+        return self.price
+
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`; of no use here."""
 
@@ -134,8 +154,11 @@ class Goodput:
         self.times = StepTimes(DEFAULT_STEP_COST) if times is None else times
         self.max_nodes = max_nodes
         self.price = 0.0
+        self.least_survival = 0.0
         self._first_look = FIRST_SURVIVAL * DECLINE ** np.arange(max_nodes)
+        # By rank: survivals of what sessions have in hand while drafters work, and of what they have without them.
         self._in_hand = self._first_look.copy()
+        self._own = np.zeros(max_nodes)
         self._steps_since_change = LEAST_WORK
 
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
@@ -147,13 +170,18 @@ class Goodput:
         ranked = self._ranked(demands)
         rows = len(demands) + other_rows
         survivals = np.array([survival for survival, _, _ in ranked])
-        seconds = self.times.table(self._mode).from_to(rows, rows + len(ranked))
-        best = int(np.argmax(_expected(len(demands), survivals) / seconds))
+        drafted = [index for index, each in enumerate(demands) if each.cap and each.drafted]
+        table = self.times.table(self._mode if drafted else StepMode.PLAIN)
+        goodputs = _expected(len(demands), survivals) / table.from_to(rows, rows + len(ranked))
+        best = int(np.argmax(goodputs))
+        self.least_survival = float(goodputs[best]) * (table.at(rows + best + 1) - table.at(rows + best))
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
-        self._look(ranked, [index for index, each in enumerate(demands) if each.cap])
-        self._set_price(demands, rows)
+        if drafted:
+            self._look(ranked, drafted)
+            self._look_without(demands, drafted)
+            self._set_price(len(demands), len(drafted), rows)
         return Allocation(nodes=tuple(map(tuple, chosen)), price=self.price)
 
     def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
@@ -193,18 +221,20 @@ class Goodput:
         for look in looks:
             self._in_hand += SMOOTHING * (look - self._in_hand)
 
-    def _set_price(self, demands: Sequence[Demand], rows: int) -> None:
-        num_drafted = sum(1 for each in demands if each.cap)
-        if not num_drafted:
-            return
+    def _look_without(self, demands: Sequence[Demand], drafted: Sequence[int]) -> None:
+        for index in drafted:
+            look = np.zeros(self.max_nodes)
+            own = demands[index].own[: demands[index].cap]
+            look[: len(own)] = own
+            self._own += SMOOTHING * (look - self._own)
+
+    def _set_price(self, num_sessions: int, num_drafted: int, rows: int) -> None:
         resting = self._mode is StepMode.PLAIN
         table = self.times.table(StepMode.DRAFTING, kindness=KINDNESS if resting else 0.0)
-        survivals = np.repeat(self._in_hand, num_drafted)
-        seconds = table.from_to(rows, rows + len(survivals))
-        goodputs = _expected(len(demands), survivals) / seconds
+        goodputs = _outlook(table, num_sessions, rows, np.repeat(self._in_hand, num_drafted))
+        without = _outlook(self.times.table(StepMode.PLAIN), num_sessions, rows, np.repeat(self._own, num_drafted))
         best = int(np.argmax(goodputs))
-        plain = len(demands) / self.times.table(StepMode.PLAIN).at(rows)
-        gain = float(goodputs[best]) / plain if best else 0.0
+        gain = float(goodputs[best] / without.max()) if best else 0.0
         self._steps_since_change += 1
         if self._changes(gain, resting=resting):
             self._steps_since_change = 0
@@ -219,6 +249,11 @@ class Goodput:
         if self._steps_since_change >= CONTROL_EVERY:
             return True
         return gain <= 1.0 and self._steps_since_change >= LEAST_WORK
+
+
+def _outlook(table: StepCost, num_sessions: int, rows: int, survivals: Floats) -> Floats:
+    """Goodput of steps that verify the first 0, 1, ... of the nodes, tokens/s `[nodes + 1]`."""
+    return _expected(num_sessions, survivals) / table.from_to(rows, rows + len(survivals))
 
 
 def _expected(num_roots: int, survivals: Floats) -> Floats:

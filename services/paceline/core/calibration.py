@@ -12,6 +12,7 @@ reached and say nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Odds beyond these are not believed: no guess is sure, none impossible.
@@ -72,6 +73,33 @@ class Calibration:
         self._covariance -= shrink * toward_slope * toward_intercept
         self._var_intercept += DRIFT - shrink * toward_intercept**2
         offset.variance = min(OFFSET_VARIANCE, offset.variance + OFFSET_DRIFT - shrink * offset.variance**2)
+
+
+class Calibrations:
+    """Those of all sources as one session sees them, with offsets of its own.
+
+    Args:
+        known: By source; any other source starts unknown.
+    """
+
+    def __init__(self, known: Mapping[str, Calibration] | None = None) -> None:
+        self._sources = {name: (calibration, SessionOffset()) for name, calibration in (known or {}).items()}
+
+    def probability(self, source: str, confidence: float) -> float:
+        """See `Calibration.probability`."""
+        calibration, offset = self._of(source)
+        return calibration.probability(confidence, offset)
+
+    def observe(self, source: str, confidence: float, *, matched: bool) -> None:
+        """See `Calibration.observe`."""
+        calibration, offset = self._of(source)
+        calibration.observe(confidence, offset, matched=matched)
+
+    def _of(self, source: str) -> tuple[Calibration, SessionOffset]:
+        known = self._sources.get(source)
+        if known is None:
+            known = self._sources[source] = (Calibration(), SessionOffset())
+        return known
 
 
 def _sigmoid(value: float) -> float:

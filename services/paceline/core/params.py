@@ -13,6 +13,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_DRAFT_TOKENS = 64
+# Ways to draft: the drafter tier; look-up in the session's own text, or in recent outputs of others too.
+DRAFT_MODEL, NGRAM, SUFFIX = "draft_model", "ngram", "suffix"
+METHODS = (DRAFT_MODEL, NGRAM, SUFFIX)
 
 
 def _require(field: str, ok: bool, problem: str) -> None:
@@ -104,6 +107,7 @@ class SpeculationParams:
     enabled: bool = True
     max_draft_tokens: int | None = None
     acceptance: str = "coupled"
+    method: str = ""
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -114,6 +118,17 @@ class SpeculationParams:
             self.acceptance == "coupled",
             f'must be "coupled", the only rule served, got {self.acceptance!r}',
         )
+        unknown = sorted(set(self.methods) - set(METHODS))
+        _require(
+            "speculation.method",
+            not unknown,
+            f"must be some of {', '.join(METHODS)}, joined by +, got {self.method!r}",
+        )
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names in `method`; none: all that the verifier serves."""
+        return tuple(self.method.split("+")) if self.method else ()
 
     @property
     def cap(self) -> int:

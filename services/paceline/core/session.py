@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.calibration import Calibration, SessionOffset
+from paceline.core.calibration import Calibrations
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     Commit,
@@ -21,6 +21,7 @@ from paceline.core.messages import (
     OpenSession,
     SpeculationRecord,
 )
+from paceline.core.params import DRAFT_MODEL
 from paceline.core.tree import DraftTree, GraftOutcome, Node, NodeState, Pruning
 
 NOTHING_GRAFTED = GraftOutcome(num_added=0, num_late=0, num_stale=0)
@@ -72,18 +73,17 @@ class VerifierSession:
 
     Args:
         request: What to generate.
-        calibration: Of the source that drafts for it; learns from every commit.
+        calibrations: Of the sources that draft for it; they learn from every commit.
     """
 
-    def __init__(self, request: GenerateRequest, calibration: Calibration | None = None) -> None:
+    def __init__(self, request: GenerateRequest, calibrations: Calibrations | None = None) -> None:
         self.request = request
-        self._calibration = Calibration() if calibration is None else calibration
-        self._offset = SessionOffset()
+        self._calibrations = Calibrations() if calibrations is None else calibrations
         self.session_id = request.session_id
         self.epoch = request.epoch
         self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
         self.prompt_len = len(request.prompt_token_ids)
-        self.tree = DraftTree(len(self.tokens), self._probability)
+        self.tree = DraftTree(len(self.tokens), self._calibrations.probability)
         self.tally = SpeculationTally()
         self.price = 0.0
         self.room = 0
@@ -100,7 +100,7 @@ class VerifierSession:
 
     def open(self) -> OpenSession:
         """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do."""
-        self.tree = DraftTree(len(self.tokens), self._probability)
+        self.tree = DraftTree(len(self.tokens), self._calibrations.probability)
         return OpenSession(
             session_id=self.session_id,
             epoch=self.epoch,
@@ -119,13 +119,10 @@ class VerifierSession:
         """
         if not token_ids:
             raise LocalProtocolError("a commit holds at least one token")
-        for confidence, matched in self.tree.outcomes(token_ids):
-            self._calibration.observe(confidence, self._offset, matched=matched)
+        for source, confidence, matched in self.tree.outcomes(token_ids):
+            self._calibrations.observe(source, confidence, matched=matched)
         self.tokens.extend(token_ids)
         return self.tree.advance(token_ids)
-
-    def _probability(self, confidence: float) -> float:
-        return self._calibration.probability(confidence, self._offset)
 
     def commit_message(self, since_len: int) -> Commit:
         """Tells a drafter that has `since_len` tokens all that were committed since."""
@@ -240,4 +237,5 @@ class DrafterSession:
     def _guess(self, node: Node) -> NodeGuess:
         assert node.parent is not None, "only the root has no parent, and it is never sent"
         parent_id = 0 if node.parent is self.tree.root else node.parent.node_id
-        return NodeGuess(node_id=node.node_id, parent_id=parent_id, token_id=node.token_id, confidence=node.confidence)
+        confidence = node.guesses[DRAFT_MODEL]
+        return NodeGuess(node_id=node.node_id, parent_id=parent_id, token_id=node.token_id, confidence=confidence)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import NodeGuess
+from paceline.core.params import DRAFT_MODEL
 
 # A guess nobody believes in still has a survival above 0, so that logarithms stay finite.
 LEAST_CONFIDENCE = 1 / 512
@@ -37,11 +38,11 @@ class Node:
         parent: The node it hangs below.
         token_id: The guess.
         position: The absolute index that the token would take.
-        confidence: What the drafter says of it.
+        guesses: What each source that guessed it says of it.
         probability: What that is worth: the probability that it matches if its parent does.
     """
 
-    __slots__ = ("children", "confidence", "log_weight", "node_id", "parent", "position", "state", "token_id")
+    __slots__ = ("children", "guesses", "log_weight", "node_id", "parent", "position", "state", "token_id")
 
     def __init__(
         self,
@@ -50,18 +51,23 @@ class Node:
         parent: Node | None,
         token_id: int,
         position: int,
-        confidence: float = 1.0,
+        guesses: dict[str, float] | None = None,
         probability: float = 1.0,
     ) -> None:
         self.node_id = node_id
         self.parent = parent
         self.token_id = token_id
         self.position = position
-        self.confidence = confidence
+        self.guesses: dict[str, float] = {} if guesses is None else guesses
         above: float = 0.0 if parent is None else parent.log_weight
         self.log_weight: float = above + math.log(max(probability, LEAST_CONFIDENCE))
         self.children: dict[int, Node] = {}
         self.state = NodeState.LIVE
+
+    @property
+    def first_source(self) -> str:
+        """The source that guessed it first."""
+        return next(iter(self.guesses))
 
     def __repr__(self) -> str:
         """Short form for failing tests."""
@@ -90,10 +96,11 @@ class DraftTree:
 
     Args:
         committed_len: Number of committed tokens, at least 1.
-        probability: From the confidence of a guess to the probability that it matches; None takes it at its word.
+        probability: From a source and its confidence in a guess to the probability that the guess matches; None
+            takes every source at its word.
     """
 
-    def __init__(self, committed_len: int, probability: Callable[[float], float] | None = None) -> None:
+    def __init__(self, committed_len: int, probability: Callable[[str, float], float] | None = None) -> None:
         self._probability = probability
         self._index: dict[int, Node] = {}
         self.root = self._bare_root(committed_len)
@@ -125,24 +132,49 @@ class DraftTree:
             yield from level
             level = [child for node in level for child in node.children.values()]
 
-    def add(self, parent: Node, guess: NodeGuess) -> Node | None:
+    def probability(self, source: str, confidence: float) -> float:
+        """Probability that a source's guess matches if its parent does."""
+        return confidence if self._probability is None else self._probability(source, confidence)
+
+    def add(self, parent: Node, guess: NodeGuess, source: str = DRAFT_MODEL) -> Node | None:
         """Hangs a guess below a node; None when the parent already has that token (the id then names that node)."""
-        known = parent.children.get(guess.token_id)
-        if known is not None:
-            self._index[guess.node_id] = known
-            return None
-        node = Node(
-            node_id=guess.node_id,
-            parent=parent,
-            token_id=guess.token_id,
-            position=parent.position + 1,
-            confidence=guess.confidence,
-            probability=guess.confidence if self._probability is None else self._probability(guess.confidence),
-        )
-        parent.children[guess.token_id] = node
+        is_new = guess.token_id not in parent.children
+        node = self.suggest(parent, guess.token_id, guess.confidence, source)
         self._index[guess.node_id] = node
+        if not is_new:
+            return None
+        node.node_id = guess.node_id
+        return node
+
+    def suggest(self, parent: Node, token_id: int, confidence: float, source: str) -> Node:
+        """Hangs a guess that nobody will name by an id; where another source guessed the same, the surer one counts."""
+        probability = self.probability(source, confidence)
+        node = parent.children.get(token_id)
+        if node is not None:
+            node.guesses[source] = confidence
+            self._raise(node, parent.log_weight + math.log(max(probability, LEAST_CONFIDENCE)))
+            return node
+        node = Node(
+            node_id=0,
+            parent=parent,
+            token_id=token_id,
+            position=parent.position + 1,
+            guesses={source: confidence},
+            probability=probability,
+        )
+        parent.children[token_id] = node
         self.num_nodes += 1
         return node
+
+    @staticmethod
+    def _raise(node: Node, log_weight: float) -> None:
+        """Gives a node a higher weight, and all below it with it."""
+        rise = log_weight - node.log_weight
+        stack = [node] if rise > 0.0 else []
+        while stack:
+            above = stack.pop()
+            above.log_weight += rise
+            stack.extend(above.children.values())
 
     def graft(self, guesses: Sequence[NodeGuess], base_len: int, committed: Sequence[int]) -> GraftOutcome:
         """Takes in guesses that were made when `base_len` tokens were committed.
@@ -185,14 +217,15 @@ class DraftTree:
         node.state = NodeState.COMMITTED
         self._index[guess.node_id] = node
 
-    def outcomes(self, token_ids: Sequence[int]) -> Iterator[tuple[float, bool]]:
-        """What a commit says of guesses: `(confidence, matched)` of every child of a node on its path."""
+    def outcomes(self, token_ids: Sequence[int]) -> Iterator[tuple[str, float, bool]]:
+        """What a commit says of guesses: `(source, confidence, matched)` for every child of a node on its path."""
         node: Node | None = self.root
         for token_id in token_ids:
             if node is None:
                 return
             for child in node.children.values():
-                yield child.confidence, child.token_id == token_id
+                for source, confidence in child.guesses.items():
+                    yield source, confidence, child.token_id == token_id
             node = node.children.get(token_id)
 
     def advance(self, token_ids: Sequence[int]) -> Pruning:

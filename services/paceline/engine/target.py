@@ -14,20 +14,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.core.allocator import Allocation, Allocator, Demand
-from paceline.core.calibration import Calibration
+from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     CommittedTokens,
     DraftNodes,
+    GenerateRequest,
     LaggingSession,
     ModelIdentity,
     ToDrafter,
     ToVerifier,
 )
 from paceline.core.pace import LinkPace
+from paceline.core.params import DRAFT_MODEL
 from paceline.core.patience import Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
+from paceline.core.sources import LocalSource
 from paceline.core.step_cost import DEFAULT_STEP_COST, KNOTS, StepCost, StepMode
 from paceline.core.tree import Node, walk
 from paceline.engine.blocks import BlockPool, SlotPool
@@ -83,6 +86,7 @@ class TargetEngine:
         limits: Bounds.
         allocator: Which nodes a step verifies.
         clock: Seconds, monotonic.
+        sources: What guesses inside the verifier, beside the drafters.
         use_threads: Sets this thread up for steps of a mode; called before every step.
     """
 
@@ -95,6 +99,7 @@ class TargetEngine:
         limits: TargetLimits,
         allocator: Allocator,
         clock: Callable[[], float],
+        sources: Sequence[LocalSource] = (),
         use_threads: Callable[[StepMode], None] = lambda _: None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
@@ -103,6 +108,7 @@ class TargetEngine:
         self._limits = limits
         self._allocator = allocator
         self._clock = clock
+        self._sources = sources
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
@@ -111,7 +117,7 @@ class TargetEngine:
         self._running: list[TargetSession] = []
         self._sessions: dict[str, TargetSession] = {}
         self._links: dict[str, LinkPace] = {}
-        self._calibrations: dict[str, Calibration] = {}
+        self._calibrations: dict[tuple[str, bool], Calibration] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
         self._answered: list[TargetSession] = []
@@ -150,14 +156,17 @@ class TargetEngine:
                 self._links.pop(event.address, None)
 
     def _submit(self, event: Submit) -> None:
-        address = event.request.drafter_address
+        speculation = event.request.speculation
+        methods = speculation.methods or [source.name for source in self._sources]
+        sources = [source for source in self._sources if speculation.cap and source.name in methods]
         session = TargetSession(
             event.request,
             event.serial,
             self._identity,
             self._limits.max_model_len,
             self.pool,
-            self._calibration_of(address),
+            self._calibrations_for(event.request, sources),
+            sources,
             self._clock(),
         )
         self._sessions[event.request.session_id] = session
@@ -166,14 +175,20 @@ class TargetEngine:
         session.draft.room = ROOM_PER_NODE * self._cap(session)
         self._say(session, session.draft.open())
 
-    def _calibration_of(self, address: str) -> Calibration:
-        if address not in self._calibrations and len(self._calibrations) >= MAX_SOURCES:
+    def _calibrations_for(self, request: GenerateRequest, sources: Sequence[LocalSource]) -> Calibrations:
+        """Drafters are told apart by their addresses, and greedy sessions from others: these are easier to guess."""
+        greedy = request.sampling.temperature == 0.0
+        known = {source.name: self._calibration_of((source.name, greedy)) for source in sources}
+        return Calibrations({DRAFT_MODEL: self._calibration_of((request.drafter_address, greedy)), **known})
+
+    def _calibration_of(self, key: tuple[str, bool]) -> Calibration:
+        if key not in self._calibrations and len(self._calibrations) >= MAX_SOURCES:
             self._calibrations.pop(next(iter(self._calibrations)))
-        return self._calibrations.setdefault(address, Calibration())
+        return self._calibrations.setdefault(key, Calibration())
 
     def _drop(self, session: TargetSession) -> None:
         del self._sessions[session.draft.session_id]
-        session.pages.release()
+        session.close()
         if session in self._running:
             self._running.remove(session)
         else:
@@ -349,7 +364,15 @@ class TargetEngine:
         other_rows = min(backlog, max(0, budget - len(decoding)))
         # A quarter of the rows is prefill's when it has need of them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
-        demands = [Demand(tree=each.draft.tree, cap=min(self._cap(each), share)) for each in decoding]
+        demands = [
+            Demand(
+                tree=each.draft.tree,
+                cap=min(self._cap(each), share),
+                drafted=each.drafter_address in self._links,
+                own=each.own_survivals,
+            )
+            for each in decoding
+        ]
         allocation = self._allocator.allocate(demands, other_rows=other_rows)
         self._set_price(decoding, allocation)
         return [self._pack(builder, session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
@@ -438,6 +461,8 @@ class TargetEngine:
         self._report.gammas.append(len(each.nodes))
         if each.nodes:
             self._report.accepted.append(len(accepted))
+            self._report.verified_by.update(node.first_source for node in each.nodes)
+            self._report.accepted_by.update(node.first_source for node in accepted)
             self._report.num_hits += pruning.hit
             self._report.num_misses += not pruning.hit
         return self._hand_out(session, base_len)
@@ -475,6 +500,7 @@ class TargetEngine:
         if committed.result is not None:
             self._drop(session)
         else:
+            session.grow(self._cap(session), self._allocator.least_survival)
             self._tell(session)
         return session.serial, committed
 

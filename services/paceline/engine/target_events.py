@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -73,6 +74,9 @@ class StepReport:
     price: float = 1.0
     gammas: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    # Verified nodes, and those of them that matched, by the source that guessed them first.
+    verified_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
     num_hits: int = 0
     num_misses: int = 0
     num_late_nodes: int = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from paceline.core.calibration import Calibration
+from paceline.core.calibration import Calibrations
 from paceline.core.messages import (
     CommittedTokens,
     FinishReason,
@@ -16,6 +18,7 @@ from paceline.core.messages import (
 )
 from paceline.core.pace import LinkPace
 from paceline.core.session import VerifierSession
+from paceline.core.sources import LocalSource
 from paceline.engine.blocks import BlockPool
 from paceline.engine.sampler import RowSampler
 from paceline.engine.sequence import KVSequence
@@ -34,7 +37,8 @@ class TargetSession:
         identity: The target model.
         max_model_len: Most tokens, prompt and output.
         pool: Pages.
-        calibration: Of its drafter.
+        calibrations: Of its sources.
+        sources: Those inside the verifier.
         now_s: When it was submitted.
     """
 
@@ -45,12 +49,16 @@ class TargetSession:
         identity: ModelIdentity,
         max_model_len: int,
         pool: BlockPool,
-        calibration: Calibration,
+        calibrations: Calibrations,
+        sources: Sequence[LocalSource],
         now_s: float,
     ) -> None:
         self.serial = serial
         sampling = request.sampling
-        self.draft = VerifierSession(request, calibration)
+        self.draft = VerifierSession(request, calibrations)
+        self._followers = [source.follow(self.draft.tokens, self.draft.prompt_len) for source in sources]
+        # Survivals of the guesses these have made since the last commit, best first.
+        self.own_survivals: list[float] = []
         self.pages = KVSequence(self.draft.tokens, pool)
         self.drafter_address = request.drafter_address if request.speculation.cap else ""
         self.prefilled_to = 0
@@ -92,6 +100,19 @@ class TargetSession:
     def cap(self) -> int:
         """Most nodes that may be verified now; a node beyond the last token would be wasted."""
         return max(0, min(self.draft.request.speculation.cap, self._last_len - self.draft.committed_len - 1))
+
+    def grow(self, limit: int, least: float) -> None:
+        """Lets the sources inside the verifier guess what comes next."""
+        self.own_survivals = []
+        for follower in self._followers if limit and least < 1.0 else ():
+            self.own_survivals += follower.grow(self.draft.tree, limit, least)
+        self.own_survivals.sort(reverse=True)
+
+    def close(self) -> None:
+        """Frees pages, and lets the sources go."""
+        self.pages.release()
+        for follower in self._followers:
+            follower.close()
 
     def may_wait(self) -> bool:
         """False for sessions that must not be delayed for drafts."""

@@ -78,6 +78,7 @@ class SpeculationBody(_Strict):
     enabled: bool = True
     max_draft_tokens: int | None = None
     acceptance: str = "coupled"
+    method: str = ""
 
 
 class CommonBody(_Strict):

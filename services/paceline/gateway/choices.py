@@ -103,6 +103,7 @@ def _sessions(
         enabled=body.speculation.enabled,
         max_draft_tokens=body.speculation.max_draft_tokens,
         acceptance=body.speculation.acceptance,
+        method=body.speculation.method,
     )
     sessions: list[SessionRequest] = []
     for prompt in prompts:

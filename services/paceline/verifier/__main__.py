@@ -15,8 +15,9 @@ from paceline.config import loggable, parse
 from paceline.core.allocator import Allocator
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import NGRAM, SUFFIX, SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepMode
+from paceline.drafting.suffix import TextSource
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
@@ -29,7 +30,7 @@ from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
 from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.serving import run
-from paceline.verifier.config import VerifierConfig, allocator_from
+from paceline.verifier.config import VerifierConfig, speculation_from
 from paceline.verifier.host import TargetHost
 from paceline.verifier.servicer import VerifierServicer
 
@@ -55,7 +56,7 @@ async def serve(config: VerifierConfig) -> None:
     """
     logger.info("starting", extra=loggable(config))
     prepare_process(config.cpus, spare_cpus=config.spare_cpus)
-    allocator = allocator_from(config.speculative_config)
+    allocator, methods = speculation_from(config.speculative_config)
     own_identity = model_identity(config.model, config.model_name)
     max_model_len = _max_model_len(config, own_identity)
     # What others may ask for is what fits here, not what the model could do.
@@ -66,7 +67,8 @@ async def serve(config: VerifierConfig) -> None:
         max_model_len=max_model_len,
         max_queue=config.max_queue,
         grace_s=config.grace_s,
-        make_engine=lambda: make_engine(config, identity, allocator),
+        methods=methods,
+        make_engine=lambda: make_engine(config, identity, allocator, methods),
         metrics=VerifierMetrics(registry),
     )
     await serve_model(
@@ -95,7 +97,9 @@ def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
     return config.max_model_len or allowed
 
 
-def make_engine(config: VerifierConfig, identity: ModelIdentity, allocator: Allocator) -> TargetEngine:
+def make_engine(
+    config: VerifierConfig, identity: ModelIdentity, allocator: Allocator, methods: Sequence[str]
+) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
     decoder = load_decoder(config.model, config.dtype, config.device, config.threads)
     engine = TargetEngine(
@@ -109,6 +113,7 @@ def make_engine(config: VerifierConfig, identity: ModelIdentity, allocator: Allo
         ),
         allocator=allocator,
         clock=time.monotonic,
+        sources=[TextSource(method) for method in methods if method in (NGRAM, SUFFIX)],
         use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
     )
     decoder.prepare(config.max_num_batched_tokens)

@@ -9,9 +9,9 @@ from pathlib import Path
 from paceline.config import check_address, setting
 from paceline.core.allocator import Allocator, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
-from paceline.core.params import MAX_DRAFT_TOKENS
+from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, METHODS, SUFFIX
 
-METHODS = ("draft_model",)
+DEFAULT_METHODS = f"{DRAFT_MODEL}+{SUFFIX}"
 POLICIES = ("goodput", "fixed")
 DEFAULT_DRAFT_TOKENS = 12
 
@@ -47,7 +47,8 @@ class VerifierConfig:
     speculative_config: str = setting(
         "{}",
         help=(
-            "JSON with vLLM's keys: method (draft_model), num_speculative_tokens (most draft tokens verified per "
+            "JSON with vLLM's keys: method (draft_model, ngram, suffix, or several joined by +; default "
+            "draft_model+suffix), num_speculative_tokens (most draft tokens verified per "
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
             "(goodput, or fixed for comparison)."
         ),
@@ -62,8 +63,8 @@ class VerifierConfig:
             check_address("--announce", self.announce)
 
 
-def allocator_from(speculative_config: str) -> Allocator:
-    """Builds the policy that `--speculative-config` asks for.
+def speculation_from(speculative_config: str) -> tuple[Allocator, tuple[str, ...]]:
+    """Builds the policy, and names the methods, that `--speculative-config` asks for.
 
     Raises:
         ConfigError: The JSON is broken or asks for what is not served.
@@ -78,12 +79,14 @@ def allocator_from(speculative_config: str) -> Allocator:
     unknown = sorted(set(given) - {"method", "model", "num_speculative_tokens", "policy"})
     if unknown:
         raise ConfigError(f"{name}: unknown key {unknown[0]!r}")
-    _one_of(name, "method", given.get("method", METHODS[0]), METHODS)
+    methods = tuple(str(given.get("method", DEFAULT_METHODS)).split("+"))
+    for method in methods:
+        _one_of(name, "method", method, METHODS)
     policy = _one_of(name, "policy", given.get("policy", POLICIES[0]), POLICIES)
     gamma = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
     if not isinstance(gamma, int) or isinstance(gamma, bool) or not 0 <= gamma <= MAX_DRAFT_TOKENS:
         raise ConfigError(f"{name}: num_speculative_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {gamma!r}")
-    return FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma)
+    return (FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma)), methods
 
 
 def _one_of(name: str, key: str, value: object, allowed: tuple[str, ...]) -> str:

@@ -9,10 +9,11 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
-from paceline.core.params import check_token_ids
+from paceline.core.params import DRAFT_MODEL, check_token_ids
 from paceline.engine.bridge import EngineThread
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetEvent, TargetOutput
@@ -36,6 +37,7 @@ class TargetHost:
         identity: The target model.
         max_model_len: Most tokens of a session.
         max_queue: Most sessions that wait or run.
+        methods: Ways to draft that are served.
         grace_s: Time that sessions get to finish when the verifier stops.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
@@ -47,6 +49,7 @@ class TargetHost:
         identity: ModelIdentity,
         max_model_len: int,
         max_queue: int,
+        methods: Sequence[str],
         grace_s: float,
         make_engine: Callable[[], TargetEngine],
         metrics: VerifierMetrics,
@@ -54,6 +57,7 @@ class TargetHost:
         self.identity = identity
         self._max_model_len = max_model_len
         self._max_queue = max_queue
+        self._methods = tuple(methods)
         self._grace_s = grace_s
         self._metrics = metrics
         self._engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(make_engine, self._deliver, "target")
@@ -121,6 +125,8 @@ class TargetHost:
             UnavailableError: The verifier shuts down or its engine died.
         """
         self._check(request)
+        if DRAFT_MODEL not in (request.speculation.methods or self._methods):
+            request = replace(request, drafter_address="")
         if request.drafter_address and request.speculation.cap:
             self._dial(request.drafter_address)
         with self._stream(request) as stream:
@@ -143,6 +149,10 @@ class TargetHost:
         check_token_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
         check_token_ids("committed_token_ids", request.committed_token_ids, vocab_size)
         request.sampling.check_vocabulary(vocab_size)
+        unserved = sorted(set(request.speculation.methods) - set(self._methods))
+        if unserved:
+            served = ", ".join(self._methods)
+            raise InvalidRequestError("speculation.method", f"{unserved[0]} is not served here, only {served}")
         total = len(request.prompt_token_ids) + request.sampling.max_tokens
         if total > self._max_model_len:
             raise InvalidRequestError(

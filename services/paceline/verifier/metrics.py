@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from paceline.core.params import DRAFT_MODEL
 from paceline.engine.target_events import StepReport
 from paceline.obs.metrics import VerifierMetrics, rows_label
-
-SOURCE = "draft_model"
 
 
 def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
@@ -32,15 +31,9 @@ def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
     drafted = [gamma for gamma in report.gammas if gamma]
     for gamma, accepted in zip(drafted, report.accepted, strict=True):
         metrics.speculation.add_round(num_draft_tokens=gamma, num_accepted_tokens=accepted)
-    _count_nodes(metrics, report, sum(drafted), sum(report.accepted))
-
-
-def _count_nodes(metrics: VerifierMetrics, report: StepReport, num_drafted: int, num_accepted: int) -> None:
-    fates = {
-        "accepted": num_accepted,
-        "rejected": num_drafted - num_accepted,
-        "late": report.num_late_nodes + report.num_stale_nodes,
-    }
-    for fate, count in fates.items():
-        if count:
-            metrics.draft_nodes.labels(SOURCE, fate).inc(count)
+    for source, count in report.accepted_by.items():
+        metrics.draft_nodes.labels(source, "accepted").inc(count)
+    for source, count in (report.verified_by - report.accepted_by).items():
+        metrics.draft_nodes.labels(source, "rejected").inc(count)
+    if report.num_late_nodes + report.num_stale_nodes:
+        metrics.draft_nodes.labels(DRAFT_MODEL, "late").inc(report.num_late_nodes + report.num_stale_nodes)

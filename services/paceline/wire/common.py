@@ -71,7 +71,10 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 def speculation_to_pb(params: SpeculationParams) -> common_pb2.SpeculationParams:
     """Encodes what a request asks of speculation."""
     return common_pb2.SpeculationParams(
-        enabled=params.enabled, max_draft_tokens=params.max_draft_tokens, acceptance=params.acceptance
+        enabled=params.enabled,
+        max_draft_tokens=params.max_draft_tokens,
+        acceptance=params.acceptance,
+        method=params.method,
     )
 
 
@@ -85,6 +88,7 @@ def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationPar
         enabled=message.enabled,
         max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
         acceptance=message.acceptance or "coupled",
+        method=message.method,
     )
 
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from paceline.core.calibration import MAX_MARGIN, Calibration, SessionOffset, margin
+from paceline.core.calibration import MAX_MARGIN, Calibration, Calibrations, SessionOffset, margin
 from paceline.core.messages import GenerateRequest, NodeGuess
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
 from paceline.core.tree import DraftTree
 
@@ -63,7 +63,11 @@ def test_only_guesses_below_a_committed_token_have_an_outcome():
     tree.graft(
         [NodeGuess(node_id=n, parent_id=p, token_id=t, confidence=c) for n, p, t, c in rows], base_len=1, committed=[0]
     )
-    assert list(tree.outcomes([7, 1, 4])) == [(0.9, True), (0.1, False), (0.8, False)]
+    assert list(tree.outcomes([7, 1, 4])) == [
+        (DRAFT_MODEL, 0.9, True),
+        (DRAFT_MODEL, 0.1, False),
+        (DRAFT_MODEL, 0.8, False),
+    ]
 
 
 def test_a_commit_teaches_the_source_and_the_next_guess_is_worth_less():
@@ -75,11 +79,11 @@ def test_a_commit_teaches_the_source_and_the_next_guess_is_worth_less():
         sampling=SamplingParams(max_tokens=50),
         speculation=SpeculationParams(),
     )
-    session = VerifierSession(request, calibration)
+    session = VerifierSession(request, Calibrations({DRAFT_MODEL: calibration}))
     for number in range(1, 20):
         session.tree.add(session.tree.root, NodeGuess(node_id=number, parent_id=0, token_id=9, confidence=0.9))
         session.commit([3])
     node = session.tree.add(session.tree.root, NodeGuess(node_id=99, parent_id=0, token_id=9, confidence=0.9))
     assert node is not None
-    assert node.confidence == 0.9
+    assert node.guesses == {DRAFT_MODEL: 0.9}
     assert session.tree.survival(node) < 0.5

@@ -153,21 +153,25 @@ class SpeculationParams(google.protobuf.message.Message):
     ENABLED_FIELD_NUMBER: builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     ACCEPTANCE_FIELD_NUMBER: builtins.int
+    METHOD_FIELD_NUMBER: builtins.int
     enabled: builtins.bool
     """False: plain decoding for this session."""
     max_draft_tokens: builtins.int
     """Most draft tokens verified for this session in one step; absent: the verifier decides."""
     acceptance: builtins.str
     """Acceptance rule: "coupled"."""
+    method: builtins.str
+    """Ways to draft, joined by "+": "draft_model", "ngram", "suffix"; empty: all that the verifier serves."""
     def __init__(
         self,
         *,
         enabled: builtins.bool = ...,
         max_draft_tokens: builtins.int | None = ...,
         acceptance: builtins.str = ...,
+        method: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "max_draft_tokens", b"max_draft_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "acceptance", b"acceptance", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "acceptance", b"acceptance", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "method", b"method"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]) -> typing.Literal["max_draft_tokens"] | None: ...
 
 Global___SpeculationParams: typing_extensions.TypeAlias = SpeculationParams
