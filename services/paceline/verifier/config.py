@@ -9,9 +9,9 @@ from pathlib import Path
 from paceline.config import check_address, setting
 from paceline.core.allocator import Allocator, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
-from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, METHODS, SUFFIX
+from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, METHODS, NGRAM
 
-DEFAULT_METHODS = f"{DRAFT_MODEL}+{SUFFIX}"
+DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 POLICIES = ("goodput", "fixed")
 DEFAULT_DRAFT_TOKENS = 12
 
@@ -48,7 +48,7 @@ class VerifierConfig:
         "{}",
         help=(
             "JSON with vLLM's keys: method (draft_model, ngram, suffix, or several joined by +; default "
-            "draft_model+suffix), num_speculative_tokens (most draft tokens verified per "
+            "draft_model+ngram), num_speculative_tokens (most draft tokens verified per "
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
             "(goodput, or fixed for comparison)."
         ),
