@@ -51,9 +51,17 @@ class Completion:
     text: str = ""
     num_tokens: int = 0
     piece_times_s: list[float] = field(default_factory=list)
+    piece_chars: list[int] = field(default_factory=list)
+    started_s: float = 0.0
     seconds: float = 0.0
     record: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+
+    def tokens_until(self, time_s: float) -> float:
+        """Tokens that had come so many seconds after the batch started, by their share of the text."""
+        pairs = zip(self.piece_times_s, self.piece_chars, strict=True)
+        chars = sum(count for at_s, count in pairs if self.started_s + at_s <= time_s)
+        return self.num_tokens * chars / max(1, sum(self.piece_chars))
 
     @property
     def gaps_s(self) -> list[float]:
@@ -97,6 +105,7 @@ def _take(completion: Completion, event: dict[str, Any], now_s: float, on_text: 
         if choice.get("text"):
             completion.text += choice["text"]
             completion.piece_times_s.append(now_s)
+            completion.piece_chars.append(len(choice["text"]))
             if on_text is not None:
                 on_text(choice["text"])
     if event.get("usage"):
@@ -116,6 +125,13 @@ class BatchResult:
     def tokens_per_s(self) -> float:
         """All output tokens over the whole time, prefill included."""
         return sum(each.num_tokens for each in self.completions) / self.seconds
+
+    @property
+    def busy_tokens_per_s(self) -> float:
+        """Output tokens/s while every stream was busy: until the first of them found no request left to send."""
+        last_start_s = max(each.started_s for each in self.completions)
+        until_s = min(end for each in self.completions if (end := each.started_s + each.seconds) > last_start_s)
+        return sum(each.tokens_until(until_s) for each in self.completions) / until_s
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -154,7 +170,9 @@ async def run_batch(url: str, asks: Sequence[Ask], concurrency: int, title: str)
 
             async def one(ask: Ask) -> Completion:
                 async with gate:
+                    sent_s = time.perf_counter() - started_s
                     completion = await complete(client, url, ask)
+                completion.started_s = sent_s
                 bar.update()
                 return completion
 

@@ -3,8 +3,8 @@
 A verifier on one core and its drafter on the other, as on machines of their own; nothing is tuned between the loads.
 At every load three ways take turns: plain (speculation disabled by the requests), speculative, and a fleet that has no
 drafter at all and the same one core for its verifier, so that what speculation costs when it is merely configured can
-be seen. Requests of equal length keep so many streams busy; their prompts are cached. Tokens/s over all streams,
-medians of the rounds.
+be seen. Requests of equal length keep so many streams busy; their prompts are cached. Tokens/s over all streams while
+all are busy, medians of the rounds.
 
 --plot PATH draws speed-up and gamma against the number of streams, as SVG.
 """
@@ -35,6 +35,7 @@ LOADS = (1, 2, 4, 8, 16, 32, 64)
 # Never slower, anywhere; and faster by this much up to so many streams.
 LEAST, LEAST_AT_FEW, FEW = 0.98, 1.2, 4
 NUM_PROMPTS = 64
+REQUESTS_PER_STREAM = 4
 
 
 @dataclass(slots=True)
@@ -136,13 +137,13 @@ def _asks(count: int, max_tokens: int, temperature: float) -> list[Ask]:
 
 async def _row(ways: dict[str, tuple[str, dict[str, bool]]], streams: int, arguments: argparse.Namespace) -> Row:
     row = Row(streams=streams, rates={way: [] for way in ways})
-    asks = _asks(max(8, 2 * streams), arguments.max_tokens, arguments.temperature)
+    asks = _asks(max(8, REQUESTS_PER_STREAM * streams), arguments.max_tokens, arguments.temperature)
     for _ in range(arguments.rounds):
         texts: list[Sequence[str]] = []
         for way, (url, speculation) in ways.items():
             batch = [replace(ask, speculation=speculation) for ask in asks]
             result = await run_batch(url, batch, streams, f"{way}, {streams} streams")
-            row.rates[way].append(result.tokens_per_s)
+            row.rates[way].append(result.busy_tokens_per_s)
             texts.append([each.text for each in result.completions])
             if way == SPECULATIVE:
                 row.speculative.append(result)

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.allocator import FixedGamma, Goodput
 from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import NGRAM, SUFFIX, SamplingParams, SpeculationParams
 from paceline.engine.target_events import DraftsArrived
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
 from tests.support.engines import DRAFTER, EnginePair
@@ -70,6 +70,37 @@ def test_gamma_tree_shape_and_batch_leave_the_tokens_alone(pair_folders, plain, 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_goodput_policy_leaves_the_tokens_alone(pair_folders, plain, sampling):
     assert texts(EnginePair(*pair_folders, allocator=Goodput()), SAMPLINGS[sampling], 16) == plain[sampling]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("methods", [(NGRAM,), (NGRAM, SUFFIX)], ids="+".join)
+def test_sources_inside_the_verifier_leave_the_tokens_alone(pair_folders, plain, sampling, methods):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4), methods=methods)
+    pair.kill_drafter()
+    assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
+    assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
+    if SUFFIX in methods:
+        accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in pair.sessions.values())
+        assert accepted > 100, "the second time, every output has been seen"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_switching_the_method_in_mid_session_leaves_the_tokens_alone(pair_folders, plain, sampling):
+    pair = EnginePair(*pair_folders, methods=(NGRAM, SUFFIX))
+    for index, prompt in enumerate(prompts(4)):
+        so_far: list[int] = []
+        for method in ("draft_model", "suffix", "ngram+draft_model"):
+            if len(so_far) == len(plain[sampling][index]):
+                break
+            name = f"{index} by {method}"
+            pair.submit(name, prompt, SAMPLINGS[sampling], SpeculationParams(method=method), committed=so_far)
+            while pair.target.has_work() and len(pair.sessions[name].token_ids) < 13:
+                pair.round()
+            so_far = so_far + pair.sessions[name].token_ids
+            if pair.target.has_work():
+                pair.cancel(name)
+                pair.round()
+        assert plain[sampling][index][: len(so_far)] == so_far
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

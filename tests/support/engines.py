@@ -10,6 +10,7 @@ from paceline.core.allocator import Allocator, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
+from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
@@ -52,6 +53,7 @@ class EnginePair:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 128,
         dtype: str = "float32",
+        methods: Sequence[str] = (),
     ) -> None:
         self.clock = Clock()
         self.drafter_folder, self.width, self.dtype = drafter, width, dtype
@@ -67,6 +69,7 @@ class EnginePair:
             ),
             allocator=allocator or Goodput(),
             clock=self.clock,
+            sources=[TextSource(method) for method in methods],
         )
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []

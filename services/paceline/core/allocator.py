@@ -28,6 +28,9 @@ from paceline.core.tree import DraftTree, Node, best_first
 
 Floats = npt.NDArray[np.float64]
 
+# Of all sets of nodes that do as well as the best one, or nearly so, the smallest: what more rows bring may be less
+# than what their times are off.
+ENOUGH = 0.98
 # Drafters that rest are called back for a gain of this much, and not before so many steps; they are sent to rest for
 # none at all, and not before so many.
 WORTH_A_CALL = 1.03
@@ -173,7 +176,7 @@ class Goodput:
         drafted = [index for index, each in enumerate(demands) if each.cap and each.drafted]
         table = self.times.table(self._mode if drafted else StepMode.PLAIN)
         goodputs = _expected(len(demands), survivals) / table.from_to(rows, rows + len(ranked))
-        best = int(np.argmax(goodputs))
+        best = int(np.argmax(goodputs >= ENOUGH * goodputs.max()))
         self.least_survival = float(goodputs[best]) * (table.at(rows + best + 1) - table.at(rows + best))
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:

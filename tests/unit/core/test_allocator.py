@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.allocator import CONTROL_EVERY, Demand, FixedGamma, Goodput
+from paceline.core.allocator import CONTROL_EVERY, ENOUGH, Demand, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.messages import NodeGuess
 from paceline.core.pace import OVERDUE, LinkPace
@@ -77,7 +77,7 @@ def test_caps_hold_for_both_policies():
 
 
 @given(TREES, st.integers(0, 20))
-def test_no_other_set_of_nodes_has_a_higher_goodput(rows, other_rows):
+def test_no_other_set_of_nodes_has_a_much_higher_goodput(rows, other_rows):
     trees = [tree_of(each) for each in rows]
     demands = [Demand(tree=tree, cap=64) for tree in trees]
     allocation = Goodput().allocate(demands, other_rows=other_rows)
@@ -94,7 +94,7 @@ def test_no_other_set_of_nodes_has_a_higher_goodput(rows, other_rows):
         for subset in itertools.combinations(sorted(survivals, reverse=True), count)
         if count <= 3 or subset == tuple(sorted(survivals, reverse=True)[:count])
     )
-    assert got >= max(goodput(subset) for subset in everything) - 1e-12
+    assert got >= ENOUGH * max(goodput(subset) for subset in everything) - 1e-12
 
 
 @given(TREES)
@@ -168,6 +168,32 @@ def test_drafters_are_called_back_when_the_load_falls():
     busy = settled(64, STEEP)
     assert busy.price == 1.0
     assert settled(1, STEEP, steps=30, policy=busy).price < 1.0
+
+
+def test_drafters_rest_where_the_sessions_own_text_says_as_much():
+    def steps_drafted(own) -> int:
+        costs = {StepMode.PLAIN: STEEP, StepMode.DRAFTING: STEEP.scaled(1.05)}
+        policy, count = Goodput(StepTimes(*costs.values())), 0
+        for _ in range(200):
+            mode = StepMode.PLAIN if policy.price >= 1.0 else StepMode.DRAFTING
+            tree = tree_of(CHAIN if own or mode is StepMode.DRAFTING else [])
+            allocation = policy.allocate([Demand(tree=tree, cap=8, own=own)], other_rows=0)
+            rows = 1 + len(allocation.nodes[0])
+            policy.observe(rows=rows, mode=mode, seconds=costs[mode].at(rows))
+            count += mode is StepMode.DRAFTING
+        return count
+
+    assert steps_drafted([]) > 180
+    assert steps_drafted([0.9, 0.72, 0.5, 0.3]) < 100
+
+
+def test_guesses_without_a_drafter_are_worth_a_row_while_rows_are_cheap():
+    few, many = Goodput(StepTimes(STEEP)), Goodput(StepTimes(STEEP))
+    own = [0.9, 0.72, 0.5, 0.3]
+    few.allocate([Demand(tree=tree_of(CHAIN), cap=8, drafted=False, own=own)], other_rows=0)
+    many.allocate([Demand(tree=tree_of(CHAIN), cap=8, drafted=False, own=own)] * 64, other_rows=0)
+    assert few.least_survival < 0.5
+    assert many.least_survival >= 1.0
 
 
 def test_sessions_that_opted_out_change_no_price():

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.messages import NodeGuess
+from paceline.core.params import DRAFT_MODEL
 from paceline.core.tree import DraftTree, NodeState, best_first, walk
 
 
@@ -138,3 +139,24 @@ def test_survival_never_rises_on_the_way_down_and_long_runs_do_not_underflow(row
     tree.graft([guess(node_id + 1, 0, 8, 0.5)], tree.committed_len, committed)
     if 8 in tree.root.children:
         assert tree.survival(tree.root.children[8]) == pytest.approx(0.5)
+
+
+def test_where_two_sources_guess_the_same_the_surer_one_counts_and_both_learn():
+    tree = DraftTree(1)
+    tree.graft([guess(1, 0, 10, 0.5), guess(2, 1, 11, 0.5)], 1, [0])
+    node = tree.suggest(tree.root, 10, 0.8, "ngram")
+    below = node.children[11]
+    assert tree.survival(node) == pytest.approx(0.8)
+    assert tree.survival(below) == pytest.approx(0.4)
+    assert tree.suggest(tree.root, 10, 0.1, "suffix") is node
+    assert tree.survival(node) == pytest.approx(0.8)
+    assert set(tree.outcomes([10])) == {(DRAFT_MODEL, 0.5, True), ("ngram", 0.8, True), ("suffix", 0.1, True)}
+    assert (node.first_source, tree.num_nodes) == (DRAFT_MODEL, 2)
+
+
+def test_a_drafter_finds_a_guess_that_another_source_has_hung_already():
+    tree = DraftTree(1)
+    node = tree.suggest(tree.root, 10, 0.4, "ngram")
+    assert tree.graft([guess(7, 0, 10, 0.9), guess(8, 7, 11, 0.5)], 1, [0]).num_added == 1
+    assert node.children[11].node_id == 8
+    assert tree.survival(node) == pytest.approx(0.9)

@@ -1,0 +1,123 @@
+"""Look-up finds what followed the last time, lets places vote, and keeps within its bounds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.params import NGRAM, SUFFIX
+from paceline.core.tree import DraftTree
+from paceline.drafting.suffix import LEAST_MATCH, MOST_PLACES, RecentTexts, SuffixIndex, TextFollower, TextSource
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def follow(tokens, name=NGRAM) -> TextFollower:
+    return TextSource(name).follow(tokens, prompt_len=len(tokens))
+
+
+def grown(follower, tokens, *, limit=8, least=0.01) -> tuple[DraftTree, list[float]]:
+    tree = DraftTree(len(tokens))
+    return tree, follower.grow(tree, limit, least)
+
+
+def longest_path(tree) -> list[int]:
+    path, node = [], tree.root
+    while node.children:
+        node = max(node.children.values(), key=lambda child: child.log_weight)
+        path.append(node.token_id)
+    return path
+
+
+def test_what_followed_last_time_is_guessed():
+    tokens = [5, 6, 7, 8, 9, 10, 1, 5, 6, 7]
+    tree, survivals = grown(follow(tokens), tokens, limit=4)
+    assert longest_path(tree) == [8, 9, 10, 1]
+    assert survivals == sorted(survivals, reverse=True)
+    assert len(survivals) == 4
+
+
+def test_nothing_is_guessed_when_nothing_matches():
+    tokens = [1, 2, 3, 4, 5, 6]
+    tree, survivals = grown(follow(tokens), tokens)
+    assert (tree.num_nodes, survivals) == (0, [])
+
+
+def test_places_that_disagree_share_the_vote_and_the_longer_match_weighs_more():
+    tokens = [1, 2, 3, 4, 50, 9, 3, 4, 60, 8, 1, 2, 3, 4]
+    tree, _ = grown(follow(tokens), tokens)
+    surer, other = tree.root.children[50], tree.root.children[60]
+    assert tree.survival(surer) > tree.survival(other) > 0
+    assert sum(child.guesses[NGRAM] for child in tree.root.children.values()) < 1
+
+
+def test_a_longer_match_is_surer():
+    short, long = [1, 2, 9, 7, 1, 2], [5, 6, 1, 2, 9, 7, 5, 6, 1, 2]
+    sure = [grown(follow(tokens), tokens, limit=1)[1][0] for tokens in (short, long)]
+    assert sure[0] < sure[1]
+
+
+def test_guesses_below_the_least_survival_are_not_hung():
+    tokens = [1, 2, 9, 7, 1, 2]
+    everything, _ = grown(follow(tokens), tokens)
+    some, survivals = grown(follow(tokens), tokens, least=0.4)
+    assert 0 < some.num_nodes < everything.num_nodes
+    assert min(survivals) >= 0.4
+
+
+def test_tokens_committed_later_are_read_too():
+    tokens = [1, 2, 3]
+    follower = follow(tokens)
+    assert grown(follower, tokens)[1] == []
+    tokens += [4, 1, 2]
+    tree, _ = grown(follower, tokens, limit=2)
+    assert longest_path(tree) == [3, 4]
+
+
+@given(TOKENS)
+def test_every_guess_really_followed_these_tokens_somewhere(tokens):
+    tree, survivals = grown(follow(tokens), tokens, limit=16, least=0.0)
+    text = "," + ",".join(map(str, tokens)) + ","
+    for node in tree.nodes():
+        path, step = [], node
+        while step is not tree.root:
+            path.append(step.token_id)
+            step = step.parent
+        assert "," + ",".join(map(str, tokens[-LEAST_MATCH:] + path[::-1])) + "," in text
+    assert tree.num_nodes == len(survivals)
+
+
+def test_outputs_of_other_sessions_are_read_by_suffix_alone():
+    for name, expected in ((SUFFIX, [7, 8]), (NGRAM, [])):
+        source = TextSource(name)
+        source.follow([1, 2, 5, 6, 7, 8], prompt_len=2).close()
+        tokens = [3, 5, 6]
+        tree, _ = grown(source.follow(tokens, prompt_len=3), tokens)
+        assert longest_path(tree) == expected
+
+
+def test_prompts_of_other_sessions_are_never_read():
+    source = TextSource(SUFFIX)
+    source.follow([5, 6, 7, 8, 1, 2, 3], prompt_len=4).close()
+    tokens = [5, 6]
+    assert grown(source.follow(tokens, prompt_len=2), tokens)[1] == []
+
+
+@given(st.lists(TOKENS, max_size=12), st.integers(0, 80))
+def test_recent_texts_keep_the_latest_within_their_bound(texts, most_tokens):
+    recent = RecentTexts(most_tokens)
+    for text in texts:
+        recent.keep(text)
+    kept = {id(text) for places in recent.index._places.values() for text, _ in places}
+    held = [text for text in recent._texts if len(text) > LEAST_MATCH]
+    assert sum(map(len, recent._texts)) <= most_tokens
+    assert kept <= set(map(id, held))
+
+
+@given(TOKENS)
+def test_an_index_is_as_good_as_new_after_a_text_was_removed(text):
+    index = SuffixIndex()
+    index.add(text, 0)
+    assert all(len(places) <= MOST_PLACES for places in index._places.values())
+    index.remove(text)
+    assert index._places == {}
