@@ -18,6 +18,7 @@ import numpy as np
 from paceline.core.allocator import Allocator, Demand
 from paceline.core.calibration import Calibration, SessionOffset, margin
 from paceline.core.messages import NodeGuess
+from paceline.core.params import DRAFT_MODEL
 from paceline.core.step_cost import StepCost, StepMode
 from paceline.core.tree import DraftTree, Node, best_first, walk
 
@@ -190,7 +191,7 @@ class Optimum:
         survival, step = 1.0, node
         while step.parent is not None:
             right = float(step.token_id == RIGHT)
-            survival *= right if self._clairvoyant else self._world.chance(step.confidence, session)
+            survival *= right if self._clairvoyant else self._world.chance(step.guesses[DRAFT_MODEL], session)
             step = step.parent
         return survival
 
