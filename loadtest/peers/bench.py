@@ -1,7 +1,7 @@
 """Peers side by side on the demo pair: `python -m loadtest.peers`.
 
 OpenVINO GenAI, llama.cpp, vLLM and transformers decode the same prompts greedily, plain and with the draft model as
-their own draft model, on the same cores in bf16. Each is set up in the user's cache folder the first time (minutes;
+their own draft model, on the same cores in bf16; then our fleet does, as `paceline up` starts it. Each is set up in the user's cache folder the first time (minutes;
 llama.cpp is compiled), and a peer that cannot be is left out with its reason. The last line is one JSON object.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loadtest.fleet import machine
+from loadtest.peers.ours import measure_ours, verdict
 from loadtest.peers.run import PEERS, PeerBench, PeerFigure, measure_peers
 from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
 from paceline.training.corpus import unseen_prompts
@@ -24,7 +25,7 @@ HEADINGS = f"{'peer':16} {'mode':7} {'streams':>7} {'gamma':>5} {'decode/s':>9} 
 
 
 def main() -> None:
-    """Parses the command line and runs the bench; exit status 1 when no peer gave a figure."""
+    """Parses the command line and runs the bench; exit status 1 when a peer is faster."""
     arguments = _parser().parse_args()
     # Through the clean-ups that stop a peer, or an installation, and its children.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -44,17 +45,21 @@ def main() -> None:
         passes=arguments.passes,
     )
     figures = measure_peers(arguments.peers, bench)
-    ok = any(figure.error is None for figure in figures)
-    print_table(figures)
+    ours = measure_ours(bench)
+    found = verdict(ours, figures)
+    print_table([*figures, *ours])
+    for streams, ratio in found["to_best_peer"].items():
+        against = "the best peer with its draft model" if streams == "1" else "the best peer's plain decoding"
+        print(f"ours over {against}, {streams} streams: {ratio}")
     mean_prompt = sum(map(len, prompts)) / len(prompts)
     print(
         f"decode/s: tokens/s after the last stream's first token; total/s: prefill counted; differ: texts that are not "
         f"those of its own plain run at 1 stream\n{target.name}, drafter {arguments.draft.name}, greedy, "
         f"prompts of {mean_prompt:.0f} tokens, {arguments.max_tokens} new, median of {arguments.passes}; {machine()}"
     )
-    rows = [figure.row() for figure in figures]
-    print(json.dumps({"bench": "peers", "machine": machine(), "model": target.name, "figures": rows, "ok": ok}))
-    raise SystemExit(0 if ok else 1)
+    rows = [figure.row() for figure in (*figures, *ours)]
+    print(json.dumps({"bench": "peers", "machine": machine(), "model": target.name, "figures": rows, **found}))
+    raise SystemExit(0 if found["ok"] else 1)
 
 
 def encoded_prompts(checkpoint: Path, count: int) -> list[list[int]]:

@@ -1,0 +1,83 @@
+"""Paceline's own figures beside the peers': the whole fleet, on the same cores, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from loadtest.client import Ask, BatchResult, run_batch
+from loadtest.fleet import bench_fleet
+from loadtest.peers.run import PeerBench, PeerFigure, best_figure
+from paceline.training.corpus import unseen_prompts
+
+OURS = "paceline"
+MODES = {"plain": {"enabled": False}, "draft": {"enabled": True}}
+
+
+def measure_ours(bench: PeerBench) -> list[PeerFigure]:
+    """Measures the fleet as `paceline up` starts it, plain and speculating, at the numbers of streams of the bench."""
+    return asyncio.run(_measure(bench))
+
+
+async def _measure(bench: PeerBench) -> list[PeerFigure]:
+    figures: list[PeerFigure] = []
+    async with bench_fleet(model=bench.target, draft_model=bench.draft) as fleet:
+        for streams in bench.plain:
+            asks = _asks(bench, streams)
+            for mode, speculation in MODES.items():
+                passes = [
+                    [await run_batch(fleet.gateway_url, wave, streams, f"{OURS}, {mode}, {streams} streams")
+                     for wave in _waves(asks, streams, speculation)]
+                    for _ in range(bench.passes + 1)
+                ]  # fmt: skip
+                # The first pass fills the prefix cache and lets the controller meet the load.
+                figures.append(_figure(mode, streams, passes[1:]))
+    return figures
+
+
+def _asks(bench: PeerBench, streams: int) -> list[Ask]:
+    count = streams * max(1, bench.least_prompts // streams)
+    return [Ask(prompt=prompt, max_tokens=bench.max_new_tokens) for prompt in unseen_prompts(count)]
+
+
+def _waves(asks: Sequence[Ask], streams: int, speculation: dict[str, Any]) -> list[list[Ask]]:
+    asked = [Ask(prompt=each.prompt, max_tokens=each.max_tokens, speculation=speculation) for each in asks]
+    return [asked[start : start + streams] for start in range(0, len(asked), streams)]
+
+
+def _figure(mode: str, streams: int, passes: Sequence[Sequence[BatchResult]]) -> PeerFigure:
+    decode, total = zip(*(_speeds(waves) for waves in passes), strict=True)
+    return PeerFigure(
+        peer=OURS,
+        precision="bfloat16",
+        mode=mode,
+        streams=streams,
+        decode_tokens_per_s=statistics.median(decode),
+        total_tokens_per_s=statistics.median(total),
+        num_tokens=sum(each.num_tokens for wave in passes[0] for each in wave.completions),
+    )
+
+
+def _speeds(waves: Sequence[BatchResult]) -> tuple[float, float]:
+    """Tokens/s after the last stream's first token, and over all: as the peers' are counted."""
+    tokens = seconds = 0.0
+    for wave in waves:
+        first_s = max(each.started_s + each.piece_times_s[0] for each in wave.completions)
+        last_s = max(each.started_s + each.piece_times_s[-1] for each in wave.completions)
+        tokens += sum(each.num_tokens - each.tokens_until(first_s) for each in wave.completions)
+        seconds += last_s - first_s
+    everything = sum(each.num_tokens for wave in waves for each in wave.completions)
+    return tokens / seconds, everything / sum(wave.seconds for wave in waves)
+
+
+def verdict(ours: Sequence[PeerFigure], peers: Sequence[PeerFigure]) -> dict[str, Any]:
+    """Ours over the best peer: with drafts at 1 stream, over its plain figure at more."""
+    ratios: dict[str, float] = {}
+    for streams in sorted({each.streams for each in ours}):
+        mine = best_figure(ours, streams=streams, mode="draft")
+        best = best_figure(peers, streams=streams, mode=None if streams == 1 else "plain")
+        if mine is not None and best is not None:
+            ratios[str(streams)] = round(mine.decode_tokens_per_s / best.decode_tokens_per_s, 3)
+    return {"to_best_peer": ratios, "ok": bool(ratios) and all(ratio >= 1.0 for ratio in ratios.values())}
