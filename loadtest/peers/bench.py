@@ -1,8 +1,9 @@
 """Peers side by side on the demo pair: `python -m loadtest.peers`.
 
 OpenVINO GenAI, llama.cpp, vLLM and transformers decode the same prompts greedily, plain and with the draft model as
-their own draft model, on the same cores in bf16; then our fleet does, as `paceline up` starts it. Each is set up in the user's cache folder the first time (minutes;
-llama.cpp is compiled), and a peer that cannot be is left out with its reason. The last line is one JSON object.
+their own draft model, on the same cores in bf16; then our fleet does, as `paceline up` starts it. Each peer is set up
+in the user's cache folder the first time (minutes; llama.cpp is compiled), and one that cannot be is left out with its
+reason. The last line is one JSON object; the exit status is 0 when no peer is faster.
 """
 
 from __future__ import annotations
