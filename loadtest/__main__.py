@@ -13,6 +13,7 @@ BENCHES = {
     "gateway": "time per token through HTTP and SSE against gRPC straight to the verifier, and 64 streams at once",
     "gpu": "8B- and 1B-shaped random models on a GPU, acceptance imposed",
     "memory": "64 sessions of 1,000 tokens within the printed budget, and no growth over 10,000 requests",
+    "methods": "every way to draft on code, prose and tables, and a drafter with random weights",
     "peers": "the fleet beside other engines on the same pair, each in an environment of its own",
     "rtt": "speed against a round trip of 0, 1, 5 and 20 ms between verifier and drafter",
     "single": "one stream: a drafter tier on its own core, and equal hardware",

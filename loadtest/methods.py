@@ -1,0 +1,229 @@
+"""Every way to draft on the same prompts: `make bench NAME=methods`.
+
+One stream, verifier on one core, drafter on the other; requests name their method, so one fleet serves them all, and
+every text must be that of plain decoding. Three kinds of prompts: openings of code that the pair never saw, prose from
+docstrings it never saw, and tables that repeat themselves. By method and temperature the table shows
+
+  a         acceptance rate per position that was checked (a path counts as one chain)
+  length    mean acceptance length, 1 + accepted / rounds
+  formula   what (1 - a^(g+1)) / (1 - a) says for the mean number of draft tokens g of a round (a tree's siblings are no
+            deeper, so trees stay below it)
+  ratio     decode tokens/s over plain decoding of the same prompts
+
+Last comes a drafter with random weights. Speculation must cost nothing then: at least 0.98 of plain, and no session
+may have verified draft tokens in more than 20 rounds. `suffix` looks at outputs of earlier requests as well; it is asked
+for every prompt once at a temperature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from loadtest.client import Ask, Completion, complete
+from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.single import OWN_HARDWARE
+from paceline.cluster.checkpoints import DEMO_DRAFTER
+from paceline.core.gains import expected_tokens
+from paceline.training.corpus import load_corpus, unseen_prompts
+from paceline.training.export import Card, export_model
+from paceline.training.models import load_model, new_model
+
+PLAIN = "plain"
+METHODS = ("draft_model", "ngram", "suffix", "draft_model+ngram")
+ALL_METHODS = "draft_model+ngram+suffix"
+RANDOM = "random drafter"
+TEMPERATURES = (0.0, 1.0)
+LEAST_WITH_RANDOM, MOST_ROUNDS_WITH_RANDOM = 0.98, 20
+PROSE_CHARS = 320
+
+
+@dataclass(slots=True)
+class Case:
+    """One method on one kind of prompts at one temperature, beside plain decoding."""
+
+    kind: str
+    temperature: float
+    method: str
+    done: list[Completion] = field(default_factory=list)
+    plain: list[Completion] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        """What goes into the table and the last line."""
+        accepted, checked = checked_positions(self.done)
+        rounds = sum(each.record["num_spec_steps"] for each in self.done)
+        drafted = sum(each.record["num_draft_tokens"] for each in self.done)
+        rate, gamma = accepted / max(1, checked), drafted / max(1, rounds)
+        return {
+            "prompts": self.kind,
+            "temperature": self.temperature,
+            "method": self.method,
+            "acceptance_rate": round(rate, 3),
+            "gamma": round(gamma, 2),
+            "mean_acceptance_length": round(1 + accepted / max(1, rounds), 2),
+            "formula": round(between(rate, gamma), 2),
+            "most_rounds": max(each.record["num_spec_steps"] for each in self.done),
+            "tokens_per_s": round(speed(self.done), 1),
+            "ratio": round(speed(self.done) / speed(self.plain), 3),
+            "batch_size": round(statistics.fmean(each.record["mean_batch_size"] for each in self.done), 2),
+            "same_texts": [each.text for each in self.done] == [each.text for each in self.plain],
+        }
+
+
+def checked_positions(completions: Sequence[Completion]) -> tuple[int, int]:
+    """Accepted draft tokens, and positions checked: those accepted and the one at which a round stopped."""
+    accepted = checked = 0
+    for completion in completions:
+        histogram = completion.record["acceptance_histogram"]
+        most = len(histogram) - 1
+        for count, rounds in enumerate(histogram):
+            accepted += count * rounds
+            # The longest run may have ended with the chain; counting it as stopped would be unfair.
+            checked += (count + (count < most or most == 0)) * rounds
+    return accepted, checked
+
+
+def between(rate: float, gamma: float) -> float:
+    """The closed form at a gamma between two whole numbers."""
+    low = int(gamma)
+    share = gamma - low
+    return (1 - share) * expected_tokens(rate, low) + share * expected_tokens(rate, low + 1)
+
+
+def speed(completions: Sequence[Completion]) -> float:
+    """Decode tokens/s: tokens after the first piece over the time from it to the last."""
+    seconds = sum(each.piece_times_s[-1] - each.piece_times_s[0] for each in completions)
+    return sum(each.num_tokens - each.tokens_until(each.piece_times_s[0]) for each in completions) / seconds
+
+
+def main() -> None:
+    """Parses the command line and runs the bench."""
+    parser = argparse.ArgumentParser(
+        prog="methods", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of each kind (default 8)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt (default 128)")
+    raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
+
+
+async def measure(arguments: argparse.Namespace) -> bool:
+    """Measures all methods and prints the table; True when texts agree and a random drafter costs nothing."""
+    kinds = {
+        "code": unseen_prompts(arguments.prompts),
+        "prose": prose_prompts(arguments.prompts),
+        "tables": table_prompts(arguments.prompts),
+    }
+    config = {"method": ALL_METHODS}
+    settings = {**widened_target("98m"), **OWN_HARDWARE, "speculative_config": json.dumps(config)}
+    with tempfile.TemporaryDirectory() as folder:
+        cases = await _measure_fleet(settings, kinds, METHODS, arguments)
+        settings["draft_model"] = random_drafter(Path(folder) / "random-drafter")
+        cases += await _measure_fleet(settings, {"code": kinds["code"]}, (RANDOM,), arguments)
+    rows = [case.figures() for case in cases]
+    for row in rows:
+        print(_line(row))
+    strangers = [row for row in rows if row["method"] == RANDOM]
+    ok = all(row["same_texts"] for row in rows) and all(
+        row["ratio"] >= LEAST_WITH_RANDOM and row["most_rounds"] <= MOST_ROUNDS_WITH_RANDOM for row in strangers
+    )
+    print(f"{arguments.prompts} prompts of a kind x {arguments.max_tokens} tokens, batch size 1; {machine()}")
+    print(json.dumps({"bench": "methods", "machine": machine(), "cases": rows, "ok": ok}))
+    return ok
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        "{prompts:7} temperature {temperature:g}  {method:20} a {acceptance_rate:5.3f}  gamma {gamma:5.2f}  "
+        "length {mean_acceptance_length:5.2f}  formula {formula:5.2f}  tokens/s {tokens_per_s:6.1f}  ratio {ratio:5.2f}"
+    ).format(**row)
+
+
+async def _measure_fleet(
+    settings: dict[str, Any], kinds: dict[str, list[str]], methods: Sequence[str], arguments: argparse.Namespace
+) -> list[Case]:
+    cases: list[Case] = []
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(bench_fleet(**settings))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        for kind, prompts in tqdm(kinds.items(), desc="prompts", unit="kind", leave=False):
+            for temperature in TEMPERATURES:
+                asks = [
+                    Ask(prompt=prompt, max_tokens=arguments.max_tokens, temperature=temperature, seed=seed)
+                    for seed, prompt in enumerate(prompts)
+                ]
+                cases += await _measure_kind(client, fleet.gateway_url, kind, asks, methods)
+    return cases
+
+
+async def _measure_kind(
+    client: httpx.AsyncClient, url: str, kind: str, asks: Sequence[Ask], methods: Sequence[str]
+) -> list[Case]:
+    """All methods take turns on each prompt, so that a slow minute hits all of them."""
+    cases = [Case(kind=kind, temperature=asks[0].temperature, method=method) for method in methods]
+    for ask in tqdm(asks, desc=f"{kind}, temperature {asks[0].temperature:g}", unit="prompt", leave=False):
+        await _complete(client, url, replace(ask, max_tokens=4), {"enabled": False})
+        plain = await _complete(client, url, ask, {"enabled": False})
+        for case in cases:
+            method = "draft_model" if case.method == RANDOM else case.method
+            case.done.append(await _complete(client, url, ask, {"method": method}))
+            case.plain.append(plain)
+    return cases
+
+
+async def _complete(client: httpx.AsyncClient, url: str, ask: Ask, speculation: dict[str, Any]) -> Completion:
+    done = await complete(client, url, replace(ask, speculation=speculation))
+    if done.error:
+        raise RuntimeError(done.error)
+    return done
+
+
+def prose_prompts(count: int) -> list[str]:
+    """Openings of long docstrings of files that the pair never saw."""
+    found: list[str] = []
+    for file in load_corpus().held_out:
+        for node in ast.walk(ast.parse(file.text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                if len(text) >= PROSE_CHARS and not file.is_test:
+                    found.append(f'"""{text[:PROSE_CHARS].rpartition(" ")[0]}')
+    return random.Random(0).sample(found, count)
+
+
+def table_prompts(count: int) -> list[str]:
+    """Tables of constants, a few rows each."""
+    shapes = (
+        "    ('{name}', {number}, 'the {name} of it'),",
+        "    '{name}': {{'code': {number}, 'help': '{name} {number}'}},",
+        "    {name} = register('{name}', code={number}, default=None)",
+        "    self.assertEqual(parse('{name} {number}'), ('{name}', {number}))",
+    )
+    names = ["read", "write", "open", "close", "seek", "flush", "truncate", "fileno"]
+    prompts: list[str] = []
+    for number in range(count):
+        rows = [shapes[number % len(shapes)].format(name=name, number=10 * number + k) for k, name in enumerate(names)]
+        prompts.append(f"TABLE_{number} = [\n" + "\n".join(rows) + "\n")
+    return prompts
+
+
+def random_drafter(folder: Path) -> Path:
+    """The demo drafter's shape and tokenizer with weights that were never trained."""
+    stranger = new_model(load_model(DEMO_DRAFTER).config)
+    export_model(stranger, DEMO_DRAFTER, folder, Card(title="Random", summary="Never trained.", figures=""))
+    return folder
+
+
+if __name__ == "__main__":
+    main()
