@@ -11,8 +11,8 @@ docstrings it never saw, and tables that repeat themselves. By method and temper
   ratio     decode tokens/s over plain decoding of the same prompts
 
 Last comes a drafter with random weights. Speculation must cost nothing then: at least 0.98 of plain, and no session
-may have verified draft tokens in more than 20 rounds. `suffix` looks at outputs of earlier requests as well; it is asked
-for every prompt once at a temperature.
+may have verified draft tokens in more than 20 rounds. `suffix` looks at outputs of earlier requests as well; each
+prompt is put to it once at a temperature.
 """
 
 from __future__ import annotations
