@@ -158,7 +158,7 @@ class ImposedDecoder:
 
     def __init__(self, inner: Decoder, agreement: float) -> None:
         self.config, self.device, self.weight_bytes = inner.config, inner.device, inner.weight_bytes
-        self.new_cache = inner.new_cache
+        self.new_cache, self.prepare, self.rows_computed = inner.new_cache, inner.prepare, inner.rows_computed
         self._inner = inner
         self._agreement = agreement
         # Logits of standard deviation 1 have a log-sum-exp of ln(vocab) + 1/2: the raised one's share is right.

@@ -177,7 +177,7 @@ class Goodput:
         table = self.times.table(self._mode if drafted else StepMode.PLAIN)
         goodputs = _expected(len(demands), survivals) / table.from_to(rows, rows + len(ranked))
         best = int(np.argmax(goodputs >= ENOUGH * goodputs.max()))
-        self.least_survival = float(goodputs[best]) * (table.at(rows + best + 1) - table.at(rows + best))
+        self.least_survival = float(goodputs[best]) * table.slope(rows + best)
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
@@ -242,8 +242,7 @@ class Goodput:
         if self._changes(gain, resting=resting):
             self._steps_since_change = 0
             resting = not resting
-        slope = table.at(rows + best + 1) - table.at(rows + best)
-        self.price = 1.0 if resting else min(0.99, float(goodputs[best]) * slope)
+        self.price = 1.0 if resting else min(0.99, float(goodputs[best]) * table.slope(rows + best))
 
     def _changes(self, gain: float, *, resting: bool) -> bool:
         """Whether drafters at rest are called back, or those at work sent to rest."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from paceline.core.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 # Rows at which a profile is taken and a factor is learned; linear between them.
 KNOTS = (1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -46,6 +47,7 @@ class StepCost:
     Args:
         rows: Increasing numbers of rows, the first at least 1.
         seconds: Time of a step with so many rows, never decreasing.
+        computed: [most rows + 1], rows that the model really computes for so many: kernels round up. None: as many.
 
     Raises:
         ConfigError: The table is empty or not monotone.
@@ -53,6 +55,7 @@ class StepCost:
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
+    computed: Ints | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Checks the table."""
@@ -63,6 +66,17 @@ class StepCost:
 
     def at(self, rows: int) -> float:
         """Seconds of a step with so many rows."""
+        return self._between(self.rows_computed(rows))
+
+    def slope(self, rows: int) -> float:
+        """Seconds of one row more, rounding apart."""
+        return self._between(rows + 1) - self._between(rows)
+
+    def rows_computed(self, rows: int) -> int:
+        """Rows that the model computes for so many."""
+        return int(self.computed[rows]) if self.computed is not None and rows < len(self.computed) else rows
+
+    def _between(self, rows: int) -> float:
         right = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
         x0, x1 = self.rows[right - 1], self.rows[right]
         y0, y1 = self.seconds[right - 1], self.seconds[right]
@@ -71,13 +85,16 @@ class StepCost:
     def from_to(self, first: int, last: int) -> Floats:
         """Seconds of steps with `first` to `last` rows, `[last - first + 1]`."""
         rows = np.arange(first, last + 1)
+        if self.computed is not None:
+            known = min(max(len(self.computed) - first, 0), len(rows))
+            rows[:known] = self.computed[first : first + known]
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
         beyond = np.maximum(rows - self.rows[-1], 0) * slope
         return np.asarray(np.interp(rows, self.rows, self.seconds) + beyond)
 
     def scaled(self, factor: float) -> StepCost:
         """The same shape, `factor` times as long."""
-        return StepCost(rows=self.rows, seconds=tuple(value * factor for value in self.seconds))
+        return replace(self, seconds=tuple(value * factor for value in self.seconds))
 
 
 # Shape of a weight-bound step on a CPU core with prepacked bfloat16 weights, relative to one row: 8 rows cost
@@ -94,7 +111,9 @@ class StepTimes:
     """
 
     def __init__(self, plain: StepCost, drafting: StepCost | None = None) -> None:
-        self._base = np.concatenate([cost.from_to(0, KNOTS[-1])[list(KNOTS)] for cost in (plain, drafting or plain)])
+        self._computed = plain.computed
+        costs = [replace(cost, computed=None) for cost in (plain, drafting or plain)]
+        self._base = np.concatenate([cost.from_to(0, KNOTS[-1])[list(KNOTS)] for cost in costs])
         knots = np.tile(np.log(KNOTS), len(StepMode))
         modes = np.repeat(np.arange(len(StepMode)), len(KNOTS))
         near = np.exp(-np.abs(knots[:, None] - knots[None]) / REACH)
@@ -105,6 +124,8 @@ class StepTimes:
 
     def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
         """Takes in the time of one step; steps with more rows than the table, or prefill in them, are left out."""
+        if self._computed is not None and rows < len(self._computed):
+            rows = int(self._computed[rows])
         if not 1 <= rows <= KNOTS[-1]:
             return
         weights = self._weights(rows, mode)
@@ -137,7 +158,7 @@ class StepTimes:
             level = self._spread.min()
             factors = factors - kindness * np.sqrt(np.maximum(np.diag(self._spread)[own] - level, 0.0))
         seconds = _isotonic(np.maximum(factors, 0.05) * self._base[own])
-        return StepCost(rows=KNOTS, seconds=tuple(seconds.tolist()))
+        return StepCost(rows=KNOTS, seconds=tuple(seconds.tolist()), computed=self._computed)
 
     def _weights(self, rows: int, mode: StepMode) -> Floats:
         """Seconds that each factor stands for in a step with so many rows."""

@@ -30,7 +30,7 @@ from paceline.engine.kv import KVCache, as_array
 from paceline.engine.linear import HeadLinear, Linear, padded_rows, row_counts
 from paceline.engine.llama import LlamaLayer, LlamaReader, LlamaWeights
 from paceline.engine.rope import RopeTable
-from paceline.engine.static_batch import plan_static
+from paceline.engine.static_batch import bucket_rows, plan_static
 from paceline.engine.static_step import StaticStep, default_capture
 from paceline.engine.torch_attention import TorchKVCache, plan_attention, run_attention
 from paceline.engine.torch_layers import TorchLayers, TorchRows
@@ -61,6 +61,10 @@ class Decoder(Protocol):
 
     def prepare(self, max_rows: int) -> None:
         """Makes at once, and before memory is accounted for, what steps of up to so many rows need."""
+        ...
+
+    def rows_computed(self, rows: int) -> int:
+        """Rows that a step of so many computes: kernels and recorded steps round up."""
         ...
 
 
@@ -146,6 +150,12 @@ class LlamaDecoder:
         for count in row_counts(max_rows):
             for layer in self.linears()[:4]:
                 layer.raw(torch.zeros(count, layer.in_features, dtype=layer.dtype))
+
+    def rows_computed(self, rows: int) -> int:
+        """See `Decoder`."""
+        if self._compiled:
+            return padded_rows(rows)
+        return bucket_rows(rows) if self._static else rows
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:

@@ -23,7 +23,7 @@ from paceline.engine.attention import paged_attention, write_kv
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig
 from paceline.engine.kv import BLOCK_SIZE, KVCache
-from paceline.engine.linear import HeadLinear, Linear
+from paceline.engine.linear import HeadLinear, Linear, padded_rows
 from paceline.engine.rope import LENGTH_DEPENDENT
 from paceline.engine.torch_attention import GroupPlan, plan_attention, run_attention
 
@@ -128,6 +128,10 @@ class GenericDecoder:
 
     def prepare(self, max_rows: int) -> None:
         """Nothing: these layers keep nothing that depends on the number of rows."""
+
+    def rows_computed(self, rows: int) -> int:
+        """See `Decoder`."""
+        return padded_rows(rows) if self.device.type == "cpu" else rows
 
     def new_cache(self, num_blocks: int) -> KVCache:
         """An empty cache of `num_blocks` blocks."""

@@ -132,7 +132,7 @@ def plan_static(batch: Batch) -> StaticPlan | None:
     else:
         return None
     bucket = Bucket(
-        rows=_power(rows),
+        rows=bucket_rows(rows),
         lanes=_power(len(firsts)),
         lane_rows=lane_rows,
         blocks=max(MIN_BLOCKS, _power(-(-int(batch.context_lens.max()) // BLOCK_SIZE))),
@@ -141,6 +141,11 @@ def plan_static(batch: Batch) -> StaticPlan | None:
     if bucket.num_slots > MAX_SLOTS:
         return None
     return StaticPlan(bucket=bucket, lane_of=lane_of, cell_of=cell_of, firsts=firsts, node_bits=node_bits, nodes=nodes)
+
+
+def bucket_rows(count: int) -> int:
+    """Rows of the bucket for a batch of so many; larger batches are not padded."""
+    return _power(count) if count <= MAX_ROWS else count
 
 
 def _power(count: int) -> int:

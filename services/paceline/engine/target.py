@@ -253,7 +253,9 @@ class TargetEngine:
             seconds.append(max([statistics.median(self._time_rows(count) for _ in range(3)), *seconds[-1:]]))
         if len(rows) < 2:
             return DEFAULT_STEP_COST.scaled(seconds[0])
-        return StepCost(rows=tuple(rows), seconds=tuple(seconds))
+        most = self._limits.max_num_batched_tokens
+        computed = np.array([self._decoder.rows_computed(count) for count in range(most + 1)])
+        return StepCost(rows=tuple(rows), seconds=tuple(seconds), computed=computed)
 
     def _time_rows(self, count: int) -> float:
         builder = BatchBuilder()

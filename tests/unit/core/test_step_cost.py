@@ -81,3 +81,17 @@ def test_kindness_grows_while_a_mode_is_not_seen_and_ends_when_it_is():
     long_ago = kindness()
     times.observe(rows=8, mode=DRAFTING, seconds=PROFILE.at(8))
     assert 1.0 <= just_seen < kindness() < long_ago < 1.3
+
+
+def test_a_model_that_rounds_up_is_charged_for_what_it_computes():
+    computed = np.array([0, *(4 * -(-rows // 4) for rows in range(1, 65))])
+    cost = StepCost(rows=(1, 101), seconds=(1.0, 101.0), computed=computed)
+    assert [cost.at(rows) for rows in (1, 4, 5, 63, 64, 70)] == [4.0, 4.0, 8.0, 64.0, 64.0, 70.0]
+    assert cost.from_to(1, 70).tolist() == [cost.at(rows) for rows in range(1, 71)]
+    assert cost.slope(2) == pytest.approx(1.0)
+    times = StepTimes(cost)
+    for _ in range(200):
+        times.observe(rows=5, mode=PLAIN, seconds=16.0)
+    table = times.table(PLAIN)
+    assert table.at(5) == table.at(8) == pytest.approx(16.0, rel=0.02)
+    assert table.at(4) < table.at(5)
