@@ -32,8 +32,8 @@ Floats = npt.NDArray[np.float64]
 # than what their times are off.
 ENOUGH = 0.98
 # Drafters that rest are called back for a gain of this much, and not before so many steps; they are sent to rest for
-# none at all, and not before so many.
-WORTH_A_CALL = 1.03
+# none at all, and not before so many, unless for a clear loss.
+WORTH_A_CALL, CLEAR_LOSS = 1.03, 0.95
 LEAST_REST, LEAST_WORK = 4, 12
 # A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
 # after so many steps.
@@ -250,7 +250,7 @@ class Goodput:
             return gain > WORTH_A_CALL and self._steps_since_change >= LEAST_REST
         if self._steps_since_change >= CONTROL_EVERY:
             return True
-        return gain <= 1.0 and self._steps_since_change >= LEAST_WORK
+        return gain <= CLEAR_LOSS or (gain <= 1.0 and self._steps_since_change >= LEAST_WORK)
 
 
 def _outlook(table: StepCost, num_sessions: int, rows: int, survivals: Floats) -> Floats:

@@ -343,8 +343,9 @@ class TargetEngine:
         self._report.seconds = now_s - started_s
         if not self._report.num_prefill_rows:
             self._step_s += STEP_SMOOTHING * (self._report.seconds - self._step_s)
-            if self._cycle_since_s is not None:
-                self._allocator.observe(rows=num_rows, mode=mode, seconds=now_s - self._cycle_since_s)
+        # A row is a row; but where most of them are prefill, attention over long chunks is what is paid for.
+        if self._cycle_since_s is not None and 2 * self._report.num_prefill_rows <= num_rows:
+            self._allocator.observe(rows=num_rows, mode=mode, seconds=now_s - self._cycle_since_s)
         self._cycle_since_s = now_s if self._running else None
 
     def _admit(self) -> None:

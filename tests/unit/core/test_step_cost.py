@@ -20,7 +20,7 @@ def test_a_profile_is_read_between_and_beyond_its_points():
 
 def test_nothing_observed_leaves_the_profile():
     times = StepTimes(PROFILE, PROFILE.scaled(1.2))
-    assert times.table(PLAIN).seconds == pytest.approx(PROFILE.from_to(0, 128)[list(KNOTS)])
+    assert times.table(PLAIN).seconds == pytest.approx(PROFILE.from_to(0, KNOTS[-1])[list(KNOTS)])
     assert times.table(DRAFTING).at(8) == pytest.approx(1.2 * PROFILE.at(8))
 
 
