@@ -32,9 +32,9 @@ Floats = npt.NDArray[np.float64]
 # than what their times are off.
 ENOUGH = 0.98
 # Drafters that rest are called back for a gain of this much, and not before so many steps; they are sent to rest for
-# none at all, and not before so many, unless for a clear loss.
+# none at all, and not before so many, or a few for a clear loss: the first steps after a call have no drafts yet.
 WORTH_A_CALL, CLEAR_LOSS = 1.03, 0.95
-LEAST_REST, LEAST_WORK = 4, 12
+LEAST_REST, LEAST_WORK, LEAST_TRIAL = 4, 12, 6
 # A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
 # after so many steps.
 CONTROL_EVERY = 250
@@ -250,7 +250,8 @@ class Goodput:
             return gain > WORTH_A_CALL and self._steps_since_change >= LEAST_REST
         if self._steps_since_change >= CONTROL_EVERY:
             return True
-        return gain <= CLEAR_LOSS or (gain <= 1.0 and self._steps_since_change >= LEAST_WORK)
+        least = LEAST_TRIAL if gain <= CLEAR_LOSS else LEAST_WORK
+        return gain <= 1.0 and self._steps_since_change >= least
 
 
 def _outlook(table: StepCost, num_sessions: int, rows: int, survivals: Floats) -> Floats:
