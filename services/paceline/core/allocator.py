@@ -28,6 +28,8 @@ from paceline.core.tree import DraftTree, Node, best_first
 
 Floats = npt.NDArray[np.float64]
 
+# Nodes less likely than this are left out even where kernels compute their rows anyway.
+LEAST_SURVIVAL = 0.05
 # Of all sets of nodes that do as well as the best one, or nearly so, the smallest: what more rows bring may be less
 # than what their times are off.
 ENOUGH = 0.98
@@ -35,6 +37,9 @@ ENOUGH = 0.98
 # none at all, and not before so many, or a few for a clear loss: the first steps after a call have no drafts yet.
 WORTH_A_CALL, CLEAR_LOSS = 1.03, 0.95
 LEAST_REST, LEAST_WORK, LEAST_TRIAL = 4, 12, 6
+# Drafters that were called back in vain rest twice as long the next time, up to so many steps, until the load is
+# another.
+MOST_REST = 256
 # A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
 # after so many steps.
 CONTROL_EVERY = 250
@@ -163,6 +168,8 @@ class Goodput:
         self._in_hand = self._first_look.copy()
         self._own = np.zeros(max_nodes)
         self._steps_since_change = LEAST_WORK
+        self._rest = LEAST_REST
+        self._sessions_at_rest = 0
 
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`."""
@@ -204,6 +211,7 @@ class Goodput:
             (each.tree.survival(node), index, node)
             for index, each in enumerate(demands)
             for node in best_first(each.tree, min(self.max_nodes, each.cap))
+            if each.tree.survival(node) >= LEAST_SURVIVAL
         ]
         ranked.sort(key=lambda entry: (-entry[0], entry[2].position - demands[entry[1]].tree.root.position, entry[1]))
         return ranked
@@ -239,7 +247,13 @@ class Goodput:
         best = int(np.argmax(goodputs))
         gain = float(goodputs[best] / without.max()) if best else 0.0
         self._steps_since_change += 1
+        if resting and not self._sessions_at_rest / 2 < num_sessions < self._sessions_at_rest * 2:
+            self._rest = LEAST_REST
         if self._changes(gain, resting=resting):
+            if not resting:
+                in_vain = gain <= 1.0 and self._steps_since_change <= 2 * LEAST_WORK
+                self._rest = min(2 * self._rest, MOST_REST) if in_vain else LEAST_REST
+                self._sessions_at_rest = num_sessions
             self._steps_since_change = 0
             resting = not resting
         self.price = 1.0 if resting else min(0.99, float(goodputs[best]) * table.slope(rows + best))
@@ -247,7 +261,7 @@ class Goodput:
     def _changes(self, gain: float, *, resting: bool) -> bool:
         """Whether drafters at rest are called back, or those at work sent to rest."""
         if resting:
-            return gain > WORTH_A_CALL and self._steps_since_change >= LEAST_REST
+            return gain > WORTH_A_CALL and self._steps_since_change >= self._rest
         if self._steps_since_change >= CONTROL_EVERY:
             return True
         least = LEAST_TRIAL if gain <= CLEAR_LOSS else LEAST_WORK

@@ -209,3 +209,20 @@ def test_prefill_alone_changes_no_price():
     before = policy.price
     policy.allocate([], other_rows=100)
     assert policy.price == before
+
+
+def test_drafters_called_back_in_vain_rest_longer_each_time_until_the_load_changes():
+    policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
+    modes = ""
+    for count in [1] * 400 + [4] * 60:
+        modes += "work" if policy.price < 1.0 else " "
+        policy.allocate([Demand(tree=tree_of([]), cap=8)] * count, other_rows=0)
+    rests = [len(rest) for rest in modes.split("work") if rest]
+    assert rests[:5] == [4, 8, 16, 32, 64]
+    assert rests[-1] < max(rests), "another load, another try"
+
+
+def test_nodes_that_hardly_ever_match_are_left_out_even_where_rows_are_free():
+    padded = StepCost(rows=(1, 8), seconds=(1.0, 1.0))
+    unlikely = tree_of([(0, 1, 0.04), (0, 2, 0.03)])
+    assert Goodput(StepTimes(padded)).allocate([Demand(tree=unlikely, cap=8)], other_rows=0).nodes == ((),)
