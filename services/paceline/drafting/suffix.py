@@ -11,9 +11,10 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from paceline.core.params import SUFFIX
-from paceline.core.tree import DraftTree
+from paceline.core.tree import DraftTree, Node
 
 # Tokens that must agree for a place to count, and those beyond which agreement says no more.
 LEAST_MATCH = 2
@@ -106,6 +107,20 @@ class Voter:
         self.match = match
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A guess that has not found its place in the tree yet; the likeliest comes first."""
+
+    survival: float
+    parent: Node
+    token_id: int
+    confidence: float
+    voters: Sequence[Voter]
+
+    def __lt__(self, other: _Candidate) -> bool:
+        return self.survival > other.survival
+
+
 class TextSource:
     """The source; see the module docstring and `paceline.core.sources.LocalSource`.
 
@@ -143,16 +158,28 @@ class TextFollower:
     def grow(self, tree: DraftTree, limit: int, least: float) -> list[float]:
         """See `Follower`; best first, so that the limit cuts off what is worth least."""
         survivals: list[float] = []
-        heap = [(-1.0, 0, tree.root, self._find())]
+        heap: list[_Candidate] = []
+        self._nominate(heap, tree, 1.0, tree.root, self._find(), least)
         while heap and len(survivals) < limit:
-            survival, _, node, voters = heapq.heappop(heap)
-            for token_id, confidence, side in ballot(voters):
-                below = survival * tree.probability(self._name, confidence)
-                if -below >= least:
-                    child = tree.suggest(node, token_id, confidence, self._name)
-                    survivals.append(-below)
-                    heapq.heappush(heap, (below, len(survivals), child, side))
+            best = heapq.heappop(heap)
+            survivals.append(best.survival)
+            node = tree.suggest(best.parent, best.token_id, best.confidence, self._name)
+            self._nominate(heap, tree, best.survival, node, best.voters, least)
         return survivals
+
+    def _nominate(
+        self,
+        heap: list[_Candidate],
+        tree: DraftTree,
+        above: float,
+        parent: Node,
+        voters: Sequence[Voter],
+        least: float,
+    ) -> None:
+        for token_id, confidence, side in ballot(voters):
+            survival = above * tree.probability(self._name, confidence)
+            if survival >= least:
+                heapq.heappush(heap, _Candidate(survival, parent, token_id, confidence, side))
 
     def close(self) -> None:
         """See `Follower`."""

@@ -85,6 +85,14 @@ def test_every_guess_really_followed_these_tokens_somewhere(tokens):
             step = step.parent
         assert "," + ",".join(map(str, tokens[-LEAST_MATCH:] + path[::-1])) + "," in text
     assert tree.num_nodes == len(survivals)
+    assert survivals == sorted(survivals, reverse=True)
+
+
+@given(TOKENS, st.integers(0, 6))
+def test_a_limit_cuts_off_what_is_worth_least(tokens, limit):
+    _, everything = grown(follow(tokens), tokens, limit=1000, least=0.0)
+    _, some = grown(follow(tokens), tokens, limit=limit, least=0.0)
+    assert some == everything[:limit]
 
 
 def test_outputs_of_other_sessions_are_read_by_suffix_alone():
