@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,10 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.core.allocator import FixedGamma
-from paceline.core.params import METHODS
+from paceline.core.params import DRAFT_MODEL, METHODS
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.draft_model import DraftEngine, DraftLimits
+from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
@@ -39,11 +40,12 @@ def tiny_pair(tmp_path_factory) -> tuple[Path, Path]:
 @asynccontextmanager
 async def running_verifier(
     folder: Path,
+    methods: Sequence[str] = METHODS,
 ) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
     """A verifier service and a stub to call it."""
     identity = model_identity(folder, "tiny")
     host = TargetHost(
-        methods=METHODS,
+        methods=methods,
         identity=identity,
         max_model_len=MAX_MODEL_LEN,
         max_queue=MAX_QUEUE,
@@ -55,6 +57,7 @@ async def running_verifier(
             limits=TargetLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN),
             allocator=FixedGamma(gamma=4),
             clock=time.monotonic,
+            sources=[TextSource(method) for method in methods if method != DRAFT_MODEL],
         ),
         metrics=VerifierMetrics(CollectorRegistry()),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -33,6 +34,16 @@ def ask(session_id: str = "s", *, drafter: str = "", max_tokens: int = 24, **sam
         speculation=SpeculationParams(),
         drafter_address=drafter,
     )
+
+
+async def test_a_method_that_is_not_served_is_refused_and_those_that_are_change_no_token(tiny_pair):
+    async with running_verifier(tiny_pair[0], methods=("ngram",)) as (stub, _):
+        plain = await tokens_of(stub, replace(ask(), speculation=SpeculationParams(enabled=False)))
+        assert await tokens_of(stub, replace(ask(), speculation=SpeculationParams(method="ngram"))) == plain
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await tokens_of(stub, replace(ask(), speculation=SpeculationParams(method="suffix")))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "speculation.method" in refused.value.details()
 
 
 async def tokens_of(stub, request: GenerateRequest) -> list[int]:

@@ -28,7 +28,7 @@ from paceline.core.messages import (
     SpeculationRecord,
     Timings,
 )
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import METHODS, SamplingParams, SpeculationParams
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 
 uint32 = st.integers(0, 2**32 - 1)
@@ -65,7 +65,10 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 
 speculation_params = st.builds(
-    SpeculationParams, enabled=st.booleans(), max_draft_tokens=st.none() | st.integers(0, 64)
+    SpeculationParams,
+    enabled=st.booleans(),
+    max_draft_tokens=st.none() | st.integers(0, 64),
+    method=st.lists(st.sampled_from(METHODS), max_size=3).map("+".join),
 )
 identities = st.builds(
     ModelIdentity,
