@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.core.messages import Commit, DraftNodes, OpenSession
@@ -88,6 +90,20 @@ def test_pages_of_a_quiet_session_go_to_one_that_has_commits(tiny_pair, clock):
     assert run_until_quiet(engine) == {"b"}
     engine.handle(said(commit("a", 3 * BLOCK_SIZE)))
     assert run_until_quiet(engine) == set()
+
+
+@pytest.mark.parametrize(("price", "tokens"), [(0.99, [8, 7]), (1.0, [])], ids=["at work", "at rest"])
+def test_a_guess_that_was_not_worth_it_goes_out_at_once_when_a_commit_makes_it_so(tiny_pair, clock, price, tokens):
+    engine = engine_with(tiny_pair[1], clock, num_blocks=8)
+    # After 8, 8 another 8 is worth 0.13, and none of its children a tenth of the price: it is computed, and stays bare.
+    likely = opened("s", 10, room=60, logit_bias=((7, 60.0), (8, 59.45)))
+    engine.handle(said(replace(likely, price=0.99)))
+    run_until_quiet(engine)
+    engine.handle(said(replace(commit("s", 10), token_ids=(8, 8, 8), price=price, room=60)))
+    output = engine.step() if engine.has_work() else None
+    nodes = [node for message in output.to_verifiers.get(1, ()) for node in message.nodes] if output else []
+    assert [node.token_id for node in nodes if node.parent_id == 0] == tokens
+    assert output is None or output.report.num_rows == 0, "nothing was computed for it"
 
 
 def test_scratch_slots_that_run_out_end_the_growth_and_not_the_engine(tiny_pair, clock):

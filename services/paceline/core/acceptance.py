@@ -175,7 +175,7 @@ def block_walk(
     draft_tokens: Sequence[int],
     uniforms: Sequence[float],
 ) -> VerifyOutcome:
-    """Verifies a chain of draft tokens as a block (2403.10444, algorithm 2); never accepts fewer than `reject_walk`.
+    """Verifies a chain of draft tokens as a block (2403.10444, algorithm 2); in the mean it accepts no fewer.
 
     Arguments and errors are those of `reject_walk`. The longest prefix whose uniform says so is accepted: a token that
     fails alone may be carried by those behind it.

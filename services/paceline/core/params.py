@@ -16,6 +16,7 @@ MAX_DRAFT_TOKENS = 64
 # Ways to draft: the drafter tier; look-up in the session's own text, or in recent outputs of others too.
 DRAFT_MODEL, NGRAM, SUFFIX = "draft_model", "ngram", "suffix"
 METHODS = (DRAFT_MODEL, NGRAM, SUFFIX)
+MAX_METHOD_CHARS = 64
 
 
 def _require(field: str, ok: bool, problem: str) -> None:
@@ -118,6 +119,8 @@ class SpeculationParams:
             self.acceptance == "coupled",
             f'must be "coupled", the only rule served, got {self.acceptance!r}',
         )
+        short = len(self.method) <= MAX_METHOD_CHARS
+        _require("speculation.method", short, f"must have at most {MAX_METHOD_CHARS} characters")
         unknown = sorted(set(self.methods) - set(METHODS))
         _require(
             "speculation.method",

@@ -82,7 +82,7 @@ class DraftedSession:
         self._withheld = {
             node: guesses for node, guesses in self._withheld.items() if node is root or node.state is NodeState.LIVE
         }
-        for node in self._withheld:
+        for node in self._withheld if self.mirror.price < 1.0 else ():
             self._grow(node)
 
     def _free_dead_slots(self) -> None:

@@ -70,3 +70,18 @@ def test_the_page_shows_what_the_functions_say():
         gamma = best_gamma(lambda count, rate=acceptance: speed_up(rate, count, COST_RATIO))
         expected = [f"{expected_tokens(acceptance, count):.2f}" for count in (1, 2, 3, 4, 5, 7)]
         assert cells.split(" | ") == [*expected, str(gamma), f"{speed_up(acceptance, gamma, COST_RATIO):.2f}"]
+
+
+def test_the_page_shows_the_best_gamma_under_load():
+    rows = re.findall(r"^\| a = (0\.\d) \| (.+) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert [row[0] for row in rows] == [f"{tenth / 10:.1f}" for tenth in range(3, 10)]
+    for name, cells in rows:
+        expected = []
+        for count in (1, 4, 8, 16, 32, 64):
+
+            def worth(gamma: int, count: int = count, rate: float = float(name)) -> float:
+                return goodput(rate, gamma, count, DEFAULT_STEP_COST.at)
+
+            gamma = best_gamma(worth, most=16)
+            expected.append(f"{gamma} ({worth(gamma) / worth(0):.2f})")
+        assert cells.split(" | ") == expected

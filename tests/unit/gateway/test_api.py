@@ -78,6 +78,7 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"min_tokens": 20}, "min_tokens", "max_tokens (16)"),
         ({"logprobs": 21}, "logprobs", "from 0 to 20"),
         ({"speculation": {"method": "magic"}}, "speculation.method", "draft_model, ngram, suffix"),
+        ({"speculation": {"method": "ngram+" * 1000}}, "speculation.method", "at most 64 characters"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 129}, "n", "limit of 128"),
         ({"seed": 2**64}, "seed", "2**64-1"),
