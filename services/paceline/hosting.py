@@ -5,22 +5,25 @@ It knows no particular service: verifier and drafter hand in a host each.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from prometheus_client import CollectorRegistry
 
+from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
 from paceline.obs.metrics import start_metrics_server
 from paceline.serving import GrpcServer, grpc_server, until_stopped
-from paceline.store.announcer import announced
+from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, open_store, require
 
 logger = logging.getLogger(__name__)
@@ -102,8 +105,9 @@ async def serve_model(
     service_name: str,
     add_servicer: Callable[[grpc.aio.Server], None],
     registry: CollectorRegistry,
+    follow: Callable[[Store], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT: announced while it can serve, withdrawn before it winds down.
+    """Serves until SIGTERM or SIGINT, then announces that it drains, and is withdrawn when nothing is under way.
 
     Args:
         host: The service.
@@ -112,6 +116,7 @@ async def serve_model(
         service_name: Full gRPC name.
         add_servicer: Adds the service to a server.
         registry: Metrics to show.
+        follow: Keeps up with the registry while the service runs, for ever.
 
     Raises:
         ConfigError: The checkpoint, a port or the registry makes serving impossible.
@@ -124,15 +129,20 @@ async def serve_model(
                 host=config.host, port=config.port, add_servicers=add_servicer, service_names=[service_name]
             ) as server:
                 await host.start()
+                following = None if follow is None else asyncio.create_task(follow(store), name="follow the registry")
                 try:
                     await _serve_announced(host, config, role, server, store)
                 finally:
+                    if following is not None:
+                        following.cancel()
                     await host.close()
 
 
 async def _serve_announced(
     host: ModelHost, config: ModelServiceConfig, role: str, server: GrpcServer, store: Store
 ) -> None:
+    draining = False
+
     def replica() -> Replica:
         return Replica(
             replica_id=config.replica_id or f"{role}-{server.address}",
@@ -141,13 +151,18 @@ async def _serve_announced(
             identity=host.identity,
             max_sessions=config.max_num_seqs,
             num_sessions=host.num_sessions,
+            draining=draining,
         )
 
     await server.ready()
     async with announced(store, replica):
         await until_stopped(host.engine_ended())
-    await server.drain()
-    await host.wind_down()
+        draining = True
+        # Told at once rather than with the next heartbeat: the sooner gateways know, the sooner sessions move.
+        with suppress(UnavailableError):
+            await store.announce(replica(), EXPIRY_S)
+        await server.drain()
+        await host.wind_down()
     await server.stop(LAST_CALLS_S)
 
 

@@ -23,6 +23,8 @@ from paceline.core.errors import (
     OverloadedError,
     PacelineError,
     RemoteProtocolError,
+    SessionNotFoundError,
+    StaleEpochError,
     UnavailableError,
 )
 
@@ -33,6 +35,8 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (RemoteProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
     (ModelNotFoundError, grpc.StatusCode.NOT_FOUND),
+    (SessionNotFoundError, grpc.StatusCode.NOT_FOUND),
+    (StaleEpochError, grpc.StatusCode.ABORTED),
     (OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -97,6 +101,8 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
         return UnavailableError(message)
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         return ConfigError(message)
+    if code is grpc.StatusCode.ABORTED:
+        return StaleEpochError(message)
     return PacelineError(f"{code.name}: {message}")
 
 

@@ -17,7 +17,18 @@ import pytest
 from paceline.cluster.valkey import answers_ping, find_server, free_port, server_command
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
-from paceline.store.base import Replica, SessionRecord, Store, open_store
+from paceline.store.base import (
+    EPOCHS_PER_OWNER,
+    AdvanceSession,
+    LoggedSession,
+    PutSession,
+    Replica,
+    SessionRecord,
+    SessionState,
+    Store,
+    Written,
+    open_store,
+)
 from paceline.store.redis import RedisStore
 
 HOST = "127.0.0.1"
@@ -33,11 +44,12 @@ SESSION = SessionRecord(
     drafter_id="d1",
     seed=2**64 - 1,
     prompt_hash="h",
-    prompt_len=9,
-    committed_len=9,
-    state="running",
+    prompt_len=3,
+    committed_len=0,
+    state=SessionState.RUNNING,
     params_json='{"temperature": 0.8}',
 )
+PROMPT = (7, 2**32 - 1, 0)
 
 
 @contextmanager
@@ -128,67 +140,137 @@ async def test_a_silent_replica_is_forgotten_and_may_come_back(store: Store) -> 
     assert await store.replicas() == [DRAFTER, VERIFIER]
 
 
-async def test_a_session_record_comes_back_as_it_was(store: Store) -> None:
+async def put(store: Store, record: SessionRecord = SESSION, ttl_s: float = 60) -> Written:
+    log = (*PROMPT, *range(record.committed_len))
+    return (await store.write_sessions([PutSession(record=record, token_ids=log, ttl_s=ttl_s)]))[0]
+
+
+async def advance(
+    store: Store, epoch: int, token_ids: tuple[int, ...], state: SessionState = SessionState.RUNNING, base_len: int = 3
+) -> Written:
+    write = AdvanceSession(session_id="s1", epoch=epoch, base_len=base_len, token_ids=token_ids, state=state)
+    return (await store.write_sessions([write]))[0]
+
+
+async def test_a_session_record_comes_back_as_it_was_with_its_log(store: Store) -> None:
     assert await store.session("s1") is None
-    assert await store.put_session(SESSION, ttl_s=60)
-    assert await store.session("s1") == SESSION
+    assert await put(store) is Written.DONE
+    assert await store.session("s1") == LoggedSession(record=SESSION, token_ids=PROMPT)
 
 
 async def test_a_newer_epoch_may_replace_a_record_and_an_older_one_may_not(store: Store) -> None:
     newer = replace(SESSION, epoch=10, verifier_id="v2")
-    assert await store.put_session(SESSION, ttl_s=60)
-    assert await store.put_session(newer, ttl_s=60)
-    assert not await store.put_session(replace(SESSION, epoch=9), ttl_s=60)
-    assert await store.session("s1") == newer
+    assert await put(store) is Written.DONE
+    assert await put(store, newer) is Written.DONE
+    assert await put(store, replace(SESSION, epoch=9)) is Written.TAKEN_OVER
+    assert await store.session("s1") == LoggedSession(record=newer, token_ids=PROMPT)
 
 
 async def test_the_owner_advances_its_session(store: Store) -> None:
-    await store.put_session(SESSION, ttl_s=60)
-    assert await store.advance_session("s1", 5, 40, "done")
-    assert await store.session("s1") == replace(SESSION, committed_len=40, state="done")
+    await put(store)
+    assert await advance(store, 5, (40, 41)) is Written.DONE
+    assert await advance(store, 6, (42,), SessionState.STOP, base_len=5) is Written.DONE
+    record = replace(SESSION, epoch=6, committed_len=3, state=SessionState.STOP)
+    assert await store.session("s1") == LoggedSession(record=record, token_ids=(*PROMPT, 40, 41, 42))
+
+
+async def test_tokens_written_twice_are_in_the_log_once(store: Store) -> None:
+    await put(store)
+    await advance(store, 5, (40, 41, 42))
+    assert await advance(store, 5, (41,), base_len=4) is Written.DONE
+    logged = await store.session("s1")
+    assert logged is not None
+    assert (logged.token_ids, logged.record.committed_len) == ((*PROMPT, 40, 41, 42), 3)
+
+
+async def test_a_log_with_a_gap_is_not_written(store: Store) -> None:
+    await put(store)
+    assert await advance(store, 5, (40,), base_len=4) is Written.MISSING
+    assert await store.session("s1") == LoggedSession(record=SESSION, token_ids=PROMPT)
+
+
+async def test_many_writes_go_in_order_and_each_has_its_own_answer(store: Store) -> None:
+    moves = [
+        PutSession(record=SESSION, token_ids=PROMPT, ttl_s=60),
+        AdvanceSession(session_id="s1", epoch=5, base_len=3, token_ids=(1,), state=SessionState.RUNNING),
+        AdvanceSession(session_id="s2", epoch=5, base_len=3, token_ids=(1,), state=SessionState.RUNNING),
+        AdvanceSession(session_id="s1", epoch=4, base_len=4, token_ids=(2,), state=SessionState.RUNNING),
+        AdvanceSession(session_id="s1", epoch=5, base_len=4, token_ids=(3,), state=SessionState.LENGTH),
+    ]
+    answers = await store.write_sessions(moves)
+    assert answers == [Written.DONE, Written.DONE, Written.MISSING, Written.TAKEN_OVER, Written.DONE]
+    logged = await store.session("s1")
+    assert logged is not None
+    assert logged.token_ids == (*PROMPT, 1, 3)
+    assert await store.write_sessions([]) == []
 
 
 async def test_an_owner_that_was_replaced_is_told_so_and_changes_nothing(store: Store) -> None:
     owned = replace(SESSION, epoch=10)
-    await store.put_session(owned, ttl_s=60)
-    assert not await store.advance_session("s1", 9, 40, "done")
-    assert await store.session("s1") == owned
+    await put(store, owned)
+    assert await advance(store, 9, (1,), SessionState.STOP) is Written.TAKEN_OVER
+    assert await store.session("s1") == LoggedSession(record=owned, token_ids=PROMPT)
 
 
 async def test_epochs_of_64_bits_are_told_apart(store: Store) -> None:
-    owned = replace(SESSION, epoch=2**64 - 1)
-    await store.put_session(owned, ttl_s=60)
-    assert not await store.advance_session("s1", 2**64 - 2, 40, "done")
-    assert await store.advance_session("s1", 2**64 - 1, 40, "done")
+    await put(store, replace(SESSION, epoch=2**64 - 1))
+    assert await advance(store, 2**64 - 2, (1,)) is Written.TAKEN_OVER
+    assert await advance(store, 2**64 - 1, (1,)) is Written.DONE
+
+
+async def test_a_claim_gives_the_log_and_an_epoch_above_all_of_the_former_owner(store: Store) -> None:
+    await put(store)
+    await advance(store, 5, (40,))
+    claimed = await store.claim_session("s1", "g2")
+    record = replace(SESSION, epoch=EPOCHS_PER_OWNER, owner="g2", committed_len=1)
+    assert claimed == LoggedSession(record=record, token_ids=(*PROMPT, 40))
+    assert await store.session("s1") == claimed
+    assert await advance(store, EPOCHS_PER_OWNER - 1, (40, 41)) is Written.TAKEN_OVER
+    assert await advance(store, EPOCHS_PER_OWNER + 1, (40, 41)) is Written.DONE
+
+
+async def test_of_many_claims_at_once_each_gets_an_epoch_of_its_own(store: Store) -> None:
+    await put(store)
+    claims = await asyncio.gather(*(store.claim_session("s1", f"g{index}") for index in range(4)))
+    epochs = sorted(claim.record.epoch for claim in claims if claim is not None)
+    assert epochs == [EPOCHS_PER_OWNER * owner for owner in range(1, 5)]
+
+
+async def test_a_finished_session_cannot_be_claimed_and_one_that_nobody_knows_neither(store: Store) -> None:
+    assert await store.claim_session("s1", "g2") is None
+    await put(store, replace(SESSION, state=SessionState.LENGTH))
+    claimed = await store.claim_session("s1", "g2")
+    assert claimed is not None
+    assert (claimed.record.epoch, claimed.record.owner) == (5, "")
 
 
 async def test_a_session_nobody_knows_cannot_be_advanced(store: Store) -> None:
-    assert not await store.advance_session("s1", 5, 40, "done")
+    assert await advance(store, 5, (1,)) is Written.MISSING
     assert await store.session("s1") is None
 
 
 async def test_a_deleted_session_is_gone(store: Store) -> None:
-    await store.put_session(SESSION, ttl_s=60)
+    await put(store)
     await store.delete_session("s1")
     assert await store.session("s1") is None
 
 
 async def test_an_old_session_is_forgotten(store: Store) -> None:
-    await store.put_session(SESSION, ttl_s=0.05)
+    await put(store, ttl_s=0.05)
 
     async def gone() -> bool:
         return await store.session("s1") is None
 
     await eventually(gone)
-    assert not await store.advance_session("s1", 5, 40, "done")
+    assert await advance(store, 5, (1,)) is Written.MISSING
 
 
 async def test_advancing_renews_the_time_to_live(store: Store) -> None:
-    await store.put_session(SESSION, ttl_s=2.0)
-    await store.put_session(replace(SESSION, session_id="idle"), ttl_s=2.0)
+    await put(store, ttl_s=2.0)
+    await put(store, replace(SESSION, session_id="idle"), ttl_s=2.0)
 
     async def the_idle_one_is_gone() -> bool:
-        assert await store.advance_session("s1", 5, 40, "running")
+        assert await advance(store, 5, ()) is Written.DONE
         return await store.session("idle") is None
 
     await eventually(the_idle_one_is_gone)
@@ -196,11 +278,24 @@ async def test_advancing_renews_the_time_to_live(store: Store) -> None:
 
 
 async def test_of_many_owners_at_once_the_newest_wins(store: Store) -> None:
-    await store.put_session(SESSION, ttl_s=60)
-    await asyncio.gather(*(store.advance_session("s1", 5 + i % 7, i, f"by {5 + i % 7}") for i in range(49)))
-    record = await store.session("s1")
-    assert record is not None
-    assert (record.epoch, record.state) == (11, "by 11")
+    await put(store)
+    await asyncio.gather(*(advance(store, 5 + i % 7, (5 + i % 7,)) for i in range(49)))
+    logged = await store.session("s1")
+    assert logged is not None
+    assert (logged.record.epoch, logged.token_ids) == (11, (*PROMPT, 11))
+
+
+async def test_a_replica_marked_as_draining_is_seen_as_such_until_the_mark_or_the_replica_goes(store: Store) -> None:
+    await store.announce(VERIFIER, ttl_s=60)
+    await store.drain("v1")
+    await store.announce(VERIFIER, ttl_s=60)
+    assert await store.replicas() == [replace(VERIFIER, draining=True)]
+    await store.drain("v1", draining=False)
+    assert await store.replicas() == [VERIFIER]
+    await store.drain("v1")
+    await store.withdraw("v1")
+    await store.announce(VERIFIER, ttl_s=60)
+    assert await store.replicas() == [VERIFIER]
 
 
 async def test_ping_answers(store: Store) -> None:

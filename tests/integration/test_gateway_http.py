@@ -308,7 +308,9 @@ async def test_a_session_record_is_written_in_the_background(tmp_path: Path) -> 
     async with scripted_fleet(tmp_path, record_interval_s=0.05) as fleet:
         await fleet.openai.completions.create(model=MODEL, prompt=[5, 6], max_tokens=7, seed=9)
         session_id = fleet.verifier.requests[0].session_id
-    record = await fleet.store.session(session_id)
-    assert record is not None
+    logged = await fleet.store.session(session_id)
+    assert logged is not None
+    record = logged.record
+    assert logged.token_ids[:2] == (5, 6)
     assert (record.model, record.verifier_id, record.seed) == (MODEL, "verifier-0", 9)
-    assert (record.prompt_len, record.committed_len, record.state) == (2, 7, "finished")
+    assert (record.prompt_len, record.committed_len, record.state) == (2, 7, "length")

@@ -14,6 +14,8 @@ from paceline.core.messages import DraftNodes, GenerateRequest, ModelIdentity, N
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2
 from paceline.serving import start_grpc_server
+from paceline.store.base import Replica
+from paceline.store.memory import MemoryStore
 from paceline.wire import (
     committed_from_pb,
     draft_request_from_pb,
@@ -108,7 +110,7 @@ async def test_a_bad_request_is_answered_by_field_and_the_next_one_works(tiny_pa
         assert len(await tokens_of(stub, ask())) == 24
 
 
-async def test_a_session_id_under_way_is_refused_and_a_full_verifier_says_when_to_come_back(tiny_pair):
+async def test_an_epoch_under_way_is_refused_and_a_full_verifier_says_when_to_come_back(tiny_pair):
     async with running_verifier(tiny_pair[0]) as (stub, host):
         calls = []
         for index in range(MAX_QUEUE):
@@ -124,10 +126,51 @@ async def test_a_session_id_under_way_is_refused_and_a_full_verifier_says_when_t
             await asyncio.sleep(0)
         with pytest.raises(grpc.aio.AioRpcError) as doubled:
             await tokens_of(stub, ask("s0"))
-        assert doubled.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "session_id" in doubled.value.details()
+        assert doubled.value.code() is grpc.StatusCode.ABORTED
+        assert "under way here under epoch 1" in doubled.value.details()
         for call in calls:
             call.cancel()
+
+
+async def test_a_newer_owner_goes_on_and_the_stream_of_the_older_one_ends(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        plain = await tokens_of(stub, ask(max_tokens=200))
+        older = stub.Generate(generate_request_to_pb(ask(max_tokens=200)), timeout=30)
+        messages = aiter(older)
+        known = committed_from_pb(await anext(messages)).token_ids
+        newer = replace(ask(max_tokens=200), epoch=2, committed_token_ids=known)
+        rest = await tokens_of(stub, newer)
+        assert [*known, *rest] == plain
+        with pytest.raises(grpc.aio.AioRpcError) as fenced:
+            async for _ in messages:
+                pass
+        assert fenced.value.code() is grpc.StatusCode.ABORTED
+        assert "goes on under epoch 2" in fenced.value.details()
+        while host.num_sessions:  # noqa: ASYNC110 - the host tells nobody
+            await asyncio.sleep(0)
+        assert await tokens_of(stub, ask(max_tokens=200)) == plain
+
+
+async def test_a_session_is_drafted_by_another_drafter_when_its_own_is_gone(tiny_pair):
+    store = MemoryStore()
+    async with running_verifier(tiny_pair[0]) as (stub, host), running_drafter(tiny_pair[1]) as (address, drafter):
+        following = asyncio.create_task(host.follow(store))
+        replica = Replica(replica_id="d", role="drafter", address=address, identity=drafter.identity)
+        await store.announce(replica, 3600)
+        plain = await tokens_of(stub, ask(max_tokens=200))
+        accepted = 0
+        async with asyncio.timeout(60):
+            while not accepted:
+                # Nobody listens at the address that this session starts with.
+                last, tokens = None, []
+                call = stub.Generate(generate_request_to_pb(ask(drafter="127.0.0.1:1", max_tokens=200)), timeout=30)
+                async for message in call:
+                    last = committed_from_pb(message)
+                    tokens += last.token_ids
+                    await asyncio.sleep(0.01)
+                assert tokens == plain
+                accepted = last.result.speculation.num_accepted_draft_tokens
+        following.cancel()
 
 
 async def test_a_draining_verifier_finishes_what_runs_and_refuses_the_rest(tiny_pair):

@@ -213,15 +213,8 @@ async def scripted_fleet(folder: Path, *, num_verifiers: int = 1, **settings: An
     codec = TextCodec.from_folder(tiny_tokenizer.save_folder(folder / MODEL))
     store = MemoryStore()
     verifiers, servers = await _start_verifiers(codec, store, num_verifiers)
-    config = GatewayConfig(**{"model": (), "port": 0, "grpc_port": 0, "refresh_s": 0.05, "grace_s": 5.0, **settings})
     stop = asyncio.Event()
-    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
-    gateway = asyncio.create_task(serve(config, store, {MODEL: codec}, stop, ready.set_result))
-    either: set[asyncio.Future[Any]] = {gateway, ready}
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    if gateway.done():
-        gateway.result()
-    addresses = ready.result()
+    gateway, addresses = await _start_gateway(codec, store, stop, settings)
     try:
         async with (
             # Reading certificates takes longer than most tests.
@@ -253,6 +246,41 @@ async def scripted_fleet(folder: Path, *, num_verifiers: int = 1, **settings: An
         await gateway
         for server in servers:
             await server.stop(0)
+
+
+@asynccontextmanager
+async def joining_gateway(fleet: ScriptedFleet, **settings: Any) -> AsyncIterator[gateway_pb2_grpc.GatewayAsyncStub]:
+    """A second gateway before the same verifiers and store; yields a stub to call it."""
+    stop = asyncio.Event()
+    gateway, addresses = await _start_gateway(fleet.codec, fleet.store, stop, settings)
+    try:
+        async with grpc.aio.insecure_channel(addresses.grpc) as channel:
+            yield gateway_pb2_grpc.GatewayStub(channel)
+    finally:
+        stop.set()
+        await gateway
+
+
+async def _start_gateway(
+    codec: TextCodec, store: MemoryStore, stop: asyncio.Event, settings: dict[str, Any]
+) -> tuple[asyncio.Task[None], Addresses]:
+    defaults = {
+        "model": (),
+        "port": 0,
+        "grpc_port": 0,
+        "refresh_s": 0.05,
+        "grace_s": 5.0,
+        "failover_s": 0.0,
+        "record_interval_s": 0.05,
+    }
+    config = GatewayConfig(**{**defaults, **settings})
+    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    gateway = asyncio.create_task(serve(config, store, {MODEL: codec}, stop, ready.set_result))
+    either: set[asyncio.Future[Any]] = {gateway, ready}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if gateway.done():
+        gateway.result()
+    return gateway, ready.result()
 
 
 async def _start_verifiers(

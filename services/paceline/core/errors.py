@@ -32,6 +32,14 @@ class UnavailableError(PacelineError):
     """A peer that the request needs cannot be reached."""
 
 
+class StaleEpochError(PacelineError):
+    """Another owner runs the session under a newer epoch; who gets this stops, and nothing is lost."""
+
+
+class SessionNotFoundError(PacelineError):
+    """No record of the session is there: it never was, or it is older than records live."""
+
+
 class ConfigError(PacelineError):
     """A setting, a checkpoint or the environment makes starting impossible; says what to do next."""
 

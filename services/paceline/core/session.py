@@ -73,17 +73,18 @@ class VerifierSession:
 
     Args:
         request: What to generate.
-        calibrations: Of the sources that draft for it; they learn from every commit.
+        calibrations: Of the sources that draft for it; they learn from every commit. Others take effect with the
+            next `open`.
     """
 
     def __init__(self, request: GenerateRequest, calibrations: Calibrations | None = None) -> None:
         self.request = request
-        self._calibrations = Calibrations() if calibrations is None else calibrations
+        self.calibrations = Calibrations() if calibrations is None else calibrations
         self.session_id = request.session_id
         self.epoch = request.epoch
         self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
         self.prompt_len = len(request.prompt_token_ids)
-        self.tree = DraftTree(len(self.tokens), self._calibrations.probability)
+        self.tree = DraftTree(len(self.tokens), self.calibrations.probability)
         self.tally = SpeculationTally()
         self.price = 0.0
         self.room = 0
@@ -100,7 +101,7 @@ class VerifierSession:
 
     def open(self) -> OpenSession:
         """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do."""
-        self.tree = DraftTree(len(self.tokens), self._calibrations.probability)
+        self.tree = DraftTree(len(self.tokens), self.calibrations.probability)
         return OpenSession(
             session_id=self.session_id,
             epoch=self.epoch,
@@ -120,7 +121,7 @@ class VerifierSession:
         if not token_ids:
             raise LocalProtocolError("a commit holds at least one token")
         for source, confidence, matched in self.tree.outcomes(token_ids):
-            self._calibrations.observe(source, confidence, matched=matched)
+            self.calibrations.observe(source, confidence, matched=matched)
         self.tokens.extend(token_ids)
         return self.tree.advance(token_ids)
 

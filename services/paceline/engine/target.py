@@ -42,6 +42,7 @@ from paceline.engine.target_events import (
     Cancel,
     DraftsArrived,
     LinkChanged,
+    Paired,
     StepReport,
     Submit,
     TargetEvent,
@@ -154,18 +155,20 @@ class TargetEngine:
                         self._say(session, session.draft.open())
             case LinkChanged():
                 self._links.pop(event.address, None)
+            case Paired():
+                session = self._sessions.get(event.session_id)
+                if session is not None and session.serial == event.serial:
+                    self._pair(session, event.address)
 
     def _submit(self, event: Submit) -> None:
-        speculation = event.request.speculation
-        methods = speculation.methods or [source.name for source in self._sources]
-        sources = [source for source in self._sources if speculation.cap and source.name in methods]
+        sources = self._sources_of(event.request)
         session = TargetSession(
             event.request,
             event.serial,
             self._identity,
             self._limits.max_model_len,
             self.pool,
-            self._calibrations_for(event.request, sources),
+            self._calibrations_for(event.request, event.request.drafter_address, sources),
             sources,
             self._clock(),
         )
@@ -175,11 +178,27 @@ class TargetEngine:
         session.draft.room = ROOM_PER_NODE * self._cap(session)
         self._say(session, session.draft.open())
 
-    def _calibrations_for(self, request: GenerateRequest, sources: Sequence[LocalSource]) -> Calibrations:
+    def _pair(self, session: TargetSession, address: str) -> None:
+        """Closes a session at its drafter and opens it at another; what the first may still send is not heard."""
+        request = session.draft.request
+        self._say(session, CloseSession(session_id=request.session_id, epoch=request.epoch))
+        session.drafter_address = address
+        session.draft.calibrations = self._calibrations_for(request, address, self._sources_of(request))
+        session.told_len = session.draft.committed_len
+        self._say(session, session.draft.open())
+
+    def _sources_of(self, request: GenerateRequest) -> list[LocalSource]:
+        speculation = request.speculation
+        methods = speculation.methods or [source.name for source in self._sources]
+        return [source for source in self._sources if speculation.cap and source.name in methods]
+
+    def _calibrations_for(
+        self, request: GenerateRequest, drafter_address: str, sources: Sequence[LocalSource]
+    ) -> Calibrations:
         """Drafters are told apart by their addresses, and greedy sessions from others: these are easier to guess."""
         greedy = request.sampling.temperature == 0.0
         known = {source.name: self._calibration_of((source.name, greedy)) for source in sources}
-        return Calibrations({DRAFT_MODEL: self._calibration_of((request.drafter_address, greedy)), **known})
+        return Calibrations({DRAFT_MODEL: self._calibration_of((drafter_address, greedy)), **known})
 
     def _calibration_of(self, key: tuple[str, bool]) -> Calibration:
         if key not in self._calibrations and len(self._calibrations) >= MAX_SOURCES:

@@ -43,7 +43,16 @@ class LinkChanged:
     up: bool
 
 
-TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paired:
+    """A session is drafted by another drafter from now on."""
+
+    session_id: str
+    serial: int
+    address: str
+
+
+TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ class GatewayConfig:
     port: int = setting(8000, help="HTTP port; 0 picks a free one.", low=0, high=65535)
     grpc_port: int = setting(8001, help="gRPC port; 0 picks a free one.", low=0, high=65535)
     redis_url: str = setting("redis://127.0.0.1:6379", help="Registry and session records.")
-    replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
+    replica_id: str = setting("", help="Name of this replica in the registry, and of the owner in session records.")
     max_sessions: int = setting(256, help="Most sessions at once; requests beyond get status 429.", low=1, high=100_000)
     max_body_bytes: int = setting(
         4 * 1024 * 1024, help="Largest request body.", unit="bytes", low=1024, high=256 * 1024 * 1024
@@ -35,6 +35,13 @@ class GatewayConfig:
         low=0.1,
     )
     next_token_timeout_s: float = setting(60.0, help="Longest wait between a verifier's steps.", unit="s", low=0.1)
+    failover_s: float = setting(
+        30.0,
+        help="How long a session that lost its verifier looks for another before it fails.",
+        unit="s",
+        low=0,
+        high=3600,
+    )
     refresh_s: float = setting(0.5, help="Pause between two readings of the registry.", unit="s", low=0.05)
     record_interval_s: float = setting(0.5, help="Pause between two writings of session records.", unit="s", low=0.05)
     record_ttl_s: float = setting(600.0, help="Life of a session record after its last change.", unit="s", low=1)

@@ -14,6 +14,7 @@ from paceline.core.errors import (
     OverloadedError,
     PacelineError,
     RemoteProtocolError,
+    StaleEpochError,
     UnavailableError,
 )
 
@@ -90,6 +91,8 @@ def to_http(error: Exception) -> HttpError:
             code="unavailable",
             retry_after_s=UNAVAILABLE_RETRY_AFTER_S,
         )
+    if isinstance(error, StaleEpochError):
+        return HttpError(status=409, type="invalid_request_error", message=message, code="session_taken_over")
     if isinstance(error, RemoteProtocolError):
         _log.error("a verifier broke the protocol", exc_info=error)
         return HttpError(status=502, type="server_error", message=message, code="bad_upstream")

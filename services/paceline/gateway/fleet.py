@@ -16,20 +16,12 @@ from paceline.core.messages import ModelIdentity
 from paceline.gateway.requests import ServedModel
 from paceline.gateway.text import TextCodec
 from paceline.store.base import Replica
+from paceline.store.view import Registry, RegistryView
 
 VERIFIER = "verifier"
 DRAFTER = "drafter"
-# A registry that came back empty fills up within a few heartbeats; until then old entries are better.
-RECOVERY_S = 10.0
 
 _log = logging.getLogger(__name__)
-
-
-class Registry(Protocol):
-    """The part of the store that is needed here."""
-
-    async def replicas(self, role: str | None = None) -> list[Replica]:
-        """Returns the replicas alive; raises `UnavailableError` when the registry does not answer."""
 
 
 class Channels(Protocol):
@@ -96,12 +88,6 @@ def strange_drafters(replicas: Sequence[Replica]) -> list[Replica]:
     ]
 
 
-def after_recovery(known: Sequence[Replica], found: Sequence[Replica]) -> list[Replica]:
-    """Returns what is found, and what was known and may only not have come back yet."""
-    found_ids = {replica.replica_id for replica in found}
-    return [*found, *(replica for replica in known if replica.replica_id not in found_ids)]
-
-
 def _load(replica: Replica, in_flight: Mapping[str, int]) -> tuple[float, int, str]:
     mine = in_flight.get(replica.replica_id, 0)
     num_sessions = max(replica.num_sessions, mine)
@@ -109,12 +95,7 @@ def _load(replica: Replica, in_flight: Mapping[str, int]) -> tuple[float, int, s
 
 
 class Fleet:
-    """Replicas and models that this gateway can use.
-
-    Attributes:
-        replicas: The fleet as last read.
-        store_error: Why the last reading failed; None if it did not.
-    """
+    """Replicas and models that this gateway can use."""
 
     def __init__(
         self,
@@ -130,13 +111,19 @@ class Fleet:
             codecs: Tokenizers by model name; only these models are served.
             clock: Monotonic seconds.
         """
-        self.replicas: tuple[Replica, ...] = ()
-        self.store_error: str | None = None
-        self._registry = registry
+        self._view = RegistryView(registry, clock=clock)
         self._codecs = dict(codecs)
-        self._clock = clock
-        self._failed_s: float | None = None
         self._warned_of: set[str] = set()
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """The fleet as last read."""
+        return self._view.replicas
+
+    @property
+    def store_error(self) -> str | None:
+        """Why the last reading failed; None if it did not."""
+        return self._view.error
 
     @property
     def model_names(self) -> list[str]:
@@ -175,20 +162,7 @@ class Fleet:
 
     async def refresh(self) -> None:
         """Reads the registry once; a failure leaves the last known fleet in place."""
-        try:
-            found = await self._registry.replicas()
-        except UnavailableError as error:
-            if self.store_error is None:
-                _log.warning("registry unreachable, going on with the last known fleet", extra={"error": error})
-            self.store_error = str(error)
-            self._failed_s = self._clock()
-            return
-        if self.store_error is not None:
-            _log.info("registry reachable again")
-            self.store_error = None
-        if self._failed_s is not None and self._clock() - self._failed_s < RECOVERY_S:
-            found = after_recovery(self.replicas, found)
-        self.replicas = tuple(found)
+        await self._view.refresh()
         self._warn_of_strange_drafters()
 
     def _warn_of_strange_drafters(self) -> None:
@@ -200,9 +174,20 @@ class Fleet:
             )
         self._warned_of = strange
 
-    async def keep_fresh(self, interval_s: float, channels: Channels) -> None:
-        """Refreshes for ever, once an interval in seconds; channels to verifiers that are gone are closed."""
+    def is_draining(self, replica_id: str) -> bool:
+        """Says whether a replica is marked as draining."""
+        return any(each.draining for each in self.replicas if each.replica_id == replica_id)
+
+    async def keep_fresh(self, interval_s: float, channels: Channels, on_refreshed: Callable[[], None]) -> None:
+        """Refreshes for ever, once an interval in seconds.
+
+        Args:
+            interval_s: Pause between two readings.
+            channels: Those to verifiers that are gone are closed.
+            on_refreshed: Called after each reading.
+        """
         while True:
             await asyncio.sleep(interval_s)
             await self.refresh()
+            on_refreshed()
             await channels.keep_only(self.addresses())

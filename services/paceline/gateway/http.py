@@ -73,7 +73,7 @@ def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:
 
 def _health(sessions: Sessions, fleet: Fleet) -> Response:
     """Returns 200 while new requests can be served; a dead registry is shown, but does not stop that."""
-    roles = [replica.role for replica in fleet.replicas]
+    roles = [replica.role for replica in fleet.replicas if not replica.draining]
     num_verifiers = roles.count(VERIFIER)
     if sessions.draining:
         status = "draining"

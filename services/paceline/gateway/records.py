@@ -1,6 +1,7 @@
-"""Writes session records to the store in the background, never on the token path.
+"""Writes session records and token logs to the store in the background, never on the token path.
 
-Progress is gathered and written once an interval; a store that does not answer costs records, never tokens.
+What has changed is gathered and written once an interval, a new session at once, so that it can be resumed from its
+first token on. A store that does not answer costs records, never tokens; one that lost everything gets it anew.
 """
 
 from __future__ import annotations
@@ -9,17 +10,25 @@ import asyncio
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Protocol
 
 import numpy as np
 
 from paceline.core.errors import UnavailableError
-from paceline.core.messages import GenerateRequest
-from paceline.store.base import SessionRecord
+from paceline.gateway.requests import SessionRequest
+from paceline.store.base import AdvanceSession, PutSession, SessionRecord, SessionState, SessionWrite, Written
 
-RUNNING = "running"
-MAX_PENDING = 10_000
+# With so many sessions waiting for a store that is away, one that ends goes unrecorded.
+MAX_CHANGED = 10_000
+# Writes of one exchange with the store.
+MAX_WRITES = 256
+# New sessions of so many seconds are written together.
+LEAST_PAUSE_S = 0.02
+# A record is renewed when this share of its life has passed without news.
+RENEWAL_SHARE = 1 / 3
 
 _log = logging.getLogger(__name__)
 
@@ -27,87 +36,210 @@ _log = logging.getLogger(__name__)
 class RecordStore(Protocol):
     """The part of the store that is needed here."""
 
-    async def put_session(self, record: SessionRecord, ttl_s: float) -> bool:
-        """Writes a whole record."""
-
-    async def advance_session(self, session_id: str, epoch: int, committed_len: int, state: str) -> bool:
-        """Writes progress."""
+    async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
+        """Makes writes in order and says what became of each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Progress:
-    epoch: int
-    committed_len: int
-    state: str
-
-
-def session_record(
-    request: GenerateRequest, *, model: str, verifier_id: str, drafter_id: str, stops: tuple[str, ...]
-) -> SessionRecord:
-    """Returns the record of a session that starts."""
+def session_record(request: SessionRequest, owner: str) -> SessionRecord:
+    """Returns the record of a session before its first placement."""
     prompt = np.asarray(request.prompt_token_ids, dtype="<u4").tobytes()
     parameters = {
         "sampling": asdict(request.sampling),
         "speculation": asdict(request.speculation),
-        "stop": list(stops),
+        "stop": list(request.stops),
     }
     return SessionRecord(
         session_id=request.session_id,
         epoch=request.epoch,
-        model=model,
-        verifier_id=verifier_id,
-        drafter_id=drafter_id,
+        owner=owner,
+        model=request.model.identity.name,
+        verifier_id="",
+        drafter_id="",
         seed=request.sampling.seed,
         prompt_hash=hashlib.sha256(prompt).hexdigest(),
         prompt_len=len(request.prompt_token_ids),
         committed_len=len(request.committed_token_ids),
-        state=RUNNING,
-        params_json=json.dumps(parameters),
+        state=SessionState.RUNNING,
+        params_json=json.dumps(parameters, separators=(",", ":")),
     )
 
 
-class RecordWriter:
-    """Takes what is to be recorded without waiting, and writes it later."""
+class SessionTrail:
+    """One session as the store is to know it; says nothing to the store itself.
 
-    def __init__(self, store: RecordStore, *, ttl_s: float) -> None:
-        """Writes records that live `ttl_s` seconds after their last change."""
+    Attributes:
+        record: As of now, save for `committed_len`, which follows from the log.
+        token_ids: Prompt and committed tokens.
+    """
+
+    def __init__(
+        self,
+        record: SessionRecord,
+        token_ids: Sequence[int],
+        on_change: Callable[[SessionTrail], None],
+        on_taken_over: Callable[[], None],
+    ) -> None:
+        self.record = record
+        self.token_ids = list(token_ids)
+        self.on_taken_over = on_taken_over
+        self._on_change = on_change
+        # Tokens that the store has; None: it must be given the whole record.
+        self._logged_len: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.record.state is not SessionState.RUNNING
+
+    @property
+    def committed_token_ids(self) -> tuple[int, ...]:
+        """Generated tokens so far."""
+        return tuple(self.token_ids[self.record.prompt_len :])
+
+    def placed(self, *, epoch: int, verifier_id: str, drafter_id: str) -> None:
+        """The session starts, or starts anew, on a verifier."""
+        self.record = replace(self.record, epoch=epoch, verifier_id=verifier_id, drafter_id=drafter_id)
+        self._logged_len = None
+        self._on_change(self)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Tokens were committed."""
+        self.token_ids += token_ids
+        self._on_change(self)
+
+    def end(self, state: SessionState) -> None:
+        """The session ended."""
+        self.record = replace(self.record, state=state)
+        self._on_change(self)
+
+    def next_write(self, ttl_s: float) -> SessionWrite:
+        """What would bring the store up to date."""
+        record = self.record
+        if self._logged_len is None:
+            whole = replace(record, committed_len=len(self.token_ids) - record.prompt_len)
+            return PutSession(record=whole, token_ids=tuple(self.token_ids), ttl_s=ttl_s)
+        return AdvanceSession(
+            session_id=record.session_id,
+            epoch=record.epoch,
+            base_len=self._logged_len,
+            token_ids=tuple(self.token_ids[self._logged_len :]),
+            state=record.state,
+        )
+
+    def wrote(self, write: SessionWrite) -> None:
+        """A write was made; the trail may have gone on since, even to another verifier."""
+        if isinstance(write, AdvanceSession):
+            if self._logged_len is not None:
+                self._logged_len = write.base_len + len(write.token_ids)
+        elif write.record.epoch == self.record.epoch:
+            self._logged_len = len(write.token_ids)
+
+    def lost(self) -> None:
+        """The store does not have the record any more."""
+        self._logged_len = None
+
+
+class RecordWriter:
+    """Takes what is to be recorded without waiting, and writes it later.
+
+    Args:
+        store: Where to.
+        ttl_s: Life of a record after its last change.
+        owner: Replica id of this gateway.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, store: RecordStore, *, ttl_s: float, owner: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._store = store
         self._ttl_s = ttl_s
-        self._opened: dict[str, SessionRecord] = {}
-        self._progress: dict[str, _Progress] = {}
+        self._owner = owner
+        self._clock = clock
+        # Trails that may change, and when each was written last; those with news.
+        self._open: dict[SessionTrail, float] = {}
+        self._changed: dict[SessionTrail, None] = {}
+        self._opened = asyncio.Event()
         self._failing = False
 
-    def open(self, record: SessionRecord) -> None:
-        """Records a session that starts, or starts anew under a higher epoch."""
-        if len(self._opened) < MAX_PENDING:
-            self._opened[record.session_id] = record
+    def open(self, request: SessionRequest, on_taken_over: Callable[[], None]) -> SessionTrail:
+        """Records a session that starts, or goes on here.
 
-    def advance(self, session_id: str, epoch: int, committed_len: int, state: str = RUNNING) -> None:
-        """Records progress or the end of a session."""
-        if len(self._progress) < MAX_PENDING or session_id in self._progress:
-            self._progress[session_id] = _Progress(epoch=epoch, committed_len=committed_len, state=state)
+        Args:
+            request: What runs; its `epoch` is the first of this gateway.
+            on_taken_over: Called once if another gateway turns out to own the session.
+        """
+        token_ids = (*request.prompt_token_ids, *request.committed_token_ids)
+        trail = SessionTrail(session_record(request, self._owner), token_ids, self._note, on_taken_over)
+        self._open[trail] = self._clock()
+        return trail
+
+    def _note(self, trail: SessionTrail) -> None:
+        if trail not in self._open:
+            return
+        placed = bool(trail.record.verifier_id)
+        if trail.ended and (not placed or len(self._changed) >= MAX_CHANGED):
+            self._forget(trail)
+            return
+        if placed:
+            self._changed[trail] = None
+        if len(trail.token_ids) <= trail.record.prompt_len + trail.record.committed_len:
+            self._opened.set()
 
     async def keep_writing(self, interval_s: float) -> None:
-        """Writes for ever, once an interval in seconds."""
+        """Writes for ever: new sessions at once, progress once an interval in seconds."""
         while True:
-            await asyncio.sleep(interval_s)
+            try:
+                async with asyncio.timeout(interval_s):
+                    await self._opened.wait()
+            except TimeoutError:
+                pass
+            self._opened.clear()
             await self.flush()
+            await asyncio.sleep(LEAST_PAUSE_S)
 
     async def flush(self) -> None:
-        """Writes what has gathered; what cannot be written is dropped."""
-        opened, self._opened = self._opened, {}
-        progress, self._progress = self._progress, {}
-        try:
-            for session_id, record in opened.items():
-                done = progress.pop(session_id, None)
-                if done is not None:
-                    record = replace(record, committed_len=done.committed_len, state=done.state)
-                await self._store.put_session(record, self._ttl_s)
-            for session_id, done in progress.items():
-                await self._store.advance_session(session_id, done.epoch, done.committed_len, done.state)
-        except UnavailableError as error:
-            if not self._failing:
-                _log.warning("session records are not written", extra={"error": error})
-            self._failing = True
-        else:
+        """Writes what has gathered; what cannot be written now is written later."""
+        self._renew()
+        changed, self._changed = list(self._changed), {}
+        for start in range(0, len(changed), MAX_WRITES):
+            trails = changed[start : start + MAX_WRITES]
+            writes = [trail.next_write(self._ttl_s) for trail in trails]
+            try:
+                answers = await self._store.write_sessions(writes)
+            except UnavailableError as error:
+                self._warn(error)
+                self._changed = {**dict.fromkeys(changed[start:]), **self._changed}
+                return
             self._failing = False
+            for trail, write, written in zip(trails, writes, answers, strict=True):
+                self._written(trail, write, written)
+
+    def _written(self, trail: SessionTrail, write: SessionWrite, written: Written) -> None:
+        match written:
+            case Written.DONE:
+                trail.wrote(write)
+                self._open[trail] = self._clock()
+                if trail.ended and trail not in self._changed:
+                    self._forget(trail)
+            case Written.MISSING:
+                trail.lost()
+                self._changed[trail] = None
+            case Written.TAKEN_OVER:
+                self._forget(trail)
+                trail.on_taken_over()
+
+    def _renew(self) -> None:
+        stale_s = self._clock() - self._ttl_s * RENEWAL_SHARE
+        for trail, written_s in self._open.items():
+            if written_s < stale_s and trail.record.verifier_id:
+                self._changed.setdefault(trail)
+
+    def _forget(self, trail: SessionTrail) -> None:
+        self._open.pop(trail, None)
+        self._changed.pop(trail, None)
+
+    def _warn(self, error: UnavailableError) -> None:
+        if not self._failing:
+            _log.warning("session records are not written", extra={"error": error})
+        self._failing = True

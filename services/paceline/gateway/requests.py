@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.messages import ModelIdentity
+from paceline.core.messages import FinishReason, ModelIdentity
 from paceline.core.params import MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
 from paceline.gateway.text import TextCodec, check_unicode
 
@@ -38,7 +38,14 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """One session to run, all fields checked."""
+    """One session to run, all fields checked.
+
+    Attributes:
+        epoch: First ownership number that this gateway may use.
+        committed_token_ids: Generated tokens that an earlier owner has logged.
+        offset: Generated tokens that the client has already.
+        finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
+    """
 
     model: ServedModel
     session_id: str
@@ -46,6 +53,10 @@ class SessionRequest:
     sampling: SamplingParams
     speculation: SpeculationParams
     stops: tuple[str, ...] = ()
+    epoch: int = 1
+    committed_token_ids: tuple[int, ...] = ()
+    offset: int = 0
+    finished: FinishReason | None = None
 
 
 def new_seed() -> int:

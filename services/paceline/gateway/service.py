@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from paceline.gateway.completions import BodyLimits
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.http import create_app
+from paceline.gateway.placing import Placer
 from paceline.gateway.records import RecordWriter
+from paceline.gateway.resume import Resumption
 from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.text import TextCodec
@@ -65,17 +68,32 @@ async def serve(
         ConfigError: A port is in use.
     """
     registry = CollectorRegistry()
+    # Known before any port is, since records name their owner.
+    replica_id = config.replica_id or f"{ROLE}-{uuid.uuid4().hex[:12]}"
     fleet = Fleet(store, codecs)
-    records = RecordWriter(store, ttl_s=config.record_ttl_s)
+    records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     deadlines = Deadlines(first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s)
     client = VerifierClient(deadlines)
+    metrics = GatewayMetrics(registry)
+    placer = Placer(
+        fleet=fleet,
+        client=client,
+        failover_s=config.failover_s,
+        on_failover=lambda reason: metrics.failovers.labels(reason).inc(),
+    )
     sessions = Sessions(
         fleet=fleet,
         client=client,
+        placer=placer,
         records=records,
-        metrics=GatewayMetrics(registry),
+        metrics=metrics,
         max_sessions=config.max_sessions,
     )
+
+    def follow_fleet() -> None:
+        sessions.drain(draining=fleet.is_draining(replica_id))
+        placer.move_away()
+
     app = create_app(
         sessions=sessions,
         fleet=fleet,
@@ -84,30 +102,32 @@ async def serve(
         started_s=int(time.time()),
     )
     async with (
-        _background(config, fleet, client, records),
-        _doors(config, app, sessions, fleet) as addresses,
-        announced(store, lambda: _replica(config, addresses, sessions)),
+        _background(config, fleet, client, records, follow_fleet),
+        _doors(config, app, sessions, fleet, Resumption(store, fleet, replica_id)) as addresses,
+        announced(store, lambda: _replica(replica_id, config, addresses, sessions)),
     ):
         on_ready(addresses)
         await stop.wait()
 
 
-def _replica(config: GatewayConfig, addresses: Addresses, sessions: Sessions) -> Replica:
+def _replica(replica_id: str, config: GatewayConfig, addresses: Addresses, sessions: Sessions) -> Replica:
     return Replica(
-        replica_id=config.replica_id or f"{ROLE}-{addresses.grpc}",
+        replica_id=replica_id,
         role=ROLE,
         address=addresses.grpc,
         max_sessions=config.max_sessions,
         num_sessions=sessions.num_running,
-        draining=sessions.draining,
+        draining=sessions.stopping,
     )
 
 
 @asynccontextmanager
-async def _doors(config: GatewayConfig, app: FastAPI, sessions: Sessions, fleet: Fleet) -> AsyncIterator[Addresses]:
+async def _doors(
+    config: GatewayConfig, app: FastAPI, sessions: Sessions, fleet: Fleet, resumption: Resumption
+) -> AsyncIterator[Addresses]:
     """Opens both doors while a block runs; running sessions finish before the doors close."""
     with listening_socket(config.host, config.port) as listener:
-        grpc_server = await _start_grpc(config, sessions, fleet)
+        grpc_server = await _start_grpc(config, GatewayServicer(sessions, fleet, resumption))
         try:
             async with _http_server(app, listener, 2 * config.max_sessions + SPARE_CONNECTIONS):
                 await grpc_server.ready()
@@ -119,8 +139,7 @@ async def _doors(config: GatewayConfig, app: FastAPI, sessions: Sessions, fleet:
             await grpc_server.stop(FAREWELL_S)
 
 
-async def _start_grpc(config: GatewayConfig, sessions: Sessions, fleet: Fleet) -> GrpcServer:
-    servicer = GatewayServicer(sessions, fleet)
+async def _start_grpc(config: GatewayConfig, servicer: GatewayServicer) -> GrpcServer:
     try:
         return await start_grpc_server(
             host=config.host,
@@ -188,12 +207,16 @@ class _HttpServer(uvicorn.Server):
 
 @asynccontextmanager
 async def _background(
-    config: GatewayConfig, fleet: Fleet, client: VerifierClient, records: RecordWriter
+    config: GatewayConfig,
+    fleet: Fleet,
+    client: VerifierClient,
+    records: RecordWriter,
+    on_refreshed: Callable[[], None],
 ) -> AsyncIterator[None]:
     """Keeps the fleet fresh and writes records while a block runs; writes what is left at its end."""
     await fleet.refresh()
     tasks = [
-        asyncio.create_task(fleet.keep_fresh(config.refresh_s, client), name="fleet"),
+        asyncio.create_task(fleet.keep_fresh(config.refresh_s, client, on_refreshed), name="fleet"),
         asyncio.create_task(records.keep_writing(config.record_interval_s), name="records"),
     ]
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from paceline.gateway.requests import (
     new_seed,
     room_for_output,
 )
+from paceline.gateway.resume import Resumption
 from paceline.gateway.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.wire import (
@@ -39,17 +40,34 @@ SERVICE_NAME = "paceline.rpc.v1.Gateway"
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """Serves `paceline.rpc.v1.Gateway`."""
 
-    def __init__(self, sessions: Sessions, fleet: Fleet) -> None:
+    def __init__(self, sessions: Sessions, fleet: Fleet, resumption: Resumption) -> None:
         self._sessions = sessions
         self._fleet = fleet
+        self._resumption = resumption
 
     async def Generate(
         self, request: gateway_pb2.GatewayGenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         """Streams one completion."""
         del context
-        session = self._session(request)
+        async with aclosing(self._stream(self._session(request))) as responses:
+            async for response in responses:
+                yield response
+
+    async def Resume(
+        self, request: gateway_pb2.ResumeRequest, context: Any
+    ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
+        """Streams what is left of a completion."""
+        del context
+        session = await self._resumption.claim(request.session_id, request.offset)
+        async with aclosing(self._stream(session)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _stream(self, session: SessionRequest) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
         with self._sessions.admitted(1):
+            # At once, so that a client knows what to resume even if it never gets a token from here.
+            yield gateway_pb2.GatewayGenerateResponse(session_id=session.session_id)
             async with aclosing(self._sessions.run(session)) as events:
                 async for event in events:
                     yield _response(session.session_id, event)

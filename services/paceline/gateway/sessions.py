@@ -7,34 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from functools import partial
 
-from paceline.core.errors import OverloadedError, PacelineError, UnavailableError
-from paceline.core.messages import CommittedTokens, FinishReason, GenerateRequest, GenerateResult
-from paceline.gateway.fleet import Fleet, choose_drafter, choose_verifier
+from paceline.core.errors import OverloadedError, PacelineError, StaleEpochError, UnavailableError
+from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult
+from paceline.gateway.fleet import Fleet
 from paceline.gateway.pieces import Ending, Event, Piece
-from paceline.gateway.records import RecordWriter, session_record
+from paceline.gateway.placing import Placer
+from paceline.gateway.records import RecordWriter, SessionTrail
 from paceline.gateway.requests import ServedModel, SessionRequest
 from paceline.gateway.stopwatch import Stopwatch
 from paceline.gateway.text_stream import TextStream
 from paceline.gateway.verifier_client import VerifierClient
 from paceline.obs.metrics import GatewayMetrics
-from paceline.store.base import Replica
+from paceline.store.base import SessionState
 
 RETRY_AFTER_S = 1.0
-MAX_PLACEMENTS = 3
 SHUTTING_DOWN = "the gateway is shutting down"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Placement:
-    """Who runs a session."""
-
-    verifier: Replica
-    drafter: Replica | None
 
 
 class Sessions:
@@ -45,6 +36,7 @@ class Sessions:
         *,
         fleet: Fleet,
         client: VerifierClient,
+        placer: Placer,
         records: RecordWriter,
         metrics: GatewayMetrics,
         max_sessions: int,
@@ -52,20 +44,26 @@ class Sessions:
     ) -> None:
         self._fleet = fleet
         self._client = client
+        self._placer = placer
         self._records = records
         self._metrics = metrics
         self._max_sessions = max_sessions
         self._clock = clock
         self._num_running = 0
-        self._in_flight: Counter[str] = Counter()
+        self._stopping = False
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
-    def draining(self) -> bool:
+    def stopping(self) -> bool:
         """Whether new sessions are refused for good."""
-        return self._draining
+        return self._stopping
+
+    @property
+    def draining(self) -> bool:
+        """Whether new sessions are refused."""
+        return self._stopping or self._draining
 
     @property
     def num_running(self) -> int:
@@ -89,8 +87,10 @@ class Sessions:
             OverloadedError: There are not that many places free.
             UnavailableError: The gateway is shutting down.
         """
-        if self._draining:
+        if self._stopping:
             raise UnavailableError(SHUTTING_DOWN)
+        if self._draining:
+            raise UnavailableError("the gateway is draining; ask another")
         if self._num_running + num_sessions > self._max_sessions:
             raise OverloadedError(
                 f"{self._num_running} sessions are running and at most {self._max_sessions} are admitted, "
@@ -117,9 +117,9 @@ class Sessions:
             self._metrics.request_errors.labels(type(error).__name__).inc()
             raise
 
-    def drain(self) -> None:
-        """Refuses new sessions from now on."""
-        self._draining = True
+    def drain(self, *, draining: bool) -> None:
+        """Refuses new sessions while an operator wants it so; health tells."""
+        self._draining = draining
 
     async def finish(self, timeout_s: float, farewell_s: float) -> None:
         """Waits for running sessions, then ends the rest with an error that says so.
@@ -128,7 +128,7 @@ class Sessions:
             timeout_s: Time that sessions get to end by themselves, in seconds.
             farewell_s: Time to deliver that error, in seconds.
         """
-        self.drain()
+        self._stopping = True
         if not await self._wait_idle(timeout_s):
             self._client.abort(SHUTTING_DOWN)
             await self._wait_idle(farewell_s)
@@ -150,105 +150,75 @@ class Sessions:
             self._idle.set()
 
     async def _events(self, request: SessionRequest) -> AsyncGenerator[Event, None]:
+        trail = self._records.open(request, partial(self._taken_over, request.session_id))
+        state = SessionState.LEFT
+        try:
+            async with aclosing(self._pieces(request, trail)) as events:
+                async for event in events:
+                    if isinstance(event, Ending):
+                        state = SessionState(event.finish_reason.value)
+                        trail.end(state)
+                    yield event
+        except PacelineError:
+            state = SessionState.FAILED
+            raise
+        finally:
+            if not trail.ended:
+                trail.end(state)
+
+    def _taken_over(self, session_id: str) -> None:
+        """Another gateway owns the session: what runs here of it ends."""
+        error = StaleEpochError(f"session {session_id} goes on at another gateway")
+        self._client.end(lambda call: call.session_id == session_id, error)
+
+    async def _pieces(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[Event, None]:
+        """Yields the answer beyond the tokens that the client has, and how it ended."""
         text_stream = TextStream(request)
         stopwatch = Stopwatch(self._metrics, self._clock)
         self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
         num_generated = 0
         result: GenerateResult | None = None
         stopped = False
-        async with aclosing(self._committed(request)) as steps:
+        async with aclosing(self._committed(request, trail)) as steps:
             async for step in steps:
-                fed = text_stream.feed(step.token_ids)
-                num_generated += fed.num_tokens
-                stopwatch.tokens(fed.num_tokens)
-                text, result, stopped = fed.text, step.result, fed.stopped
+                num_known = min(max(0, request.offset - num_generated), len(step.token_ids))
+                known = text_stream.feed(step.token_ids[:num_known])
+                fed = known if known.stopped else text_stream.feed(step.token_ids[num_known:])
+                num_new = 0 if known.stopped else fed.num_tokens
+                num_generated += known.num_tokens + num_new
+                stopwatch.tokens(num_new)
+                text, result, stopped = "" if known.stopped else fed.text, step.result, fed.stopped
                 if result is not None and not stopped:
                     rest = text_stream.finish()
                     text, stopped = text + rest.text, rest.stopped
-                yield Piece(
-                    text=text,
-                    token_ids=step.token_ids[: fed.num_tokens],
-                    logprobs=step.logprobs[: fed.num_tokens],
-                )
+                new = slice(num_known, num_known + num_new)
+                yield Piece(text=text, token_ids=step.token_ids[new], logprobs=step.logprobs[new])
                 if stopped:
                     break
         ending = _ending(request, num_generated, result, stopped)
         stopwatch.ended(ending)
         yield ending
 
-    async def _committed(self, request: SessionRequest) -> AsyncGenerator[CommittedTokens, None]:
-        """Yields what verifiers commit; when one fails, another goes on where it stopped."""
-        failed: set[str] = set()
-        generate = GenerateRequest(
-            session_id=request.session_id,
-            epoch=1,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
-            speculation=request.speculation,
-        )
-        while True:
-            placement = self._place(request.model, failed)
-            committed: list[int] = []
-            try:
-                async with aclosing(self._on_verifier(placement, generate, request.stops)) as steps:
-                    async for step in steps:
-                        committed += step.token_ids
-                        yield step
-                return
-            except (UnavailableError, OverloadedError):
-                failed.add(placement.verifier.replica_id)
-                if not self._may_move(request, failed):
-                    raise
-            generate = replace(
-                generate,
-                epoch=generate.epoch + 1,
-                committed_token_ids=(*generate.committed_token_ids, *committed),
-            )
-
-    def _may_move(self, request: SessionRequest, failed: set[str]) -> bool:
-        name = request.model.identity.name
-        another = choose_verifier(self._fleet.replicas, name, self._in_flight, failed)
-        return another is not None and len(failed) < MAX_PLACEMENTS and not self._client.aborted
-
-    def _place(self, model: ServedModel, failed: set[str]) -> _Placement:
-        verifier = choose_verifier(self._fleet.replicas, model.identity.name, self._in_flight, failed)
-        if verifier is None:
-            raise UnavailableError(f"no verifier of model {model.identity.name!r} is there at the moment")
-        drafter = choose_drafter(self._fleet.replicas, model.identity, self._in_flight)
-        return _Placement(verifier=verifier, drafter=drafter)
-
-    async def _on_verifier(
-        self, placement: _Placement, generate: GenerateRequest, stops: tuple[str, ...]
-    ) -> AsyncGenerator[CommittedTokens, None]:
-        """Runs a session on one verifier, counted and recorded."""
-        verifier, drafter = placement.verifier, placement.drafter
-        if drafter is not None:
-            generate = replace(generate, drafter_address=drafter.address)
-        model = verifier.identity.name if verifier.identity is not None else ""
-        drafter_id = "" if drafter is None else drafter.replica_id
-        record = session_record(
-            generate, model=model, verifier_id=verifier.replica_id, drafter_id=drafter_id, stops=stops
-        )
-        self._records.open(record)
-        held = [verifier.replica_id, drafter_id]
-        self._in_flight.update(held)
-        committed_len = record.committed_len
-        # Closed by us before the verifier was done: a stop string ended the text, or the client left.
-        state = "left"
-        try:
-            async with aclosing(self._client.generate(verifier.address, generate)) as steps:
+    async def _committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
+        """Yields what was committed before this gateway got the session, then what verifiers commit."""
+        if request.committed_token_ids or request.finished is not None:
+            yield CommittedTokens(token_ids=request.committed_token_ids, result=_result_of(request))
+        if request.finished is None:
+            async with aclosing(self._placer.committed(request, trail)) as steps:
                 async for step in steps:
-                    committed_len += len(step.token_ids)
-                    self._records.advance(generate.session_id, generate.epoch, committed_len)
-                    if step.result is not None:
-                        state = "finished"
                     yield step
-        except PacelineError:
-            state = "failed"
-            raise
-        finally:
-            self._in_flight.subtract(held)
-            self._records.advance(generate.session_id, generate.epoch, committed_len, state)
+
+
+def _result_of(request: SessionRequest) -> GenerateResult | None:
+    """The result of a session that had ended before it was resumed; what speculation did for it is not recorded."""
+    if request.finished is None:
+        return None
+    return GenerateResult(
+        finish_reason=request.finished,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=0,
+        num_generated_tokens=len(request.committed_token_ids),
+    )
 
 
 def _ending(request: SessionRequest, num_generated: int, result: GenerateResult | None, stopped: bool) -> Ending:

@@ -6,12 +6,13 @@ It knows the wire and nothing of text or HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection
+import time
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass
 
 import grpc
 
-from paceline.core.errors import RemoteProtocolError, UnavailableError
+from paceline.core.errors import PacelineError, RemoteProtocolError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS, error_from_rpc
@@ -38,14 +39,41 @@ class Deadlines:
     next_message_s: float
 
 
-class VerifierClient:
-    """Runs sessions on verifiers."""
+@dataclass(slots=True, kw_only=True)
+class RunningCall:
+    """One session on a verifier.
 
-    def __init__(self, deadlines: Deadlines) -> None:
-        """Opens nothing yet."""
+    Attributes:
+        session_id: The session.
+        address: The verifier's.
+        heard_s: When it was called or last said something, monotonic seconds.
+        ended_by: Why we ended it ourselves; None while it runs.
+    """
+
+    session_id: str
+    address: str
+    heard_s: float
+    ended_by: PacelineError | None = None
+
+    def check(self) -> None:
+        """Raises what the call was ended with, if it was."""
+        if self.ended_by is not None:
+            raise self.ended_by
+
+
+class VerifierClient:
+    """Runs sessions on verifiers.
+
+    Args:
+        deadlines: Longest waits.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, deadlines: Deadlines, clock: Callable[[], float] = time.monotonic) -> None:
         self._deadlines = deadlines
+        self._clock = clock
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._calls: dict[_Call, str] = {}
+        self._calls: dict[_Call, RunningCall] = {}
         self._abort_reason = ""
 
     @property
@@ -57,17 +85,20 @@ class VerifierClient:
         """Yields what the verifier commits, a result in the last message; closing it cancels the call.
 
         Raises:
-            PacelineError: What the verifier raised.
+            PacelineError: What the verifier raised, or what the call was ended with.
             UnavailableError: The verifier cannot be reached, is silent too long, or the gateway shuts down.
             RemoteProtocolError: The verifier sent nonsense.
         """
+        if self.aborted:
+            raise UnavailableError(self._abort_reason)
         call: _Call = self._stub(address).Generate(generate_request_to_pb(request))
-        self._calls[call] = address
+        running = RunningCall(session_id=request.session_id, address=address, heard_s=self._clock())
+        self._calls[call] = running
         try:
             timeout_s = self._deadlines.first_message_s
             while True:
-                self._check_aborted()
-                committed = await self._read(call, address, timeout_s)
+                committed = await self._read(call, running, timeout_s)
+                running.heard_s = self._clock()
                 yield committed
                 if committed.result is not None:
                     await self._await_status(call)
@@ -77,15 +108,27 @@ class VerifierClient:
             del self._calls[call]
             call.cancel()
 
-    def abort(self, reason: str) -> None:
-        """Ends all running calls, and later ones at their first read, with `UnavailableError(reason)`."""
-        self._abort_reason = reason
-        for call in list(self._calls):
+    def end(self, chosen: Callable[[RunningCall], bool], error: PacelineError) -> int:
+        """Ends the calls chosen: what waits for them, and what reads them next, gets the error.
+
+        Returns:
+            How many.
+        """
+        ended = [(call, running) for call, running in self._calls.items() if not running.ended_by and chosen(running)]
+        for call, running in ended:
+            running.ended_by = error
             call.cancel()
+        return len(ended)
+
+    def abort(self, reason: str) -> None:
+        """Ends all calls, and refuses later ones, with `UnavailableError(reason)`."""
+        self._abort_reason = reason
+        self.end(lambda _: True, UnavailableError(reason))
 
     async def keep_only(self, addresses: Collection[str]) -> None:
         """Closes channels to verifiers that are gone and have no call running."""
-        for address in self._channels.keys() - set(addresses) - set(self._calls.values()):
+        used = {running.address for running in self._calls.values()}
+        for address in self._channels.keys() - set(addresses) - used:
             await self._channels.pop(address).close(None)
 
     async def close(self) -> None:
@@ -101,10 +144,6 @@ class VerifierClient:
             self._channels[address] = channel
         return verifier_pb2_grpc.VerifierStub(channel)
 
-    def _check_aborted(self) -> None:
-        if self.aborted:
-            raise UnavailableError(self._abort_reason)
-
     async def _await_status(self, call: _Call) -> None:
         """Lets the verifier end the call itself, so that it takes no finished session for a cancelled one."""
         try:
@@ -113,19 +152,21 @@ class VerifierClient:
         except TimeoutError:
             return
 
-    async def _read(self, call: _Call, address: str, timeout_s: float) -> CommittedTokens:
+    async def _read(self, call: _Call, running: RunningCall, timeout_s: float) -> CommittedTokens:
+        running.check()
         try:
             async with asyncio.timeout(timeout_s):
                 message = await call.read()
         except TimeoutError:
-            raise UnavailableError(f"the verifier at {address} was silent for {timeout_s:g} s") from None
+            raise UnavailableError(f"the verifier at {running.address} was silent for {timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
+            running.check()
             raise error_from_rpc(error) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self.aborted and task is not None and not task.cancelling():
-                raise UnavailableError(self._abort_reason) from None
+            if task is not None and not task.cancelling():
+                running.check()
             raise
         if not isinstance(message, verifier_pb2.VerifierGenerateResponse):
-            raise RemoteProtocolError(f"the verifier at {address} ended the stream without a result")
+            raise RemoteProtocolError(f"the verifier at {running.address} ended the stream without a result")
         return committed_from_pb(message)

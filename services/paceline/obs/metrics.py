@@ -145,6 +145,12 @@ class GatewayMetrics:
         self.request_errors = Counter(
             "paceline:request_errors", "Requests ended by an error, by type.", ("type",), registry=registry
         )
+        self.failovers = Counter(
+            "paceline:failovers",
+            "Sessions that left a verifier for another, by reason.",
+            ("reason",),
+            registry=registry,
+        )
         self.speculation = SpeculationTotals(registry)
 
     @staticmethod

@@ -20,10 +20,13 @@ EXPIRY_S = 5.0
 async def announced(store: Store, replica: Callable[[], Replica]) -> AsyncIterator[None]:
     """Announces `replica()` every second and withdraws it at the end.
 
+    A mark to drain was meant for an earlier life of the replica, and is taken back first.
+
     Args:
         store: The registry.
         replica: Describes the replica as it is now.
     """
+    await store.drain(replica().replica_id, draining=False)
     await store.announce(replica(), EXPIRY_S)
     heart = asyncio.create_task(_beat(store, replica), name="heartbeat")
     try:

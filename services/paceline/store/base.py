@@ -1,11 +1,14 @@
 """The session store and registry of the fleet, as one interface; it is never on the token path.
 
 Replicas announce themselves and are forgotten when they stop doing so. A session record has one owner at a
-time: ownership is numbered by `epoch`, and an owner that lost a session learns it from `advance_session`.
+time: ownership is numbered by `epoch`, and an owner that lost a session learns it when it next writes. Beside the
+record lies the session's token log, prompt and committed tokens, from which any gateway can go on.
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 from urllib.parse import urlsplit
@@ -28,12 +31,37 @@ class Replica:
     draining: bool = False
 
 
+class SessionState(enum.StrEnum):
+    """Where a session is; `STOP` and `LENGTH` are the reasons of a session that is finished."""
+
+    RUNNING = "running"
+    LEFT = "left"
+    FAILED = "failed"
+    STOP = "stop"
+    LENGTH = "length"
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing can follow its tokens."""
+        return self in (SessionState.STOP, SessionState.LENGTH)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
-    """What the fleet remembers of a session; token ids are not in it."""
+    """What the fleet remembers of a session; its token ids are in the log beside it.
+
+    Attributes:
+        owner: Replica id of the gateway that runs it.
+        api_key: Name of the key it was asked for with; empty without keys.
+        prompt_hash: SHA-256 of the prompt's ids, as little-endian 32-bit numbers.
+        committed_len: Generated tokens in the log, behind `prompt_len` of the prompt.
+        params_json: Sampling and speculation parameters and stop strings.
+    """
 
     session_id: str
     epoch: int
+    owner: str = ""
+    api_key: str = ""
     model: str
     verifier_id: str
     drafter_id: str
@@ -41,8 +69,47 @@ class SessionRecord:
     prompt_hash: str
     prompt_len: int
     committed_len: int
-    state: str
+    state: SessionState
     params_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutSession:
+    """Writes a whole record, and the log of its prompt and `committed_len` tokens, for `ttl_s` seconds."""
+
+    record: SessionRecord
+    token_ids: Sequence[int]
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvanceSession:
+    """Writes tokens into the log from position `base_len` on, and the state; renews the time to live."""
+
+    session_id: str
+    epoch: int
+    base_len: int
+    token_ids: Sequence[int]
+    state: SessionState
+
+
+SessionWrite = PutSession | AdvanceSession
+
+
+class Written(enum.Enum):
+    """What became of one write; only `DONE` left a trace."""
+
+    DONE = "done"
+    TAKEN_OVER = "a newer epoch owns the session"
+    MISSING = "the record is gone, or its log is shorter than the write's base"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedSession:
+    """A record with its log: the prompt's ids and the generated ones."""
+
+    record: SessionRecord
+    token_ids: tuple[int, ...]
 
 
 class Store(Protocol):
@@ -55,26 +122,27 @@ class Store(Protocol):
         """Puts a replica into the registry, or renews it, for `ttl_s` seconds."""
 
     async def withdraw(self, replica_id: str) -> None:
-        """Takes a replica out of the registry."""
+        """Takes a replica out of the registry, and forgets that it was asked to drain."""
+
+    async def drain(self, replica_id: str, *, draining: bool = True) -> None:
+        """Marks a replica as draining for all who read the registry, or takes the mark back."""
 
     async def replicas(self, role: str | None = None) -> list[Replica]:
         """Returns the replicas alive, of one role or all, sorted by id."""
 
-    async def put_session(self, record: SessionRecord, ttl_s: float) -> bool:
-        """Writes a whole record for `ttl_s` seconds.
+    async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
+        """Makes writes in order, each in one atomic step, all in one exchange with the server."""
+
+    async def session(self, session_id: str) -> LoggedSession | None:
+        """Returns a record and its log; None when it is unknown or expired."""
+
+    async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
+        """Makes `owner` the owner of a session, under an epoch above all of its former owner's; atomic.
+
+        A finished session keeps its owner and epoch.
 
         Returns:
-            False, without a trace, when a newer epoch owns the session.
-        """
-
-    async def session(self, session_id: str) -> SessionRecord | None:
-        """Returns a record; None when it is unknown or expired."""
-
-    async def advance_session(self, session_id: str, epoch: int, committed_len: int, state: str) -> bool:
-        """Writes progress and renews the record's time to live, in one atomic step.
-
-        Returns:
-            False, without a trace, when a newer epoch owns the session or the record is gone.
+            The record as it is then, with its log; None when it is unknown or expired.
         """
 
     async def delete_session(self, session_id: str) -> None:
@@ -89,6 +157,15 @@ class Store(Protocol):
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
+
+
+# An owner numbers its placements within its own range, so that a record that lags behind still tells the next range.
+EPOCHS_PER_OWNER = 1 << 16
+
+
+def next_owner_epoch(epoch: int) -> int:
+    """Returns the first epoch of the owner after the one that `epoch` belongs to."""
+    return (epoch // EPOCHS_PER_OWNER + 1) * EPOCHS_PER_OWNER
 
 
 def open_store(url: str) -> Store:

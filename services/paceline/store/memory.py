@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from paceline.store.base import Replica, SessionRecord
+from paceline.store.base import (
+    AdvanceSession,
+    LoggedSession,
+    PutSession,
+    Replica,
+    SessionRecord,
+    SessionWrite,
+    Written,
+    next_owner_epoch,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +28,13 @@ class _StoredReplica:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredSession:
     record: SessionRecord
+    token_ids: tuple[int, ...]
     ttl_s: float
     expires_s: float
+
+    @property
+    def logged(self) -> LoggedSession:
+        return LoggedSession(record=self.record, token_ids=self.token_ids)
 
 
 class MemoryStore:
@@ -29,6 +43,7 @@ class MemoryStore:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._replicas: dict[str, _StoredReplica] = {}
+        self._draining: set[str] = set()
         self._sessions: dict[str, _StoredSession] = {}
 
     async def announce(self, replica: Replica, ttl_s: float) -> None:
@@ -38,35 +53,62 @@ class MemoryStore:
     async def withdraw(self, replica_id: str) -> None:
         """Takes a replica out of the registry."""
         self._replicas.pop(replica_id, None)
+        self._draining.discard(replica_id)
+
+    async def drain(self, replica_id: str, *, draining: bool = True) -> None:
+        """Marks a replica as draining, or takes the mark back."""
+        if draining:
+            self._draining.add(replica_id)
+        else:
+            self._draining.discard(replica_id)
 
     async def replicas(self, role: str | None = None) -> list[Replica]:
         """Returns the replicas alive."""
         now_s = self._clock()
         self._replicas = {key: entry for key, entry in self._replicas.items() if entry.expires_s > now_s}
         alive = (entry.replica for _, entry in sorted(self._replicas.items()))
-        return [replica for replica in alive if role is None or replica.role == role]
+        marked = (replace(each, draining=each.draining or each.replica_id in self._draining) for each in alive)
+        return [replica for replica in marked if role is None or replica.role == role]
 
-    async def put_session(self, record: SessionRecord, ttl_s: float) -> bool:
-        """Writes a whole record unless a newer epoch owns it."""
-        stored = self._alive(record.session_id)
-        if stored is not None and stored.record.epoch > record.epoch:
-            return False
-        self._write(record, ttl_s)
-        return True
+    async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
+        """Makes writes in order."""
+        return [self._put(write) if isinstance(write, PutSession) else self._advance(write) for write in writes]
 
-    async def session(self, session_id: str) -> SessionRecord | None:
-        """Returns a record."""
+    async def session(self, session_id: str) -> LoggedSession | None:
+        """Returns a record and its log."""
         stored = self._alive(session_id)
-        return None if stored is None else stored.record
+        return None if stored is None else stored.logged
 
-    async def advance_session(self, session_id: str, epoch: int, committed_len: int, state: str) -> bool:
-        """Writes progress unless a newer epoch owns the session or it is gone."""
+    async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
+        """Makes `owner` the owner of a session that is not finished."""
         stored = self._alive(session_id)
-        if stored is None or stored.record.epoch > epoch:
-            return False
-        record = replace(stored.record, epoch=epoch, committed_len=committed_len, state=state)
-        self._write(record, stored.ttl_s)
-        return True
+        if stored is None or stored.record.state.finished:
+            return None if stored is None else stored.logged
+        record = replace(stored.record, owner=owner, epoch=next_owner_epoch(stored.record.epoch))
+        self._write(record, stored.token_ids, stored.ttl_s)
+        return LoggedSession(record=record, token_ids=stored.token_ids)
+
+    def _put(self, write: PutSession) -> Written:
+        stored = self._alive(write.record.session_id)
+        if stored is not None and stored.record.epoch > write.record.epoch:
+            return Written.TAKEN_OVER
+        self._write(write.record, tuple(write.token_ids), write.ttl_s)
+        return Written.DONE
+
+    def _advance(self, write: AdvanceSession) -> Written:
+        stored = self._alive(write.session_id)
+        if stored is None:
+            return Written.MISSING
+        if stored.record.epoch > write.epoch:
+            return Written.TAKEN_OVER
+        if write.base_len > len(stored.token_ids):
+            return Written.MISSING
+        end = write.base_len + len(write.token_ids)
+        token_ids = (*stored.token_ids[: write.base_len], *write.token_ids, *stored.token_ids[end:])
+        committed_len = len(token_ids) - stored.record.prompt_len
+        record = replace(stored.record, epoch=write.epoch, committed_len=committed_len, state=write.state)
+        self._write(record, token_ids, stored.ttl_s)
+        return Written.DONE
 
     async def delete_session(self, session_id: str) -> None:
         """Forgets a session."""
@@ -84,11 +126,13 @@ class MemoryStore:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _write(self, record: SessionRecord, ttl_s: float) -> None:
+    def _write(self, record: SessionRecord, token_ids: tuple[int, ...], ttl_s: float) -> None:
         now_s = self._clock()
         for session_id in [key for key, stored in self._sessions.items() if stored.expires_s <= now_s]:
             del self._sessions[session_id]
-        self._sessions[record.session_id] = _StoredSession(record=record, ttl_s=ttl_s, expires_s=self._clock() + ttl_s)
+        self._sessions[record.session_id] = _StoredSession(
+            record=record, token_ids=token_ids, ttl_s=ttl_s, expires_s=now_s + ttl_s
+        )
 
     def _alive(self, session_id: str) -> _StoredSession | None:
         stored = self._sessions.get(session_id)

@@ -1,7 +1,8 @@
 """The store on a Redis 7.0 or Valkey server.
 
-A replica is one JSON string with a time to live and an entry in an index set; a session is one hash. Whole
-keys expire, no fields. What must be atomic is a Lua script. A key's name begins with `paceline:`.
+A replica is one JSON string with a time to live and an entry in an index set; a session is one hash, and its token
+log one string of four bytes a token. Whole keys expire, no fields. What must be atomic is a Lua script. A key's name
+begins with `paceline:`; both keys of a session hash to one slot.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+import numpy as np
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -24,7 +27,17 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from paceline.config import public_url
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
-from paceline.store.base import Replica, SessionRecord
+from paceline.store.base import (
+    AdvanceSession,
+    LoggedSession,
+    PutSession,
+    Replica,
+    SessionRecord,
+    SessionState,
+    SessionWrite,
+    Written,
+    next_owner_epoch,
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -33,14 +46,17 @@ SOCKET_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 3.0
 REPLICA_PREFIX = "paceline:replica:"
 REPLICA_INDEX = "paceline:replicas"
-SESSION_PREFIX = "paceline:session:"
+DRAINING_SET = "paceline:draining"
+CLAIM_TRIES = 8
 
+# The draining mark lives beside the entries: whoever sets it need not know what the replica says of itself.
 _REPLICAS_SCRIPT = """
 local found = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local value = redis.call('GET', ARGV[1] .. id)
   if value then
     found[#found + 1] = value
+    found[#found + 1] = redis.call('SISMEMBER', KEYS[2], id)
   else
     redis.call('SREM', KEYS[1], id)
   end
@@ -58,23 +74,41 @@ local owner = redis.call('HGET', KEYS[1], 'epoch')
 _PUT_SCRIPT = (
     _NEWER_FUNCTION
     + """
-if owner and newer(owner, ARGV[1]) then return 0 end
+if owner and newer(owner, ARGV[1]) then return 1 end
 redis.call('DEL', KEYS[1])
-for index = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[index], ARGV[index + 1]) end
+for index = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[index], ARGV[index + 1]) end
 redis.call('HSET', KEYS[1], 'ttl_ms', ARGV[2])
+redis.call('SET', KEYS[2], ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return 1
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+return 0
 """
 )
+# Growing strings are given room to spare by the server; a log that will not grow any more is written back exact.
 _ADVANCE_SCRIPT = (
     _NEWER_FUNCTION
     + """
-if not owner or newer(owner, ARGV[1]) then return 0 end
-redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'committed_len', ARGV[2], 'state', ARGV[3])
-redis.call('PEXPIRE', KEYS[1], redis.call('HGET', KEYS[1], 'ttl_ms'))
-return 1
+if not owner then return 2 end
+if newer(owner, ARGV[1]) then return 1 end
+if redis.call('STRLEN', KEYS[2]) < tonumber(ARGV[2]) then return 2 end
+local length = redis.call('STRLEN', KEYS[2])
+if #ARGV[3] > 0 then length = redis.call('SETRANGE', KEYS[2], ARGV[2], ARGV[3]) end
+if ARGV[4] ~= 'running' then redis.call('SET', KEYS[2], redis.call('GET', KEYS[2])) end
+local committed = length / 4 - tonumber(redis.call('HGET', KEYS[1], 'prompt_len'))
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'committed_len', string.format('%d', committed), 'state', ARGV[4])
+local ttl = redis.call('HGET', KEYS[1], 'ttl_ms')
+redis.call('PEXPIRE', KEYS[1], ttl)
+redis.call('PEXPIRE', KEYS[2], ttl)
+return 0
 """
 )
+_CLAIM_SCRIPT = """
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'owner', ARGV[3])
+return 1
+"""
+_TOKEN_TYPE = np.dtype("<u4")
+_WRITTEN = (Written.DONE, Written.TAKEN_OVER, Written.MISSING)
 _INTEGER_FIELDS = frozenset({"epoch", "seed", "prompt_len", "committed_len"})
 _SESSION_FIELDS = tuple(field.name for field in fields(SessionRecord))
 
@@ -89,7 +123,6 @@ class RedisStore:
         try:
             self._client: Redis = Redis.from_url(
                 url,
-                decode_responses=True,
                 socket_timeout=socket_timeout_s,
                 socket_connect_timeout=socket_timeout_s,
                 retry=Retry(NoBackoff(), 1),
@@ -99,6 +132,7 @@ class RedisStore:
         self._replicas = self._client.register_script(_REPLICAS_SCRIPT)
         self._put = self._client.register_script(_PUT_SCRIPT)
         self._advance = self._client.register_script(_ADVANCE_SCRIPT)
+        self._claim = self._client.register_script(_CLAIM_SCRIPT)
 
     async def announce(self, replica: Replica, ttl_s: float) -> None:
         """Puts a replica into the registry, or renews it."""
@@ -119,43 +153,81 @@ class RedisStore:
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.delete(REPLICA_PREFIX + replica_id)
                 pipe.srem(REPLICA_INDEX, replica_id)
+                pipe.srem(DRAINING_SET, replica_id)
                 await pipe.execute()
 
         await self._call(delete)
 
+    async def drain(self, replica_id: str, *, draining: bool = True) -> None:
+        """Marks a replica as draining, or takes the mark back."""
+        change = self._client.sadd if draining else self._client.srem
+        await self._call(lambda: change(DRAINING_SET, replica_id))
+
     async def replicas(self, role: str | None = None) -> list[Replica]:
         """Returns the replicas alive; entries that cannot be read are logged and left out."""
-        values = await self._call(lambda: self._replicas(keys=[REPLICA_INDEX], args=[REPLICA_PREFIX]))
-        found = (_replica_from_json(value) for value in values)
+        keys = [REPLICA_INDEX, DRAINING_SET]
+        values = await self._call(lambda: self._replicas(keys=keys, args=[REPLICA_PREFIX]))
+        entries = zip(values[::2], values[1::2], strict=True)
+        found = (_replica_from_json(value, draining=bool(mark)) for value, mark in entries)
         alive = [replica for replica in found if replica is not None and role in (None, replica.role)]
         return sorted(alive, key=lambda replica: replica.replica_id)
 
-    async def put_session(self, record: SessionRecord, ttl_s: float) -> bool:
-        """Writes a whole record unless a newer epoch owns it."""
-        arguments: list[str | int] = [record.epoch, _milliseconds(ttl_s)]
-        for name in _SESSION_FIELDS:
-            arguments += [name, getattr(record, name)]
-        key = SESSION_PREFIX + record.session_id
-        return bool(await self._call(lambda: self._put(keys=[key], args=arguments)))
+    async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
+        """Makes writes in order, each in one atomic step, all in one exchange."""
+        if not writes:
+            return []
 
-    async def session(self, session_id: str) -> SessionRecord | None:
-        """Returns a record."""
-        values = await self._call(lambda: self._client.hmget(SESSION_PREFIX + session_id, _SESSION_FIELDS))
-        if values[0] is None:
+        async def write_all() -> list[int]:
+            async with self._client.pipeline(transaction=False) as pipe:
+                for write in writes:
+                    if isinstance(write, PutSession):
+                        await self._put(_session_keys(write.record.session_id), _put_arguments(write), client=pipe)
+                    else:
+                        await self._advance(_session_keys(write.session_id), _advance_arguments(write), client=pipe)
+                results: list[int] = await pipe.execute()
+                return results
+
+        return [_WRITTEN[int(result)] for result in await self._call(write_all)]
+
+    async def session(self, session_id: str) -> LoggedSession | None:
+        """Returns a record and its log."""
+        record_key, log_key = _session_keys(session_id)
+
+        async def read() -> list[Any]:
+            async with self._client.pipeline(transaction=True) as pipe:
+                pipe.hmget(record_key, _SESSION_FIELDS)
+                pipe.get(log_key)
+                results: list[Any] = await pipe.execute()
+                return results
+
+        values, log = await self._call(read)
+        if values[0] is None or log is None:
             return None
-        pairs = zip(_SESSION_FIELDS, values, strict=True)
+        pairs = zip(_SESSION_FIELDS, (value.decode() for value in values), strict=True)
         decoded: dict[str, Any] = {name: int(value) if name in _INTEGER_FIELDS else value for name, value in pairs}
-        return SessionRecord(**decoded)
+        record = SessionRecord(**{**decoded, "state": SessionState(decoded["state"])})
+        return LoggedSession(record=record, token_ids=tuple(np.frombuffer(log, _TOKEN_TYPE).tolist()))
 
-    async def advance_session(self, session_id: str, epoch: int, committed_len: int, state: str) -> bool:
-        """Writes progress unless a newer epoch owns the session or it is gone."""
-        arguments: list[str | int] = [epoch, committed_len, state]
-        key = SESSION_PREFIX + session_id
-        return bool(await self._call(lambda: self._advance(keys=[key], args=arguments)))
+    async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
+        """Makes `owner` the owner of a session that is not finished.
+
+        Raises:
+            UnavailableError: The server does not answer, or others write the record all the time.
+        """
+        for _ in range(CLAIM_TRIES):
+            logged = await self.session(session_id)
+            if logged is None or logged.record.state.finished:
+                return logged
+            epoch = next_owner_epoch(logged.record.epoch)
+            arguments: list[str | int] = [logged.record.epoch, epoch, owner]
+            keys = _session_keys(session_id)[:1]
+            if await self._call(partial(self._claim, keys=keys, args=arguments)):
+                return replace(logged, record=replace(logged.record, epoch=epoch, owner=owner))
+        raise UnavailableError(f"session {session_id!r} changes its owner all the time; try again")
 
     async def delete_session(self, session_id: str) -> None:
         """Forgets a session."""
-        await self._call(lambda: self._client.delete(SESSION_PREFIX + session_id))
+        await self._call(lambda: self._client.delete(*_session_keys(session_id)))
 
     async def ping(self) -> None:
         """Returns when the server answers."""
@@ -200,14 +272,34 @@ def _milliseconds(ttl_s: float) -> int:
     return max(1, round(ttl_s * 1000))
 
 
-def _replica_from_json(text: str) -> Replica | None:
+def _session_keys(session_id: str) -> list[str]:
+    """Keys of the record and of the log; what stands in braces decides the slot of a cluster."""
+    return [f"paceline:session:{{{session_id}}}", f"paceline:tokens:{{{session_id}}}"]
+
+
+def _put_arguments(write: PutSession) -> list[str | int | bytes]:
+    arguments: list[str | int | bytes] = [write.record.epoch, _milliseconds(write.ttl_s), _log_bytes(write.token_ids)]
+    for name in _SESSION_FIELDS:
+        arguments += [name, getattr(write.record, name)]
+    return arguments
+
+
+def _advance_arguments(write: AdvanceSession) -> list[str | int | bytes]:
+    return [write.epoch, write.base_len * _TOKEN_TYPE.itemsize, _log_bytes(write.token_ids), str(write.state)]
+
+
+def _log_bytes(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, _TOKEN_TYPE).tobytes()
+
+
+def _replica_from_json(text: bytes, *, draining: bool) -> Replica | None:
     try:
         values = json.loads(text)
         identity = values.pop("identity")
         if identity is not None:
             identity["eos_token_ids"] = tuple(identity["eos_token_ids"])
             identity = ModelIdentity(**identity)
-        return Replica(identity=identity, **values)
+        return replace(Replica(identity=identity, **values), draining=draining or values["draining"])
     except (ValueError, TypeError, KeyError, AttributeError):
-        _log.warning("registry entry cannot be read", extra={"entry": text[:200]})
+        _log.warning("registry entry cannot be read", extra={"entry": repr(text[:200])})
         return None

@@ -78,6 +78,7 @@ async def serve(config: VerifierConfig) -> None:
         service_name="paceline.rpc.v1.Verifier",
         add_servicer=lambda server: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), server),
         registry=registry,
+        follow=host.follow,
     )
 
 

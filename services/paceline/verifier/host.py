@@ -7,27 +7,47 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from paceline.core.errors import InvalidRequestError, OverloadedError, PacelineError, UnavailableError
+from paceline.core.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    PacelineError,
+    StaleEpochError,
+    UnavailableError,
+)
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL, check_token_ids
 from paceline.engine.bridge import EngineThread
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetEvent, TargetOutput
+from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Paired, Submit, TargetEvent, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
+from paceline.store.base import Replica, Store
+from paceline.store.view import RegistryView
 from paceline.verifier.links import DrafterLink
 from paceline.verifier.metrics import record_step
+from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter
 
 logger = logging.getLogger(__name__)
 
+DRAFTER = "drafter"
 RETRY_AFTER_S = 1.0
 # A drafter that no session named for one to two such periods is let go.
 LINK_IDLE_S = 60.0
 
 _Stream = asyncio.Queue[CommittedTokens | PacelineError]
+
+
+@dataclass(slots=True, kw_only=True)
+class _UnderWay:
+    """A session that runs here: under which epoch, and for which drafter."""
+
+    serial: int
+    epoch: int
+    drafts: bool
+    drafter_address: str
 
 
 class TargetHost:
@@ -65,7 +85,7 @@ class TargetHost:
         # By serial: a session id may come back while outputs of its cancelled namesake are under way.
         self._streams: dict[int, _Stream] = {}
         self._serials = itertools.count(1)
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, _UnderWay] = {}
         self._links: dict[str, DrafterLink] = {}
         self._drafted: Counter[str] = Counter()
         self._sweeper: asyncio.Task[None] | None = None
@@ -116,11 +136,38 @@ class TargetHost:
         await asyncio.gather(*(link.close() for link in self._links.values()))
         await self._engine.close()
 
+    async def follow(self, store: Store) -> None:
+        """Keeps each session with a drafter that is there, for ever."""
+        drafters = RegistryView(store, DRAFTER)
+        while True:
+            await drafters.refresh()
+            self._pair(able_drafters(drafters.replicas, self.identity.vocab_hash))
+            await asyncio.sleep(INTERVAL_S)
+
+    def _pair(self, able: Mapping[str, Replica]) -> None:
+        down_s = {address: link.down_s for address, link in self._links.items()}
+        for session_id, each in self._under_way.items():
+            if not each.drafts:
+                continue
+            address = next_drafter(each.drafter_address, able, Streams(down_s=down_s, num_sessions=self._drafted))
+            if address == each.drafter_address:
+                continue
+            self._dial(address)
+            self._drafted[each.drafter_address] -= 1
+            self._drafted[address] += 1
+            each.drafter_address = address
+            self._metrics.fallbacks.labels("drafter_changed").inc()
+            with suppress(UnavailableError):
+                self._engine.post(Paired(session_id=session_id, serial=each.serial, address=address), always=True)
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
         """Runs one session; leaving early frees it within one step.
 
+        A session that runs here already goes to the newer epoch; its older stream ends.
+
         Raises:
-            InvalidRequestError: The session id is taken, or the request is beyond a limit of this verifier.
+            InvalidRequestError: The request is beyond a limit of this verifier.
+            StaleEpochError: The session runs, or goes on, under an epoch at least as new.
             OverloadedError: Too many sessions.
             UnavailableError: The verifier shuts down or its engine died.
         """
@@ -143,8 +190,12 @@ class TargetHost:
             raise UnavailableError("this verifier shuts down")
         if self.num_sessions >= self._max_queue:
             raise OverloadedError(f"{self._max_queue} sessions are under way", retry_after_s=RETRY_AFTER_S)
-        if request.session_id in self._under_way:
-            raise InvalidRequestError("session_id", f"{request.session_id!r} is under way here already")
+        known = self._under_way.get(request.session_id)
+        if known is not None and known.epoch >= request.epoch:
+            raise StaleEpochError(
+                f"epoch: session {request.session_id!r} is under way here under epoch {known.epoch}, "
+                f"a newer one is needed to take it over, got {request.epoch}"
+            )
         vocab_size = self.identity.vocab_size
         check_token_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
         check_token_ids("committed_token_ids", request.committed_token_ids, vocab_size)
@@ -167,8 +218,15 @@ class TargetHost:
     def _stream(self, request: GenerateRequest) -> Iterator[_Stream]:
         stream: _Stream = asyncio.Queue()
         serial = next(self._serials)
+        self._fence(request)
         self._streams[serial] = stream
-        self._under_way.add(request.session_id)
+        mine = _UnderWay(
+            serial=serial,
+            epoch=request.epoch,
+            drafts=bool(request.speculation.cap) and DRAFT_MODEL in (request.speculation.methods or self._methods),
+            drafter_address=request.drafter_address,
+        )
+        self._under_way[request.session_id] = mine
         self._drafted[request.drafter_address] += 1
         self._empty.clear()
         try:
@@ -176,13 +234,23 @@ class TargetHost:
             yield stream
         finally:
             del self._streams[serial]
-            self._under_way.discard(request.session_id)
-            self._drafted[request.drafter_address] -= 1
+            if self._under_way.get(request.session_id) is mine:
+                del self._under_way[request.session_id]
+            self._drafted[mine.drafter_address] -= 1
             if not self._streams:
                 self._empty.set()
             # A session that ended by itself is gone from the engine already; cancelling it again does nothing.
             with suppress(UnavailableError):
                 self._engine.post(Cancel(session_id=request.session_id, serial=serial), always=True)
+
+    def _fence(self, request: GenerateRequest) -> None:
+        """Ends the stream of an owner that has lost the session; its last tokens reach nobody."""
+        known = self._under_way.get(request.session_id)
+        if known is None:
+            return
+        self._engine.post(Cancel(session_id=request.session_id, serial=known.serial), always=True)
+        error = StaleEpochError(f"session {request.session_id!r} goes on under epoch {request.epoch}")
+        self._streams[known.serial].put_nowait(error)
 
     def _dial(self, address: str) -> None:
         if address not in self._links:

@@ -57,7 +57,14 @@ class DrafterLink:
         self._on_messages = on_messages
         self._outbox: asyncio.Queue[drafter_pb2.DraftRequest] = asyncio.Queue(OUTBOX_LIMIT)
         self._stream: asyncio.Task[None] | None = None
+        self._up = False
+        self._down_since_s = asyncio.get_running_loop().time()
         self._keeper = asyncio.create_task(self._keep_up(), name=f"link to {address}")
+
+    @property
+    def down_s(self) -> float:
+        """Seconds since the stream was up; 0 while it is."""
+        return 0.0 if self._up else asyncio.get_running_loop().time() - self._down_since_s
 
     def send(self, messages: Sequence[ToDrafter]) -> None:
         """Queues messages of one step; never blocks. What is queued while the stream is down is not sent."""
@@ -96,15 +103,15 @@ class DrafterLink:
             reason = f"{error.code().name}: {error.details()}"
         else:
             reason = repr(error) if error else "ended"
-        was_up = self._up
+        was_up, self._up = self._up, False
         log = logger.warning if was_up else logger.info
         log("no stream to drafter", extra={"drafter": self.address, "reason": reason})
         if was_up:
+            self._down_since_s = asyncio.get_running_loop().time()
             self._on_change(self.address, False)
         return was_up
 
     async def _run_stream(self) -> None:
-        self._up = False
         self._outbox = asyncio.Queue(OUTBOX_LIMIT)
         async with grpc.aio.insecure_channel(self.address, options=_OPTIONS) as channel:
             stub: drafter_pb2_grpc.DrafterAsyncStub = drafter_pb2_grpc.DrafterStub(channel)
@@ -130,5 +137,3 @@ class DrafterLink:
         yield draft_request_to_pb((), target=self._target)
         while True:
             yield await outbox.get()
-
-    _up = False

@@ -8,9 +8,10 @@ import pytest
 
 from paceline.core.errors import ModelNotFoundError, UnavailableError
 from paceline.core.messages import ModelIdentity
-from paceline.gateway.fleet import RECOVERY_S, Fleet, choose_drafter, choose_verifier
+from paceline.gateway.fleet import Fleet, choose_drafter, choose_verifier
 from paceline.gateway.text import TextCodec
 from paceline.store.base import Replica
+from paceline.store.view import RECOVERY_S
 from tests.support import tiny_tokenizer
 
 CODEC = TextCodec(tiny_tokenizer.train(), None)

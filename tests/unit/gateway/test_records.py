@@ -1,72 +1,230 @@
-"""Session records are written in the background, and a dead store costs records only."""
+"""Session records are written in the background; a store that dies, forgets or fences costs records only."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
 
 from paceline.core.errors import UnavailableError
-from paceline.core.messages import GenerateRequest
+from paceline.core.messages import ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.records import RecordWriter, session_record
-from paceline.store.base import SessionRecord
+from paceline.gateway.records import RecordWriter, SessionTrail, session_record
+from paceline.gateway.requests import ServedModel, SessionRequest
+from paceline.store.base import PutSession, SessionState, SessionWrite, Written
 from paceline.store.memory import MemoryStore
 
-RECORD = session_record(
-    GenerateRequest(
-        session_id="s",
-        epoch=1,
-        prompt_token_ids=(1, 2, 3),
-        sampling=SamplingParams(max_tokens=8, seed=5),
-        speculation=SpeculationParams(),
-    ),
-    model="tiny",
-    verifier_id="v",
-    drafter_id="",
-    stops=("END",),
-)
+IDENTITY = ModelIdentity(name="tiny", vocab_hash="h", vocab_size=100, context_len=64)
+PROMPT = (1, 2, 3)
 
 
-async def test_a_record_holds_what_a_resume_needs_but_no_tokens() -> None:
-    parameters = json.loads(RECORD.params_json)
-    assert (RECORD.seed, RECORD.prompt_len, RECORD.committed_len, RECORD.state) == (5, 3, 0, "running")
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class CountingStore(MemoryStore):
+    """Counts exchanges; does not answer while it is `away`."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.away = False
+        self.exchanges: list[list[SessionWrite]] = []
+
+    async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
+        self.exchanges.append(list(writes))
+        if self.away:
+            raise UnavailableError("no answer")
+        return await super().write_sessions(writes)
+
+
+def request(**changes: Any) -> SessionRequest:
+    fields: dict[str, Any] = {
+        "model": ServedModel(identity=IDENTITY, codec=None),  # type: ignore[arg-type]  # no text here
+        "session_id": "s",
+        "prompt_token_ids": PROMPT,
+        "sampling": SamplingParams(max_tokens=8, seed=5),
+        "speculation": SpeculationParams(),
+        "stops": ("END",),
+    }
+    return SessionRequest(**{**fields, **changes})
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> CountingStore:
+    return CountingStore(clock)
+
+
+@pytest.fixture
+def writer(store: CountingStore, clock: Clock) -> RecordWriter:
+    return RecordWriter(store, ttl_s=60, owner="g1", clock=clock)
+
+
+def opened(writer: RecordWriter, taken_over: list[str] | None = None, **changes: Any) -> SessionTrail:
+    asked = request(**changes)
+    lost = [] if taken_over is None else taken_over
+    trail = writer.open(asked, lambda: lost.append(asked.session_id))
+    trail.placed(epoch=asked.epoch, verifier_id="v", drafter_id="d")
+    return trail
+
+
+def test_a_record_holds_what_a_resume_needs_but_no_tokens() -> None:
+    record = session_record(request(), "g1")
+    parameters = json.loads(record.params_json)
+    assert (record.seed, record.prompt_len, record.committed_len, record.owner) == (5, 3, 0, "g1")
     assert parameters["sampling"]["max_tokens"] == 8
     assert parameters["stop"] == ["END"]
-    assert len(RECORD.prompt_hash) == 64
+    assert len(record.prompt_hash) == 64
 
 
-async def test_progress_is_written_once_a_flush_whatever_happened_between() -> None:
-    store = MemoryStore()
-    writer = RecordWriter(store, ttl_s=60)
-    writer.open(RECORD)
-    writer.advance("s", 1, 3)
+async def test_progress_is_written_once_a_flush_whatever_happened_between(
+    writer: RecordWriter, store: CountingStore
+) -> None:
+    trail = opened(writer)
+    trail.extend((10, 11, 12))
     assert await store.session("s") is None
     await writer.flush()
-    written = await store.session("s")
-    assert written is not None
-    assert (written.committed_len, written.state) == (3, "running")
-    for committed_len in range(4, 8):
-        writer.advance("s", 1, committed_len)
-    writer.advance("s", 1, 8, "finished")
+    logged = await store.session("s")
+    assert logged is not None
+    assert logged.token_ids == (*PROMPT, 10, 11, 12)
+    assert (logged.record.committed_len, logged.record.verifier_id) == (3, "v")
+    for token_id in range(13, 17):
+        trail.extend((token_id,))
+    trail.end(SessionState.LENGTH)
     await writer.flush()
-    written = await store.session("s")
-    assert written is not None
-    assert (written.committed_len, written.state) == (8, "finished")
+    logged = await store.session("s")
+    assert logged is not None
+    assert logged.token_ids == (*PROMPT, *range(10, 17))
+    assert logged.record.state is SessionState.LENGTH
+    assert [len(exchange) for exchange in store.exchanges] == [1, 1]
 
 
-class DeadStore:
-    """A store that never answers."""
-
-    async def put_session(self, record: SessionRecord, ttl_s: float) -> bool:
-        raise UnavailableError("no answer")
-
-    async def advance_session(self, session_id: str, epoch: int, committed_len: int, state: str) -> bool:
-        raise UnavailableError("no answer")
+async def test_nothing_is_written_when_nothing_has_changed(writer: RecordWriter, store: CountingStore) -> None:
+    opened(writer)
+    for _ in range(3):
+        await writer.flush()
+    assert len(store.exchanges) == 1
 
 
-async def test_a_dead_store_raises_nothing() -> None:
-    writer = RecordWriter(DeadStore(), ttl_s=60)
-    writer.open(RECORD)
-    writer.advance("s", 1, 1)
+async def test_a_session_that_never_found_a_verifier_leaves_no_trace(
+    writer: RecordWriter, store: CountingStore
+) -> None:
+    writer.open(request(), lambda: None).end(SessionState.FAILED)
     await writer.flush()
-    writer.advance("s", 1, 2)
+    assert not store.exchanges
+
+
+async def test_a_session_that_moves_is_written_whole_with_its_new_place(
+    writer: RecordWriter, store: CountingStore
+) -> None:
+    trail = opened(writer)
+    trail.extend((10, 11))
     await writer.flush()
+    trail.placed(epoch=2, verifier_id="v2", drafter_id="")
+    trail.extend((12,))
+    await writer.flush()
+    logged = await store.session("s")
+    assert logged is not None
+    assert (logged.record.epoch, logged.record.verifier_id, logged.token_ids) == (2, "v2", (*PROMPT, 10, 11, 12))
+    trail.extend((13,))
+    await writer.flush()
+    assert not isinstance(store.exchanges[-1][0], PutSession)
+
+
+async def test_what_a_dead_store_misses_is_written_when_it_is_back(writer: RecordWriter, store: CountingStore) -> None:
+    trail, other = opened(writer), opened(writer, session_id="other")
+    store.away = True
+    trail.extend((10,))
+    await writer.flush()
+    trail.extend((11,))
+    other.end(SessionState.STOP)
+    await writer.flush()
+    store.away = False
+    await writer.flush()
+    logged, ended = await store.session("s"), await store.session("other")
+    assert logged is not None
+    assert ended is not None
+    assert logged.token_ids == (*PROMPT, 10, 11)
+    assert ended.record.state is SessionState.STOP
+
+
+async def test_a_store_that_forgot_everything_gets_it_anew(writer: RecordWriter, store: CountingStore) -> None:
+    trail = opened(writer)
+    trail.extend((10,))
+    await writer.flush()
+    await store.delete_session("s")
+    trail.extend((11,))
+    await writer.flush()
+    await writer.flush()
+    logged = await store.session("s")
+    assert logged is not None
+    assert logged.token_ids == (*PROMPT, 10, 11)
+
+
+async def test_a_gateway_that_lost_a_session_is_told_and_writes_no_more(
+    writer: RecordWriter, store: CountingStore
+) -> None:
+    taken_over: list[str] = []
+    trail = opened(writer, taken_over)
+    await writer.flush()
+    claimed = await store.claim_session("s", "g2")
+    trail.extend((10,))
+    await writer.flush()
+    assert taken_over == ["s"]
+    trail.extend((11,))
+    trail.end(SessionState.FAILED)
+    await writer.flush()
+    assert await store.session("s") == claimed
+
+
+async def test_a_session_without_news_is_renewed_before_its_record_expires(
+    writer: RecordWriter, store: CountingStore, clock: Clock
+) -> None:
+    opened(writer)
+    for _ in range(10):
+        clock.now_s += 25
+        await writer.flush()
+    assert await store.session("s") is not None
+
+
+async def test_an_ended_session_is_not_renewed(writer: RecordWriter, store: CountingStore, clock: Clock) -> None:
+    opened(writer).end(SessionState.STOP)
+    await writer.flush()
+    clock.now_s += 61
+    await writer.flush()
+    assert await store.session("s") is None
+
+
+async def test_a_new_session_does_not_wait_for_the_interval(writer: RecordWriter, store: CountingStore) -> None:
+    writing = asyncio.create_task(writer.keep_writing(interval_s=3600))
+    try:
+        opened(writer)
+        async with asyncio.timeout(30):
+            while await store.session("s") is None:  # noqa: ASYNC110 - the writer gives no event
+                await asyncio.sleep(0.01)
+    finally:
+        writing.cancel()
+        with suppress(asyncio.CancelledError):
+            await writing
+
+
+async def test_a_resumed_session_is_recorded_with_the_tokens_of_its_former_owner(
+    writer: RecordWriter, store: CountingStore
+) -> None:
+    opened(writer, epoch=1 << 16, committed_token_ids=(10, 11)).extend((12,))
+    await writer.flush()
+    logged = await store.session("s")
+    assert logged is not None
+    assert (logged.token_ids, logged.record.committed_len) == ((*PROMPT, 10, 11, 12), 3)

@@ -68,6 +68,28 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
 Global___GatewayGenerateRequest: typing_extensions.TypeAlias = GatewayGenerateRequest
 
 @typing.final
+class ResumeRequest(google.protobuf.message.Message):
+    """What is left of a completion to stream."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    session_id: builtins.str
+    """As every message of the stream said."""
+    offset: builtins.int
+    """Generated tokens that the client has: the token_ids of all messages so far, counted."""
+    def __init__(
+        self,
+        *,
+        session_id: builtins.str = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset", "session_id", b"session_id"]) -> None: ...
+
+Global___ResumeRequest: typing_extensions.TypeAlias = ResumeRequest
+
+@typing.final
 class TokenIds(google.protobuf.message.Message):
     """A list of token ids."""
 
@@ -89,7 +111,7 @@ Global___TokenIds: typing_extensions.TypeAlias = TokenIds
 
 @typing.final
 class GatewayGenerateResponse(google.protobuf.message.Message):
-    """A piece of the completion."""
+    """A piece of the completion. The first message of a stream names the session and holds nothing else."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -40,6 +40,11 @@ class GatewayStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_gateway__pb2.GatewayGenerateRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_gateway__pb2.GatewayGenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/paceline.rpc.v1.Gateway/Resume',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_gateway__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_gateway__pb2.GatewayGenerateResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/paceline.rpc.v1.Gateway/ListModels',
                 request_serializer=paceline_dot_rpc_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
@@ -58,6 +63,13 @@ class GatewayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Goes on with a completion whose stream broke off, at this gateway or another: every token once, none missing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Names the models that can be asked for.
         """
@@ -71,6 +83,11 @@ def add_GatewayServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_gateway__pb2.GatewayGenerateRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_gateway__pb2.GatewayGenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_gateway__pb2.ResumeRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_gateway__pb2.GatewayGenerateResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
@@ -106,6 +123,33 @@ class Gateway(object):
             target,
             '/paceline.rpc.v1.Gateway/Generate',
             paceline_dot_rpc_dot_v1_dot_gateway__pb2.GatewayGenerateRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_gateway__pb2.GatewayGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.rpc.v1.Gateway/Resume',
+            paceline_dot_rpc_dot_v1_dot_gateway__pb2.ResumeRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_gateway__pb2.GatewayGenerateResponse.FromString,
             options,
             channel_credentials,

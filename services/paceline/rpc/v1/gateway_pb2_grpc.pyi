@@ -41,6 +41,22 @@ _GatewayGenerateType = typing_extensions.TypeVar(
     ],
 )
 
+_GatewayResumeType = typing_extensions.TypeVar(
+    '_GatewayResumeType',
+    grpc.UnaryStreamMultiCallable[
+        paceline.rpc.v1.gateway_pb2.ResumeRequest,
+        paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        paceline.rpc.v1.gateway_pb2.ResumeRequest,
+        paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        paceline.rpc.v1.gateway_pb2.ResumeRequest,
+        paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse,
+    ],
+)
+
 _GatewayListModelsType = typing_extensions.TypeVar(
     '_GatewayListModelsType',
     grpc.UnaryUnaryMultiCallable[
@@ -57,13 +73,17 @@ _GatewayListModelsType = typing_extensions.TypeVar(
     ],
 )
 
-class GatewayStub(typing.Generic[_GatewayGenerateType, _GatewayListModelsType]):
+class GatewayStub(typing.Generic[_GatewayGenerateType, _GatewayResumeType, _GatewayListModelsType]):
     """Served by every gateway, called by clients."""
 
     @typing.overload
     def __init__(self: GatewayStub[
         grpc.UnaryStreamMultiCallable[
             paceline.rpc.v1.gateway_pb2.GatewayGenerateRequest,
+            paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            paceline.rpc.v1.gateway_pb2.ResumeRequest,
             paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
@@ -78,6 +98,10 @@ class GatewayStub(typing.Generic[_GatewayGenerateType, _GatewayListModelsType]):
             paceline.rpc.v1.gateway_pb2.GatewayGenerateRequest,
             paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            paceline.rpc.v1.gateway_pb2.ResumeRequest,
+            paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse,
+        ],
         grpc.aio.UnaryUnaryMultiCallable[
             paceline.rpc.v1.gateway_pb2.ListModelsRequest,
             paceline.rpc.v1.gateway_pb2.ListModelsResponse,
@@ -87,12 +111,19 @@ class GatewayStub(typing.Generic[_GatewayGenerateType, _GatewayListModelsType]):
     Generate: _GatewayGenerateType
     """Streams one completion."""
 
+    Resume: _GatewayResumeType
+    """Goes on with a completion whose stream broke off, at this gateway or another: every token once, none missing."""
+
     ListModels: _GatewayListModelsType
     """Names the models that can be asked for."""
 
 GatewayAsyncStub: typing_extensions.TypeAlias = GatewayStub[
     grpc.aio.UnaryStreamMultiCallable[
         paceline.rpc.v1.gateway_pb2.GatewayGenerateRequest,
+        paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        paceline.rpc.v1.gateway_pb2.ResumeRequest,
         paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
@@ -111,6 +142,14 @@ class GatewayServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse], collections.abc.AsyncIterator[paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse]]:
         """Streams one completion."""
+
+    @abc.abstractmethod
+    def Resume(
+        self,
+        request: paceline.rpc.v1.gateway_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse], collections.abc.AsyncIterator[paceline.rpc.v1.gateway_pb2.GatewayGenerateResponse]]:
+        """Goes on with a completion whose stream broke off, at this gateway or another: every token once, none missing."""
 
     @abc.abstractmethod
     def ListModels(

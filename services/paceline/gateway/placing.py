@@ -1,0 +1,172 @@
+"""Who runs a session, and who goes on with it: places it on a verifier, and on another when that one is lost.
+
+What has been committed goes along under a higher epoch; the same seed gives the same tokens there, so whoever reads
+sees a pause and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from paceline.core.errors import OverloadedError, PacelineError, UnavailableError
+from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.gateway.fleet import VERIFIER, Fleet, choose_drafter, choose_verifier
+from paceline.gateway.records import SessionTrail
+from paceline.gateway.requests import SessionRequest
+from paceline.gateway.verifier_client import RunningCall, VerifierClient
+from paceline.store.base import Replica
+
+# Pause before a session tries verifiers again that have all just failed it.
+FIRST_PAUSE_S = 0.05
+LAST_PAUSE_S = 1.0
+# A verifier that left the registry may only have lost its way to it; its sessions go when it is silent as well.
+SILENT_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """Where a session has been in vain since its last token, and until when it may go on looking."""
+
+    until_s: float
+    pause_s: float = FIRST_PAUSE_S
+    failed: set[str] = field(default_factory=set)
+
+
+class Placer:
+    """Runs sessions on the verifiers of a fleet.
+
+    Args:
+        fleet: The replicas.
+        client: Calls verifiers.
+        failover_s: How long a session looks for a verifier after its last token; 0: one round of all of them.
+        on_failover: Called with the reason when a session leaves a verifier.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        client: VerifierClient,
+        failover_s: float,
+        on_failover: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._failover_s = failover_s
+        self._on_failover = on_failover
+        self._clock = clock
+        self._in_flight: Counter[str] = Counter()
+
+    async def committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
+        """Yields what verifiers commit beyond the trail, and puts it there; its last message has a result.
+
+        Raises:
+            PacelineError: A verifier refused the session, or none was found in time.
+        """
+        search = self._new_search()
+        epoch = request.epoch
+        while True:
+            verifier = await self._verifier(request, search)
+            generate = self._generate(request, trail, epoch)
+            known = len(trail.token_ids)
+            try:
+                async with aclosing(self._on_verifier(verifier, generate, trail)) as steps:
+                    async for step in steps:
+                        trail.extend(step.token_ids)
+                        yield step
+                return
+            except (UnavailableError, OverloadedError) as error:
+                if len(trail.token_ids) > known:
+                    search = self._new_search()
+                search.failed.add(verifier.replica_id)
+                await self._before_next(request, trail, search, error)
+            epoch += 1
+
+    def move_away(self) -> None:
+        """Lets sessions go on elsewhere whose verifier drains or has vanished, where there is another."""
+        verifiers = {each.address: each for each in self._fleet.replicas if each.role == VERIFIER}
+        now_s = self._clock()
+
+        def must_move(call: RunningCall) -> bool:
+            replica = verifiers.get(call.address)
+            if replica is not None:
+                return replica.draining
+            return now_s - call.heard_s >= SILENT_S
+
+        if self._fleet.store_error is None and any(not each.draining for each in verifiers.values()):
+            reason = "the verifier drains or has left the registry"
+            self._client.end(must_move, UnavailableError(reason))
+
+    def _new_search(self) -> _Search:
+        return _Search(until_s=self._clock() + self._failover_s)
+
+    async def _verifier(self, request: SessionRequest, search: _Search) -> Replica:
+        """The verifier to try next; waits for one where none is to be had.
+
+        Raises:
+            UnavailableError: None appeared in time.
+        """
+        name = request.model.identity.name
+        while True:
+            found = choose_verifier(self._fleet.replicas, name, self._in_flight, search.failed)
+            if found is not None:
+                return found
+            if self._clock() >= search.until_s:
+                raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
+            await self._pause(search)
+
+    async def _before_next(
+        self, request: SessionRequest, trail: SessionTrail, search: _Search, error: PacelineError
+    ) -> None:
+        """Returns when another try is worth it; raises the error when there is none."""
+        if self._client.aborted:
+            raise error
+        name = request.model.identity.name
+        if choose_verifier(self._fleet.replicas, name, self._in_flight, search.failed) is None:
+            # A new session that no verifier has room for is told so at once: it is not ours yet.
+            refused = isinstance(error, OverloadedError) and not trail.committed_token_ids
+            if refused or self._clock() >= search.until_s:
+                raise error
+            await self._pause(search)
+        self._on_failover(type(error).__name__)
+
+    async def _pause(self, search: _Search) -> None:
+        await asyncio.sleep(min(search.pause_s, max(0.0, search.until_s - self._clock())))
+        search.pause_s = min(2 * search.pause_s, LAST_PAUSE_S)
+        search.failed.clear()
+
+    def _generate(self, request: SessionRequest, trail: SessionTrail, epoch: int) -> GenerateRequest:
+        return GenerateRequest(
+            session_id=request.session_id,
+            epoch=epoch,
+            prompt_token_ids=request.prompt_token_ids,
+            committed_token_ids=trail.committed_token_ids,
+            sampling=request.sampling,
+            speculation=request.speculation,
+        )
+
+    async def _on_verifier(
+        self, verifier: Replica, generate: GenerateRequest, trail: SessionTrail
+    ) -> AsyncGenerator[CommittedTokens, None]:
+        """Runs a session on one verifier, counted and recorded."""
+        assert verifier.identity is not None, "a verifier without identity is never chosen"
+        drafter = choose_drafter(self._fleet.replicas, verifier.identity, self._in_flight)
+        drafter_id = "" if drafter is None else drafter.replica_id
+        if drafter is not None:
+            generate = replace(generate, drafter_address=drafter.address)
+        trail.placed(epoch=generate.epoch, verifier_id=verifier.replica_id, drafter_id=drafter_id)
+        held = [verifier.replica_id, drafter_id]
+        self._in_flight.update(held)
+        try:
+            async with aclosing(self._client.generate(verifier.address, generate)) as steps:
+                async for step in steps:
+                    yield step
+        finally:
+            self._in_flight.subtract(held)

@@ -1,0 +1,92 @@
+"""Takes over a session that another gateway, or another call, ran before: from its record to a request to run.
+
+The client says how many generated tokens it has; what the log holds beyond them is sent again, and what it lacks is
+computed again. Either way the client gets each token once.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError, SessionNotFoundError
+from paceline.core.messages import FinishReason
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.fleet import Fleet
+from paceline.gateway.requests import SessionRequest
+from paceline.store.base import LoggedSession, Store
+
+MAX_SESSION_ID_CHARS = 128
+
+
+class Resumption:
+    """Claims sessions for one gateway.
+
+    Args:
+        store: Records and logs.
+        fleet: The models served.
+        owner: Replica id of the gateway.
+    """
+
+    def __init__(self, store: Store, fleet: Fleet, owner: str) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._owner = owner
+
+    async def claim(self, session_id: str, offset: int) -> SessionRequest:
+        """Returns what is left of a session to run; from now on it is ours.
+
+        Args:
+            session_id: As every message of the session said.
+            offset: Generated tokens that the client has.
+
+        Raises:
+            InvalidRequestError: A field cannot be right.
+            SessionNotFoundError: No record is there.
+            ModelNotFoundError: Its model is not served here.
+            UnavailableError: The store does not answer, or no verifier of the model is there.
+        """
+        if not 1 <= len(session_id) <= MAX_SESSION_ID_CHARS:
+            raise InvalidRequestError(
+                "session_id", f"must have 1 to {MAX_SESSION_ID_CHARS} characters, got {len(session_id)}"
+            )
+        logged = await self._store.session(session_id)
+        if logged is not None:
+            # Everything is checked before the session is taken from whoever runs it.
+            self._request(logged, offset)
+            logged = await self._store.claim_session(session_id, self._owner)
+        if logged is None:
+            raise SessionNotFoundError(
+                f"session_id: {session_id[:80]!r} is not known; it ended too long ago, or never was recorded"
+            )
+        return self._request(logged, offset)
+
+    def _request(self, logged: LoggedSession, offset: int) -> SessionRequest:
+        record = logged.record
+        parameters = json.loads(record.params_json)
+        sampling = _sampling(parameters["sampling"])
+        if sampling.logprobs is not None:
+            raise InvalidRequestError("session_id", "names a session with log probabilities, which are not logged")
+        if not 0 <= offset <= sampling.max_tokens:
+            raise InvalidRequestError(
+                "offset", f"must be from 0 to the session's max_tokens of {sampling.max_tokens}, got {offset}"
+            )
+        state = record.state
+        return SessionRequest(
+            model=self._fleet.model(record.model),
+            session_id=record.session_id,
+            prompt_token_ids=logged.token_ids[: record.prompt_len],
+            sampling=sampling,
+            speculation=SpeculationParams(**parameters["speculation"]),
+            stops=tuple(parameters["stop"]),
+            epoch=record.epoch,
+            committed_token_ids=logged.token_ids[record.prompt_len :],
+            offset=offset,
+            finished=FinishReason(state.value) if state.finished else None,
+        )
+
+
+def _sampling(values: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters from JSON, which knows no tuples."""
+    bias = tuple((int(token_id), float(change)) for token_id, change in values["logit_bias"])
+    return SamplingParams(**{**values, "logit_bias": bias, "stop_token_ids": tuple(values["stop_token_ids"])})

@@ -1,0 +1,218 @@
+"""Streams that go on: at another gateway, from the log, on another verifier while one drains or comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paceline.core.errors import (
+    InvalidRequestError,
+    PacelineError,
+    StaleEpochError,
+    UnavailableError,
+)
+from paceline.rpc.v1 import common_pb2, gateway_pb2
+from paceline.status import error_from_rpc
+from paceline.store.base import EPOCHS_PER_OWNER, SessionState
+from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, joining_gateway, scripted_fleet
+
+Resume = gateway_pb2.ResumeRequest
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path, num_verifiers=2) as started:
+        yield started
+
+
+def request(**fields: object) -> gateway_pb2.GatewayGenerateRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=10, seed=0, logit_bias=[common_pb2.LogitBias(token_id=3, bias=1)])
+    return gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="x", sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+async def rest_of(stream) -> tuple[str, int, gateway_pb2.GatewayGenerateResult]:
+    responses = [response async for response in stream]
+    assert not any(response.HasField("result") for response in responses[:-1])
+    return "".join(r.text for r in responses), sum(len(r.token_ids) for r in responses), responses[-1].result
+
+
+async def refusal(stream) -> PacelineError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stream:
+            pass
+    return error_from_rpc(caught.value)
+
+
+async def broken_off(fleet: ScriptedFleet) -> tuple[str, str, int]:
+    """A stream whose client left in mid-text: its session, its text and its tokens so far."""
+    for verifier in fleet.verifiers:
+        verifier.script = Script(pause_after=6)
+    call = fleet.stub.Generate(request())
+    stream = aiter(call)
+    first = await anext(stream)
+    assert first.session_id
+    assert not first.token_ids
+    text, num_tokens = "", 0
+    while num_tokens < 6:
+        response = await anext(stream)
+        text += response.text
+        num_tokens += len(response.token_ids)
+    await logged_len(fleet, first.session_id, 6)
+    call.cancel()
+    for verifier in fleet.verifiers:
+        verifier.script = Script()
+    return first.session_id, text, num_tokens
+
+
+async def logged_len(fleet: ScriptedFleet, session_id: str, num_tokens: int) -> None:
+    """Returns when that many tokens are in the log."""
+    async with asyncio.timeout(30):
+        while (logged := await fleet.store.session(session_id)) is None or logged.record.committed_len < num_tokens:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_stream_that_broke_off_goes_on_with_the_very_next_token(fleet: ScriptedFleet) -> None:
+    session_id, text, num_tokens = await broken_off(fleet)
+    rest, num_rest, result = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=num_tokens)))
+    assert text + rest == "abcdefghij"
+    assert num_tokens + num_rest == 10
+    assert (result.finish_reason, result.num_generated_tokens) == ("length", 10)
+    resumed = [each for verifier in fleet.verifiers for each in verifier.requests][-1]
+    assert resumed.epoch >= EPOCHS_PER_OWNER
+    assert len(resumed.committed_token_ids) == 6
+    assert resumed.sampling.logit_bias == ((3, 1.0),)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 5])
+async def test_tokens_that_the_client_has_not_got_are_sent_from_the_log(fleet: ScriptedFleet, offset: int) -> None:
+    session_id, _, _ = await broken_off(fleet)
+    rest, num_rest, _ = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=offset)))
+    assert (rest, num_rest) == ("abcdefghij"[offset:], 10 - offset)
+
+
+async def test_tokens_that_the_log_lacks_are_computed_again_and_not_sent_twice(fleet: ScriptedFleet) -> None:
+    session_id, _, _ = await broken_off(fleet)
+    rest, num_rest, _ = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=8)))
+    assert (rest, num_rest) == ("ij", 2)
+
+
+async def test_a_finished_session_is_sent_from_the_log_alone(fleet: ScriptedFleet) -> None:
+    responses = [response async for response in fleet.stub.Generate(request())]
+    session_id = responses[0].session_id
+    await logged_len(fleet, session_id, 10)
+    async with asyncio.timeout(30):
+        while (logged := await fleet.store.session(session_id)) and not logged.record.state.finished:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    num_requests = sum(len(verifier.requests) for verifier in fleet.verifiers)
+    rest, num_rest, result = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=4)))
+    assert (rest, num_rest, result.finish_reason) == ("efghij", 6, "length")
+    assert sum(len(verifier.requests) for verifier in fleet.verifiers) == num_requests
+
+
+async def test_a_stop_string_that_begins_in_the_log_is_found_after_a_resume(fleet: ScriptedFleet) -> None:
+    for verifier in fleet.verifiers:
+        verifier.script = Script(pause_after=6)
+    call = fleet.stub.Generate(request(stop=["efgh"]))
+    session_id = (await anext(aiter(call))).session_id
+    await logged_len(fleet, session_id, 6)
+    call.cancel()
+    for verifier in fleet.verifiers:
+        verifier.script = Script()
+    rest, num_rest, result = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=2)))
+    assert (rest, num_rest, result.finish_reason) == ("cd", 6, "stop")
+
+
+async def test_another_gateway_goes_on_and_the_first_one_ends_its_stream(tmp_path: Path) -> None:
+    # Records are renewed after a third of their life: the first gateway learns what happened without a token.
+    async with scripted_fleet(tmp_path, num_verifiers=2, record_ttl_s=1.0) as fleet:
+        for verifier in fleet.verifiers:
+            verifier.script = Script(pause_after=6)
+        call = fleet.stub.Generate(request())
+        stream = aiter(call)
+        session_id = (await anext(stream)).session_id
+        await logged_len(fleet, session_id, 6)
+        for verifier in fleet.verifiers:
+            verifier.script = Script()
+        async with joining_gateway(fleet) as stub:
+            rest, _, _ = await rest_of(stub.Resume(Resume(session_id=session_id, offset=0)))
+            assert rest == "abcdefghij"
+            error = await refusal(stream)
+        assert isinstance(error, StaleEpochError)
+        assert "another gateway" in str(error)
+        logged = await fleet.store.session(session_id)
+        assert logged is not None
+        assert (logged.record.state, logged.record.committed_len) == (SessionState.LENGTH, 10)
+
+
+async def test_what_cannot_be_resumed_is_refused_by_name(fleet: ScriptedFleet) -> None:
+    session_id, _, _ = await broken_off(fleet)
+    assert "is not known" in str(await refusal(fleet.stub.Resume(Resume(session_id="nobody"))))
+    for bad, field in [
+        (Resume(session_id=""), "session_id"),
+        (Resume(session_id="x" * 129), "session_id"),
+        (Resume(session_id=session_id, offset=11), "offset"),
+    ]:
+        error = await refusal(fleet.stub.Resume(bad))
+        assert isinstance(error, InvalidRequestError)
+        assert error.field == field
+    rest, _, _ = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=6)))
+    assert rest == "ghij"
+
+
+async def test_sessions_leave_a_draining_verifier_in_mid_stream(fleet: ScriptedFleet) -> None:
+    for verifier in fleet.verifiers:
+        verifier.script = Script(pause_after=6)
+    asking = asyncio.create_task(rest_of(fleet.stub.Generate(request())))
+    waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    at = 0 if waits[0].done() else 1
+    waits[1 - at].cancel()
+    fleet.verifiers[1 - at].script = Script()
+    await fleet.store.drain(f"verifier-{at}")
+    text, num_tokens, _ = await asking
+    assert (text, num_tokens) == ("abcdefghij", 10)
+    [moved] = fleet.verifiers[1 - at].requests
+    assert (moved.epoch, len(moved.committed_token_ids)) == (2, 6)
+
+
+async def test_the_only_verifier_keeps_its_sessions_while_it_drains(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path) as fleet:
+        fleet.verifier.script = Script(pause_after=6)
+        asking = asyncio.create_task(rest_of(fleet.stub.Generate(request())))
+        session_id = await fleet.verifier.paused.get()
+        await fleet.store.drain("verifier-0")
+        while (await fleet.http.get("/health")).json()["verifiers"]:
+            continue
+        fleet.verifier.resume(session_id)
+        assert (await asking)[0] == "abcdefghij"
+        assert len(fleet.verifier.requests) == 1
+
+
+async def test_a_session_waits_for_its_verifier_to_come_back(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, failover_s=30.0) as fleet:
+        fleet.verifier.script = Script(fail_after=6, error=UnavailableError("restarting"))
+        asking = asyncio.create_task(rest_of(fleet.stub.Generate(request())))
+        while len(fleet.verifier.requests) < 3:  # noqa: ASYNC110 - the script tells nobody
+            await asyncio.sleep(0.01)
+        fleet.verifier.script = Script()
+        text, num_tokens, _ = await asking
+        assert (text, num_tokens) == ("abcdefghij", 10)
+        epochs = [each.epoch for each in fleet.verifier.requests]
+        assert epochs == sorted(set(epochs))
+
+
+async def test_a_draining_gateway_says_so_and_serves_again_when_the_mark_is_gone(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, replica_id="g1") as fleet:
+        await fleet.store.drain("g1")
+        while (health := await fleet.http.get("/health")).status_code == 200:
+            continue
+        assert health.json()["status"] == "draining"
+        assert isinstance(await refusal(fleet.stub.Generate(request())), UnavailableError)
+        await fleet.store.drain("g1", draining=False)
+        while (await fleet.http.get("/health")).status_code != 200:
+            continue
+        assert (await rest_of(fleet.stub.Generate(request())))[0] == "abcdefghij"
