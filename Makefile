@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv; no root rights. Outside this folder: pip's cache, and the widened demo
 # target in the user's cache folder.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test up demo bench clean
+.PHONY: help venv protos check style test up demo bench chaos clean
 SHELL := /bin/bash
 
 PYTHON ?= python3
@@ -58,6 +58,9 @@ demo: $(STAMP) ## stream completions with and without speculation and compare th
 
 bench: $(STAMP) ## run a bench: make bench NAME=acceptance; without NAME lists them
 	$(BIN)/paceline bench $(NAME) $(ARGS)
+
+chaos: $(STAMP) ## break a whole fleet while streams run, and compare every token; ARGS='--seconds 60 --streams 200'
+	$(BIN)/paceline bench chaos $(ARGS)
 
 clean: ## remove environments and caches
 	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

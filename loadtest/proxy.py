@@ -1,8 +1,8 @@
 """A TCP proxy that adds a round trip, for benches: threads, because an event loop's sleeps are too coarse for it.
 
 Each direction of a connection has a reader, which stamps what it receives with the time it is due, and a writer, which
-sleeps until then. So order is kept, and a delay slows nothing down but the message itself. It knows nothing of what
-passes through.
+sleeps until then. So order is kept, and a delay slows nothing down but the message itself. It can also cut what passes
+through, or hold it back without a word. It knows nothing of what passes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Self
 
 CHUNK_BYTES = 256 * 1024
@@ -49,6 +49,8 @@ class DelayProxy:
         self._connections: list[_Connection] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._flowing = threading.Event()
+        self._flowing.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._acceptor = threading.Thread(target=self._accept, name="proxy", daemon=True)
 
@@ -62,6 +64,20 @@ class DelayProxy:
         """Changes the delay, for open connections too; what is under way arrives when it was due, and in order."""
         self._delay_s = round_trip_s / 2
 
+    def cut(self) -> None:
+        """Ends all open connections; new ones are taken."""
+        for connection in self._connections:
+            connection.abort()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Lets nothing pass while a block runs, and tells nobody: connections stay open, later ones are taken."""
+        self._flowing.clear()
+        try:
+            yield
+        finally:
+            self._flowing.set()
+
     def __enter__(self) -> Self:
         self._acceptor.start()
         return self
@@ -74,6 +90,7 @@ class DelayProxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join()
         self._listener.close()
+        self._flowing.set()
         for connection in self._connections:
             connection.abort()
             connection.join()
@@ -95,15 +112,18 @@ class DelayProxy:
                     far.close()
                     return
                 self._connections = [each for each in self._connections if not each.ended]
-                self._connections.append(_Connection(near, far, lambda: self._delay_s))
+                self._connections.append(_Connection(near, far, lambda: self._delay_s, self._flowing))
 
 
 class _Connection:
     """One client, one connection to the upstream, and the four threads between them."""
 
-    def __init__(self, near: socket.socket, far: socket.socket, delay: Callable[[], float]) -> None:
+    def __init__(
+        self, near: socket.socket, far: socket.socket, delay: Callable[[], float], flowing: threading.Event
+    ) -> None:
         self._sockets = (near, far)
         self._delay = delay
+        self._flowing = flowing
         for each in self._sockets:
             each.settimeout(None)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -157,6 +177,7 @@ class _Connection:
         while True:
             due_s, data = chunks.get()
             wait_until(due_s)
+            self._flowing.wait()
             try:
                 if not data:
                     sink.shutdown(socket.SHUT_WR)

@@ -31,6 +31,7 @@ COMMANDS = {
     "gateway": "run the front door: OpenAI HTTP and gRPC",
     "verifier": "run a target model",
     "drafter": "run a draft model",
+    "drain": "move sessions off a replica before it is stopped",
     "generate": "stream a completion from a running fleet",
     "bench": "list the benches of a checkout, or run one",
     "train": "train the demo pair, or distil a drafter",
@@ -95,7 +96,11 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
     }
     if command in actions:
         return actions[command]
-    modules = {"up": "paceline.cluster.up", "generate": "paceline.client"}
+    modules = {
+        "up": "paceline.cluster.up",
+        "drain": "paceline.cluster.drain",
+        "generate": "paceline.client",
+    }
     module = importlib.import_module(modules.get(command, f"paceline.{command}.__main__"))
     action: Callable[[Sequence[str]], None] = module.main
     return action

@@ -48,7 +48,17 @@ class LocalFleet:
         environ: Mapping[str, str],
         say: Callable[[str], None] = lambda _: None,
         back_off: BackOff | None = None,
+        announce: Callable[[Endpoint], str] = lambda _: "",
     ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            spec: Settings.
+            environ: Environment of the services.
+            say: Gets a line for whatever a user should know.
+            back_off: Pauses before restarts.
+            announce: Where others are told to reach a verifier or drafter, such as a proxy before it; empty: there.
+        """
         self.spec = spec
         self.redis_url = ""
         self.endpoints: list[Endpoint] = []
@@ -56,6 +66,7 @@ class LocalFleet:
         self.checkpoints: Checkpoints | None = None
         self._environ = environ
         self._say = say
+        self._announce = announce
         self._supervisor = Supervisor(say, back_off)
         self._temporary_dir: Path | None = None
 
@@ -176,7 +187,16 @@ class LocalFleet:
         ]
         shares = [*verifier_shares, *drafter_shares]
         children = [
-            model_child(self.spec, endpoint, share, checkpoint, self.redis_url, self.log_dir, self._environ)
+            model_child(
+                self.spec,
+                endpoint,
+                share,
+                checkpoint,
+                self.redis_url,
+                self.log_dir,
+                self._environ,
+                self._announce(endpoint),
+            )
             for (endpoint, checkpoint), share in zip(placed, shares, strict=True)
             if checkpoint is not None
         ]

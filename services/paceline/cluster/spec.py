@@ -218,13 +218,16 @@ def model_child(
     redis_url: str,
     log_dir: Path,
     environ: Mapping[str, str],
+    announce: str = "",
 ) -> ChildSpec:
-    """Returns the process of a verifier or a drafter."""
+    """Returns the process of a verifier or a drafter; `announce` is where others reach it if not where it listens."""
     argv = [
         *_service(endpoint, redis_url),
         *("--metrics-port", str(endpoint.second_port)),
         *("--model", str(checkpoint), "--dtype", spec.dtype, "--threads", str(share.num_threads)),
     ]
+    if announce:
+        argv += ["--announce", announce]
     if share.cpus:
         argv += ["--cpus", ",".join(map(str, share.cpus))]
     if share.spare_cpus:

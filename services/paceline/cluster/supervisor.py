@@ -185,7 +185,8 @@ class Child:
 
     def _log_tail(self) -> str:
         path = self.spec.log_path
-        if path is None:
+        # What is no regular file, such as a device, may have no end.
+        if path is None or not path.is_file():
             return ""
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         return f": {' | '.join(lines[-NUM_LOG_LINES_SHOWN:])} (log: {path})"

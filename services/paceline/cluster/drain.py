@@ -1,0 +1,102 @@
+"""`paceline drain`: takes the sessions off a replica without losing one, before it is stopped or replaced.
+
+A mark in the registry does it: gateways move sessions off a verifier, verifiers move theirs off a drafter, a gateway
+refuses new ones and lets its own finish. The replica itself runs on, and serves again when the mark is taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.config import parse, setting
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.serving import run
+from paceline.store.announcer import HEARTBEAT_S
+from paceline.store.base import Replica, Store, open_store, require
+
+PROG = "paceline drain"
+DESCRIPTION = (
+    "Marks a replica as draining and waits until no session is left on it. Sessions go on elsewhere, in mid-stream; "
+    "REPLICA may stand first on the command line without a flag. Stop the replica afterwards, or --undo."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainConfig:
+    """Settings of `paceline drain`."""
+
+    replica: str = setting(help="Name of the replica in the registry, such as verifier-1.")
+    redis_url: str = setting("redis://127.0.0.1:6379", help="Registry.")
+    undo: bool = setting(False, help="Take the mark back.")
+    wait: bool = setting(True, help="Return when the replica has no sessions left; --no-wait: at once.")
+    timeout_s: float = setting(300.0, help="Longest wait.", unit="s", low=0.1, high=86_400)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Entry point of `paceline drain`."""
+    arguments = list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        arguments[0] = f"--replica={arguments[0]}"
+    run(drain(parse(DrainConfig, arguments, os.environ, PROG, DESCRIPTION)), prog=PROG)
+
+
+async def drain(config: DrainConfig) -> None:
+    """Sets the mark and waits, or takes it back.
+
+    Raises:
+        ConfigError: No such replica, or the registry cannot be reached.
+        UnavailableError: Sessions are left at the end of the wait.
+    """
+    async with open_store(config.redis_url) as store:
+        await require(store)
+        replica = await _find(store, config.replica)
+        await store.drain(config.replica, draining=not config.undo)
+        if config.undo:
+            say(f"{config.replica} takes sessions again")
+            return
+        say(f"{replica.role} {config.replica} drains, {replica.num_sessions} sessions are on it")
+        if config.wait:
+            await _until_empty(store, config)
+
+
+async def _find(store: Store, replica_id: str) -> Replica:
+    replicas = await store.replicas()
+    for replica in replicas:
+        if replica.replica_id == replica_id:
+            return replica
+    known = ", ".join(f"{each.replica_id} ({each.role})" for each in replicas) or "none"
+    raise ConfigError(f"no replica {replica_id!r} is in the registry; there are: {known}")
+
+
+async def _until_empty(store: Store, config: DrainConfig) -> None:
+    deadline_s = time.monotonic() + config.timeout_s
+    # The first heartbeat after the mark may still tell of before it.
+    await asyncio.sleep(2 * HEARTBEAT_S)
+    last = -1
+    while True:
+        present = {each.replica_id: each.num_sessions for each in await store.replicas()}
+        left = present.get(config.replica, 0)
+        if not left:
+            gone = "" if config.replica in present else ", and it has left the registry"
+            say(f"{config.replica} is drained{gone}")
+            return
+        if left != last:
+            say(f"{left} sessions are left")
+            last = left
+        if time.monotonic() >= deadline_s:
+            raise UnavailableError(
+                f"{left} sessions are left on {config.replica} after {config.timeout_s:g} s; it goes on draining. "
+                "Is there another replica of its role for them?"
+            )
+        await asyncio.sleep(HEARTBEAT_S / 2)
+
+
+def say(line: str) -> None:
+    """Prints a line at once, also into a pipe."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

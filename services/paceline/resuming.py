@@ -1,0 +1,180 @@
+"""Streams completions over gRPC from any of several gateways, and goes on at another one when a stream breaks off.
+
+For programs that must not lose a token to a gateway that dies: each token comes once, in order, whatever happens to
+the gateways, as long as one of them can be reached again in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from paceline.core.errors import InvalidRequestError, SessionNotFoundError, StaleEpochError, UnavailableError
+from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
+from paceline.serving import CHANNEL_OPTIONS
+from paceline.status import error_from_rpc
+
+FIRST_PAUSE_S = 0.05
+LAST_PAUSE_S = 1.0
+_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    # A gateway that vanished without a word is found out within seconds.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+_Call = grpc.aio.UnaryStreamCall[Any, gateway_pb2.GatewayGenerateResponse]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a client has of one completion."""
+
+    session_id: str = ""
+    num_tokens: int = 0
+    num_chars: int = 0
+    # What a stream that begins anew sends again.
+    skip_tokens: int = 0
+    skip_chars: int = 0
+
+    def take(self, response: gateway_pb2.GatewayGenerateResponse) -> gateway_pb2.GatewayGenerateResponse | None:
+        """Returns the part of a message that is new; None if nothing is."""
+        self.session_id = response.session_id
+        token_ids = response.token_ids[self.skip_tokens :]
+        text = response.text[self.skip_chars :]
+        self.skip_tokens -= len(response.token_ids) - len(token_ids)
+        self.skip_chars -= len(response.text) - len(text)
+        self.num_tokens += len(token_ids)
+        self.num_chars += len(text)
+        if not token_ids and not text and not response.HasField("result"):
+            return None
+        new = gateway_pb2.GatewayGenerateResponse(session_id=response.session_id, text=text, token_ids=token_ids)
+        if response.HasField("result"):
+            new.result.CopyFrom(response.result)
+        return new
+
+    def begin_anew(self) -> None:
+        """The session is lost; the same seed gives the same tokens, of which the first are known."""
+        self.session_id = ""
+        self.skip_tokens, self.skip_chars = self.num_tokens, self.num_chars
+
+
+class ResumingClient:
+    """Calls gateways; an async context manager.
+
+    Args:
+        addresses: gRPC addresses of gateways, `host:port`.
+        patience_s: How long to go on trying without a new token, in seconds.
+        silence_s: Longest wait for the next message of a stream, in seconds.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        patience_s: float = 60.0,
+        silence_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channels = [grpc.aio.insecure_channel(address, options=_OPTIONS) for address in addresses]
+        self._turns = itertools.count()
+        self._patience_s = patience_s
+        self._silence_s = silence_s
+        self._clock = clock
+        self.num_resumed = 0
+
+    async def __aenter__(self) -> ResumingClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for channel in self._channels:
+            await channel.close(None)
+
+    async def stream(
+        self, request: gateway_pb2.GatewayGenerateRequest
+    ) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
+        """Yields the pieces of one completion, its result in the last; closing it cancels the call.
+
+        Raises:
+            InvalidRequestError: The request has no sampling parameters to put a seed into.
+            PacelineError: A gateway refused the request.
+            UnavailableError: No gateway brought a new token for `patience_s` seconds.
+        """
+        request = _with_seed(request)
+        progress = _Progress()
+        until_s = self._clock() + self._patience_s
+        pause_s = FIRST_PAUSE_S
+        turn = next(self._turns)
+        while True:
+            try:
+                async with aclosing(self._attempt(request, progress, turn)) as pieces:
+                    async for piece in pieces:
+                        until_s, pause_s = self._clock() + self._patience_s, FIRST_PAUSE_S
+                        yield piece
+                return
+            except SessionNotFoundError:
+                progress.begin_anew()
+            except (UnavailableError, StaleEpochError) as error:
+                if self._clock() >= until_s:
+                    raise UnavailableError(f"no gateway has brought a token in time; the last said: {error}") from error
+                self.num_resumed += bool(progress.session_id)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            turn += 1
+
+    async def _attempt(
+        self, request: gateway_pb2.GatewayGenerateRequest, progress: _Progress, turn: int
+    ) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
+        """Yields what one gateway has to say."""
+        stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(
+            self._channels[turn % len(self._channels)]
+        )
+        resumes = bool(progress.session_id)
+        resume = gateway_pb2.ResumeRequest(session_id=progress.session_id, offset=progress.num_tokens)
+        call: _Call = stub.Resume(resume) if resumes else stub.Generate(request)
+        finished = False
+        try:
+            while not finished:
+                message = await self._read(call, resumes)
+                finished = message.HasField("result")
+                new = progress.take(message)
+                if new is not None:
+                    yield new
+        finally:
+            call.cancel()
+
+    async def _read(self, call: _Call, resumes: bool) -> gateway_pb2.GatewayGenerateResponse:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                message = await call.read()
+        except TimeoutError:
+            raise UnavailableError(f"the gateway was silent for {self._silence_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            if resumes and error.code() is grpc.StatusCode.NOT_FOUND:
+                raise SessionNotFoundError(str(error.details())) from error
+            raise error_from_rpc(error) from error
+        if not isinstance(message, gateway_pb2.GatewayGenerateResponse):
+            raise UnavailableError("the gateway ended the stream without a result")
+        return message
+
+
+def _with_seed(request: gateway_pb2.GatewayGenerateRequest) -> gateway_pb2.GatewayGenerateRequest:
+    """Returns the request with a seed, so that beginning anew brings the same tokens."""
+    if not request.HasField("sampling"):
+        raise InvalidRequestError("sampling", "is required: it holds the seed with which a lost stream begins anew")
+    seeded = gateway_pb2.GatewayGenerateRequest()
+    seeded.CopyFrom(request)
+    if not seeded.sampling.HasField("seed"):
+        seeded.sampling.seed = secrets.randbits(64)
+    return seeded
