@@ -12,7 +12,10 @@ TIMEOUT_S = 5.0
 
 
 async def scrape(address: str) -> dict[str, float]:
-    """Returns the samples of `http://address/metrics` by name, summed over their labels."""
+    """Returns the samples of `http://address/metrics` by name, summed over their labels.
+
+    Samples with one label stand by themselves too, as `name{value}`.
+    """
     async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client:
         response = await client.get(f"http://{address}/metrics")
         response.raise_for_status()
@@ -20,6 +23,8 @@ async def scrape(address: str) -> dict[str, float]:
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+            if len(sample.labels) == 1:
+                totals[f"{sample.name}{{{next(iter(sample.labels.values()))}}}"] = sample.value
     return totals
 
 

@@ -24,6 +24,8 @@ class Stream:
     token_ids: list[int] = field(default_factory=list)
     piece_lens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
+    # Of the verifier that ended it; after a failover that is what had to be computed again.
+    prefill_s: float = 0.0
     error: str = ""
 
     def pause_after(self, at_s: float, within_s: float = 0.25) -> float | None:
@@ -66,6 +68,8 @@ async def run_one(
                 stream.piece_lens.append(len(piece.token_ids))
                 stream.times_s.append(time.perf_counter())
                 on_piece(stream)
+            if piece.HasField("result"):
+                stream.prefill_s = piece.result.timings.prefill_ns / 1e9
     except PacelineError as error:
         stream.error = f"{type(error).__name__}: {error}"
     return stream

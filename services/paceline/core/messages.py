@@ -10,13 +10,18 @@ from paceline.core.params import SamplingParams, SpeculationParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """What must agree between a verifier and a drafter before they are paired."""
+    """What must agree between replicas before they are paired.
+
+    A verifier and a drafter need the same vocabulary; verifiers that take over one another's sessions need the same
+    `weights_hash` too, or the text would change.
+    """
 
     name: str
     vocab_hash: str
     vocab_size: int
     context_len: int
     eos_token_ids: tuple[int, ...] = ()
+    weights_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ async def serve(config: DrafterConfig) -> None:
     """
     logger.info("starting", extra=loggable(config))
     prepare_process(config.cpus, idle=config.idle_priority)
-    identity = model_identity(config.model, config.model_name)
+    identity = model_identity(config.model, config.model_name, config.dtype)
     registry = CollectorRegistry()
     host = DraftHost(
         identity=identity,

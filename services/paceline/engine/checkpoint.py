@@ -40,6 +40,11 @@ class Checkpoint:
         """All tensor names."""
         return frozenset(self._shard_of)
 
+    @property
+    def paths(self) -> list[Path]:
+        """The weight files, sorted."""
+        return sorted(self._shards)
+
     def has(self, name: str) -> bool:
         """Whether the tensor exists."""
         return name in self._shard_of

@@ -229,7 +229,12 @@ def _choose_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
+def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
+    """Returns the type that a checkpoint's weights are served in.
+
+    Raises:
+        ConfigError: The name is none of those known.
+    """
     if dtype == "auto":
         kinds = {checkpoint.tensor(name).dtype for name in checkpoint.names if "embed" in name}
         return torch.float32 if kinds <= {torch.float32, torch.float64} else torch.bfloat16
@@ -256,7 +261,7 @@ def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_th
     described = read_transformers_config(folder)
     config = DecoderConfig.from_transformers(described, folder)
     checkpoint = Checkpoint(folder)
-    kind = _choose_dtype(dtype, checkpoint)
+    kind = choose_dtype(dtype, checkpoint)
     if architecture_of(described, folder) not in LEAN_ARCHITECTURES:
         from paceline.engine.generic import GenericDecoder
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
+from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
+from paceline.engine.decoder import choose_dtype
 from paceline.vocabulary import vocab_hash
 
+# Of each weight file so many pieces of so many bytes are hashed: other weights of the same shape differ everywhere.
+NUM_SAMPLES = 1024
+SAMPLE_BYTES = 4096
+HASH_CHARS = 32
 
-def model_identity(folder: Path, name: str = "") -> ModelIdentity:
+
+def model_identity(folder: Path, name: str = "", dtype: str = "auto") -> ModelIdentity:
     """Reads what must agree between verifier, drafter and gateway, without loading weights.
 
     Args:
         folder: Checkpoint folder.
         name: Name for users; empty: the folder's.
+        dtype: Weight type asked for, see `load_decoder`.
 
     Raises:
         ConfigError: The folder is missing, or is no checkpoint that can be served.
@@ -30,4 +39,25 @@ def model_identity(folder: Path, name: str = "") -> ModelIdentity:
         vocab_size=config.vocab_size,
         context_len=config.context_len,
         eos_token_ids=config.eos_token_ids,
+        weights_hash=weights_hash(path, dtype),
     )
+
+
+def weights_hash(folder: Path, dtype: str) -> str:
+    """Returns a fingerprint of all that decides a model's logits: configuration, weights (sampled) and their type.
+
+    Raises:
+        ConfigError: The folder holds no weights that can be served.
+    """
+    checkpoint = Checkpoint(folder)
+    digest = hashlib.sha256(str(choose_dtype(dtype, checkpoint)).encode())
+    digest.update((folder / "config.json").read_bytes())
+    for path in checkpoint.paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        stride = max(SAMPLE_BYTES, size // NUM_SAMPLES)
+        with path.open("rb") as file:
+            for start in range(0, size, stride):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:HASH_CHARS]

@@ -57,7 +57,7 @@ async def serve(config: VerifierConfig) -> None:
     logger.info("starting", extra=loggable(config))
     prepare_process(config.cpus, spare_cpus=config.spare_cpus)
     allocator, methods = speculation_from(config.speculative_config)
-    own_identity = model_identity(config.model, config.model_name)
+    own_identity = model_identity(config.model, config.model_name, config.dtype)
     max_model_len = _max_model_len(config, own_identity)
     # What others may ask for is what fits here, not what the model could do.
     identity = replace(own_identity, context_len=max_model_len)

@@ -100,6 +100,7 @@ def identity_to_pb(identity: ModelIdentity) -> common_pb2.ModelIdentity:
         vocab_size=identity.vocab_size,
         context_len=identity.context_len,
         eos_token_ids=identity.eos_token_ids,
+        weights_hash=identity.weights_hash,
     )
 
 
@@ -119,6 +120,7 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
         vocab_size=message.vocab_size,
         context_len=message.context_len,
         eos_token_ids=tuple(message.eos_token_ids),
+        weights_hash=message.weights_hash,
     )
 
 

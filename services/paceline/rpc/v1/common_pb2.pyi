@@ -178,7 +178,9 @@ Global___SpeculationParams: typing_extensions.TypeAlias = SpeculationParams
 
 @typing.final
 class ModelIdentity(google.protobuf.message.Message):
-    """What must agree between a verifier and a drafter before they are paired."""
+    """What must agree between replicas: the vocabulary of a verifier and its drafter, and the weights too of verifiers
+    that take over one another's sessions.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -187,6 +189,7 @@ class ModelIdentity(google.protobuf.message.Message):
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     CONTEXT_LEN_FIELD_NUMBER: builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    WEIGHTS_HASH_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name under which users ask for the model."""
     vocab_hash: builtins.str
@@ -195,6 +198,8 @@ class ModelIdentity(google.protobuf.message.Message):
     """Number of token ids."""
     context_len: builtins.int
     """Longest prompt plus output, in tokens."""
+    weights_hash: builtins.str
+    """Fingerprint of configuration, weights and their type; equal ones mean equal tokens for equal seeds."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token that ends a text, several for some models."""
@@ -207,8 +212,9 @@ class ModelIdentity(google.protobuf.message.Message):
         vocab_size: builtins.int = ...,
         context_len: builtins.int = ...,
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        weights_hash: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_len", b"context_len", "eos_token_ids", b"eos_token_ids", "name", b"name", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_len", b"context_len", "eos_token_ids", b"eos_token_ids", "name", b"name", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]) -> None: ...
 
 Global___ModelIdentity: typing_extensions.TypeAlias = ModelIdentity
 
