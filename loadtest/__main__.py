@@ -18,6 +18,7 @@ BENCHES = {
     "methods": "every way to draft on code, prose and tables, and a drafter with random weights",
     "peers": "the fleet beside other engines on the same pair, each in an environment of its own",
     "rtt": "speed against a round trip of 0, 1, 5 and 20 ms between verifier and drafter",
+    "sessions": "bytes a session costs in the store, and 50 new ones a second over one gateway",
     "single": "one stream: a drafter tier on its own core, and equal hardware",
     "stall": "time between tokens while the drafter is stopped for 5 s",
     "step": "a plain step inside the running verifier against its packed linears alone",

@@ -23,7 +23,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from paceline.store.base import open_store
 
 # Streams end this long after the last fault at the latest.
 PATIENCE_S = 90.0
+SILENCE_S = 20.0
 # A stream that paused less around a kill had nothing to do with it.
 AFFECTED_S = 0.25
 # Services restart soon: what is tested is losing them, not waiting for them.
@@ -57,30 +58,51 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two faults (default 2)")
     parser.add_argument("--streams", type=int, default=200, help="streams side by side (default 200)")
     parser.add_argument("--max-tokens", type=int, default=160, help="tokens a stream (default 160)")
-    parser.add_argument("--replicas", type=int, default=2, help="of verifiers, drafters and gateways each (default 2)")
+    parser.add_argument("--verifiers", type=int, default=3, help="verifiers, which take long to start (default 3)")
+    parser.add_argument("--replicas", type=int, default=2, help="of drafters and of gateways (default 2)")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="kinds (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="of the course of events (default 1)")
     raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of the streams, and what was done to the fleet."""
+
+    streams: Sequence[Stream]
+    damage: Damage
+    faults: Sequence[Fault]
+    num_resumed: int
+
+
 async def measure(options: argparse.Namespace) -> bool:
     """Runs undisturbed and disturbed; True when nothing was lost, doubled, changed or failed."""
+    return report(options, await run(options))
+
+
+async def run(options: argparse.Namespace) -> Outcome:
+    """Starts a fleet, runs the streams undisturbed and disturbed, and compares."""
     chance = random.Random(options.seed)
     requests = mixed_requests(options.streams, options.max_tokens)
-    async with disturbed_fleet(options.replicas) as site:
+    async with disturbed_fleet(options.replicas, num_verifiers=options.verifiers) as site:
         gateways = [endpoint.second_address for endpoint in site.fleet.endpoints_of("gateway")]
-        async with ResumingClient(gateways, patience_s=PATIENCE_S) as client:
+        # A gateway that is frozen is found out by its silence only; a stream that waits for its turn is silent too.
+        async with ResumingClient(gateways, patience_s=PATIENCE_S, silence_s=SILENCE_S) as client:
             reference = await _undisturbed(client, requests)
             plan = planned(options.faults, _names(site.fleet), chance)
             disturbance = Disturbance(site, plan, chance)
             streams = await _disturbed(client, requests, disturbance, options)
-            num_resumed = client.num_resumed
-    return report(options, streams, damage(streams, reference), disturbance.done, num_resumed)
+            return Outcome(
+                streams=streams,
+                damage=damage(streams, reference),
+                faults=disturbance.done,
+                num_resumed=client.num_resumed,
+            )
 
 
 @asynccontextmanager
 async def disturbed_fleet(num_replicas: int, **settings: Any) -> AsyncIterator[Site]:
-    """A fleet of the demo pair whose verifiers and drafters sit behind proxies; the last one's disk is full of logs."""
+    """A fleet of the demo pair, verifiers and drafters behind proxies; the disk of the first ones is full of logs."""
     proxies: dict[str, DelayProxy] = {}
     with ExitStack() as open_proxies, tempfile.TemporaryDirectory() as folder:
 
@@ -90,7 +112,7 @@ async def disturbed_fleet(num_replicas: int, **settings: Any) -> AsyncIterator[S
             return proxy.address
 
         for role in ("verifier", "drafter", "gateway"):
-            (Path(folder) / f"{role}-{num_replicas - 1}.log").symlink_to("/dev/full")
+            (Path(folder) / f"{role}-0.log").symlink_to("/dev/full")
         fleet = LocalFleet(
             _spec(num_replicas, Path(folder), settings),
             environ=os.environ,
@@ -113,7 +135,7 @@ def _spec(num_replicas: int, log_dir: Path, settings: dict[str, Any]) -> FleetSp
         "num_verifiers": num_replicas,
         "num_drafters": num_replicas,
         # One that is left carries all.
-        "verifier_arg": ("--max-num-seqs=256", "--num-kv-blocks=6000"),
+        "verifier_arg": ("--max-num-seqs=256", "--num-kv-blocks=4000"),
         "log_dir": log_dir,
         "grace_s": 5.0,
     }
@@ -158,10 +180,9 @@ def _words(fault: Fault) -> str:
     return f"{fault.kind} {fault.name}"
 
 
-def report(
-    options: argparse.Namespace, streams: Sequence[Stream], found: Damage, faults: Sequence[Fault], num_resumed: int
-) -> bool:
+def report(options: argparse.Namespace, outcome: Outcome) -> bool:
     """Prints what happened and the figures; True when there was no damage."""
+    streams, faults, found = outcome.streams, outcome.faults, outcome.damage
     counts = Counter((fault.kind, fault.role) for fault in faults)
     sys.stdout.write(f"{len(faults)} faults in {options.seconds:g} s:\n")
     for (kind, role), count in sorted(counts.items()):
@@ -187,7 +208,7 @@ def report(
         "kills": sum(fault.kind == KILL for fault in faults),
         "streams": len(streams),
         "tokens": sum(len(stream.token_ids) for stream in streams),
-        "resumed": num_resumed,
+        "resumed": outcome.num_resumed,
         **{name.removeprefix("num_"): value for name, value in asdict(found).items()},
         "recovery_p50_s": round(statistics.median(every), 3) if every else 0.0,
         "recovery_p99_s": round(_percentile(every, 0.99), 3) if every else 0.0,

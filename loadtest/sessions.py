@@ -1,0 +1,143 @@
+"""What sessions cost in the store, and how many new ones one gateway takes.
+
+Opens new sessions at a steady rate, whether earlier ones have ended or not, over one gateway of a real fleet. When the
+last has ended all of them lie idle in Valkey, records and token logs: its memory is read before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import grpc
+from redis.asyncio import Redis
+from tqdm import tqdm
+
+from loadtest.fleet import bench_fleet, machine
+from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
+from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from paceline.serving import CHANNEL_OPTIONS
+from paceline.training.corpus import unseen_prompts
+
+MOST_BYTES = 2048
+BYTES_PER_TOKEN = 4
+LEAST_SHARE_IN_TIME = 0.98
+TIMEOUT_S = 60.0
+# Records are written within half a second; then the server is asked.
+SETTLING_S = 2.0
+
+
+def main() -> None:
+    """Parses the command line and runs the bench."""
+    parser = argparse.ArgumentParser(prog="sessions", description=__doc__)
+    parser.add_argument("--sessions", type=int, default=3000, help="sessions in all (default 3000)")
+    parser.add_argument("--rate", type=float, default=50.0, help="new sessions a second (default 50)")
+    parser.add_argument("--max-tokens", type=int, default=4, help="tokens a session generates (default 4)")
+    raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
+
+
+@dataclass(slots=True)
+class _Opened:
+    """One session: how late it was opened, when its first token came, in seconds, and how many tokens it had."""
+
+    late_s: float
+    first_token_s: float = 0.0
+    num_tokens: int = 0
+    error: str = ""
+
+
+async def measure(options: argparse.Namespace) -> bool:
+    """Runs the bench; True when both goals are met."""
+    settings = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER, "dtype": "float32"}
+    async with bench_fleet(**settings, gateway_arg=("--max-sessions=1024",)) as fleet:
+        async with Redis.from_url(fleet.redis_url) as redis:
+            address = fleet.endpoint("gateway").second_address
+            await _open_all(address, argparse.Namespace(sessions=50, rate=25.0, max_tokens=4))
+            await asyncio.sleep(SETTLING_S)
+            before = await _memory(redis)
+            started_s = time.perf_counter()
+            opened = await _open_all(address, options)
+            seconds = time.perf_counter() - started_s
+            await asyncio.sleep(SETTLING_S)
+            after = await _memory(redis)
+    return _report(options, opened, seconds, after[0] - before[0], after[1] - before[1])
+
+
+async def _memory(redis: Redis) -> tuple[int, int]:
+    """Bytes in use by the store, and its keys."""
+    info = await redis.info("memory")
+    return int(info["used_memory"]), int(await redis.dbsize())
+
+
+async def _open_all(address: str, options: argparse.Namespace) -> list[_Opened]:
+    prompts = unseen_prompts(40)
+    started_s = time.perf_counter()
+    with tqdm(total=options.sessions, desc="sessions", unit="session") as bar:
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(channel)
+
+            async def one(index: int) -> _Opened:
+                due_s = started_s + index / options.rate
+                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+                sampling = common_pb2.SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, seed=index)
+                request = gateway_pb2.GatewayGenerateRequest(prompt=prompts[index % len(prompts)], sampling=sampling)
+                opened = _Opened(late_s=time.perf_counter() - due_s)
+                await _run(stub, request, opened)
+                bar.update()
+                return opened
+
+            return await asyncio.gather(*(one(index) for index in range(options.sessions)))
+
+
+async def _run(
+    stub: gateway_pb2_grpc.GatewayAsyncStub, request: gateway_pb2.GatewayGenerateRequest, opened: _Opened
+) -> None:
+    sent_s = time.perf_counter()
+    try:
+        async for response in stub.Generate(request, timeout=TIMEOUT_S):
+            if response.token_ids and not opened.num_tokens:
+                opened.first_token_s = time.perf_counter() - sent_s
+            opened.num_tokens += len(response.token_ids)
+            if response.HasField("result"):
+                opened.num_tokens += response.result.num_prompt_tokens
+    except grpc.aio.AioRpcError as error:
+        opened.error = f"{error.code().name}: {error.details()}"
+
+
+def _report(options: argparse.Namespace, opened: list[_Opened], seconds: float, num_bytes: int, num_keys: int) -> bool:
+    failed = [each.error for each in opened if each.error]
+    num_tokens = sum(each.num_tokens for each in opened)
+    per_session = (num_bytes - BYTES_PER_TOKEN * num_tokens) / len(opened)
+    rate = len(opened) / seconds
+    first_s = sorted(each.first_token_s for each in opened if not each.error)
+    if failed:
+        sys.stdout.write(f"{len(failed)} sessions failed, first: {failed[0]}\n")
+    sys.stdout.write(
+        f"{len(opened)} sessions of {num_tokens / len(opened):.0f} tokens in {seconds:.1f} s: {rate:.1f} a second "
+        f"(asked for {options.rate:g}), first token after {1e3 * statistics.median(first_s):.0f} ms median, "
+        f"{1e3 * first_s[int(0.99 * len(first_s))]:.0f} ms p99\n"
+        f"in the store: {num_keys} keys, {num_bytes / len(opened):.0f} bytes a session; without {BYTES_PER_TOKEN} bytes "
+        f"a token {per_session:.0f} (at most {MOST_BYTES})\n"
+    )
+    figures = {
+        "bench": "sessions",
+        "machine": machine(),
+        "sessions": len(opened),
+        "rate_per_s": round(rate, 2),
+        "failed": len(failed),
+        "first_token_p50_ms": round(1e3 * statistics.median(first_s), 1),
+        "first_token_p99_ms": round(1e3 * first_s[int(0.99 * len(first_s))], 1),
+        "bytes_per_session": round(num_bytes / len(opened)),
+        "bytes_per_session_without_tokens": round(per_session),
+        "ok": not failed
+        and num_keys == 2 * len(opened)
+        and rate >= LEAST_SHARE_IN_TIME * options.rate
+        and per_session < MOST_BYTES,
+    }
+    print(json.dumps(figures))
+    return bool(figures["ok"])
