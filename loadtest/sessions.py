@@ -54,17 +54,19 @@ class _Opened:
 async def measure(options: argparse.Namespace) -> bool:
     """Runs the bench; True when both goals are met."""
     settings = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER, "dtype": "float32"}
-    async with bench_fleet(**settings, gateway_arg=("--max-sessions=1024",)) as fleet:
-        async with Redis.from_url(fleet.redis_url) as redis:
-            address = fleet.endpoint("gateway").second_address
-            await _open_all(address, argparse.Namespace(sessions=50, rate=25.0, max_tokens=4))
-            await asyncio.sleep(SETTLING_S)
-            before = await _memory(redis)
-            started_s = time.perf_counter()
-            opened = await _open_all(address, options)
-            seconds = time.perf_counter() - started_s
-            await asyncio.sleep(SETTLING_S)
-            after = await _memory(redis)
+    async with (
+        bench_fleet(**settings, gateway_arg=("--max-sessions=1024",)) as fleet,
+        Redis.from_url(fleet.redis_url) as redis,
+    ):
+        address = fleet.endpoint("gateway").second_address
+        await _open_all(address, argparse.Namespace(sessions=50, rate=25.0, max_tokens=4))
+        await asyncio.sleep(SETTLING_S)
+        before = await _memory(redis)
+        started_s = time.perf_counter()
+        opened = await _open_all(address, options)
+        seconds = time.perf_counter() - started_s
+        await asyncio.sleep(SETTLING_S)
+        after = await _memory(redis)
     return _report(options, opened, seconds, after[0] - before[0], after[1] - before[1])
 
 
@@ -121,8 +123,8 @@ def _report(options: argparse.Namespace, opened: list[_Opened], seconds: float, 
         f"{len(opened)} sessions of {num_tokens / len(opened):.0f} tokens in {seconds:.1f} s: {rate:.1f} a second "
         f"(asked for {options.rate:g}), first token after {1e3 * statistics.median(first_s):.0f} ms median, "
         f"{1e3 * first_s[int(0.99 * len(first_s))]:.0f} ms p99\n"
-        f"in the store: {num_keys} keys, {num_bytes / len(opened):.0f} bytes a session; without {BYTES_PER_TOKEN} bytes "
-        f"a token {per_session:.0f} (at most {MOST_BYTES})\n"
+        f"in the store: {num_keys} keys, {num_bytes / len(opened):.0f} bytes a session; without {BYTES_PER_TOKEN} "
+        f"bytes a token {per_session:.0f} (at most {MOST_BYTES})\n"
     )
     figures = {
         "bench": "sessions",
