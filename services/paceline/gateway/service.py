@@ -19,6 +19,7 @@ from paceline.gateway.config import GatewayConfig
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.http import create_app
 from paceline.gateway.records import RecordWriter
+from paceline.gateway.routing import GATEWAY, Router
 from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.text import TextCodec
@@ -29,7 +30,6 @@ from paceline.serving import GrpcServer, start_grpc_server
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
 
-ROLE = "gateway"
 BACKLOG = 2048
 # Time to deliver the error that ends a session at the deadline.
 FAREWELL_S = 2.0
@@ -71,6 +71,7 @@ async def serve(
     client = VerifierClient(deadlines)
     sessions = Sessions(
         fleet=fleet,
+        router=Router(),
         client=client,
         records=records,
         metrics=GatewayMetrics(registry),
@@ -94,8 +95,8 @@ async def serve(
 
 def _replica(config: GatewayConfig, addresses: Addresses, sessions: Sessions) -> Replica:
     return Replica(
-        replica_id=config.replica_id or f"{ROLE}-{addresses.grpc}",
-        role=ROLE,
+        replica_id=config.replica_id or f"{GATEWAY}-{addresses.grpc}",
+        role=GATEWAY,
         address=addresses.grpc,
         max_sessions=config.max_sessions,
         num_sessions=sessions.num_running,

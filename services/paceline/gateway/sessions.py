@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import OverloadedError, PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateRequest, GenerateResult
-from paceline.gateway.fleet import Fleet, choose_drafter, choose_verifier
+from paceline.gateway.fleet import Fleet
 from paceline.gateway.pieces import Ending, Event, Piece
 from paceline.gateway.records import RecordWriter, session_record
 from paceline.gateway.requests import ServedModel, SessionRequest
+from paceline.gateway.routing import Router, able_verifiers, choose_drafter
 from paceline.gateway.stopwatch import Stopwatch
 from paceline.gateway.text_stream import TextStream
 from paceline.gateway.verifier_client import VerifierClient
@@ -44,6 +45,7 @@ class Sessions:
         self,
         *,
         fleet: Fleet,
+        router: Router,
         client: VerifierClient,
         records: RecordWriter,
         metrics: GatewayMetrics,
@@ -51,6 +53,7 @@ class Sessions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
+        self._router = router
         self._client = client
         self._records = records
         self._metrics = metrics
@@ -187,7 +190,7 @@ class Sessions:
             speculation=request.speculation,
         )
         while True:
-            placement = self._place(request.model, failed)
+            placement = self._place(request.model, generate, failed)
             committed: list[int] = []
             try:
                 async with aclosing(self._on_verifier(placement, generate, request.stops)) as steps:
@@ -195,8 +198,11 @@ class Sessions:
                         committed += step.token_ids
                         yield step
                 return
-            except (UnavailableError, OverloadedError):
-                failed.add(placement.verifier.replica_id)
+            except (UnavailableError, OverloadedError) as error:
+                verifier_id = placement.verifier.replica_id
+                if isinstance(error, UnavailableError):
+                    self._router.forget(verifier_id)
+                failed.add(verifier_id)
                 if not self._may_move(request, failed):
                     raise
             generate = replace(
@@ -206,14 +212,14 @@ class Sessions:
             )
 
     def _may_move(self, request: SessionRequest, failed: set[str]) -> bool:
-        name = request.model.identity.name
-        another = choose_verifier(self._fleet.replicas, name, self._in_flight, failed)
-        return another is not None and len(failed) < MAX_PLACEMENTS and not self._client.aborted
+        others = able_verifiers(self._fleet.replicas, request.model.identity.name, failed)
+        return bool(others) and len(failed) < MAX_PLACEMENTS and not self._client.aborted
 
-    def _place(self, model: ServedModel, failed: set[str]) -> _Placement:
-        verifier = choose_verifier(self._fleet.replicas, model.identity.name, self._in_flight, failed)
+    def _place(self, model: ServedModel, generate: GenerateRequest, failed: set[str]) -> _Placement:
+        name, token_ids = model.identity.name, generate.prompt_token_ids + generate.committed_token_ids
+        verifier = self._router.place(self._fleet.replicas, name, token_ids, self._in_flight, failed)
         if verifier is None:
-            raise UnavailableError(f"no verifier of model {model.identity.name!r} is there at the moment")
+            raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
         drafter = choose_drafter(self._fleet.replicas, model.identity, self._in_flight)
         return _Placement(verifier=verifier, drafter=drafter)
 
@@ -233,12 +239,14 @@ class Sessions:
         held = [verifier.replica_id, drafter_id]
         self._in_flight.update(held)
         committed_len = record.committed_len
+        token_ids = [*generate.prompt_token_ids, *generate.committed_token_ids]
         # Closed by us before the verifier was done: a stop string ended the text, or the client left.
         state = "left"
         try:
             async with aclosing(self._client.generate(verifier.address, generate)) as steps:
                 async for step in steps:
                     committed_len += len(step.token_ids)
+                    token_ids += step.token_ids
                     self._records.advance(generate.session_id, generate.epoch, committed_len)
                     if step.result is not None:
                         state = "finished"
@@ -248,6 +256,7 @@ class Sessions:
             raise
         finally:
             self._in_flight.subtract(held)
+            self._router.follow(verifier.replica_id, model, token_ids)
             self._records.advance(generate.session_id, generate.epoch, committed_len, state)
 
 
