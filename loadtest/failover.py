@@ -79,6 +79,8 @@ def _spec() -> FleetSpec:
             "dtype": "float32",
             "num_verifiers": 2,
             "num_drafters": 2,
+            # As on machines of their own: a drafter that lends its cores starts late when they are busy.
+            "lend": False,
             "speculative_config": SPECULATIVE,
         }
     )

@@ -1,6 +1,6 @@
-"""The fleet as this gateway knows it: the registry, read in the background, and who gets the next session.
+"""The fleet as this gateway knows it: the registry, read in the background.
 
-Choosing is pure: replicas in, one replica out. A dead registry leaves the last known fleet in place.
+A dead registry leaves the last known fleet in place. Who gets the next session is not decided here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from typing import Protocol
 from paceline.core.errors import ModelNotFoundError, UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.gateway.requests import ServedModel
+from paceline.gateway.routing import DRAFTER, VERIFIER, able_verifiers
 from paceline.gateway.text import TextCodec
 from paceline.store.base import Replica
 from paceline.store.view import Registry, RegistryView
-
-VERIFIER = "verifier"
-DRAFTER = "drafter"
 
 _log = logging.getLogger(__name__)
 
@@ -29,51 +27,6 @@ class Channels(Protocol):
 
     async def keep_only(self, addresses: Collection[str]) -> None:
         """Closes connections to other addresses that nobody uses."""
-
-
-def choose_verifier(
-    replicas: Sequence[Replica],
-    model: str,
-    in_flight: Mapping[str, int],
-    exclude: Collection[str] = (),
-) -> Replica | None:
-    """Returns the least loaded verifier of a model; None if there is none.
-
-    Args:
-        replicas: The fleet.
-        model: Name of the model.
-        in_flight: Sessions of this gateway by replica id; the registry lags behind by a heartbeat.
-        exclude: Replica ids that have just failed.
-    """
-    able = [
-        replica
-        for replica in replicas
-        if replica.role == VERIFIER
-        and not replica.draining
-        and replica.identity is not None
-        and replica.identity.name == model
-        and replica.replica_id not in exclude
-    ]
-    return min(able, key=lambda replica: _load(replica, in_flight), default=None)
-
-
-def choose_drafter(replicas: Sequence[Replica], target: ModelIdentity, in_flight: Mapping[str, int]) -> Replica | None:
-    """Returns the least loaded drafter that speaks the target's vocabulary; None if there is none.
-
-    Args:
-        replicas: The fleet.
-        target: The target model.
-        in_flight: Sessions of this gateway by replica id.
-    """
-    able = [
-        replica
-        for replica in replicas
-        if replica.role == DRAFTER
-        and not replica.draining
-        and replica.identity is not None
-        and replica.identity.vocab_hash == target.vocab_hash
-    ]
-    return min(able, key=lambda replica: _load(replica, in_flight), default=None)
 
 
 def strange_drafters(replicas: Sequence[Replica]) -> list[Replica]:
@@ -86,12 +39,6 @@ def strange_drafters(replicas: Sequence[Replica]) -> list[Replica]:
         and spoken
         and (replica.identity is None or replica.identity.vocab_hash not in spoken)
     ]
-
-
-def _load(replica: Replica, in_flight: Mapping[str, int]) -> tuple[float, int, str]:
-    mine = in_flight.get(replica.replica_id, 0)
-    num_sessions = max(replica.num_sessions, mine)
-    return num_sessions / max(1, replica.max_sessions), mine, replica.replica_id
 
 
 class Fleet:
@@ -132,8 +79,7 @@ class Fleet:
 
     def identity(self, name: str) -> ModelIdentity | None:
         """Returns what a verifier of the model says of it; None if none is known."""
-        replica = choose_verifier(self.replicas, name, {})
-        return None if replica is None else replica.identity
+        return next((replica.identity for replica in able_verifiers(self.replicas, name)), None)
 
     def model(self, name: str) -> ServedModel:
         """Returns a model by the name users ask for; an empty name means the only one.

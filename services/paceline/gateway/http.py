@@ -13,7 +13,8 @@ from starlette.routing import Route
 from paceline.core.errors import ModelNotFoundError, PacelineError
 from paceline.gateway.completions import BodyLimits, CompletionEndpoint
 from paceline.gateway.errors import HttpError, to_http
-from paceline.gateway.fleet import DRAFTER, VERIFIER, Fleet
+from paceline.gateway.fleet import Fleet
+from paceline.gateway.routing import DRAFTER, VERIFIER
 from paceline.gateway.sessions import Sessions
 
 OWNER = "paceline"

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from paceline.core.errors import OverloadedError, PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest
-from paceline.gateway.fleet import VERIFIER, Fleet, choose_drafter, choose_verifier
+from paceline.gateway.fleet import Fleet
 from paceline.gateway.records import SessionTrail
 from paceline.gateway.requests import SessionRequest
+from paceline.gateway.routing import VERIFIER, Router, able_verifiers, choose_drafter
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
 from paceline.store.base import Replica
 
@@ -42,6 +43,7 @@ class Placer:
 
     Args:
         fleet: The replicas.
+        router: Chooses among verifiers.
         client: Calls verifiers.
         failover_s: How long a session looks for a verifier after its last token; 0: one round of all of them.
         on_failover: Called with the reason when a session leaves a verifier.
@@ -52,12 +54,14 @@ class Placer:
         self,
         *,
         fleet: Fleet,
+        router: Router,
         client: VerifierClient,
         failover_s: float,
         on_failover: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
+        self._router = router
         self._client = client
         self._failover_s = failover_s
         self._on_failover = on_failover
@@ -73,7 +77,7 @@ class Placer:
         search = self._new_search()
         epoch = request.epoch
         while True:
-            verifier = await self._verifier(request, search)
+            verifier = await self._verifier(request, trail, search)
             generate = self._generate(request, trail, epoch)
             known = len(trail.token_ids)
             try:
@@ -86,6 +90,8 @@ class Placer:
                 if len(trail.token_ids) > known:
                     search = self._new_search()
                 search.failed.add(verifier.replica_id)
+                if isinstance(error, UnavailableError):
+                    self._router.forget(verifier.replica_id)
                 await self._before_next(request, trail, search, error)
             epoch += 1
 
@@ -107,7 +113,7 @@ class Placer:
     def _new_search(self) -> _Search:
         return _Search(until_s=self._clock() + self._failover_s)
 
-    async def _verifier(self, request: SessionRequest, search: _Search) -> Replica:
+    async def _verifier(self, request: SessionRequest, trail: SessionTrail, search: _Search) -> Replica:
         """The verifier to try next; waits for one where none is to be had.
 
         Raises:
@@ -115,12 +121,18 @@ class Placer:
         """
         name = request.model.identity.name
         while True:
-            found = choose_verifier(self._fleet.replicas, name, self._in_flight, search.failed)
-            if found is not None:
-                return found
+            able = self._able(request, trail, search)
+            if able:
+                return self._router.place(self._fleet.replicas, able, trail.token_ids, self._in_flight)
             if self._clock() >= search.until_s:
                 raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
             await self._pause(search)
+
+    def _able(self, request: SessionRequest, trail: SessionTrail, search: _Search) -> list[Replica]:
+        """Verifiers to choose from; a session that has begun goes on with the same weights or not at all."""
+        able = able_verifiers(self._fleet.replicas, request.model.identity.name, search.failed)
+        begun_with = trail.record.weights_hash
+        return [each for each in able if each.identity and begun_with in ("", each.identity.weights_hash)]
 
     async def _before_next(
         self, request: SessionRequest, trail: SessionTrail, search: _Search, error: PacelineError
@@ -128,8 +140,7 @@ class Placer:
         """Returns when another try is worth it; raises the error when there is none."""
         if self._client.aborted:
             raise error
-        name = request.model.identity.name
-        if choose_verifier(self._fleet.replicas, name, self._in_flight, search.failed) is None:
+        if not self._able(request, trail, search):
             # A new session that no verifier has room for is told so at once: it is not ours yet.
             refused = isinstance(error, OverloadedError) and not trail.committed_token_ids
             if refused or self._clock() >= search.until_s:
@@ -161,7 +172,7 @@ class Placer:
         drafter_id = "" if drafter is None else drafter.replica_id
         if drafter is not None:
             generate = replace(generate, drafter_address=drafter.address)
-        trail.placed(epoch=generate.epoch, verifier_id=verifier.replica_id, drafter_id=drafter_id)
+        trail.placed(generate.epoch, verifier=verifier, drafter_id=drafter_id)
         held = [verifier.replica_id, drafter_id]
         self._in_flight.update(held)
         try:
@@ -170,3 +181,4 @@ class Placer:
                     yield step
         finally:
             self._in_flight.subtract(held)
+            self._router.follow(verifier, trail.token_ids)

@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.core.errors import UnavailableError
 from paceline.gateway.requests import SessionRequest
-from paceline.store.base import AdvanceSession, PutSession, SessionRecord, SessionState, SessionWrite, Written
+from paceline.store.base import AdvanceSession, PutSession, Replica, SessionRecord, SessionState, SessionWrite, Written
 
 # With so many sessions waiting for a store that is away, one that ends goes unrecorded.
 MAX_CHANGED = 10_000
@@ -53,6 +53,7 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         epoch=request.epoch,
         owner=owner,
         model=request.model.identity.name,
+        weights_hash=request.weights_hash,
         verifier_id="",
         drafter_id="",
         seed=request.sampling.seed,
@@ -96,9 +97,15 @@ class SessionTrail:
         """Generated tokens so far."""
         return tuple(self.token_ids[self.record.prompt_len :])
 
-    def placed(self, *, epoch: int, verifier_id: str, drafter_id: str) -> None:
+    def placed(self, epoch: int, *, verifier: Replica, drafter_id: str) -> None:
         """The session starts, or starts anew, on a verifier."""
-        self.record = replace(self.record, epoch=epoch, verifier_id=verifier_id, drafter_id=drafter_id)
+        self.record = replace(
+            self.record,
+            epoch=epoch,
+            verifier_id=verifier.replica_id,
+            drafter_id=drafter_id,
+            weights_hash=verifier.identity.weights_hash if verifier.identity else "",
+        )
         self._logged_len = None
         self._on_change(self)
 

@@ -41,6 +41,7 @@ class SessionRequest:
     """One session to run, all fields checked.
 
     Attributes:
+        weights_hash: Of the verifier it began on; empty: any.
         epoch: First ownership number that this gateway may use.
         committed_token_ids: Generated tokens that an earlier owner has logged.
         offset: Generated tokens that the client has already.
@@ -53,6 +54,7 @@ class SessionRequest:
     sampling: SamplingParams
     speculation: SpeculationParams
     stops: tuple[str, ...] = ()
+    weights_hash: str = ""
     epoch: int = 1
     committed_token_ids: tuple[int, ...] = ()
     offset: int = 0

@@ -79,6 +79,7 @@ class Resumption:
             sampling=sampling,
             speculation=SpeculationParams(**parameters["speculation"]),
             stops=tuple(parameters["stop"]),
+            weights_hash=record.weights_hash,
             epoch=record.epoch,
             committed_token_ids=logged.token_ids[record.prompt_len :],
             offset=offset,

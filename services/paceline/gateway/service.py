@@ -22,6 +22,7 @@ from paceline.gateway.http import create_app
 from paceline.gateway.placing import Placer
 from paceline.gateway.records import RecordWriter
 from paceline.gateway.resume import Resumption
+from paceline.gateway.routing import GATEWAY, Router
 from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.text import TextCodec
@@ -32,7 +33,6 @@ from paceline.serving import GrpcServer, start_grpc_server
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
 
-ROLE = "gateway"
 BACKLOG = 2048
 # Time to deliver the error that ends a session at the deadline.
 FAREWELL_S = 2.0
@@ -69,7 +69,7 @@ async def serve(
     """
     registry = CollectorRegistry()
     # Known before any port is, since records name their owner.
-    replica_id = config.replica_id or f"{ROLE}-{uuid.uuid4().hex[:12]}"
+    replica_id = config.replica_id or f"{GATEWAY}-{uuid.uuid4().hex[:12]}"
     fleet = Fleet(store, codecs)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     deadlines = Deadlines(first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s)
@@ -77,6 +77,7 @@ async def serve(
     metrics = GatewayMetrics(registry)
     placer = Placer(
         fleet=fleet,
+        router=Router(),
         client=client,
         failover_s=config.failover_s,
         on_failover=lambda reason: metrics.failovers.labels(reason).inc(),
@@ -113,7 +114,7 @@ async def serve(
 def _replica(replica_id: str, config: GatewayConfig, addresses: Addresses, sessions: Sessions) -> Replica:
     return Replica(
         replica_id=replica_id,
-        role=ROLE,
+        role=GATEWAY,
         address=addresses.grpc,
         max_sessions=config.max_sessions,
         num_sessions=sessions.num_running,

@@ -53,6 +53,7 @@ class SessionRecord:
     Attributes:
         owner: Replica id of the gateway that runs it.
         api_key: Name of the key it was asked for with; empty without keys.
+        weights_hash: Fingerprint of the weights it began with; others would go on differently.
         prompt_hash: SHA-256 of the prompt's ids, as little-endian 32-bit numbers.
         committed_len: Generated tokens in the log, behind `prompt_len` of the prompt.
         params_json: Sampling and speculation parameters and stop strings.
@@ -63,6 +64,7 @@ class SessionRecord:
     owner: str = ""
     api_key: str = ""
     model: str
+    weights_hash: str = ""
     verifier_id: str
     drafter_id: str
     seed: int

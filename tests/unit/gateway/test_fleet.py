@@ -1,79 +1,18 @@
-"""Who gets the next session, and what remains of the fleet when the registry dies."""
+"""What the fleet looks like, and what remains of it when the registry dies."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import pytest
 
 from paceline.core.errors import ModelNotFoundError, UnavailableError
-from paceline.core.messages import ModelIdentity
-from paceline.gateway.fleet import Fleet, choose_drafter, choose_verifier
+from paceline.gateway.fleet import Fleet
 from paceline.gateway.text import TextCodec
 from paceline.store.base import Replica
 from paceline.store.view import RECOVERY_S
 from tests.support import tiny_tokenizer
+from tests.support.replicas import replica
 
 CODEC = TextCodec(tiny_tokenizer.train(), None)
-
-
-def replica(
-    name: str,
-    role: str = "verifier",
-    *,
-    model: str = "tiny",
-    vocab_hash: str = "v",
-    num_sessions: int = 0,
-    max_sessions: int = 8,
-    draining: bool = False,
-) -> Replica:
-    identity = ModelIdentity(name=model, vocab_hash=vocab_hash, vocab_size=300, context_len=64)
-    return Replica(
-        replica_id=name,
-        role=role,
-        address=f"{name}:1",
-        identity=identity,
-        max_sessions=max_sessions,
-        num_sessions=num_sessions,
-        draining=draining,
-    )
-
-
-def verifier_of(*replicas: Replica, in_flight: Mapping[str, int] | None = None) -> str | None:
-    chosen = choose_verifier(replicas, "tiny", in_flight or {})
-    return None if chosen is None else chosen.replica_id
-
-
-def test_the_least_loaded_verifier_relative_to_its_size_is_chosen() -> None:
-    small, large = (
-        replica("small", num_sessions=2, max_sessions=4),
-        replica("large", num_sessions=4, max_sessions=16),
-    )
-    assert verifier_of(small, large) == "large"
-
-
-def test_sessions_that_the_registry_does_not_show_yet_count() -> None:
-    assert verifier_of(replica("a"), replica("b"), in_flight={"a": 1}) == "b"
-
-
-def test_a_draining_verifier_and_one_of_another_model_and_a_drafter_are_not_chosen() -> None:
-    others = replica("a", draining=True), replica("b", model="other"), replica("c", "drafter")
-    assert verifier_of(*others) is None
-    assert verifier_of(*others, replica("d", num_sessions=8)) == "d"
-
-
-def test_a_verifier_that_has_just_failed_is_not_chosen_again() -> None:
-    chosen = choose_verifier([replica("a"), replica("b")], "tiny", {}, {"a"})
-    assert chosen is not None
-    assert chosen.replica_id == "b"
-
-
-def test_a_drafter_must_speak_the_vocabulary_of_the_target() -> None:
-    target = replica("target").identity
-    assert target is not None
-    other, same = replica("x", "drafter", vocab_hash="w"), replica("y", "drafter", num_sessions=5)
-    assert choose_drafter([other, same], target, {}) == same
-    assert choose_drafter([other], target, {}) is None
 
 
 async def test_a_drafter_that_can_never_be_paired_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

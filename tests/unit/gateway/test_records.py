@@ -15,7 +15,7 @@ from paceline.core.messages import ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.records import RecordWriter, SessionTrail, session_record
 from paceline.gateway.requests import ServedModel, SessionRequest
-from paceline.store.base import PutSession, SessionState, SessionWrite, Written
+from paceline.store.base import PutSession, Replica, SessionState, SessionWrite, Written
 from paceline.store.memory import MemoryStore
 
 IDENTITY = ModelIdentity(name="tiny", vocab_hash="h", vocab_size=100, context_len=64)
@@ -72,11 +72,15 @@ def writer(store: CountingStore, clock: Clock) -> RecordWriter:
     return RecordWriter(store, ttl_s=60, owner="g1", clock=clock)
 
 
+def verifier(name: str) -> Replica:
+    return Replica(replica_id=name, role="verifier", address=f"{name}:1", identity=IDENTITY)
+
+
 def opened(writer: RecordWriter, taken_over: list[str] | None = None, **changes: Any) -> SessionTrail:
     asked = request(**changes)
     lost = [] if taken_over is None else taken_over
     trail = writer.open(asked, lambda: lost.append(asked.session_id))
-    trail.placed(epoch=asked.epoch, verifier_id="v", drafter_id="d")
+    trail.placed(asked.epoch, verifier=verifier("v"), drafter_id="d")
     return trail
 
 
@@ -132,7 +136,7 @@ async def test_a_session_that_moves_is_written_whole_with_its_new_place(
     trail = opened(writer)
     trail.extend((10, 11))
     await writer.flush()
-    trail.placed(epoch=2, verifier_id="v2", drafter_id="")
+    trail.placed(2, verifier=verifier("v2"), drafter_id="")
     trail.extend((12,))
     await writer.flush()
     logged = await store.session("s")
