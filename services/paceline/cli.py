@@ -36,6 +36,8 @@ COMMANDS = {
     "bench": "list the benches of a checkout, or run one",
     "train": "train the demo pair, or distil a drafter",
     "models": "list checkpoints: the bundled ones and folders named",
+    "dev-ca": "make certificates to try mutual TLS with",
+    "key": "make an API key for a gateway",
 }
 
 
@@ -100,6 +102,8 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
         "up": "paceline.cluster.up",
         "drain": "paceline.cluster.drain",
         "generate": "paceline.client",
+        "dev-ca": "paceline.dev_ca",
+        "key": "paceline.gateway.keys",
     }
     module = importlib.import_module(modules.get(command, f"paceline.{command}.__main__"))
     action: Callable[[Sequence[str]], None] = module.main

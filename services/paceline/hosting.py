@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
+from paceline.credentials import CLIENT_ROLE_OF, FleetTls, only_for
 from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
 from paceline.obs.metrics import start_metrics_server
@@ -77,6 +78,11 @@ class ModelServiceConfig(Protocol):
         ...
 
     @property
+    def health_port(self) -> int:
+        """Another port for the health service, in plain text; 0: none."""
+        ...
+
+    @property
     def metrics_port(self) -> int:
         """Prometheus port."""
         ...
@@ -106,6 +112,7 @@ async def serve_model(
     add_servicer: Callable[[grpc.aio.Server], None],
     registry: CollectorRegistry,
     follow: Callable[[Store], Coroutine[Any, Any, None]] | None = None,
+    tls: FleetTls | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then announces that it drains, and is withdrawn when nothing is under way.
 
@@ -117,6 +124,7 @@ async def serve_model(
         add_servicer: Adds the service to a server.
         registry: Metrics to show.
         follow: Keeps up with the registry while the service runs, for ever.
+        tls: Own certificate: only the tier that this one serves may call then; None: plain text, open to all.
 
     Raises:
         ConfigError: The checkpoint, a port or the registry makes serving impossible.
@@ -126,7 +134,13 @@ async def serve_model(
         await require(store)
         with start_metrics_server(registry, config.host, config.metrics_port):
             async with grpc_server(
-                host=config.host, port=config.port, add_servicers=add_servicer, service_names=[service_name]
+                host=config.host,
+                port=config.port,
+                add_servicers=add_servicer,
+                service_names=[service_name],
+                interceptors=() if tls is None else (only_for(CLIENT_ROLE_OF[role]),),
+                credentials=None if tls is None else tls.server_credentials(),
+                health_port=config.health_port,
             ) as server:
                 await host.start()
                 following = None if follow is None else asyncio.create_task(follow(store), name="follow the registry")

@@ -74,6 +74,8 @@ class ResumingClient:
 
     Args:
         addresses: gRPC addresses of gateways, `host:port`.
+        api_key: Shown with every call; empty: none.
+        ca: Certificates in PEM that sign the gateways' ones; None: plain text.
         patience_s: How long to go on trying without a new token, in seconds.
         silence_s: Longest wait for the next message of a stream, in seconds.
         clock: Monotonic seconds.
@@ -83,11 +85,14 @@ class ResumingClient:
         self,
         addresses: Sequence[str],
         *,
+        api_key: str = "",
+        ca: bytes | None = None,
         patience_s: float = 60.0,
         silence_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._channels = [grpc.aio.insecure_channel(address, options=_OPTIONS) for address in addresses]
+        self._channels = [_channel(address, ca) for address in addresses]
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._turns = itertools.count()
         self._patience_s = patience_s
         self._silence_s = silence_s
@@ -142,7 +147,8 @@ class ResumingClient:
         )
         resumes = bool(progress.session_id)
         resume = gateway_pb2.ResumeRequest(session_id=progress.session_id, offset=progress.num_tokens)
-        call: _Call = stub.Resume(resume) if resumes else stub.Generate(request)
+        metadata = self._metadata
+        call: _Call = stub.Resume(resume, metadata=metadata) if resumes else stub.Generate(request, metadata=metadata)
         finished = False
         try:
             while not finished:
@@ -167,6 +173,12 @@ class ResumingClient:
         if not isinstance(message, gateway_pb2.GatewayGenerateResponse):
             raise UnavailableError("the gateway ended the stream without a result")
         return message
+
+
+def _channel(address: str, ca: bytes | None) -> grpc.aio.Channel:
+    if ca is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca), options=_OPTIONS)
 
 
 def _with_seed(request: gateway_pb2.GatewayGenerateRequest) -> gateway_pb2.GatewayGenerateRequest:

@@ -40,6 +40,14 @@ class SessionNotFoundError(PacelineError):
     """No record of the session is there: it never was, or it is older than records live."""
 
 
+class UnauthenticatedError(PacelineError):
+    """The caller did not say who it is in a way that is believed."""
+
+
+class PermissionDeniedError(PacelineError):
+    """The caller is known, but this call is for others."""
+
+
 class ConfigError(PacelineError):
     """A setting, a checkpoint or the environment makes starting impossible; says what to do next."""
 

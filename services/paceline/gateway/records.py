@@ -52,6 +52,7 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         session_id=request.session_id,
         epoch=request.epoch,
         owner=owner,
+        api_key=request.api_key,
         model=request.model.identity.name,
         weights_hash=request.weights_hash,
         verifier_id="",

@@ -41,6 +41,7 @@ class SessionRequest:
     """One session to run, all fields checked.
 
     Attributes:
+        api_key: Name of the API key it came with, never the key; empty where none are asked for.
         weights_hash: Of the verifier it began on; empty: any.
         epoch: First ownership number that this gateway may use.
         committed_token_ids: Generated tokens that an earlier owner has logged.
@@ -54,6 +55,7 @@ class SessionRequest:
     sampling: SamplingParams
     speculation: SpeculationParams
     stops: tuple[str, ...] = ()
+    api_key: str = ""
     weights_hash: str = ""
     epoch: int = 1
     committed_token_ids: tuple[int, ...] = ()

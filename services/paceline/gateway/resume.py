@@ -33,16 +33,17 @@ class Resumption:
         self._fleet = fleet
         self._owner = owner
 
-    async def claim(self, session_id: str, offset: int) -> SessionRequest:
+    async def claim(self, session_id: str, offset: int, api_key: str) -> SessionRequest:
         """Returns what is left of a session to run; from now on it is ours.
 
         Args:
             session_id: As every message of the session said.
             offset: Generated tokens that the client has.
+            api_key: Name of the key that asks.
 
         Raises:
             InvalidRequestError: A field cannot be right.
-            SessionNotFoundError: No record is there.
+            SessionNotFoundError: No record is there for this key.
             ModelNotFoundError: Its model is not served here.
             UnavailableError: The store does not answer, or no verifier of the model is there.
         """
@@ -51,10 +52,13 @@ class Resumption:
                 "session_id", f"must have 1 to {MAX_SESSION_ID_CHARS} characters, got {len(session_id)}"
             )
         logged = await self._store.session(session_id)
-        if logged is not None:
+        if logged is not None and logged.record.api_key == api_key:
             # Everything is checked before the session is taken from whoever runs it.
             self._request(logged, offset)
             logged = await self._store.claim_session(session_id, self._owner)
+        else:
+            # Whether it is another's is nobody's business.
+            logged = None
         if logged is None:
             raise SessionNotFoundError(
                 f"session_id: {session_id[:80]!r} is not known; it ended too long ago, or never was recorded"
@@ -79,6 +83,7 @@ class Resumption:
             sampling=sampling,
             speculation=SpeculationParams(**parameters["speculation"]),
             stops=tuple(parameters["stop"]),
+            api_key=record.api_key,
             weights_hash=record.weights_hash,
             epoch=record.epoch,
             committed_token_ids=logged.token_ids[record.prompt_len :],

@@ -11,12 +11,15 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import uvicorn
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigError
+from paceline.credentials import load_tls
+from paceline.gateway.access import Access, GuardedApp
 from paceline.gateway.completions import BodyLimits
 from paceline.gateway.config import GatewayConfig
+from paceline.gateway.doors import DoorTls, guard, load_door_tls
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.http import create_app
 from paceline.gateway.placing import Placer
@@ -65,7 +68,7 @@ async def serve(
         on_ready: Called once both doors are open.
 
     Raises:
-        ConfigError: A port is in use.
+        ConfigError: A port is in use, or a certificate or API key cannot be used.
     """
     registry = CollectorRegistry()
     # Known before any port is, since records name their owner.
@@ -73,7 +76,7 @@ async def serve(
     fleet = Fleet(store, codecs)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     deadlines = Deadlines(first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s)
-    client = VerifierClient(deadlines)
+    client = VerifierClient(deadlines, load_tls(config.tls_dir, GATEWAY))
     metrics = GatewayMetrics(registry)
     placer = Placer(
         fleet=fleet,
@@ -102,9 +105,11 @@ async def serve(
         limits=BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s),
         started_s=int(time.time()),
     )
+    servicer = GatewayServicer(sessions, fleet, Resumption(store, fleet, replica_id))
     async with (
         _background(config, fleet, client, records, follow_fleet),
-        _doors(config, app, sessions, fleet, Resumption(store, fleet, replica_id)) as addresses,
+        guard(config) as access,
+        _doors(config, app, servicer, sessions, access) as addresses,
         announced(store, lambda: _replica(replica_id, config, addresses, sessions)),
     ):
         on_ready(addresses)
@@ -124,13 +129,15 @@ def _replica(replica_id: str, config: GatewayConfig, addresses: Addresses, sessi
 
 @asynccontextmanager
 async def _doors(
-    config: GatewayConfig, app: FastAPI, sessions: Sessions, fleet: Fleet, resumption: Resumption
+    config: GatewayConfig, app: ASGIApp, servicer: GatewayServicer, sessions: Sessions, access: Access | None
 ) -> AsyncIterator[Addresses]:
     """Opens both doors while a block runs; running sessions finish before the doors close."""
+    tls = load_door_tls(config)
     with listening_socket(config.host, config.port) as listener:
-        grpc_server = await _start_grpc(config, GatewayServicer(sessions, fleet, resumption))
+        grpc_server = await _start_grpc(config, servicer, access, tls)
+        guarded = app if access is None else GuardedApp(app, access.admit)
         try:
-            async with _http_server(app, listener, 2 * config.max_sessions + SPARE_CONNECTIONS):
+            async with _http_server(guarded, listener, 2 * config.max_sessions + SPARE_CONNECTIONS, tls):
                 await grpc_server.ready()
                 yield Addresses(http=f"{config.host}:{listener.getsockname()[1]}", grpc=grpc_server.address)
                 # Health says no and new requests are refused, but both doors stay open to say so.
@@ -140,13 +147,17 @@ async def _doors(
             await grpc_server.stop(FAREWELL_S)
 
 
-async def _start_grpc(config: GatewayConfig, servicer: GatewayServicer) -> GrpcServer:
+async def _start_grpc(
+    config: GatewayConfig, servicer: GatewayServicer, access: Access | None, tls: DoorTls | None
+) -> GrpcServer:
     try:
         return await start_grpc_server(
             host=config.host,
             port=config.grpc_port,
             add_servicers=lambda it: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, it),
             service_names=[SERVICE_NAME],
+            interceptors=() if access is None else (access.interceptor(),),
+            credentials=None if tls is None else tls.server_credentials(),
         )
     except ConfigError as error:
         # The other services have one port; here the flag of that name is the HTTP door's.
@@ -174,7 +185,9 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @asynccontextmanager
-async def _http_server(app: FastAPI, listener: socket.socket, max_connections: int) -> AsyncIterator[None]:
+async def _http_server(
+    app: ASGIApp, listener: socket.socket, max_connections: int, tls: DoorTls | None
+) -> AsyncIterator[None]:
     """Serves the application in this event loop while a block runs."""
     settings = uvicorn.Config(
         app,
@@ -188,6 +201,8 @@ async def _http_server(app: FastAPI, listener: socket.socket, max_connections: i
         limit_concurrency=max_connections,
         timeout_graceful_shutdown=5,
         server_header=False,
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
     )
     server = _HttpServer(settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.callers import current_caller
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.pieces import Ending, Piece
 from paceline.gateway.requests import (
@@ -59,13 +60,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         """Streams what is left of a completion."""
         del context
-        session = await self._resumption.claim(request.session_id, request.offset)
+        session = await self._resumption.claim(request.session_id, request.offset, current_caller().name)
         async with aclosing(self._stream(session)) as responses:
             async for response in responses:
                 yield response
 
     async def _stream(self, session: SessionRequest) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
-        with self._sessions.admitted(1):
+        with self._sessions.admitted(1, current_caller()):
             # At once, so that a client knows what to resume even if it never gets a token from here.
             yield gateway_pb2.GatewayGenerateResponse(session_id=session.session_id)
             async with aclosing(self._sessions.run(session)) as events:
@@ -93,6 +94,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             sampling=_sampling(request, model, len(prompt_token_ids)),
             speculation=speculation,
             stops=check_stops(request.stop),
+            api_key=current_caller().name,
         )
 
 

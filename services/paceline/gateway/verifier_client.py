@@ -14,6 +14,7 @@ import grpc
 
 from paceline.core.errors import PacelineError, RemoteProtocolError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.credentials import VERIFIER, FleetTls, channel
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS, error_from_rpc
 from paceline.wire import committed_from_pb, generate_request_to_pb
@@ -66,11 +67,15 @@ class VerifierClient:
 
     Args:
         deadlines: Longest waits.
+        tls: Certificate to show; None: plain text.
         clock: Monotonic seconds.
     """
 
-    def __init__(self, deadlines: Deadlines, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, deadlines: Deadlines, tls: FleetTls | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._deadlines = deadlines
+        self._tls = tls
         self._clock = clock
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._calls: dict[_Call, RunningCall] = {}
@@ -134,15 +139,15 @@ class VerifierClient:
     async def close(self) -> None:
         """Closes all channels; running calls end."""
         channels, self._channels = self._channels, {}
-        for channel in channels.values():
-            await channel.close(None)
+        for opened in channels.values():
+            await opened.close(None)
 
     def _stub(self, address: str) -> verifier_pb2_grpc.VerifierAsyncStub:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-            self._channels[address] = channel
-        return verifier_pb2_grpc.VerifierStub(channel)
+        opened = self._channels.get(address)
+        if opened is None:
+            opened = channel(address, tls=self._tls, role=VERIFIER, options=_CHANNEL_OPTIONS)
+            self._channels[address] = opened
+        return verifier_pb2_grpc.VerifierStub(opened)
 
     async def _await_status(self, call: _Call) -> None:
         """Lets the verifier end the call itself, so that it takes no finished session for a cancelled one."""
