@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-import grpc
-
 from paceline.core.messages import GenerateRequest
+from paceline.credentials import VERIFIER, channel
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.wire import committed_from_pb, generate_request_to_pb
 
@@ -57,7 +56,7 @@ class DirectWay:
     """Streams from a verifier over gRPC, one channel for all calls, as a gateway does."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+        self._channel = channel(address, tls=None, role=VERIFIER)
         self._stub: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(self._channel)
 
     async def stream(self, request: GenerateRequest) -> Streamed:

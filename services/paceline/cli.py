@@ -35,6 +35,8 @@ COMMANDS = {
     "bench": "list the benches of a checkout, or run one",
     "train": "train the demo pair, or distil a drafter",
     "models": "list checkpoints: the bundled ones and folders named",
+    "dev-ca": "make certificates to try mutual TLS with",
+    "key": "make an API key for a gateway",
 }
 
 
@@ -95,7 +97,12 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
     }
     if command in actions:
         return actions[command]
-    modules = {"up": "paceline.cluster.up", "generate": "paceline.client"}
+    modules = {
+        "up": "paceline.cluster.up",
+        "generate": "paceline.client",
+        "dev-ca": "paceline.dev_ca",
+        "key": "paceline.gateway.keys",
+    }
     module = importlib.import_module(modules.get(command, f"paceline.{command}.__main__"))
     action: Callable[[Sequence[str]], None] = module.main
     return action

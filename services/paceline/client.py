@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,6 +34,8 @@ class GenerateConfig:
 
     prompt: str = setting(help="What to continue.")
     url: str = setting("http://127.0.0.1:8000", help="Where the gateway serves HTTP.")
+    api_key: str = setting("", help="Key to show, if the gateway asks for one; safer in the environment than here.")
+    ca_file: Path | None = setting(None, help="Certificates of the authorities to believe; without it the usual ones.")
     model: str = setting("", help="Model name; without it the only one served.")
     chat: bool = setting(False, help="Send the prompt as a user's message of a chat.")
     max_tokens: int = setting(128, help="Most tokens to generate.", low=1)
@@ -87,7 +91,7 @@ def stream(config: GenerateConfig) -> Iterator[dict[str, Any]]:
         PacelineError: It refuses the request or breaks off.
     """
     timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_TIMEOUT_S)
-    with _reached(config.url), httpx.Client(base_url=config.url, timeout=timeout) as client:
+    with _reached(config.url), _client(config, timeout) as client:
         path = "/v1/chat/completions" if config.chat else "/v1/completions"
         body = request_body(config, config.model or _only_model(client))
         with client.stream("POST", path, json=body) as response:
@@ -146,6 +150,17 @@ def _reached(url: str) -> Iterator[None]:
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
         raise UnavailableError(f"the gateway at {url} cannot be reached: {reason}") from None
+
+
+def _client(config: GenerateConfig, timeout: httpx.Timeout) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    verify: ssl.SSLContext | bool = True
+    if config.ca_file is not None:
+        try:
+            verify = ssl.create_default_context(cafile=config.ca_file)
+        except OSError as error:
+            raise ConfigError(f"--ca-file {config.ca_file} cannot be used ({error})") from None
+    return httpx.Client(base_url=config.url, timeout=timeout, headers=headers, verify=verify)
 
 
 def _only_model(client: httpx.Client) -> str:

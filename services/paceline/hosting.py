@@ -16,6 +16,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import ModelIdentity
+from paceline.credentials import CLIENT_ROLE_OF, FleetTls, only_for
 from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
 from paceline.obs.metrics import start_metrics_server
@@ -74,6 +75,11 @@ class ModelServiceConfig(Protocol):
         ...
 
     @property
+    def health_port(self) -> int:
+        """Another port for the health service, in plain text; 0: none."""
+        ...
+
+    @property
     def metrics_port(self) -> int:
         """Prometheus port."""
         ...
@@ -102,6 +108,7 @@ async def serve_model(
     service_name: str,
     add_servicer: Callable[[grpc.aio.Server], None],
     registry: CollectorRegistry,
+    tls: FleetTls | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT: announced while it can serve, withdrawn before it winds down.
 
@@ -112,6 +119,7 @@ async def serve_model(
         service_name: Full gRPC name.
         add_servicer: Adds the service to a server.
         registry: Metrics to show.
+        tls: Own certificate: only the tier that this one serves may call then; None: plain text, open to all.
 
     Raises:
         ConfigError: The checkpoint, a port or the registry makes serving impossible.
@@ -121,7 +129,13 @@ async def serve_model(
         await require(store)
         with start_metrics_server(registry, config.host, config.metrics_port):
             async with grpc_server(
-                host=config.host, port=config.port, add_servicers=add_servicer, service_names=[service_name]
+                host=config.host,
+                port=config.port,
+                add_servicers=add_servicer,
+                service_names=[service_name],
+                interceptors=() if tls is None else (only_for(CLIENT_ROLE_OF[role]),),
+                credentials=None if tls is None else tls.server_credentials(),
+                health_port=config.health_port,
             ) as server:
                 await host.start()
                 try:

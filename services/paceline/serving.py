@@ -76,8 +76,10 @@ class GrpcServer:
         *,
         host: str,
         port: int,
+        health_server: grpc.aio.Server | None = None,
     ) -> None:
         self._server = server
+        self._health_server = health_server
         self._health = health_servicer
         self._health_names = (health.OVERALL_HEALTH, *service_names)
         self.host = host
@@ -104,6 +106,8 @@ class GrpcServer:
         """Refuses new calls, waits up to `grace_s` seconds for running ones and then cancels them."""
         await self.drain()
         await self._server.stop(grace_s)
+        if self._health_server is not None:
+            await self._health_server.stop(0)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         for name in self._health_names:
@@ -117,6 +121,8 @@ async def start_grpc_server(
     add_servicers: Callable[[grpc.aio.Server], None],
     service_names: Sequence[str],
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
+    credentials: grpc.ServerCredentials | None = None,
+    health_port: int = 0,
 ) -> GrpcServer:
     """Starts a server with health and reflection; port 0 picks a free one.
 
@@ -125,18 +131,23 @@ async def start_grpc_server(
         port: Port to listen on.
         add_servicers: Adds the service's own servicers to the server given.
         service_names: Full names of these, such as `paceline.rpc.v1.Verifier`.
-        interceptors: Run outside the one that maps errors to status codes.
+        interceptors: Run inside the one that maps errors, so that what they raise gets its status code.
+        credentials: Makes it a TLS server; None: plain text.
+        health_port: Another port, plain text, for the health service alone; 0: none.
 
     Raises:
         ConfigError: The port is in use, or the address does not belong to this machine.
     """
-    server = grpc.aio.server(interceptors=[*interceptors, ErrorInterceptor()], options=_SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=_SERVER_OPTIONS)
     health_servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     add_servicers(server)
     reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    bound_port = _bind(server, host, port)
-    started = GrpcServer(server, health_servicer, service_names, host=host, port=bound_port)
+    bound_port = _bind(server, host, port, credentials)
+    health_server = await _start_health_server(health_servicer, host, health_port) if health_port else None
+    started = GrpcServer(
+        server, health_servicer, service_names, host=host, port=bound_port, health_server=health_server
+    )
     await started.not_ready()
     await server.start()
     _log.info("grpc server listens", extra={"address": started.address})
@@ -150,9 +161,20 @@ async def grpc_server(
     port: int,
     add_servicers: Callable[[grpc.aio.Server], None],
     service_names: Sequence[str],
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
+    credentials: grpc.ServerCredentials | None = None,
+    health_port: int = 0,
 ) -> AsyncIterator[GrpcServer]:
     """Runs a server for the time of the block; see `start_grpc_server`. Calls left at its end are cancelled."""
-    server = await start_grpc_server(host=host, port=port, add_servicers=add_servicers, service_names=service_names)
+    server = await start_grpc_server(
+        host=host,
+        port=port,
+        add_servicers=add_servicers,
+        service_names=service_names,
+        interceptors=interceptors,
+        credentials=credentials,
+        health_port=health_port,
+    )
     try:
         yield server
     finally:
@@ -202,22 +224,38 @@ def run(main: Coroutine[Any, Any, ResultT], *, prog: str = "paceline") -> Result
         raise SystemExit(130) from None
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+async def _start_health_server(servicer: Any, host: str, port: int) -> grpc.aio.Server:
+    """Serves health in plain text, for probes that have no certificate."""
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    _bind(server, host, port, None, way_out="--health-port")
+    await server.start()
+    return server
+
+
+def _bind(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    credentials: grpc.ServerCredentials | None,
+    *,
+    way_out: str = "--port (0 picks a free one)",
+) -> int:
     address = f"{_bracketed(host)}:{port}"
-    try:
-        bound_port = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise _cannot_listen(address) from error
-    if bound_port == 0 or port not in (0, bound_port):
-        raise _cannot_listen(address)
-    return bound_port
-
-
-def _cannot_listen(address: str) -> ConfigError:
-    return ConfigError(
+    refusal = ConfigError(
         f"cannot listen on {address}: the port is in use or the address is not of this machine; "
-        "choose another with --port (0 picks a free one)"
+        f"choose another with {way_out}"
     )
+    try:
+        if credentials is None:
+            bound_port = server.add_insecure_port(address)
+        else:
+            bound_port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise refusal from error
+    if bound_port == 0 or port not in (0, bound_port):
+        raise refusal
+    return bound_port
 
 
 def _bracketed(host: str) -> str:

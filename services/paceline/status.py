@@ -22,9 +22,12 @@ from paceline.core.errors import (
     ModelNotFoundError,
     OverloadedError,
     PacelineError,
+    PermissionDeniedError,
     RemoteProtocolError,
+    UnauthenticatedError,
     UnavailableError,
 )
+from paceline.interceptors import behaviour_of, with_behaviour
 
 DETAILS_KEY = "grpc-status-details-bin"
 INTERNAL_MESSAGE = "internal error; the server's log has the cause"
@@ -36,18 +39,14 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
+    (PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED),
 )
 _UNREACHABLE_CODES = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
 )
-_WRAPPERS = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
 
 _log = logging.getLogger(__name__)
 
@@ -64,15 +63,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        wrapped = _guard(behaviour, handler_call_details.method)
-        if wrapped is None:
-            return handler
-        return _WRAPPERS[handler.request_streaming, handler.response_streaming](
-            wrapped,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        wrapped = _guard(behaviour_of(handler), handler_call_details.method)
+        return handler if wrapped is None else with_behaviour(handler, wrapped)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
@@ -97,6 +89,10 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
         return UnavailableError(message)
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         return ConfigError(message)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return UnauthenticatedError(message)
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        return PermissionDeniedError(message)
     return PacelineError(f"{code.name}: {message}")
 
 

@@ -10,21 +10,21 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.cluster.valkey import answers_ping
-from paceline.serving import CHANNEL_OPTIONS
+from paceline.credentials import FleetTls, channel
 
 CHECK_TIMEOUT_S = 1.0
 
 HealthCheck = Callable[[], Awaitable[bool]]
 
 
-def grpc_health(address: str) -> HealthCheck:
-    """Returns a check of a gRPC server's overall health."""
+def grpc_health(address: str, role: str, tls: FleetTls | None = None) -> HealthCheck:
+    """Returns a check of the overall health of a gRPC server of a role; `tls` is the certificate to show."""
 
     async def check() -> bool:
         try:
-            async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            async with channel(address, tls=tls, role=role) as opened:
                 request = health_pb2.HealthCheckRequest()
-                answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CHECK_TIMEOUT_S)
+                answer = await health_pb2_grpc.HealthStub(opened).Check(request, timeout=CHECK_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -33,11 +33,11 @@ def grpc_health(address: str) -> HealthCheck:
 
 
 def http_health(url: str) -> HealthCheck:
-    """Returns a check that a URL answers 200."""
+    """Returns a check that a URL answers 200; whose certificate it shows is for its clients to judge."""
 
     async def check() -> bool:
         try:
-            async with httpx.AsyncClient(timeout=CHECK_TIMEOUT_S, trust_env=False) as client:
+            async with httpx.AsyncClient(timeout=CHECK_TIMEOUT_S, trust_env=False, verify=False) as client:
                 return (await client.get(url)).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False

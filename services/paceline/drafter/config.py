@@ -19,6 +19,13 @@ class DrafterConfig:
     announce: str = setting(
         "", help="host:port other services reach this one at, such as a proxy's; empty: host and port it listens on."
     )
+    tls_dir: Path | None = setting(
+        None,
+        help="Folder with ca.pem, tls.pem and tls.key: mutual TLS between the tiers; without it plain text.",
+    )
+    health_port: int = setting(
+        0, help="Plain-text gRPC port for health alone, for probes without a certificate; 0: none.", low=0, high=65535
+    )
     metrics_port: int = setting(8202, help="Prometheus port; 0 picks a free one.", low=0, high=65535)
     redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
     replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from paceline.gateway.answers import Answer, Json
 from paceline.gateway.api import ChatBody, CommonBody, CompletionBody, StreamOptions, parse_body
 from paceline.gateway.body import parse_json_object, read_body
+from paceline.gateway.callers import current_caller
 from paceline.gateway.choices import chat_sessions, completion_sessions
 from paceline.gateway.errors import to_http
 from paceline.gateway.merge import merged, until_disconnect
@@ -103,6 +104,7 @@ class CompletionEndpoint:
             body = completion = parse_body(CompletionBody, fields)
             model = self._sessions.model(body.model)
             requests = completion_sessions(completion, model, request_id)
+        requests = [replace(request, api_key=current_caller().name) for request in requests]
         answer = Answer(
             chat=self._chat,
             request_id=request_id,
@@ -115,7 +117,7 @@ class CompletionEndpoint:
 
     async def _answer(self, order: _Order, exchange: _Exchange) -> None:
         try:
-            with self._sessions.admitted(len(order.requests)):
+            with self._sessions.admitted(len(order.requests), current_caller()):
                 runs = [self._sessions.run(request) for request in order.requests]
                 async with aclosing(merged(runs)) as events:
                     if order.body.stream:

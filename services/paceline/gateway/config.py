@@ -22,6 +22,19 @@ class GatewayConfig:
     port: int = setting(8000, help="HTTP port; 0 picks a free one.", low=0, high=65535)
     grpc_port: int = setting(8001, help="gRPC port; 0 picks a free one.", low=0, high=65535)
     redis_url: str = setting("redis://127.0.0.1:6379", help="Registry and session records.")
+    tls_dir: Path | None = setting(
+        None,
+        help="Folder with ca.pem, tls.pem and tls.key: mutual TLS towards the verifiers; without it plain text.",
+    )
+    tls_cert: Path | None = setting(
+        None, help="Certificate chain to show to clients; makes both doors, HTTP and gRPC, TLS."
+    )
+    tls_key: Path | None = setting(None, help="Private key of --tls-cert.")
+    api_keys_file: Path | None = setting(
+        None,
+        help="Lines of name:sha256[:requests-per-minute[:max-sessions]], as `paceline key` makes them; without it "
+        "nobody is asked for a key.",
+    )
     replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
     max_sessions: int = setting(256, help="Most sessions at once; requests beyond get status 429.", low=1, high=100_000)
     max_body_bytes: int = setting(
@@ -41,6 +54,11 @@ class GatewayConfig:
     grace_s: float = setting(
         15.0, help="Time that running sessions get to finish on SIGTERM.", unit="s", low=0, high=3600
     )
+
+    def __post_init__(self) -> None:
+        """Checks what goes together."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key go together; give both or neither")
 
 
 def model_folders(models: Sequence[str], model_name: str) -> dict[str, Path]:

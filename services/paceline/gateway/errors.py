@@ -13,10 +13,13 @@ from paceline.core.errors import (
     ModelNotFoundError,
     OverloadedError,
     PacelineError,
+    PermissionDeniedError,
     RemoteProtocolError,
+    UnauthenticatedError,
     UnavailableError,
 )
 
+UNAUTHENTICATED_STATUS = 401
 UNAVAILABLE_RETRY_AFTER_S = 1.0
 INTERNAL_MESSAGE = "internal error; the server's log has the cause"
 
@@ -52,6 +55,8 @@ class HttpError:
 
     def headers(self) -> dict[str, str]:
         """Returns the headers that belong to the status."""
+        if self.status == UNAUTHENTICATED_STATUS:
+            return {"WWW-Authenticate": "Bearer"}
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
@@ -74,6 +79,10 @@ def to_http(error: Exception) -> HttpError:
         return HttpError(
             status=404, type="invalid_request_error", message=message, param="model", code="model_not_found"
         )
+    if isinstance(error, UnauthenticatedError):
+        return HttpError(
+            status=UNAUTHENTICATED_STATUS, type="invalid_request_error", message=message, code="invalid_api_key"
+        )
     if isinstance(error, OverloadedError):
         return HttpError(
             status=429,
@@ -90,6 +99,9 @@ def to_http(error: Exception) -> HttpError:
             code="unavailable",
             retry_after_s=UNAVAILABLE_RETRY_AFTER_S,
         )
+    if isinstance(error, PermissionDeniedError):
+        _log.error("a verifier refuses this gateway's certificate", exc_info=error)
+        return HttpError(status=502, type="server_error", message=message, code="bad_upstream")
     if isinstance(error, RemoteProtocolError):
         _log.error("a verifier broke the protocol", exc_info=error)
         return HttpError(status=502, type="server_error", message=message, code="bad_upstream")

@@ -38,7 +38,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """One session to run, all fields checked."""
+    """One session to run, all fields checked.
+
+    Attributes:
+        api_key: Name of the API key it came with, never the key; empty where none are asked for.
+    """
 
     model: ServedModel
     session_id: str
@@ -46,6 +50,7 @@ class SessionRequest:
     sampling: SamplingParams
     speculation: SpeculationParams
     stops: tuple[str, ...] = ()
+    api_key: str = ""
 
 
 def new_seed() -> int:

@@ -10,12 +10,15 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import uvicorn
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigError
+from paceline.credentials import load_tls
+from paceline.gateway.access import Access, GuardedApp
 from paceline.gateway.completions import BodyLimits
 from paceline.gateway.config import GatewayConfig
+from paceline.gateway.doors import DoorTls, guard, load_door_tls
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.http import create_app
 from paceline.gateway.records import RecordWriter
@@ -62,13 +65,13 @@ async def serve(
         on_ready: Called once both doors are open.
 
     Raises:
-        ConfigError: A port is in use.
+        ConfigError: A port is in use, or a certificate or API key cannot be used.
     """
     registry = CollectorRegistry()
     fleet = Fleet(store, codecs)
     records = RecordWriter(store, ttl_s=config.record_ttl_s)
     deadlines = Deadlines(first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s)
-    client = VerifierClient(deadlines)
+    client = VerifierClient(deadlines, load_tls(config.tls_dir, ROLE))
     sessions = Sessions(
         fleet=fleet,
         client=client,
@@ -85,7 +88,8 @@ async def serve(
     )
     async with (
         _background(config, fleet, client, records),
-        _doors(config, app, sessions, fleet) as addresses,
+        guard(config) as access,
+        _doors(config, app, sessions, fleet, access) as addresses,
         announced(store, lambda: _replica(config, addresses, sessions)),
     ):
         on_ready(addresses)
@@ -104,12 +108,16 @@ def _replica(config: GatewayConfig, addresses: Addresses, sessions: Sessions) ->
 
 
 @asynccontextmanager
-async def _doors(config: GatewayConfig, app: FastAPI, sessions: Sessions, fleet: Fleet) -> AsyncIterator[Addresses]:
+async def _doors(
+    config: GatewayConfig, app: ASGIApp, sessions: Sessions, fleet: Fleet, access: Access | None
+) -> AsyncIterator[Addresses]:
     """Opens both doors while a block runs; running sessions finish before the doors close."""
+    tls = load_door_tls(config)
     with listening_socket(config.host, config.port) as listener:
-        grpc_server = await _start_grpc(config, sessions, fleet)
+        grpc_server = await _start_grpc(config, sessions, fleet, access, tls)
+        guarded = app if access is None else GuardedApp(app, access.admit)
         try:
-            async with _http_server(app, listener, 2 * config.max_sessions + SPARE_CONNECTIONS):
+            async with _http_server(guarded, listener, 2 * config.max_sessions + SPARE_CONNECTIONS, tls):
                 await grpc_server.ready()
                 yield Addresses(http=f"{config.host}:{listener.getsockname()[1]}", grpc=grpc_server.address)
                 # Health says no and new requests are refused, but both doors stay open to say so.
@@ -119,7 +127,9 @@ async def _doors(config: GatewayConfig, app: FastAPI, sessions: Sessions, fleet:
             await grpc_server.stop(FAREWELL_S)
 
 
-async def _start_grpc(config: GatewayConfig, sessions: Sessions, fleet: Fleet) -> GrpcServer:
+async def _start_grpc(
+    config: GatewayConfig, sessions: Sessions, fleet: Fleet, access: Access | None, tls: DoorTls | None
+) -> GrpcServer:
     servicer = GatewayServicer(sessions, fleet)
     try:
         return await start_grpc_server(
@@ -127,6 +137,8 @@ async def _start_grpc(config: GatewayConfig, sessions: Sessions, fleet: Fleet) -
             port=config.grpc_port,
             add_servicers=lambda it: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, it),
             service_names=[SERVICE_NAME],
+            interceptors=() if access is None else (access.interceptor(),),
+            credentials=None if tls is None else tls.server_credentials(),
         )
     except ConfigError as error:
         # The other services have one port; here the flag of that name is the HTTP door's.
@@ -154,7 +166,9 @@ def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @asynccontextmanager
-async def _http_server(app: FastAPI, listener: socket.socket, max_connections: int) -> AsyncIterator[None]:
+async def _http_server(
+    app: ASGIApp, listener: socket.socket, max_connections: int, tls: DoorTls | None
+) -> AsyncIterator[None]:
     """Serves the application in this event loop while a block runs."""
     settings = uvicorn.Config(
         app,
@@ -168,6 +182,8 @@ async def _http_server(app: FastAPI, listener: socket.socket, max_connections: i
         limit_concurrency=max_connections,
         timeout_graceful_shutdown=5,
         server_header=False,
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
     )
     server = _HttpServer(settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")

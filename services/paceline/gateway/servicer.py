@@ -11,6 +11,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.callers import current_caller
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.pieces import Ending, Piece
 from paceline.gateway.requests import (
@@ -49,7 +50,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Streams one completion."""
         del context
         session = self._session(request)
-        with self._sessions.admitted(1):
+        with self._sessions.admitted(1, current_caller()):
             async with aclosing(self._sessions.run(session)) as events:
                 async for event in events:
                     yield _response(session.session_id, event)
@@ -75,6 +76,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             sampling=_sampling(request, model, len(prompt_token_ids)),
             speculation=speculation,
             stops=check_stops(request.stop),
+            api_key=current_caller().name,
         )
 
 

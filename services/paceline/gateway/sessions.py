@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import OverloadedError, PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateRequest, GenerateResult
+from paceline.gateway.callers import Caller
+from paceline.gateway.fairness import fits
 from paceline.gateway.fleet import Fleet, choose_drafter, choose_verifier
 from paceline.gateway.pieces import Ending, Event, Piece
 from paceline.gateway.records import RecordWriter, session_record
@@ -57,6 +59,7 @@ class Sessions:
         self._max_sessions = max_sessions
         self._clock = clock
         self._num_running = 0
+        self._held: Counter[str] = Counter()
         self._in_flight: Counter[str] = Counter()
         self._draining = False
         self._idle = asyncio.Event()
@@ -82,11 +85,11 @@ class Sessions:
         return self._fleet.model(name)
 
     @contextmanager
-    def admitted(self, num_sessions: int) -> Iterator[None]:
+    def admitted(self, num_sessions: int, caller: Caller) -> Iterator[None]:
         """Holds places for all sessions of a request.
 
         Raises:
-            OverloadedError: There are not that many places free.
+            OverloadedError: There are not that many places free, or they are for other callers.
             UnavailableError: The gateway is shutting down.
         """
         if self._draining:
@@ -97,11 +100,33 @@ class Sessions:
                 f"{num_sessions} more were asked for",
                 retry_after_s=RETRY_AFTER_S,
             )
+        self._check_share(num_sessions, caller)
+        self._held[caller.name] += num_sessions
         self._change_running(num_sessions)
         try:
             yield
         finally:
             self._change_running(-num_sessions)
+            self._held[caller.name] -= num_sessions
+            # Keys come and go; those that hold nothing are forgotten.
+            self._held += Counter()
+
+    def _check_share(self, num_sessions: int, caller: Caller) -> None:
+        held = self._held[caller.name]
+        own_limit = caller.max_sessions
+        if own_limit is not None and held + num_sessions > own_limit:
+            raise OverloadedError(
+                f"API key {caller.name!r} may run {own_limit} sessions at once and runs {held}, "
+                f"{num_sessions} more were asked for",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if not fits(
+            num_sessions, key=caller.name, held=self._held, num_keys=caller.num_keys, max_sessions=self._max_sessions
+        ):
+            raise OverloadedError(
+                f"API key {caller.name!r} runs {held} sessions, {num_sessions} more would take places of other keys",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     async def run(self, request: SessionRequest) -> AsyncGenerator[Event, None]:
         """Yields pieces of the answer, then its ending; closing the generator frees the session everywhere.

@@ -13,6 +13,7 @@ import grpc
 
 from paceline.core.errors import RemoteProtocolError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.credentials import VERIFIER, FleetTls, channel
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS, error_from_rpc
 from paceline.wire import committed_from_pb, generate_request_to_pb
@@ -41,9 +42,15 @@ class Deadlines:
 class VerifierClient:
     """Runs sessions on verifiers."""
 
-    def __init__(self, deadlines: Deadlines) -> None:
-        """Opens nothing yet."""
+    def __init__(self, deadlines: Deadlines, tls: FleetTls | None = None) -> None:
+        """Opens nothing yet.
+
+        Args:
+            deadlines: Longest waits.
+            tls: Certificate to show; None: plain text.
+        """
         self._deadlines = deadlines
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._calls: dict[_Call, str] = {}
         self._abort_reason = ""
@@ -91,15 +98,15 @@ class VerifierClient:
     async def close(self) -> None:
         """Closes all channels; running calls end."""
         channels, self._channels = self._channels, {}
-        for channel in channels.values():
-            await channel.close(None)
+        for opened in channels.values():
+            await opened.close(None)
 
     def _stub(self, address: str) -> verifier_pb2_grpc.VerifierAsyncStub:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-            self._channels[address] = channel
-        return verifier_pb2_grpc.VerifierStub(channel)
+        opened = self._channels.get(address)
+        if opened is None:
+            opened = channel(address, tls=self._tls, role=VERIFIER, options=_CHANNEL_OPTIONS)
+            self._channels[address] = opened
+        return verifier_pb2_grpc.VerifierStub(opened)
 
     def _check_aborted(self) -> None:
         if self.aborted:

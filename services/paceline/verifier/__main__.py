@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import NGRAM, SUFFIX, SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepMode
+from paceline.credentials import VERIFIER, load_tls
 from paceline.drafting.suffix import TextSource
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder
@@ -55,6 +56,7 @@ async def serve(config: VerifierConfig) -> None:
         Exception: Whatever broke the engine.
     """
     logger.info("starting", extra=loggable(config))
+    tls = load_tls(config.tls_dir, VERIFIER)
     prepare_process(config.cpus, spare_cpus=config.spare_cpus)
     allocator, methods = speculation_from(config.speculative_config)
     own_identity = model_identity(config.model, config.model_name)
@@ -70,14 +72,16 @@ async def serve(config: VerifierConfig) -> None:
         methods=methods,
         make_engine=lambda: make_engine(config, identity, allocator, methods),
         metrics=VerifierMetrics(registry),
+        tls=tls,
     )
     await serve_model(
         host,
         config,
-        role="verifier",
+        role=VERIFIER,
         service_name="paceline.rpc.v1.Verifier",
         add_servicer=lambda server: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), server),
         registry=registry,
+        tls=tls,
     )
 
 

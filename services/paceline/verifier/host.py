@@ -14,6 +14,7 @@ from dataclasses import replace
 from paceline.core.errors import InvalidRequestError, OverloadedError, PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL, check_token_ids
+from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetEvent, TargetOutput
@@ -41,6 +42,7 @@ class TargetHost:
         grace_s: Time that sessions get to finish when the verifier stops.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
+        tls: Certificate to show to drafters; None: plain text.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TargetHost:
         grace_s: float,
         make_engine: Callable[[], TargetEngine],
         metrics: VerifierMetrics,
+        tls: FleetTls | None = None,
     ) -> None:
         self.identity = identity
         self._max_model_len = max_model_len
@@ -60,6 +63,7 @@ class TargetHost:
         self._methods = tuple(methods)
         self._grace_s = grace_s
         self._metrics = metrics
+        self._tls = tls
         self._engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(make_engine, self._deliver, "target")
         # Each queue is bounded by its session's max_tokens.
         # By serial: a session id may come back while outputs of its cancelled namesake are under way.
@@ -186,7 +190,9 @@ class TargetHost:
 
     def _dial(self, address: str) -> None:
         if address not in self._links:
-            self._links[address] = DrafterLink(address, self.identity, self._link_changed, self._drafts_arrived)
+            self._links[address] = DrafterLink(
+                address, self.identity, self._link_changed, self._drafts_arrived, self._tls
+            )
 
     async def _sweep(self) -> None:
         """Closes streams to drafters that no session has named for a while, for ever."""

@@ -14,6 +14,7 @@ import grpc
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
+from paceline.credentials import DRAFTER, FleetTls, channel
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS
 from paceline.wire import draft_request_to_pb, draft_response_from_pb
@@ -42,6 +43,7 @@ class DrafterLink:
         target: Whom we verify for; a drafter for another vocabulary refuses.
         on_change: Called with True when the stream is up, with False when it is lost.
         on_messages: Called with what the drafter says.
+        tls: Certificate to show; None: plain text.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class DrafterLink:
         target: ModelIdentity,
         on_change: Callable[[str, bool], None],
         on_messages: Callable[[str, Sequence[ToVerifier]], None],
+        tls: FleetTls | None = None,
     ) -> None:
         self.address = address
         self._target = target
         self._on_change = on_change
         self._on_messages = on_messages
+        self._tls = tls
         self._outbox: asyncio.Queue[drafter_pb2.DraftRequest] = asyncio.Queue(OUTBOX_LIMIT)
         self._stream: asyncio.Task[None] | None = None
         self._keeper = asyncio.create_task(self._keep_up(), name=f"link to {address}")
@@ -106,8 +110,8 @@ class DrafterLink:
     async def _run_stream(self) -> None:
         self._up = False
         self._outbox = asyncio.Queue(OUTBOX_LIMIT)
-        async with grpc.aio.insecure_channel(self.address, options=_OPTIONS) as channel:
-            stub: drafter_pb2_grpc.DrafterAsyncStub = drafter_pb2_grpc.DrafterStub(channel)
+        async with channel(self.address, tls=self._tls, role=DRAFTER, options=_OPTIONS) as opened:
+            stub: drafter_pb2_grpc.DrafterAsyncStub = drafter_pb2_grpc.DrafterStub(opened)
             call = stub.Draft(self._requests(self._outbox))
             responses = aiter(call)
             async with asyncio.timeout(HELLO_TIMEOUT_S):

@@ -1,0 +1,34 @@
+"""Picks the ports of a fleet on this machine; the question which are free is all it asks of the machine."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+
+from paceline.core.errors import ConfigError
+
+
+class Ports:
+    """Hands out ports; each stays bound until all are given, so that none is given twice."""
+
+    def __init__(self, host: str, held: ExitStack) -> None:
+        self._host = host
+        self._held = held
+
+    def take(self, port: int, flag: str) -> int:
+        """Returns the port, or a free one for 0.
+
+        Raises:
+            ConfigError: It is in use; names the flag.
+        """
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        probe = self._held.enter_context(socket.socket(family))
+        # Connections of an earlier fleet that linger do not hold the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((self._host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{flag} {port}: cannot listen on {self._host} ({error.strerror}); choose another port or 0"
+            ) from None
+        return int(probe.getsockname()[1])

@@ -1,0 +1,129 @@
+"""Who may speak to whom inside the fleet: mutual TLS between the tiers, or plain text without certificates.
+
+Replicas are dialled by address and come and go, so certificates are not for addresses but for roles: that of a verifier
+has the DNS name `verifier.paceline.internal` among its subject alternative names. A client insists on the name of the
+tier that it dials, a server on that of the tier it serves. It knows roles and channels, not what is said on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from paceline.certificates import names_of, read_certificates, read_key, utc_now
+from paceline.core.errors import ConfigError, PermissionDeniedError
+from paceline.interceptors import CheckInterceptor
+from paceline.serving import CHANNEL_OPTIONS
+
+FLAG = "--tls-dir"
+CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "tls.pem", "tls.key"
+GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
+# May ask every service for its health, and nothing else.
+PROBE = "probe"
+ROLES = (GATEWAY, VERIFIER, DRAFTER, PROBE)
+CLIENT_ROLE_OF: Mapping[str, str] = {VERIFIER: GATEWAY, DRAFTER: VERIFIER}
+
+_SUBJECT_ALTERNATIVE_NAMES = "x509_subject_alternative_name"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetTls:
+    """Certificate and key of one service, and the CA that it believes; all in PEM form."""
+
+    ca_pem: bytes
+    certificate_pem: bytes
+    key_pem: bytes = field(repr=False)
+
+    @classmethod
+    def from_folder(cls, folder: Path, role: str, clock: Callable[[], datetime] = utc_now) -> Self:
+        """Reads `ca.pem`, `tls.pem` (own certificate first, then intermediate ones) and `tls.key`.
+
+        Args:
+            folder: Where they are.
+            role: Whom the certificate must be for.
+            clock: Time that the certificates must be valid at.
+
+        Raises:
+            ConfigError: A file is missing, unreadable, expired or does not fit; names the file.
+        """
+        ca_pem, _ = read_certificates(FLAG, folder / CA_FILE, clock())
+        certificate_pem, certificates = read_certificates(FLAG, folder / CERTIFICATE_FILE, clock())
+        names = names_of(certificates[0])
+        if role_name(role) not in names:
+            raise ConfigError(
+                f"{FLAG}: {folder / CERTIFICATE_FILE} is for {', '.join(sorted(names)) or 'no DNS name'}; "
+                f"a {role}'s must have the subject alternative name {role_name(role)}"
+            )
+        key_pem = read_key(FLAG, folder / KEY_FILE, certificates[0])
+        return cls(ca_pem=ca_pem, certificate_pem=certificate_pem, key_pem=key_pem)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Returns what makes a server refuse clients without a certificate of the CA."""
+        return grpc.ssl_server_credentials(
+            [(self.key_pem, self.certificate_pem)], root_certificates=self.ca_pem, require_client_auth=True
+        )
+
+
+def load_tls(folder: Path | None, role: str) -> FleetTls | None:
+    """Returns the certificates in a folder; None without a folder, which means plain text.
+
+    Raises:
+        ConfigError: See `FleetTls.from_folder`.
+    """
+    return None if folder is None else FleetTls.from_folder(folder, role)
+
+
+def folder_of(tls_dir: Path | None, role: str) -> Path | None:
+    """Returns where the certificate of a role is: in a folder of its name below `tls_dir`, else in `tls_dir` itself."""
+    if tls_dir is None or not (tls_dir / role).is_dir():
+        return tls_dir
+    return tls_dir / role
+
+
+def role_name(role: str) -> str:
+    """Returns the DNS name in the certificates of a role."""
+    return f"{role}.paceline.internal"
+
+
+def channel(
+    address: str,
+    *,
+    tls: FleetTls | None,
+    role: str,
+    options: tuple[tuple[str, int], ...] = CHANNEL_OPTIONS,
+) -> grpc.aio.Channel:
+    """Opens a channel to a service of the fleet; dials nothing yet.
+
+    Args:
+        address: Where it listens, `host:port`.
+        tls: Own certificate; None: plain text.
+        role: Whose certificate the service must show.
+        options: Of gRPC.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=tls.ca_pem, private_key=tls.key_pem, certificate_chain=tls.certificate_pem
+    )
+    named = (*options, ("grpc.ssl_target_name_override", role_name(role)))
+    return grpc.aio.secure_channel(address, credentials, options=named)
+
+
+def only_for(role: str) -> CheckInterceptor:
+    """Returns an interceptor that refuses callers whose certificate is not of a role; health is for all."""
+    wanted = role_name(role)
+
+    async def check(context: Any) -> None:
+        names = context.auth_context().get(_SUBJECT_ALTERNATIVE_NAMES, ())
+        if wanted.encode() not in names:
+            shown = b", ".join(names).decode(errors="replace")
+            raise PermissionDeniedError(
+                f"this call is for {wanted}, the caller's certificate is for {shown or 'nobody'}"
+            )
+
+    return CheckInterceptor(check)

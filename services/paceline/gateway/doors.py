@@ -1,0 +1,72 @@
+"""What stands between clients and the gateway, built from its settings: TLS of the doors, and who may come in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from paceline.certificates import read_certificates, read_key, utc_now
+from paceline.gateway.access import Access
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.keys import KeyRing
+from paceline.gateway.rate_limit import WindowRateLimit
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorTls:
+    """What both doors show to clients; no certificate is asked of these."""
+
+    certificate: Path
+    key: Path
+    certificate_pem: bytes
+    key_pem: bytes = field(repr=False)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Returns the same for the gRPC door."""
+        return grpc.ssl_server_credentials([(self.key_pem, self.certificate_pem)])
+
+
+def load_door_tls(config: GatewayConfig) -> DoorTls | None:
+    """Reads `--tls-cert` and `--tls-key`; None without them, which means plain text.
+
+    Raises:
+        ConfigError: A file is missing, unreadable, expired, or the two are no pair.
+    """
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    certificate_pem, certificates = read_certificates("--tls-cert", config.tls_cert, utc_now())
+    key_pem = read_key("--tls-key", config.tls_key, certificates[0])
+    return DoorTls(certificate=config.tls_cert, key=config.tls_key, certificate_pem=certificate_pem, key_pem=key_pem)
+
+
+@asynccontextmanager
+async def guard(config: GatewayConfig) -> AsyncIterator[Access | None]:
+    """Asks callers for API keys while a block runs, and keeps the keys fresh; None where nobody is asked.
+
+    Raises:
+        ConfigError: The file of keys cannot be read, or a line of it is wrong.
+    """
+    if config.api_keys_file is None:
+        yield None
+        return
+    ring = KeyRing(config.api_keys_file)
+    rate_limit = WindowRateLimit(config.redis_url)
+    if config.tls_cert is None and config.host not in LOOPBACK:
+        _log.warning("API keys and prompts cross the network in plain text; use --tls-cert, or a proxy that does TLS")
+    refreshing = asyncio.create_task(ring.keep_fresh(), name="API keys")
+    try:
+        yield Access(ring, rate_limit)
+    finally:
+        refreshing.cancel()
+        await asyncio.gather(refreshing, return_exceptions=True)
+        await rate_limit.close()

@@ -1,0 +1,76 @@
+"""Wraps handlers of a gRPC server, whatever their kind; knows neither errors nor services."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+HEALTH_METHODS = "/grpc.health.v1.Health/"
+
+_WRAPPERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def behaviour_of(handler: Any) -> Any:
+    """Returns the function that serves the call."""
+    return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+
+def with_behaviour(handler: Any, behaviour: Any) -> Any:
+    """Returns the handler with another function to serve the call."""
+    return _WRAPPERS[handler.request_streaming, handler.response_streaming](
+        behaviour,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+class CheckInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+    """Awaits a check before every call but those of the health service; what it raises ends the call.
+
+    The check runs in the task and context of the call, so a context variable that it sets is seen by the handler.
+
+    Args:
+        check: Is given the call's `grpc.aio.ServicerContext`.
+    """
+
+    def __init__(self, check: Callable[[Any], Awaitable[None]]) -> None:
+        self._check = check
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wraps the handler of one call."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(HEALTH_METHODS):
+            return handler
+        return with_behaviour(handler, self._checked(behaviour_of(handler)))
+
+    def _checked(self, behaviour: Any) -> Any:
+        if inspect.isasyncgenfunction(behaviour):
+
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                await self._check(context)
+                async with aclosing(behaviour(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+
+            return stream
+
+        async def call(request: Any, context: Any) -> Any:
+            await self._check(context)
+            # A synchronous handler would slip past what is awaited here; there is none, and none is let in.
+            assert inspect.iscoroutinefunction(behaviour), f"{behaviour!r} is not asynchronous"
+            return await behaviour(request, context)
+
+        return call
