@@ -6,13 +6,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.core.allocator import FixedGamma
 from paceline.core.params import DRAFT_MODEL, METHODS
+from paceline.credentials import DRAFTER, GATEWAY, VERIFIER, FleetTls, channel, folder_of, load_tls, only_for
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.draft_model import DraftEngine, DraftLimits
@@ -37,12 +38,21 @@ def tiny_pair(tmp_path_factory) -> tuple[Path, Path]:
     return save_pair(tmp_path_factory.mktemp("tiny-pair"))
 
 
+def guarded(tls: FleetTls | None, client_role: str) -> dict[str, Any]:
+    """What makes a server ask for certificates, as `serve_model` does."""
+    if tls is None:
+        return {}
+    return {"credentials": tls.server_credentials(), "interceptors": [only_for(client_role)]}
+
+
 @asynccontextmanager
 async def running_verifier(
     folder: Path,
     methods: Sequence[str] = METHODS,
+    tls_dir: Path | None = None,
 ) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
-    """A verifier service and a stub to call it."""
+    """A verifier service and a stub to call it; `tls_dir` is a folder as `paceline dev-ca` makes it."""
+    tls = load_tls(folder_of(tls_dir, VERIFIER), VERIFIER)
     identity = model_identity(folder, "tiny")
     host = TargetHost(
         methods=methods,
@@ -60,6 +70,7 @@ async def running_verifier(
             sources=[TextSource(method) for method in methods if method != DRAFT_MODEL],
         ),
         metrics=VerifierMetrics(CollectorRegistry()),
+        tls=tls,
     )
     await host.start()
     server = await start_grpc_server(
@@ -67,17 +78,20 @@ async def running_verifier(
         port=0,
         add_servicers=lambda it: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), it),
         service_names=["paceline.rpc.v1.Verifier"],
+        **guarded(tls, GATEWAY),
     )
     try:
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            yield verifier_pb2_grpc.VerifierStub(channel), host
+        async with channel(server.address, tls=load_tls(folder_of(tls_dir, GATEWAY), GATEWAY), role=VERIFIER) as opened:
+            yield verifier_pb2_grpc.VerifierStub(opened), host
     finally:
         await server.stop(0)
         await host.close()
 
 
 @asynccontextmanager
-async def running_drafter(folder: Path, port: int = 0) -> AsyncIterator[tuple[str, DraftHost]]:
+async def running_drafter(
+    folder: Path, port: int = 0, tls_dir: Path | None = None
+) -> AsyncIterator[tuple[str, DraftHost]]:
     """A drafter service; yields its address."""
     identity = model_identity(folder, "tiny-drafter")
     host = DraftHost(
@@ -97,6 +111,7 @@ async def running_drafter(folder: Path, port: int = 0) -> AsyncIterator[tuple[st
         port=port,
         add_servicers=lambda it: drafter_pb2_grpc.add_DrafterServicer_to_server(DrafterServicer(host), it),
         service_names=["paceline.rpc.v1.Drafter"],
+        **guarded(load_tls(folder_of(tls_dir, DRAFTER), DRAFTER), VERIFIER),
     )
     try:
         yield server.address, host

@@ -24,7 +24,9 @@ from paceline.core.errors import (
     ModelNotFoundError,
     OverloadedError,
     PacelineError,
+    PermissionDeniedError,
     RemoteProtocolError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from paceline.rpc.v1 import (
@@ -126,6 +128,8 @@ ERRORS: list[tuple[PacelineError, grpc.StatusCode]] = [
     (OverloadedError("queue is full", retry_after_s=2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnavailableError("no verifier"), grpc.StatusCode.UNAVAILABLE),
     (ConfigError("drafter for another vocabulary"), grpc.StatusCode.FAILED_PRECONDITION),
+    (UnauthenticatedError("the API key is not known here"), grpc.StatusCode.UNAUTHENTICATED),
+    (PermissionDeniedError("this call is for gateways"), grpc.StatusCode.PERMISSION_DENIED),
 ]
 
 

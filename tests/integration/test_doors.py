@@ -1,0 +1,297 @@
+"""The gateway's doors over real sockets: TLS, API keys, rate limits, shares of keys, and what is never logged."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from paceline.client import GenerateConfig, stream
+from paceline.core.errors import ConfigError, OverloadedError, PacelineError, UnauthenticatedError, UnavailableError
+from paceline.dev_ca import make_certificates
+from paceline.gateway import keys
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.pieces import Event
+from paceline.gateway.requests import SessionRequest
+from paceline.gateway.service import serve
+from paceline.gateway.sessions import Sessions
+from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
+from paceline.status import error_from_rpc
+from paceline.store.memory import MemoryStore
+from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
+
+ALICE, BOB, SLOW, SMALL = "pl-alice-secret", "pl-bob-secret", "pl-slow-secret", "pl-small-secret"
+LIMITS = {ALICE: "", BOB: "", SLOW: ":2", SMALL: "::1"}
+Headers = dict[str, str]
+
+
+def line(key: str) -> str:
+    return f"{key.split('-')[1]}:{hashlib.sha256(key.encode()).hexdigest()}{LIMITS[key]}\n"
+
+
+def bearer(key: str) -> Headers:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("".join(map(line, LIMITS)))
+    return path
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, keys_file: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path, api_keys_file=keys_file, redis_url="memory://", max_sessions=8) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls") / "ca"
+    make_certificates(folder)
+    return folder
+
+
+async def complete(fleet: ScriptedFleet, key: str, **fields: object) -> httpx.Response:
+    body = {"model": MODEL, "prompt": "the fox", "max_tokens": 6, **fields}
+    return await fleet.http.post("/v1/completions", json=body, headers=bearer(key))
+
+
+async def grpc_error(fleet: ScriptedFleet, *metadata: tuple[str, str]) -> PacelineError | None:
+    """What a completion over gRPC is refused with; None if it is served."""
+    request = gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="the fox")
+    try:
+        async for _ in fleet.stub.Generate(request, metadata=metadata, timeout=30):
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error_from_rpc(error)
+    return None
+
+
+async def test_a_known_key_is_served_at_both_doors_and_its_name_goes_along(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    run = Sessions.run
+
+    def noted(sessions: Sessions, request: SessionRequest) -> AsyncGenerator[Event, None]:
+        names.append(request.api_key)
+        return run(sessions, request)
+
+    monkeypatch.setattr(Sessions, "run", noted)
+    assert (await complete(fleet, ALICE)).status_code == 200
+    assert await grpc_error(fleet, ("authorization", f"Bearer {BOB}")) is None
+    assert (await fleet.http.get("/v1/models", headers={"authorization": f"bearer  {ALICE}"})).status_code == 200
+    listed = await fleet.stub.ListModels(
+        gateway_pb2.ListModelsRequest(), metadata=(("authorization", f"Bearer {BOB}"),), timeout=30
+    )
+    assert len(listed.models) == 1
+    assert names == ["alice", "bob"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer("pl-nobody"),
+        {"Authorization": "Bearer"},
+        {"Authorization": ALICE},
+        {"Authorization": f"Basic {ALICE}"},
+        bearer("alice"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
+     ("GET", "/metrics"), ("GET", "/health/"), ("GET", "/nothing")],
+)  # fmt: skip
+async def test_without_a_known_key_every_path_is_closed(
+    fleet: ScriptedFleet, method: str, path: str, headers: Headers
+) -> None:
+    response = await fleet.http.request(method, path, headers=headers)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    error = response.json()["error"]
+    assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+    assert not fleet.verifier.requests
+
+
+async def test_without_a_known_key_every_grpc_method_is_closed(fleet: ScriptedFleet) -> None:
+    for metadata in ((), (("authorization", "Bearer pl-nobody"),), (("authorization", ALICE),), (("api-key", ALICE),)):
+        assert isinstance(await grpc_error(fleet, *metadata), UnauthenticatedError)
+    doubled = (("authorization", "Bearer pl-nobody"), ("authorization", f"Bearer {ALICE}"))
+    assert isinstance(await grpc_error(fleet, *doubled), UnauthenticatedError)
+    with pytest.raises(grpc.aio.AioRpcError) as listing:
+        await fleet.stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=30)
+    assert listing.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    async with grpc.aio.insecure_channel(fleet.addresses.grpc) as channel:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.aio.AioRpcError) as reflecting:
+            async for _ in reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request])):
+                pass
+    assert reflecting.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert not fleet.verifier.requests
+
+
+async def test_health_needs_no_key_at_either_door(fleet: ScriptedFleet) -> None:
+    assert (await fleet.http.get("/health")).status_code == 200
+    async with grpc.aio.insecure_channel(fleet.addresses.grpc) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_key_over_its_rate_is_told_when_to_come_again_at_either_door(fleet: ScriptedFleet) -> None:
+    assert (await complete(fleet, SLOW)).status_code == 200
+    assert await grpc_error(fleet, ("authorization", f"Bearer {SLOW}")) is None
+    response = await complete(fleet, SLOW)
+    assert response.status_code == 429
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert "'slow' has had its 2 requests per minute" in response.json()["error"]["message"]
+    error = await grpc_error(fleet, ("authorization", f"Bearer {SLOW}"))
+    assert isinstance(error, OverloadedError)
+    assert 0 < error.retry_after_s <= 60
+    assert (await complete(fleet, ALICE)).status_code == 200
+
+
+async def test_a_key_gets_no_more_sessions_than_its_line_says(fleet: ScriptedFleet) -> None:
+    response = await complete(fleet, SMALL, n=2)
+    assert response.status_code == 429
+    assert "'small' may run 1 sessions at once and runs 0" in response.json()["error"]["message"]
+    assert (await complete(fleet, SMALL)).status_code == 200
+
+
+async def test_a_greedy_key_leaves_a_place_to_others(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(pause_after=3)
+    greedy = asyncio.create_task(complete(fleet, ALICE, n=7))
+    paused = [await fleet.verifier.paused.get() for _ in range(7)]
+    refused = await complete(fleet, ALICE)
+    assert refused.status_code == 429
+    assert "would take places of other keys" in refused.json()["error"]["message"]
+    other = asyncio.create_task(complete(fleet, BOB))
+    paused.append(await fleet.verifier.paused.get())
+    for session_id in paused:
+        fleet.verifier.resume(session_id)
+    assert (await greedy).status_code == (await other).status_code == 200
+
+
+async def test_keys_change_without_a_restart(tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys.KeyRing.keep_fresh, "__defaults__", (0.01,))
+    async with scripted_fleet(tmp_path, api_keys_file=keys_file) as fleet:
+        assert (await complete(fleet, ALICE)).status_code == 200
+        keys_file.write_text(line(BOB))
+        os.utime(keys_file, (1, 1))
+        async with asyncio.timeout(30):
+            while (await complete(fleet, ALICE)).status_code == 200:
+                pass
+        assert (await complete(fleet, BOB)).status_code == 200
+
+
+async def start(**settings: Path) -> None:
+    """Starts a gateway that nobody will ask anything."""
+    config = GatewayConfig(model=(), port=0, grpc_port=0, **settings)
+    stop = asyncio.Event()
+    await serve(config, MemoryStore(), {}, stop, lambda _: stop.set())
+
+
+async def test_a_bad_line_keeps_a_gateway_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice:secret\n")
+    with pytest.raises(ConfigError, match="line 1: the hash must be"):
+        await start(api_keys_file=tmp_path / "keys")
+
+
+async def test_keys_and_prompts_are_never_logged(fleet: ScriptedFleet, caplog: pytest.LogCaptureFixture) -> None:
+    prompt = "a confidence about foxes"
+    with caplog.at_level(logging.DEBUG):
+        assert (await complete(fleet, ALICE, prompt=prompt)).status_code == 200
+        assert (await complete(fleet, "pl-nobody", prompt=prompt)).status_code == 401
+        assert (await complete(fleet, ALICE, prompt=prompt, top_p=7)).status_code == 400
+        await complete(fleet, SLOW, prompt=prompt)
+        assert await grpc_error(fleet, ("authorization", f"Bearer {SLOW}")) is None
+        assert (await complete(fleet, SLOW, prompt=prompt)).status_code == 429
+        for error in (UnavailableError("no pages"), RuntimeError("a bug")):
+            fleet.verifier.script = Script(fail_after=0, error=error)
+            assert (await complete(fleet, ALICE, prompt=prompt)).status_code >= 500
+    logged = [f"{record.getMessage()} {vars(record)} {record.exc_text}" for record in caplog.records]
+    assert any("request failed" in text for text in logged), "nothing was captured"
+    for text in (*logged, caplog.text):
+        assert "secret" not in text
+        assert "pl-nobody" not in text
+        assert "confidence" not in text
+
+
+@asynccontextmanager
+async def tls_fleet(tmp_path: Path, certificates: Path, **settings: object) -> AsyncIterator[ScriptedFleet]:
+    own = certificates / "gateway"
+    async with scripted_fleet(tmp_path, tls_cert=own / "tls.pem", tls_key=own / "tls.key", **settings) as fleet:
+        yield fleet
+
+
+async def test_the_doors_speak_tls_to_who_trusts_the_authority(
+    tmp_path: Path, certificates: Path, keys_file: Path
+) -> None:
+    trusting = ssl.create_default_context(cafile=certificates / "ca.pem")
+    async with tls_fleet(tmp_path, certificates, api_keys_file=keys_file) as fleet:
+        url = f"https://{fleet.addresses.http}"
+        async with httpx.AsyncClient(base_url=url, verify=trusting, trust_env=False) as client:
+            assert (await client.get("/health")).status_code == 200
+            body = {"model": MODEL, "prompt": "x", "max_tokens": 6, "seed": 2}
+            answer = await client.post("/v1/completions", json=body, headers=bearer(ALICE))
+            assert answer.json()["choices"][0]["text"] == fleet.letters(2, 6)
+        credentials = grpc.ssl_channel_credentials((certificates / "ca.pem").read_bytes())
+        async with grpc.aio.secure_channel(fleet.addresses.grpc, credentials) as channel:
+            stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(channel)
+            listed = await stub.ListModels(
+                gateway_pb2.ListModelsRequest(), metadata=(("authorization", f"Bearer {ALICE}"),), timeout=30
+            )
+            assert len(listed.models) == 1
+
+
+async def test_plain_text_and_strange_authorities_get_no_answer_from_tls_doors(
+    tmp_path: Path, certificates: Path
+) -> None:
+    async with tls_fleet(tmp_path, certificates) as fleet:
+        with pytest.raises(httpx.HTTPError):
+            await fleet.http.get("/health")
+        usual = ssl.create_default_context()
+        async with httpx.AsyncClient(verify=usual, trust_env=False) as client:
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await client.get(f"https://{fleet.addresses.http}/health")
+        assert isinstance(await grpc_error(fleet), UnavailableError)
+
+
+async def test_the_client_command_shows_its_key_and_checks_the_certificate(
+    tmp_path: Path, certificates: Path, keys_file: Path
+) -> None:
+    async with tls_fleet(tmp_path, certificates, api_keys_file=keys_file) as fleet:
+        url = f"https://{fleet.addresses.http}"
+        asking = GenerateConfig(prompt="x", url=url, api_key=ALICE, ca_file=certificates / "ca.pem", max_tokens=4)
+        chunks = await asyncio.to_thread(lambda: list(stream(asking)))
+        assert chunks[-1]["usage"]["completion_tokens"] == 4
+        for refused, error in (
+            (GenerateConfig(prompt="x", url=url, ca_file=certificates / "ca.pem"), "an API key is required"),
+            (GenerateConfig(prompt="x", url=url, api_key=ALICE), "cannot be reached"),
+            (GenerateConfig(prompt="x", url=url, ca_file=tmp_path / "none"), "--ca-file"),
+        ):
+            with pytest.raises(PacelineError, match=error):
+                await asyncio.to_thread(lambda asked: list(stream(asked)), refused)
+
+
+async def test_half_a_pair_and_two_halves_of_different_pairs_are_refused(certificates: Path) -> None:
+    certificate = certificates / "gateway" / "tls.pem"
+    with pytest.raises(ConfigError, match="go together"):
+        await start(tls_cert=certificate)
+    with pytest.raises(ConfigError, match=r"--tls-key: .* is not the key of the certificate"):
+        await start(tls_cert=certificate, tls_key=certificates / "drafter" / "tls.key")
+    await start(tls_cert=certificate, tls_key=certificates / "gateway" / "tls.key")
