@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec
 from paceline.config import load
 from paceline.core.errors import ConfigError
+from paceline.dev_ca import make_certificates
 from tests.support.checkpoints import save_pair
 
 PORTS = ("gateway", "gateway-grpc", "verifier", "verifier-metrics", "drafter", "drafter-metrics", "redis")
@@ -42,10 +44,11 @@ async def gone(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def complete(fleet: LocalFleet) -> str:
+async def complete(fleet: LocalFleet, authority: Path | None = None) -> str:
     """Asks until there is an answer: a gateway learns of a new verifier at its next look."""
+    verify = False if authority is None else ssl.create_default_context(cafile=authority)
     body = {"model": fleet.model_name, "prompt": "hello", "max_tokens": 12, "temperature": 0.8, "seed": 5}
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as client, asyncio.timeout(60):
+    async with httpx.AsyncClient(trust_env=False, timeout=60, verify=verify) as client, asyncio.timeout(60):
         while True:
             response = await client.post(f"{fleet.gateway_url}/v1/completions", json=body)
             if response.status_code == httpx.codes.OK:
@@ -75,6 +78,21 @@ async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind(pair: tuple[
     for pid in pids:
         await gone(pid)
     assert not logs.exists()
+
+
+async def test_a_fleet_with_certificates_speaks_tls_everywhere(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "ca"
+    make_certificates(folder)
+    own = folder / "gateway"
+    tls = ["--tls-dir", str(folder), "--tls-cert", str(own / "tls.pem"), "--tls-key", str(own / "tls.key")]
+    spec = load(FleetSpec, [*arguments(pair), *tls, "--log-dir", str(tmp_path / "logs")], {}, "up", "")
+    async with LocalFleet(spec, environ=os.environ) as fleet:
+        assert fleet.gateway_url.startswith("https://")
+        assert await complete(fleet, folder / "ca.pem")
+        verifier_log = tmp_path / "logs" / "verifier-0.log"
+        async with asyncio.timeout(30):
+            while "stream to drafter is up" not in verifier_log.read_text():  # noqa: ASYNC110 - a file gives no event
+                await asyncio.sleep(0.05)
 
 
 async def test_a_service_that_cannot_start_is_reported_and_its_log_stays(

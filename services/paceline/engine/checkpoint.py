@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from paceline.core.errors import ConfigError
 
 _INDEX: Final = "model.safetensors.index.json"
-_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 
 class Checkpoint:
@@ -77,9 +77,10 @@ def _shard_paths(folder: Path) -> list[Path]:
     paths = sorted(folder.glob("*.safetensors"))
     if paths:
         return paths
-    if any(any(folder.glob(pattern)) for pattern in _PICKLES):
+    pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickled:
         raise ConfigError(
-            f"{folder} holds pickled weights only, which can run code when read and are refused: "
+            f"{folder} holds pickled weights only ({pickled[0]}), which can run code when read and are refused: "
             "convert them with transformers' save_pretrained(..., safe_serialization=True)"
         )
     raise ConfigError(f"{folder} has no *.safetensors weights")

@@ -16,7 +16,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     """
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     return cast(PreTrainedModel, cast(Any, model).eval())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -40,10 +41,10 @@ def test_a_missing_shard_is_named(tmp_path):
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "weights.pkl"])
 def test_pickled_weights_are_refused_without_being_opened(tmp_path, name):
     (tmp_path / name).write_bytes(b"not even a pickle")
-    with pytest.raises(ConfigError, match="holds pickled weights only"):
+    with pytest.raises(ConfigError, match=rf"holds pickled weights only \({re.escape(name)}\).*convert them"):
         Checkpoint(tmp_path)
 
 
