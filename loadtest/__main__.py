@@ -17,6 +17,7 @@ BENCHES = {
     "memory": "64 sessions of 1,000 tokens within the printed budget, and no growth over 10,000 requests",
     "methods": "every way to draft on code, prose and tables, and a drafter with random weights",
     "peers": "the fleet beside other engines on the same pair, each in an environment of its own",
+    "routing": "prefix-affinity routing against simpler policies on a trace of conversations, simulated",
     "rtt": "speed against a round trip of 0, 1, 5 and 20 ms between verifier and drafter",
     "sessions": "bytes a session costs in the store, and 50 new ones a second over one gateway",
     "single": "one stream: a drafter tier on its own core, and equal hardware",
