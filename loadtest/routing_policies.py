@@ -89,19 +89,20 @@ class Routed:
 
     def __init__(self, num_gateways: int) -> None:
         self._routers = [Router() for _ in range(num_gateways)]
+        self._verifiers: dict[str, Replica] = {}
 
     def place(self, gateway: int, request: Request, replicas: Sequence[Replica], in_flight: Mapping[str, int]) -> str:
         """Returns the router's choice."""
         token_ids = tokens_of(request.block_ids, request.num_input_tokens)
-        chosen = self._routers[gateway].place(replicas, MODEL, token_ids, in_flight)
-        assert chosen is not None, "simulated verifiers never leave"
-        return chosen.replica_id
+        self._verifiers = {replica.replica_id: replica for replica in able_verifiers(replicas, MODEL)}
+        able = list(self._verifiers.values())
+        return self._routers[gateway].place(replicas, able, token_ids, in_flight).replica_id
 
     def ended(self, gateway: int, request: Request, replica_id: str) -> None:
         """Tells the router what the session generated, if the trace knows."""
         if request.final_block_ids is not None:
             token_ids = tokens_of(request.final_block_ids, request.num_final_tokens)
-            self._routers[gateway].follow(replica_id, MODEL, token_ids)
+            self._routers[gateway].follow(self._verifiers[replica_id], token_ids)
 
 
 def _seen_sessions(able: Sequence[Replica], in_flight: Mapping[str, int]) -> dict[str, int]:
