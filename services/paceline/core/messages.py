@@ -99,7 +99,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One session for a verifier to run."""
+    """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any)."""
 
     session_id: str
     epoch: int
@@ -108,6 +108,7 @@ class GenerateRequest:
     sampling: SamplingParams
     speculation: SpeculationParams
     drafter_address: str = ""
+    max_wait_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,13 @@ class GatewayConfig:
         low=0.1,
     )
     next_token_timeout_s: float = setting(60.0, help="Longest wait between a verifier's steps.", unit="s", low=0.1)
+    max_wait_s: float = setting(
+        30.0,
+        help="Longest expected wait for a place at a verifier; requests that would wait longer get status 429.",
+        unit="s",
+        low=0,
+        high=86_400,
+    )
     failover_s: float = setting(
         30.0,
         help="How long a session that lost its verifier looks for another before it fails.",

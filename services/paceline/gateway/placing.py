@@ -46,6 +46,7 @@ class Placer:
         router: Chooses among verifiers.
         client: Calls verifiers.
         failover_s: How long a session looks for a verifier after its last token; 0: one round of all of them.
+        max_wait_s: Longest expected wait for a place at a verifier; a request may ask for less.
         on_failover: Called with the reason when a session leaves a verifier.
         clock: Monotonic seconds.
     """
@@ -57,6 +58,7 @@ class Placer:
         router: Router,
         client: VerifierClient,
         failover_s: float,
+        max_wait_s: float,
         on_failover: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,6 +66,7 @@ class Placer:
         self._router = router
         self._client = client
         self._failover_s = failover_s
+        self._max_wait_s = max_wait_s
         self._on_failover = on_failover
         self._clock = clock
         self._in_flight: Counter[str] = Counter()
@@ -161,6 +164,7 @@ class Placer:
             committed_token_ids=trail.committed_token_ids,
             sampling=request.sampling,
             speculation=request.speculation,
+            max_wait_s=self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s),
         )
 
     async def _on_verifier(

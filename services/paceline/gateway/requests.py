@@ -42,6 +42,7 @@ class SessionRequest:
 
     Attributes:
         api_key: Name of the API key it came with, never the key; empty where none are asked for.
+        max_wait_s: Longest expected wait for a place, in seconds; None: any.
         weights_hash: Of the verifier it began on; empty: any.
         epoch: First ownership number that this gateway may use.
         committed_token_ids: Generated tokens that an earlier owner has logged.
@@ -56,6 +57,7 @@ class SessionRequest:
     speculation: SpeculationParams
     stops: tuple[str, ...] = ()
     api_key: str = ""
+    max_wait_s: float | None = None
     weights_hash: str = ""
     epoch: int = 1
     committed_token_ids: tuple[int, ...] = ()

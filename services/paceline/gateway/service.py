@@ -83,6 +83,7 @@ async def serve(
         router=Router(),
         client=client,
         failover_s=config.failover_s,
+        max_wait_s=config.max_wait_s,
         on_failover=lambda reason: metrics.failovers.labels(reason).inc(),
     )
     sessions = Sessions(

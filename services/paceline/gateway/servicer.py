@@ -49,9 +49,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Generate(
         self, request: gateway_pb2.GatewayGenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
-        """Streams one completion."""
-        del context
-        async with aclosing(self._stream(self._session(request))) as responses:
+        """Streams one completion; a client that sets a deadline is not made to wait beyond it for its turn."""
+        session = replace(self._session(request), max_wait_s=context.time_remaining())
+        async with aclosing(self._stream(session)) as responses:
             async for response in responses:
                 yield response
 

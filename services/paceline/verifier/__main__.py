@@ -68,6 +68,7 @@ async def serve(config: VerifierConfig) -> None:
         identity=identity,
         max_model_len=max_model_len,
         max_queue=config.max_queue,
+        max_num_seqs=config.max_num_seqs,
         grace_s=config.grace_s,
         methods=methods,
         make_engine=lambda: make_engine(config, identity, allocator, methods),

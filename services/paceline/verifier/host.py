@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
+from paceline.core.admission import QueueClock, check_wait
 from paceline.core.errors import (
     InvalidRequestError,
     OverloadedError,
@@ -58,6 +59,7 @@ class TargetHost:
         identity: The target model.
         max_model_len: Most tokens of a session.
         max_queue: Most sessions that wait or run.
+        max_num_seqs: Most sessions that run at once.
         methods: Ways to draft that are served.
         grace_s: Time that sessions get to finish when the verifier stops.
         make_engine: Builds the engine; called in the engine thread.
@@ -71,6 +73,7 @@ class TargetHost:
         identity: ModelIdentity,
         max_model_len: int,
         max_queue: int,
+        max_num_seqs: int,
         methods: Sequence[str],
         grace_s: float,
         make_engine: Callable[[], TargetEngine],
@@ -80,6 +83,10 @@ class TargetHost:
         self.identity = identity
         self._max_model_len = max_model_len
         self._max_queue = max_queue
+        # Sessions that have places: the engine's bound, or what its pages hold.
+        self._num_places = max_num_seqs
+        self._max_num_seqs = max_num_seqs
+        self._queue_clock = QueueClock()
         self._methods = tuple(methods)
         self._grace_s = grace_s
         self._metrics = metrics
@@ -189,11 +196,18 @@ class TargetHost:
                 if committed.result is not None:
                     return
 
+    @property
+    def _num_waiting(self) -> int:
+        return max(0, self.num_sessions - self._num_places)
+
     def _check(self, request: GenerateRequest) -> None:
         if self._draining:
             raise UnavailableError("this verifier shuts down")
         if self.num_sessions >= self._max_queue:
             raise OverloadedError(f"{self._max_queue} sessions are under way", retry_after_s=RETRY_AFTER_S)
+        # One that goes on here was taken long ago; it is never sent away.
+        if not request.committed_token_ids:
+            check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=self._num_waiting), request.max_wait_s)
         known = self._under_way.get(request.session_id)
         if known is not None and known.epoch >= request.epoch:
             raise StaleEpochError(
@@ -237,6 +251,7 @@ class TargetHost:
             self._engine.post(Submit(request=request, serial=serial))
             yield stream
         finally:
+            self._queue_clock.ended(time.monotonic(), num_waiting=self._num_waiting)
             del self._streams[serial]
             if self._under_way.get(request.session_id) is mine:
                 del self._under_way[request.session_id]
@@ -290,6 +305,8 @@ class TargetHost:
             self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
 
     def _deliver(self, output: TargetOutput) -> None:
+        report = output.report
+        self._num_places = report.num_running if report.num_waiting else self._max_num_seqs
         # Drafters first: they are at rest until they hear of the commit, and clients are not.
         for address, to_drafter in output.to_drafters.items():
             if address in self._links:

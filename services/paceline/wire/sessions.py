@@ -30,6 +30,8 @@ _FINISH_REASON_TO_PB = {
 }
 _FINISH_REASON_FROM_PB = {value: reason for reason, value in _FINISH_REASON_TO_PB.items()}
 
+NS_PER_S = 1e9
+
 
 def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGenerateRequest:
     """Encodes one session for a verifier.
@@ -46,6 +48,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
         sampling=sampling_to_pb(request.sampling),
         speculation=speculation_to_pb(request.speculation),
         drafter_address=request.drafter_address,
+        max_wait_ns=None if request.max_wait_s is None else round(max(0.0, request.max_wait_s) * NS_PER_S),
     )
 
 
@@ -72,6 +75,7 @@ def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest) -> G
         sampling=sampling_from_pb(message.sampling),
         speculation=speculation,
         drafter_address=message.drafter_address,
+        max_wait_s=message.max_wait_ns / NS_PER_S if message.HasField("max_wait_ns") else None,
     )
 
 

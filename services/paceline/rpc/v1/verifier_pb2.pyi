@@ -32,12 +32,17 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
     DRAFTER_ADDRESS_FIELD_NUMBER: builtins.int
+    MAX_WAIT_NS_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """Chosen by the gateway, unique in the fleet."""
     epoch: builtins.int
     """Ownership number; messages of older epochs are dropped."""
     drafter_address: builtins.str
     """Drafter that the gateway paired with this session, host:port; empty: none."""
+    max_wait_ns: builtins.int
+    """Longest expected wait for a place with which the session is taken; absent: any. A session that goes on is always
+    taken.
+    """
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt, at least one token."""
@@ -64,9 +69,11 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
         sampling: paceline.rpc.v1.common_pb2.SamplingParams | None = ...,
         speculation: paceline.rpc.v1.common_pb2.SpeculationParams | None = ...,
         drafter_address: builtins.str = ...,
+        max_wait_ns: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed_token_ids", b"committed_token_ids", "drafter_address", b"drafter_address", "epoch", b"epoch", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "max_wait_ns", b"max_wait_ns", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "committed_token_ids", b"committed_token_ids", "drafter_address", b"drafter_address", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_max_wait_ns", b"_max_wait_ns"]) -> typing.Literal["max_wait_ns"] | None: ...
 
 Global___VerifierGenerateRequest: typing_extensions.TypeAlias = VerifierGenerateRequest
 

@@ -1,0 +1,55 @@
+"""How long a queue is, and who may join it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.admission import LEAST_ENDS, QueueClock, check_wait
+from paceline.core.errors import OverloadedError
+
+
+def busy_clock(interval_s: float, count: int = 20) -> QueueClock:
+    """A clock of a queue that a session leaves every so many seconds; the last one at `count * interval_s`."""
+    clock = QueueClock()
+    for index in range(1, count + 1):
+        clock.ended(index * interval_s, num_waiting=5)
+    return clock
+
+
+def test_a_queue_is_as_long_as_its_sessions_take_to_leave() -> None:
+    clock = busy_clock(0.5)
+    assert clock.wait_s(10.5, ahead=8) == pytest.approx(4.0)
+    assert clock.wait_s(10.5, ahead=0) == 0.0
+
+
+def test_without_experience_nobody_is_sent_away() -> None:
+    assert QueueClock().wait_s(1.0, ahead=1000) == 0.0
+    assert busy_clock(1.0, LEAST_ENDS - 1).wait_s(9.0, ahead=1000) == 0.0
+
+
+def test_ends_while_nobody_waited_say_nothing_of_what_can_be_done() -> None:
+    clock = busy_clock(0.5)
+    clock.ended(100.0, num_waiting=0)
+    assert clock.wait_s(101.0, ahead=8) == 0.0
+
+
+def test_a_stall_makes_the_queue_longer() -> None:
+    clock = busy_clock(0.5)
+    assert clock.wait_s(60.0, ahead=8) > 4 * clock.wait_s(10.5, ahead=8)
+
+
+@given(st.floats(0.001, 100.0), st.integers(1, 500), st.integers(1, 500))
+def test_who_comes_later_waits_longer(interval_s: float, ahead: int, more: int) -> None:
+    clock = busy_clock(interval_s)
+    now_s = 21 * interval_s
+    assert clock.wait_s(now_s, ahead=ahead) < clock.wait_s(now_s, ahead=ahead + more)
+
+
+def test_a_wait_beyond_what_is_asked_for_is_refused_with_the_time_to_come_again() -> None:
+    check_wait(5.0, None)
+    check_wait(5.0, 5.0)
+    with pytest.raises(OverloadedError, match=r"free in about 7\.5 s, the request may wait 5\.0 s") as refused:
+        check_wait(7.5, 5.0)
+    assert refused.value.retry_after_s == 2.5
