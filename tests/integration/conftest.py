@@ -49,6 +49,7 @@ def guarded(tls: FleetTls | None, client_role: str) -> dict[str, Any]:
 async def running_verifier(
     folder: Path,
     methods: Sequence[str] = METHODS,
+    max_num_seqs: int = 4,
     tls_dir: Path | None = None,
 ) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
     """A verifier service and a stub to call it; `tls_dir` is a folder as `paceline dev-ca` makes it."""

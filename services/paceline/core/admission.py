@@ -13,7 +13,7 @@ from paceline.core.errors import OverloadedError
 
 # Ends that the rate is taken from; fewer than `LEAST_ENDS` say nothing yet.
 NUM_ENDS = 64
-LEAST_ENDS = 4
+LEAST_ENDS = 2
 LEAST_RETRY_S = 0.5
 
 
@@ -31,7 +31,7 @@ class QueueClock:
             self._ends_s.clear()
 
     def wait_s(self, now_s: float, *, ahead: int) -> float:
-        """Expected wait behind `ahead` sessions, in seconds; 0 as long as nothing is known."""
+        """Expected time until `ahead` sessions have ended, in seconds; 0 as long as nothing is known."""
         if ahead <= 0 or len(self._ends_s) < LEAST_ENDS:
             return 0.0
         # The time since the last end counts, so that a stall makes the queue longer.

@@ -196,10 +196,6 @@ class TargetHost:
                 if committed.result is not None:
                     return
 
-    @property
-    def _num_waiting(self) -> int:
-        return max(0, self.num_sessions - self._num_places)
-
     def _check(self, request: GenerateRequest) -> None:
         if self._draining:
             raise UnavailableError("this verifier shuts down")
@@ -207,7 +203,8 @@ class TargetHost:
             raise OverloadedError(f"{self._max_queue} sessions are under way", retry_after_s=RETRY_AFTER_S)
         # One that goes on here was taken long ago; it is never sent away.
         if not request.committed_token_ids:
-            check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=self._num_waiting), request.max_wait_s)
+            ahead = self.num_sessions + 1 - self._num_places
+            check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
         known = self._under_way.get(request.session_id)
         if known is not None and known.epoch >= request.epoch:
             raise StaleEpochError(
@@ -251,7 +248,7 @@ class TargetHost:
             self._engine.post(Submit(request=request, serial=serial))
             yield stream
         finally:
-            self._queue_clock.ended(time.monotonic(), num_waiting=self._num_waiting)
+            self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
             del self._streams[serial]
             if self._under_way.get(request.session_id) is mine:
                 del self._under_way[request.session_id]
