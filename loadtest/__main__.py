@@ -16,6 +16,7 @@ BENCHES = {
     "gpu": "8B- and 1B-shaped random models on a GPU, acceptance imposed",
     "memory": "64 sessions of 1,000 tokens within the printed budget, and no growth over 10,000 requests",
     "methods": "every way to draft on code, prose and tables, and a drafter with random weights",
+    "overload": "goodput at three times what the fleet can do",
     "peers": "the fleet beside other engines on the same pair, each in an environment of its own",
     "routing": "prefix-affinity routing against simpler policies on a trace of conversations, simulated",
     "rtt": "speed against a round trip of 0, 1, 5 and 20 ms between verifier and drafter",

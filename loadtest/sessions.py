@@ -12,22 +12,17 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import grpc
 from redis.asyncio import Redis
-from tqdm import tqdm
 
 from loadtest.fleet import bench_fleet, machine
+from loadtest.openloop import Load, Opened, open_loop
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
-from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from paceline.serving import CHANNEL_OPTIONS
-from paceline.training.corpus import unseen_prompts
 
 MOST_BYTES = 2048
 BYTES_PER_TOKEN = 4
 LEAST_SHARE_IN_TIME = 0.98
-TIMEOUT_S = 60.0
 # Records are written within half a second; then the server is asked.
 SETTLING_S = 2.0
 
@@ -41,16 +36,6 @@ def main() -> None:
     raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
 
 
-@dataclass(slots=True)
-class _Opened:
-    """One session: how late it was opened, when its first token came, in seconds, and how many tokens it had."""
-
-    late_s: float
-    first_token_s: float = 0.0
-    num_tokens: int = 0
-    error: str = ""
-
-
 async def measure(options: argparse.Namespace) -> bool:
     """Runs the bench; True when both goals are met."""
     settings = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER, "dtype": "float32"}
@@ -59,11 +44,12 @@ async def measure(options: argparse.Namespace) -> bool:
         Redis.from_url(fleet.redis_url) as redis,
     ):
         address = fleet.endpoint("gateway").second_address
-        await _open_all(address, argparse.Namespace(sessions=50, rate=25.0, max_tokens=4))
+        await open_loop(address, Load(num_requests=50, rate_per_s=25.0, max_tokens=options.max_tokens), "warming up")
         await asyncio.sleep(SETTLING_S)
         before = await _memory(redis)
         started_s = time.perf_counter()
-        opened = await _open_all(address, options)
+        load = Load(num_requests=options.sessions, rate_per_s=options.rate, max_tokens=options.max_tokens)
+        opened = await open_loop(address, load, "sessions")
         seconds = time.perf_counter() - started_s
         await asyncio.sleep(SETTLING_S)
         after = await _memory(redis)
@@ -76,42 +62,9 @@ async def _memory(redis: Redis) -> tuple[int, int]:
     return int(info["used_memory"]), int(await redis.dbsize())
 
 
-async def _open_all(address: str, options: argparse.Namespace) -> list[_Opened]:
-    prompts = unseen_prompts(40)
-    started_s = time.perf_counter()
-    with tqdm(total=options.sessions, desc="sessions", unit="session") as bar:
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(channel)
-
-            async def one(index: int) -> _Opened:
-                due_s = started_s + index / options.rate
-                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-                sampling = common_pb2.SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, seed=index)
-                request = gateway_pb2.GatewayGenerateRequest(prompt=prompts[index % len(prompts)], sampling=sampling)
-                opened = _Opened(late_s=time.perf_counter() - due_s)
-                await _run(stub, request, opened)
-                bar.update()
-                return opened
-
-            return await asyncio.gather(*(one(index) for index in range(options.sessions)))
-
-
-async def _run(
-    stub: gateway_pb2_grpc.GatewayAsyncStub, request: gateway_pb2.GatewayGenerateRequest, opened: _Opened
-) -> None:
-    sent_s = time.perf_counter()
-    try:
-        async for response in stub.Generate(request, timeout=TIMEOUT_S):
-            if response.token_ids and not opened.num_tokens:
-                opened.first_token_s = time.perf_counter() - sent_s
-            opened.num_tokens += len(response.token_ids)
-            if response.HasField("result"):
-                opened.num_tokens += response.result.num_prompt_tokens
-    except grpc.aio.AioRpcError as error:
-        opened.error = f"{error.code().name}: {error.details()}"
-
-
-def _report(options: argparse.Namespace, opened: list[_Opened], seconds: float, num_bytes: int, num_keys: int) -> bool:
+def _report(
+    options: argparse.Namespace, opened: Sequence[Opened], seconds: float, num_bytes: int, num_keys: int
+) -> bool:
     failed = [each.error for each in opened if each.error]
     num_tokens = sum(each.num_tokens for each in opened)
     per_session = (num_bytes - BYTES_PER_TOKEN * num_tokens) / len(opened)
