@@ -15,7 +15,7 @@ from paceline.core.errors import (
     StaleEpochError,
     UnavailableError,
 )
-from paceline.rpc.v1 import common_pb2, gateway_pb2
+from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.status import error_from_rpc
 from paceline.store.base import EPOCHS_PER_OWNER, SessionState
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, joining_gateway, scripted_fleet
@@ -137,7 +137,8 @@ async def test_another_gateway_goes_on_and_the_first_one_ends_its_stream(tmp_pat
         await logged_len(fleet, session_id, 6)
         for verifier in fleet.verifiers:
             verifier.script = Script()
-        async with joining_gateway(fleet) as stub:
+        async with joining_gateway(fleet) as address, grpc.aio.insecure_channel(address) as channel:
+            stub = gateway_pb2_grpc.GatewayStub(channel)
             rest, _, _ = await rest_of(stub.Resume(Resume(session_id=session_id, offset=0)))
             assert rest == "abcdefghij"
             error = await refusal(stream)
@@ -177,6 +178,20 @@ async def test_sessions_leave_a_draining_verifier_in_mid_stream(fleet: ScriptedF
     assert (text, num_tokens) == ("abcdefghij", 10)
     [moved] = fleet.verifiers[1 - at].requests
     assert (moved.epoch, len(moved.committed_token_ids)) == (2, 6)
+
+
+async def test_sessions_leave_a_silent_verifier_that_is_no_longer_in_the_registry(fleet: ScriptedFleet) -> None:
+    for verifier in fleet.verifiers:
+        verifier.script = Script(pause_after=6)
+    asking = asyncio.create_task(rest_of(fleet.stub.Generate(request())))
+    waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    at = 0 if waits[0].done() else 1
+    waits[1 - at].cancel()
+    fleet.verifiers[1 - at].script = Script()
+    await fleet.store.withdraw(f"verifier-{at}")
+    assert (await asking)[0] == "abcdefghij"
+    assert len(fleet.verifiers[1 - at].requests) == 1
 
 
 async def test_the_only_verifier_keeps_its_sessions_while_it_drains(tmp_path: Path) -> None:

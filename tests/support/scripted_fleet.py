@@ -249,13 +249,12 @@ async def scripted_fleet(folder: Path, *, num_verifiers: int = 1, **settings: An
 
 
 @asynccontextmanager
-async def joining_gateway(fleet: ScriptedFleet, **settings: Any) -> AsyncIterator[gateway_pb2_grpc.GatewayAsyncStub]:
-    """A second gateway before the same verifiers and store; yields a stub to call it."""
+async def joining_gateway(fleet: ScriptedFleet, **settings: Any) -> AsyncIterator[str]:
+    """A second gateway before the same verifiers and store; yields its gRPC address."""
     stop = asyncio.Event()
     gateway, addresses = await _start_gateway(fleet.codec, fleet.store, stop, settings)
     try:
-        async with grpc.aio.insecure_channel(addresses.grpc) as channel:
-            yield gateway_pb2_grpc.GatewayStub(channel)
+        yield addresses.grpc
     finally:
         stop.set()
         await gateway

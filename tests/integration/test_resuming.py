@@ -1,0 +1,82 @@
+"""A client that knows several gateways gets each token once, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.resuming import ResumingClient
+from paceline.rpc.v1 import common_pb2, gateway_pb2
+from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, joining_gateway, scripted_fleet
+
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path, num_verifiers=2, grace_s=0.0) as started:
+        yield started
+
+
+def request(max_tokens: int = 10) -> gateway_pb2.GatewayGenerateRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, seed=0)
+    return gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="x", sampling=sampling)
+
+
+async def whole(client: ResumingClient) -> tuple[str, int]:
+    pieces = [piece async for piece in client.stream(request())]
+    assert [piece.HasField("result") for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    return "".join(piece.text for piece in pieces), sum(len(piece.token_ids) for piece in pieces)
+
+
+async def test_a_gateway_that_is_not_there_is_passed_over(fleet: ScriptedFleet) -> None:
+    async with ResumingClient([NOWHERE, fleet.addresses.grpc]) as client:
+        for _ in range(2):
+            assert await whole(client) == ("abcdefghij", 10)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+async def test_a_stream_outlives_its_gateway_with_or_without_a_record(fleet: ScriptedFleet, recorded: bool) -> None:
+    for verifier in fleet.verifiers:
+        verifier.script = Script(pause_after=6)
+    async with (
+        joining_gateway(fleet) as other,
+        ResumingClient([fleet.addresses.grpc, other]) as client,
+    ):
+        asking = asyncio.create_task(whole(client))
+        waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        [session_id] = [wait.result() for wait in waits if wait.done()]
+        for wait in waits:
+            wait.cancel()
+        for verifier in fleet.verifiers:
+            verifier.script = Script()
+        fleet.stop.set()
+        await fleet.gateway
+        if not recorded:
+            await fleet.store.delete_session(session_id)
+        assert await asking == ("abcdefghij", 10)
+        assert client.num_resumed
+    resumed = [len(each.committed_token_ids) for verifier in fleet.verifiers for each in verifier.requests]
+    assert sorted(resumed) == ([0, 6] if recorded else [0, 0])
+
+
+async def test_without_any_gateway_it_gives_up_in_the_end() -> None:
+    async with ResumingClient([NOWHERE], patience_s=0.2) as client:
+        with pytest.raises(UnavailableError, match="no gateway has brought a token in time"):
+            await whole(client)
+
+
+async def test_what_a_gateway_refuses_is_not_tried_again(fleet: ScriptedFleet) -> None:
+    async with ResumingClient([fleet.addresses.grpc]) as client:
+        with pytest.raises(InvalidRequestError, match=r"sampling\.max_tokens"):
+            async for _ in client.stream(request(max_tokens=100_000)):
+                pass
+        with pytest.raises(InvalidRequestError, match="holds the seed"):
+            async for _ in client.stream(gateway_pb2.GatewayGenerateRequest(prompt="x")):
+                pass
+    assert not fleet.verifier.requests
