@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ class RegistryView:
         clock: Monotonic seconds.
 
     Attributes:
-        replicas: None until the first `refresh`.
+        replicas: None of them before the first `refresh`.
         error: Why the last reading failed; None if it did not.
     """
 
@@ -68,3 +69,9 @@ class RegistryView:
         if self._failed_s is not None and self._clock() - self._failed_s < RECOVERY_S:
             found = after_recovery(self.replicas, found)
         self.replicas = tuple(found)
+
+    async def keep_fresh(self, interval_s: float) -> None:
+        """Refreshes for ever, with a pause of so many seconds."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(interval_s)

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 DRAFTER = "drafter"
 RETRY_AFTER_S = 1.0
+# Pause between two readings of the registry.
+REFRESH_S = 1.0
 # A drafter that no session named for one to two such periods is let go.
 LINK_IDLE_S = 60.0
 
@@ -150,8 +152,13 @@ class TargetHost:
     async def follow(self, store: Store) -> None:
         """Keeps each session with a drafter that is there, for ever."""
         drafters = RegistryView(store, DRAFTER)
+        # A registry that does not answer must not delay what streams tell.
+        async with asyncio.TaskGroup() as group:
+            group.create_task(drafters.keep_fresh(REFRESH_S))
+            group.create_task(self._keep_paired(drafters))
+
+    async def _keep_paired(self, drafters: RegistryView) -> None:
         while True:
-            await drafters.refresh()
             self._pair(able_drafters(drafters.replicas, self.identity.vocab_hash))
             await asyncio.sleep(INTERVAL_S)
 
