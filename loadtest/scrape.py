@@ -16,7 +16,8 @@ async def scrape(address: str) -> dict[str, float]:
 
     Samples with one label stand by themselves too, as `name{value}`.
     """
-    async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client:
+    # Reading certificates, which nobody needs here, takes longer than all the rest.
+    async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, verify=False) as client:
         response = await client.get(f"http://{address}/metrics")
         response.raise_for_status()
     totals: dict[str, float] = {}

@@ -30,7 +30,7 @@ from paceline.store.base import Replica, Store
 from paceline.store.view import RegistryView
 from paceline.verifier.links import DrafterLink
 from paceline.verifier.metrics import record_step
-from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter
+from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter, spare_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class TargetHost:
         self._under_way: dict[str, _UnderWay] = {}
         self._links: dict[str, DrafterLink] = {}
         self._drafted: Counter[str] = Counter()
+        self._spare_address = ""
         self._sweeper: asyncio.Task[None] | None = None
         self._draining = False
         self._empty = asyncio.Event()
@@ -164,10 +165,14 @@ class TargetHost:
 
     def _pair(self, able: Mapping[str, Replica]) -> None:
         down_s = {address: link.down_s for address, link in self._links.items()}
+        streams = Streams(down_s=down_s, num_sessions=self._drafted)
+        self._spare_address = spare_drafter(able, streams)
+        if self._spare_address:
+            self._dial(self._spare_address)
         for session_id, each in self._under_way.items():
             if not each.drafts:
                 continue
-            address = next_drafter(each.drafter_address, able, Streams(down_s=down_s, num_sessions=self._drafted))
+            address = next_drafter(each.drafter_address, able, streams)
             if address == each.drafter_address:
                 continue
             self._dial(address)
@@ -286,7 +291,7 @@ class TargetHost:
         idle: set[str] = set()
         while True:
             await asyncio.sleep(LINK_IDLE_S)
-            unused = {address for address in self._links if not self._drafted[address]}
+            unused = {each for each in self._links if not self._drafted[each] and each != self._spare_address}
             for address in idle & unused:
                 if self._drafted[address]:
                     continue

@@ -23,15 +23,16 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.1
-LAST_BACKOFF_S = 5.0
+# Short, as sessions wait for a drafter that comes back while another dies; a refused connection costs next to nothing.
+LAST_BACKOFF_S = 0.5
 # A drafter that leaves so many messages unread is as good as dead; it is dialled anew and told everything again.
 OUTBOX_LIMIT = 4096
 _OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Each try is a new channel: it must not inherit the pause that gRPC keeps after an earlier one's failure.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 
@@ -62,6 +63,8 @@ class DrafterLink:
         self._outbox: asyncio.Queue[drafter_pb2.DraftRequest] = asyncio.Queue(OUTBOX_LIMIT)
         self._stream: asyncio.Task[None] | None = None
         self._up = False
+        # Of each loss the first failure is told, not every try after it.
+        self._complained = False
         self._down_since_s = asyncio.get_running_loop().time()
         self._keeper = asyncio.create_task(self._keep_up(), name=f"link to {address}")
 
@@ -108,8 +111,9 @@ class DrafterLink:
         else:
             reason = repr(error) if error else "ended"
         was_up, self._up = self._up, False
-        log = logger.warning if was_up else logger.info
-        log("no stream to drafter", extra={"drafter": self.address, "reason": reason})
+        if was_up or not self._complained:
+            logger.warning("no stream to drafter", extra={"drafter": self.address, "reason": reason})
+        self._complained = True
         if was_up:
             self._down_since_s = asyncio.get_running_loop().time()
             self._on_change(self.address, False)
@@ -123,7 +127,7 @@ class DrafterLink:
             responses = aiter(call)
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 await self._greet(responses)
-            self._up = True
+            self._up, self._complained = True, False
             logger.info("stream to drafter is up", extra={"drafter": self.address})
             self._on_change(self.address, True)
             async for response in responses:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from paceline.store.base import Replica
 
 # A stream that is down for so long has lost its sessions to others; dialling takes a few milliseconds.
-DOWN_S = 0.3
+DOWN_S = 0.2
 # Pause between two looks at all sessions.
-INTERVAL_S = 0.2
+INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,24 @@ def next_drafter(current: str, able: Mapping[str, Replica], streams: Streams) ->
     """
     if current in able and streams.down_s.get(current, 0.0) < DOWN_S:
         return current
-    reachable = [each for address, each in able.items() if streams.down_s.get(address, 0.0) < DOWN_S]
-    if not reachable:
-        return current
+    reachable = [each for each in able.values() if streams.down_s.get(each.address, 0.0) < DOWN_S]
+    return _least_loaded(reachable, streams) or current
 
+
+def spare_drafter(able: Mapping[str, Replica], streams: Streams) -> str:
+    """Returns the address of a drafter to keep a stream to although no session has it: it saves the dialling later.
+
+    Empty where sessions have several drafters already, or there is no other.
+    """
+    used = {address for address, count in streams.num_sessions.items() if count and address in able}
+    if len(used) > 1:
+        return ""
+    return _least_loaded([each for each in able.values() if each.address not in used], streams) or ""
+
+
+def _least_loaded(drafters: Sequence[Replica], streams: Streams) -> str | None:
     def load(replica: Replica) -> tuple[int, str]:
         mine = streams.num_sessions.get(replica.address, 0)
         return max(mine, replica.num_sessions), replica.address
 
-    return min(reachable, key=load).address
+    return min(drafters, key=load).address if drafters else None

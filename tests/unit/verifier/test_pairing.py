@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.core.messages import ModelIdentity
 from paceline.store.base import Replica
-from paceline.verifier.pairing import DOWN_S, Streams, able_drafters, next_drafter
+from paceline.verifier.pairing import DOWN_S, Streams, able_drafters, next_drafter, spare_drafter
 
 VOCABULARY = "v"
 
@@ -60,3 +60,14 @@ def test_of_several_the_one_with_the_least_sessions_is_taken_own_ones_included()
 
 def test_a_drafter_of_another_vocabulary_is_never_taken() -> None:
     assert paired("", drafter("a", vocab_hash="w")) == ""
+
+
+def spare(*drafters: Replica, **num_sessions: int) -> str:
+    return spare_drafter(able_drafters(drafters, VOCABULARY), Streams(down_s={}, num_sessions=num_sessions))
+
+
+def test_a_stream_is_kept_to_the_least_loaded_drafter_that_no_session_has() -> None:
+    assert spare(drafter("a"), drafter("b", num_sessions=2), drafter("c"), a=3) == "c"
+    assert spare(drafter("a"), a=3) == ""
+    assert spare(drafter("a"), drafter("b"), drafter("c"), a=3, b=1) == ""
+    assert spare(drafter("a"), drafter("b"), a=3, gone=1) == "b"
