@@ -43,6 +43,13 @@ async def running_verifier(
     methods: Sequence[str] = METHODS,
 ) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
     """A verifier service and a stub to call it."""
+    async with verifier_at(folder, methods) as (address, host), grpc.aio.insecure_channel(address) as channel:
+        yield verifier_pb2_grpc.VerifierStub(channel), host
+
+
+@asynccontextmanager
+async def verifier_at(folder: Path, methods: Sequence[str] = METHODS) -> AsyncIterator[tuple[str, TargetHost]]:
+    """A verifier service; yields its address."""
     identity = model_identity(folder, "tiny")
     host = TargetHost(
         methods=methods,
@@ -69,8 +76,7 @@ async def running_verifier(
         service_names=["paceline.rpc.v1.Verifier"],
     )
     try:
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            yield verifier_pb2_grpc.VerifierStub(channel), host
+        yield server.address, host
     finally:
         await server.stop(0)
         await host.close()

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from paceline.config import is_address
 from paceline.core.errors import InvalidRequestError, OverloadedError, PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL, check_token_ids
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0
 # A drafter that no session named for one to two such periods is let go.
 LINK_IDLE_S = 60.0
+# Requests name drafters; those named beyond so many are not dialled, and their sessions are served without.
+MAX_LINKS = 256
+SHOWN_CHARS = 80
 
 _Stream = asyncio.Queue[CommittedTokens | PacelineError]
 
@@ -145,6 +149,9 @@ class TargetHost:
             raise OverloadedError(f"{self._max_queue} sessions are under way", retry_after_s=RETRY_AFTER_S)
         if request.session_id in self._under_way:
             raise InvalidRequestError("session_id", f"{request.session_id!r} is under way here already")
+        if request.drafter_address and not is_address(request.drafter_address):
+            shown = request.drafter_address[:SHOWN_CHARS]
+            raise InvalidRequestError("drafter_address", f"must be host:port, got {shown!r}")
         vocab_size = self.identity.vocab_size
         check_token_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
         check_token_ids("committed_token_ids", request.committed_token_ids, vocab_size)
@@ -185,7 +192,7 @@ class TargetHost:
                 self._engine.post(Cancel(session_id=request.session_id, serial=serial), always=True)
 
     def _dial(self, address: str) -> None:
-        if address not in self._links:
+        if address not in self._links and len(self._links) < MAX_LINKS:
             self._links[address] = DrafterLink(address, self.identity, self._link_changed, self._drafts_arrived)
 
     async def _sweep(self) -> None:
