@@ -12,6 +12,7 @@ BENCHES = {
     "controller": "the controller against three oracles on a replayed load of 1 to 64 sessions",
     "demo": "the fleet at work on a few prompts, with and without speculation, and a table",
     "failover": "pauses when a verifier or a drafter dies, and guesses after a session has moved",
+    "fuzz": "100,000 bad messages to every door: right answers, no growth, no restart, the same text after",
     "gateway": "time per token through HTTP and SSE against gRPC straight to the verifier, and 64 streams at once",
     "gpu": "8B- and 1B-shaped random models on a GPU, acceptance imposed",
     "memory": "64 sessions of 1,000 tokens within the printed budget, and no growth over 10,000 requests",

@@ -27,14 +27,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import numpy as np
 import uvloop
 from tqdm import tqdm
 
 from loadtest.fleet import bench_fleet, machine
 from loadtest.procfs import num_open_files, resident_bytes
-from loadtest.scrape import scrape
+from loadtest.scrape import scrape, sessions_left
 from loadtest.streams import HttpWay
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
@@ -220,24 +219,10 @@ async def _rest(fleet: LocalFleet) -> dict[str, int]:
     """Waits until connections, records and gauges had time to go; returns the sessions that are still counted."""
     await asyncio.sleep(RECORD_TTL_S + 2)
     for _ in range(REST_S):
-        if not await _sessions_left(fleet):
+        if not await sessions_left(fleet):
             return {}
         await asyncio.sleep(1)
-    return await _sessions_left(fleet)
-
-
-async def _sessions_left(fleet: LocalFleet) -> dict[str, int]:
-    async with httpx.AsyncClient(trust_env=False) as client:
-        health = (await client.get(f"{fleet.gateway_url}/health")).json()
-    verifier = await scrape(fleet.endpoint("verifier").second_address)
-    drafter = await scrape(fleet.endpoint("drafter").second_address)
-    counts = {
-        "gateway": health["sessions"],
-        "verifier, running": verifier["vllm:num_requests_running"],
-        "verifier, waiting": verifier["vllm:num_requests_waiting"],
-        "drafter": drafter["paceline:drafter_sessions"],
-    }
-    return {name: int(count) for name, count in counts.items() if count}
+    return await sessions_left(fleet)
 
 
 def _figures(watched: dict[str, Watched], arguments: argparse.Namespace, most_running: int) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.cluster.local import LocalFleet
+
 TIMEOUT_S = 5.0
 
 
@@ -27,6 +29,21 @@ async def scrape(address: str) -> dict[str, float]:
             if len(sample.labels) == 1:
                 totals[f"{sample.name}{{{next(iter(sample.labels.values()))}}}"] = sample.value
     return totals
+
+
+async def sessions_left(fleet: LocalFleet) -> dict[str, int]:
+    """Returns the sessions that the services of a fleet still count, by service; an empty one when there are none."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        health = (await client.get(f"{fleet.gateway_url}/health")).json()
+    verifier = await scrape(fleet.endpoint("verifier").second_address)
+    drafter = await scrape(fleet.endpoint("drafter").second_address)
+    counts = {
+        "gateway": health["sessions"],
+        "verifier, running": verifier["vllm:num_requests_running"],
+        "verifier, waiting": verifier["vllm:num_requests_waiting"],
+        "drafter": drafter["paceline:drafter_sessions"],
+    }
+    return {name: int(count) for name, count in counts.items() if count}
 
 
 @dataclass(slots=True)

@@ -106,6 +106,12 @@ def load(
     return config_class(**values)
 
 
+def is_address(address: str) -> bool:
+    """Tells whether this is `host:port` with a name, an IPv4 address or a bracketed IPv6 address."""
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})", address)
+    return match is not None and 0 < int(match[2]) <= MAX_PORT
+
+
 def check_address(name: str, address: str) -> None:
     """Refuses what is not `host:port`.
 
@@ -114,8 +120,7 @@ def check_address(name: str, address: str) -> None:
     Raises:
         ConfigError: It is not; the message names the setting and the value.
     """
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})", address)
-    if match is None or not 0 < int(match[2]) <= MAX_PORT:
+    if not is_address(address):
         raise ConfigError(
             f"{name} must be host:port with a port from 1 to {MAX_PORT}, such as 10.0.0.7:8201 or [fd00::7]:8201, "
             f"got {address!r}"

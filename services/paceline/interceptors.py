@@ -24,11 +24,11 @@ def behaviour_of(handler: Any) -> Any:
     return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
 
-def with_behaviour(handler: Any, behaviour: Any) -> Any:
-    """Returns the handler with another function to serve the call."""
+def with_behaviour(handler: Any, behaviour: Any, deserializer: Callable[[bytes], Any] | None = None) -> Any:
+    """Returns the handler with another function to serve the call, and maybe another to read its requests."""
     return _WRAPPERS[handler.request_streaming, handler.response_streaming](
         behaviour,
-        request_deserializer=handler.request_deserializer,
+        request_deserializer=deserializer or handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
 

@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -28,11 +29,15 @@ from paceline.core.errors import (
     StaleEpochError,
     UnauthenticatedError,
     UnavailableError,
+    shortened,
 )
 from paceline.interceptors import behaviour_of, with_behaviour
 
 DETAILS_KEY = "grpc-status-details-bin"
 INTERNAL_MESSAGE = "internal error; the server's log has the cause"
+# Status and details travel as headers; a client drops a call whose headers exceed 8 KiB, escapes included.
+MAX_MESSAGE_CHARS = 256
+MAX_FIELD_CHARS = 64
 
 _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -67,8 +72,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        wrapped = _guard(behaviour_of(handler), handler_call_details.method)
-        return handler if wrapped is None else with_behaviour(handler, wrapped)
+        checked = _checked_stream if handler.request_streaming else _checked
+        wrapped = _guard(behaviour_of(handler), handler_call_details.method, checked)
+        if wrapped is None:
+            return handler
+        return with_behaviour(handler, wrapped, _lenient(handler.request_deserializer))
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
@@ -102,13 +110,43 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
     return PacelineError(f"{code.name}: {message}")
 
 
-def _guard(behaviour: Any, method: str) -> Any:
-    """Returns the handler with its errors mapped; None for a synchronous one, which is none of ours."""
+@dataclass(frozen=True, slots=True)
+class _Undecodable:
+    """Stands for a message whose bytes are not one of the method's type."""
+
+    problem: str
+
+
+def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Returns a deserializer that hands on what it cannot read; for one that raises, gRPC says UNKNOWN."""
+
+    def decode(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Undecodable(str(error))
+
+    return decode
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Undecodable):
+        raise InvalidRequestError("request", f"is not a message of this method: {request.problem}")
+    return request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
+def _guard(behaviour: Any, method: str, checked: Callable[[Any], Any]) -> Any:
+    """Returns the handler, its requests checked and its errors mapped; None for a synchronous one: none of ours."""
     if inspect.isasyncgenfunction(behaviour):
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                async with aclosing(behaviour(request, context)) as responses:
+                async with aclosing(behaviour(checked(request), context)) as responses:
                     async for response in responses:
                         yield response
             except grpc.aio.AbortError:
@@ -122,7 +160,7 @@ def _guard(behaviour: Any, method: str) -> Any:
 
     async def call(request: Any, context: Any) -> Any:
         try:
-            return await behaviour(request, context)
+            return await behaviour(checked(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - the one place where unknown errors end
@@ -136,20 +174,21 @@ async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
     if code is grpc.StatusCode.INTERNAL:
         _log.error("call failed", extra={"method": method}, exc_info=error)
         await context.abort(code, INTERNAL_MESSAGE)
+    message = shortened(str(error), MAX_MESSAGE_CHARS)
     detail = _detail_of(error)
     metadata: tuple[tuple[str, bytes], ...] = ()
     if detail is not None:
-        rich = status_pb2.Status(code=code.value[0], message=str(error))
+        rich = status_pb2.Status(code=code.value[0], message=message)
         rich.details.add().Pack(detail)
         metadata = ((DETAILS_KEY, rich.SerializeToString()),)
-    await context.abort(code, str(error), metadata)
+    await context.abort(code, message, metadata)
     raise AssertionError("abort returned")
 
 
 def _detail_of(error: Exception) -> Message | None:
     if isinstance(error, InvalidRequestError):
         bad_request = error_details_pb2.BadRequest()
-        bad_request.field_violations.add(field=error.field, description=error.problem)
+        bad_request.field_violations.add(field=shortened(error.field, MAX_FIELD_CHARS), description=error.problem)
         return cast(Message, bad_request)
     if isinstance(error, OverloadedError):
         retry = error_details_pb2.RetryInfo()

@@ -53,6 +53,18 @@ async def running_verifier(
     tls_dir: Path | None = None,
 ) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
     """A verifier service and a stub to call it; `tls_dir` is a folder as `paceline dev-ca` makes it."""
+    async with (
+        verifier_at(folder, methods, max_num_seqs, tls_dir) as (address, host),
+        channel(address, tls=load_tls(folder_of(tls_dir, GATEWAY), GATEWAY), role=VERIFIER) as opened,
+    ):
+        yield verifier_pb2_grpc.VerifierStub(opened), host
+
+
+@asynccontextmanager
+async def verifier_at(
+    folder: Path, methods: Sequence[str] = METHODS, max_num_seqs: int = 4, tls_dir: Path | None = None
+) -> AsyncIterator[tuple[str, TargetHost]]:
+    """A verifier service; yields its address."""
     tls = load_tls(folder_of(tls_dir, VERIFIER), VERIFIER)
     identity = model_identity(folder, "tiny")
     host = TargetHost(
@@ -83,8 +95,7 @@ async def running_verifier(
         **guarded(tls, GATEWAY),
     )
     try:
-        async with channel(server.address, tls=load_tls(folder_of(tls_dir, GATEWAY), GATEWAY), role=VERIFIER) as opened:
-            yield verifier_pb2_grpc.VerifierStub(opened), host
+        yield server.address, host
     finally:
         await server.stop(0)
         await host.close()

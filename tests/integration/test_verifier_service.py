@@ -94,6 +94,7 @@ BAD_REQUESTS = {
     "speculation.acceptance": lambda m: setattr(m.speculation, "acceptance", "lossy"),
     "sampling": lambda m: m.ClearField("sampling"),
     "session_id": lambda m: m.ClearField("session_id"),
+    "drafter_address": lambda m: setattr(m, "drafter_address", "dns:///drafter:8201"),
 }
 
 
@@ -312,6 +313,15 @@ async def test_a_drafter_for_another_vocabulary_is_not_used(tiny_pair):
             assert await tokens_of(stub, ask(drafter=address, max_tokens=100)) == plain
             while not servicer.num_streams:  # noqa: ASYNC110 - nor does the scripted drafter
                 await asyncio.sleep(0.01)
+
+
+async def test_drafters_beyond_the_bound_are_not_dialled_and_their_sessions_served(tiny_pair, monkeypatch):
+    monkeypatch.setattr("paceline.verifier.host.MAX_LINKS", 2)
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        plain = await tokens_of(stub, ask())
+        for port in (1, 2, 3, 1):
+            assert await tokens_of(stub, ask(drafter=f"127.0.0.1:{port}")) == plain
+        assert set(host._links) == {"127.0.0.1:1", "127.0.0.1:2"}
 
 
 async def test_a_drafter_that_comes_back_is_used_again(tiny_pair):

@@ -274,6 +274,12 @@ def test_a_generate_request_without_a_needed_field_is_refused_by_name(field: str
     assert caught.value.field == field
 
 
+def test_a_session_id_beyond_256_characters_is_refused() -> None:
+    message = wire.generate_request_to_pb(replace(REQUEST, session_id="x" * 257))
+    with pytest.raises(InvalidRequestError, match="session_id: has 257 characters, at most 256 are allowed"):
+        wire.generate_request_from_pb(message)
+
+
 def test_a_generate_request_without_speculation_takes_the_defaults() -> None:
     message = wire.generate_request_to_pb(replace(REQUEST, speculation=SpeculationParams(enabled=False)))
     message.ClearField("speculation")
@@ -362,6 +368,7 @@ def with_bad_sampling() -> drafter_pb2.OpenSession:
         (changed(price=float("nan")), "OpenSession.price"),
         (changed(price=1.5), "OpenSession.price"),
         (changed(session_id=""), "OpenSession.session_id"),
+        (changed(session_id="x" * 257), "OpenSession.session_id"),
     ],
 )
 def test_a_malformed_open_is_refused_by_field(entry: drafter_pb2.OpenSession, field: str) -> None:

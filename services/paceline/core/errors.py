@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# Values are quoted at the end of a problem, and a client may send one of megabytes.
+MAX_PROBLEM_CHARS = 240
+
 
 class PacelineError(Exception):
     """Base of all errors that a user may see."""
@@ -11,6 +14,7 @@ class InvalidRequestError(PacelineError):
     """A request field holds what it must not hold; the message says the limit and what came."""
 
     def __init__(self, field: str, problem: str) -> None:
+        problem = shortened(problem, MAX_PROBLEM_CHARS)
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
@@ -58,3 +62,8 @@ class LocalProtocolError(PacelineError):
 
 class RemoteProtocolError(PacelineError):
     """A peer broke the session protocol; its stream ends, nothing else."""
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """Returns a text of at most so many characters; dots stand for what was cut off its end."""
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."

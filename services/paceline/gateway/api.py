@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, shortened
 
 BodyT = TypeVar("BodyT", bound="CommonBody")
 
@@ -144,7 +144,7 @@ def parse_body(body_class: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
             given[name] = value
         elif name not in NEUTRAL_VALUES:
             raise InvalidRequestError(_shown(name), "is not a field of this endpoint")
-        elif value not in NEUTRAL_VALUES[name]:
+        elif not any(_same(value, neutral) for neutral in NEUTRAL_VALUES[name]):
             raise InvalidRequestError(name, f"is not supported by this server, got {_shown(value)}")
     try:
         body = body_class.model_validate(given)
@@ -153,6 +153,11 @@ def parse_body(body_class: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is only allowed with stream: true")
     return body
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Tells whether two JSON values are equal; to Python, true is 1 as well."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
 
 
 def _first_problem(error: ValidationError) -> InvalidRequestError:
@@ -178,4 +183,4 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 def _shown(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+    return shortened(text, SHOWN_CHARACTERS)

@@ -70,7 +70,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         return math.nan
 
     try:
-        value = json.loads(text, parse_constant=take_constant)
+        value = json.loads(text, parse_constant=take_constant, parse_float=_number)
     except json.JSONDecodeError as error:
         raise InvalidRequestError(
             FIELD, f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
@@ -85,6 +85,12 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequestError(FIELD, "must be a JSON object")
     return value
+
+
+def _number(text: str) -> float | int:
+    """Returns a number with a point or an exponent; to JSON, 5.0 is as whole as 5."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def _path_of_nan(value: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,6 +15,7 @@ from paceline.core.errors import ModelNotFoundError, PacelineError
 from paceline.gateway.completions import BodyLimits, CompletionEndpoint
 from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fleet import Fleet
+from paceline.gateway.openapi import PATH, openapi_document
 from paceline.gateway.routing import DRAFTER, VERIFIER
 from paceline.gateway.sessions import Sessions
 
@@ -36,6 +38,12 @@ def create_app(
     for path, chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
         endpoint = CompletionEndpoint(sessions, limits, chat=chat)
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
+
+    description = json.dumps(openapi_document()).encode()
+
+    @app.get(PATH)
+    async def describe() -> Response:
+        return Response(description, media_type="application/json")
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:

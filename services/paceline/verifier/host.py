@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
+from paceline.config import is_address
 from paceline.core.admission import QueueClock, check_wait
 from paceline.core.errors import (
     InvalidRequestError,
@@ -40,6 +41,9 @@ RETRY_AFTER_S = 1.0
 REFRESH_S = 1.0
 # A drafter that no session named for one to two such periods is let go.
 LINK_IDLE_S = 60.0
+# Requests name drafters; those named beyond so many are not dialled, and their sessions are served without.
+MAX_LINKS = 256
+SHOWN_CHARS = 80
 
 _Stream = asyncio.Queue[CommittedTokens | PacelineError]
 
@@ -223,6 +227,9 @@ class TargetHost:
                 f"epoch: session {request.session_id!r} is under way here under epoch {known.epoch}, "
                 f"a newer one is needed to take it over, got {request.epoch}"
             )
+        if request.drafter_address and not is_address(request.drafter_address):
+            shown = request.drafter_address[:SHOWN_CHARS]
+            raise InvalidRequestError("drafter_address", f"must be host:port, got {shown!r}")
         vocab_size = self.identity.vocab_size
         check_token_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
         check_token_ids("committed_token_ids", request.committed_token_ids, vocab_size)
@@ -281,7 +288,7 @@ class TargetHost:
         self._streams[known.serial].put_nowait(error)
 
     def _dial(self, address: str) -> None:
-        if address not in self._links:
+        if address not in self._links and len(self._links) < MAX_LINKS:
             self._links[address] = DrafterLink(
                 address, self.identity, self._link_changed, self._drafts_arrived, self._tls
             )

@@ -131,6 +131,8 @@ class DrafterLink:
             logger.info("stream to drafter is up", extra={"drafter": self.address})
             self._on_change(self.address, True)
             async for response in responses:
+                if response is None:  # what gRPC hands on for bytes that are no message
+                    raise RemoteProtocolError(f"drafter {self.address} sent bytes that are no message")
                 _, messages = draft_response_from_pb(response)
                 self._on_messages(self.address, messages)
 

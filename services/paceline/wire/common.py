@@ -12,6 +12,8 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.rpc.v1 import common_pb2
 
 MAX_UINT32 = 2**32 - 1
+# Ids travel in every message of a session, and in its errors.
+MAX_SESSION_ID_CHARS = 256
 # A positive value below this one would arrive as 0, which stands for "not set" on the wire.
 SMALLEST_FLOAT32 = 2.0**-126
 

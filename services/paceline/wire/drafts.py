@@ -18,7 +18,14 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.rpc.v1 import drafter_pb2
-from paceline.wire.common import decimal, identity_from_pb, identity_to_pb, sampling_from_pb, sampling_to_pb
+from paceline.wire.common import (
+    MAX_SESSION_ID_CHARS,
+    decimal,
+    identity_from_pb,
+    identity_to_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+)
 
 MAX_CONFIDENCE = 255
 
@@ -197,6 +204,10 @@ def _nodes_from_pb(entry: drafter_pb2.DraftNodes) -> DraftNodes:
 def _named_session(message_name: str, session_id: str) -> str:
     if not session_id:
         raise RemoteProtocolError(f"{message_name}.session_id: must not be empty")
+    if len(session_id) > MAX_SESSION_ID_CHARS:
+        raise RemoteProtocolError(
+            f"{message_name}.session_id: has {len(session_id)} characters, at most {MAX_SESSION_ID_CHARS} are allowed"
+        )
     return session_id
 
 

@@ -13,6 +13,7 @@ from paceline.core.messages import (
 from paceline.core.params import SpeculationParams
 from paceline.rpc.v1 import common_pb2, verifier_pb2
 from paceline.wire.common import (
+    MAX_SESSION_ID_CHARS,
     check_uint32,
     sampling_from_pb,
     sampling_to_pb,
@@ -60,6 +61,10 @@ def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest) -> G
     """
     if not message.session_id:
         raise InvalidRequestError("session_id", "must not be empty")
+    if len(message.session_id) > MAX_SESSION_ID_CHARS:
+        raise InvalidRequestError(
+            "session_id", f"has {len(message.session_id)} characters, at most {MAX_SESSION_ID_CHARS} are allowed"
+        )
     if not message.prompt_token_ids:
         raise InvalidRequestError("prompt_token_ids", "must hold at least one token")
     if not message.HasField("sampling"):

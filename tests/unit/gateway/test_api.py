@@ -114,6 +114,12 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"echo": True}, "echo", "not supported"),
         ({"suffix": "end"}, "suffix", "not supported"),
         ({"best_of": 3}, "best_of", "not supported"),
+        ({"best_of": True}, "best_of", "not supported"),
+        ({"echo": 0}, "echo", "not supported"),
+        # Whole numbers that no float can hold.
+        ({"logprobs": 10**400}, "logprobs", "from 0 to 20"),
+        ({"temperature": 10**400}, "temperature", "must be"),
+        ({"speculation": {"max_draft_tokens": -(10**400)}}, "speculation.max_draft_tokens", "from 0 to 64"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"temprature": 1}, "temprature", "not a field"),
         ({"messages": USER}, "messages", "not a field"),

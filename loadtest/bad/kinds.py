@@ -1,0 +1,59 @@
+"""What a kind of badness is, and the seeded stream of messages of all kinds of a door. Pure: it sends nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What messages must know of the model to be bad in one point only."""
+
+    vocab_hash: str
+    vocab_size: int
+    context_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One way to be bad.
+
+    Attributes:
+        name: Shown in the table.
+        make: The bytes: of an HTTP request, or of the messages of a call, in order.
+        right: Statuses that are right for it, of HTTP or gRPC.
+        method: Full name of the gRPC method; empty for HTTP.
+        weight: How often it comes, relative to the others of its door.
+        ends_call: The service must end a stream by itself; otherwise the sender ends its side after the last message.
+    """
+
+    name: str
+    make: Callable[[random.Random, Target], tuple[bytes, ...]]
+    right: frozenset[str]
+    method: str = ""
+    weight: float = 1.0
+    ends_call: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bad:
+    """One bad message, or several that make one bad call."""
+
+    kind: Kind
+    parts: tuple[bytes, ...]
+
+
+def bad_messages(kinds: Sequence[Kind], target: Target, seed: int, count: int) -> Iterator[Bad]:
+    """Yields so many bad messages of these kinds; each depends on seed and number alone."""
+    weights = [kind.weight for kind in kinds]
+    for number in range(count):
+        chance = random.Random(f"{seed} {number}")
+        [kind] = chance.choices(kinds, weights)
+        yield Bad(kind=kind, parts=kind.make(chance, target))
+
+
+def junk(chance: random.Random, longest: int = 64) -> bytes:
+    """Returns random bytes, at least one."""
+    return chance.randbytes(chance.randint(1, longest))

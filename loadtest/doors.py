@@ -1,0 +1,161 @@
+"""Sends bad messages to the doors of a fleet and tells what each was answered with. It judges nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Protocol
+
+import grpc
+
+from loadtest.bad.kinds import Bad
+
+ANSWER_S = 60.0
+# What stands in the place of a status when there was no answer.
+NO_ANSWER = "no answer"
+_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_send_message_length", -1),
+    # Channels of their own: gRPC would put all to one address on one connection.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Door(Protocol):
+    """One way into a fleet."""
+
+    async def send(self, bad: Bad) -> str:
+        """Sends it, reads the answer to its end, and returns the status; `NO_ANSWER` if there was none."""
+        ...
+
+    async def close(self) -> None:
+        """Closes connections."""
+        ...
+
+
+@dataclass(slots=True)
+class HttpDoor:
+    """One HTTP connection at a time, dialled anew when the gateway has closed it."""
+
+    host: str
+    port: int
+    _streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def send(self, bad: Bad) -> str:
+        """See `Door`."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._exchange(bad.parts[0])
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
+            await self.close()
+            return NO_ANSWER
+
+    async def _exchange(self, request: bytes) -> str:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(self.host, self.port)
+        reader, writer = self._streams
+        writer.write(request)
+        await writer.drain()
+        status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines if line)
+        if "content-length" in headers:
+            await reader.readexactly(int(headers["content-length"]))
+        else:
+            await reader.read()
+        if headers.get("connection") == "close" or "content-length" not in headers:
+            await self.close()
+        return status.split()[1]
+
+    async def close(self) -> None:
+        """See `Door`."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+
+@dataclass(slots=True)
+class CallDoor:
+    """Calls with one message, over a channel of its own."""
+
+    address: str
+    _channel: grpc.aio.Channel = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Opens the channel."""
+        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+
+    async def send(self, bad: Bad) -> str:
+        """See `Door`."""
+        call = self._channel.unary_stream(bad.kind.method)(bad.parts[0], timeout=ANSWER_S)
+        try:
+            async for _ in call:
+                pass
+            code = await call.code()
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+        return NO_ANSWER if code is grpc.StatusCode.DEADLINE_EXCEEDED else code.name
+
+    async def close(self) -> None:
+        """See `Door`."""
+        await self._channel.close(None)
+
+
+class StreamDoor:
+    """Calls with a stream of messages, each in a thread.
+
+    Where a service ends a call while there is still something to write, gRPC's asyncio client puts an error of its own
+    in the place of the service's status; the one for threads does not.
+    """
+
+    def __init__(self, address: str, executor: ThreadPoolExecutor) -> None:
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._executor = executor
+
+    async def send(self, bad: Bad) -> str:
+        """See `Door`."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._talk, bad)
+
+    def _talk(self, bad: Bad) -> str:
+        ended = Event()
+
+        def words() -> Iterator[bytes]:
+            yield from bad.parts
+            if bad.kind.ends_call:
+                ended.wait()
+
+        call = self._channel.stream_stream(bad.kind.method)(words(), timeout=ANSWER_S)
+        try:
+            for _ in call:
+                pass
+        except grpc.RpcError:
+            pass
+        finally:
+            ended.set()
+        code = call.code()
+        return NO_ANSWER if code is grpc.StatusCode.DEADLINE_EXCEEDED else str(code.name)
+
+    async def close(self) -> None:
+        """See `Door`."""
+        self._channel.close()
+
+
+async def send_all(doors: Sequence[Door], messages: Iterator[Bad], told: Callable[[Bad, str], None]) -> None:
+    """Sends messages, as many at a time as there are doors, and closes the doors.
+
+    Args:
+        doors: Ways into the same service.
+        messages: What to send.
+        told: Called with every message and its answer's status.
+    """
+
+    async def work(door: Door) -> None:
+        for bad in messages:
+            told(bad, await door.send(bad))
+
+    try:
+        await asyncio.gather(*map(work, doors))
+    finally:
+        await asyncio.gather(*(door.close() for door in doors))

@@ -1,0 +1,252 @@
+"""100,000 bad messages to all doors of a running fleet. `make bench NAME=fuzz`.
+
+A fleet of processes (gateway, verifier, drafter, store; the bundled demo pair in float32) is sent bad messages, seeded,
+over several connections at once: HTTP requests to the gateway, gRPC calls to the gateway and to the verifier, streams
+to the drafter. There are bytes that are no message, messages cut short or changed, fields beyond their limits, tokens
+outside the vocabulary, numbers of thousands of digits, bodies and messages that are too large, and streams that break
+the protocol's order. Each kind has the statuses that are right for it; the table counts what came.
+
+Judged are: every message is answered, none with a status that is not right for it (5xx, INTERNAL and UNKNOWN never
+are); the resident memory of no service grows from the end of the first quarter, in which caches and pools fill, to the
+end by more than 3 % + 4 MiB; no session is left over; every process is the one that was there at the start; and a good
+completion after it all has the text that it had before.
+
+    make bench NAME=fuzz ARGS='--messages 10000 --seed 7'
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import httpx
+import uvloop
+from tqdm import tqdm
+
+from loadtest.bad import http, rpc
+from loadtest.bad.kinds import Bad, Kind, Target, bad_messages
+from loadtest.client import Ask, complete
+from loadtest.doors import CallDoor, Door, HttpDoor, StreamDoor, send_all
+from loadtest.fleet import bench_fleet, machine
+from loadtest.procfs import resident_bytes
+from loadtest.scrape import sessions_left
+from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
+from paceline.cluster.local import LocalFleet
+from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
+
+MIB = 1024 * 1024
+GROWTH_SHARE, GROWTH_MIB = 0.03, 4.0
+# Of all messages.
+SHARES: Mapping[str, float] = {"http": 0.4, "gateway": 0.2, "verifier": 0.25, "drafter": 0.15}
+KINDS: Mapping[str, Sequence[Kind]] = {
+    "http": http.KINDS,
+    "gateway": rpc.GATEWAY_KINDS,
+    "verifier": rpc.VERIFIER_KINDS,
+    "drafter": rpc.DRAFTER_KINDS,
+}
+CONNECTIONS = {"http": 8, "gateway": 4, "verifier": 4, "drafter": 4}
+REST_S = 30
+GOOD = Ask(prompt="The drafter guesses, and the verifier", max_tokens=48, seed=11)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where the doors are, `host:port`."""
+
+    http: str
+    gateway: str
+    verifier: str
+    drafter: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was answered, by door, kind and status."""
+
+    counts: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
+    wrong: Counter[str] = field(default_factory=Counter)
+    num_answers: int = 0
+
+    def take(self, door: str, bad: Bad, status: str) -> None:
+        """Counts one answer."""
+        self.counts.setdefault((door, bad.kind.name), Counter())[status] += 1
+        self.num_answers += 1
+        if status not in bad.kind.right:
+            self.wrong[f"{door}, {bad.kind.name}: {status}"] += 1
+
+
+def main() -> None:
+    """Parses the command line and runs the bench."""
+    parser = argparse.ArgumentParser(
+        prog="fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--messages", type=int, default=100_000, help="bad messages in all (default 100000)")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed sends the same messages (default 1)")
+    arguments = parser.parse_args()
+    if arguments.messages < 100:
+        parser.error(f"--messages must be at least 100, so that every kind comes, got {arguments.messages}")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        raise SystemExit(0 if runner.run(measure(arguments)) else 1)
+
+
+async def measure(arguments: argparse.Namespace) -> bool:
+    """Runs the bench and prints the table; True when all that is judged is well."""
+    async with bench_fleet(model=DEMO_TARGET, draft_model=DEMO_DRAFTER, dtype="float32") as fleet:
+        names = [endpoint.name for endpoint in fleet.endpoints]
+        pids = {name: fleet.pid(name) for name in names}
+        before = await _good_text(fleet)
+        target = await _target(fleet.endpoint("gateway").second_address)
+        memory: list[dict[str, float]] = []
+
+        def look() -> None:
+            memory.append({name: resident_bytes(pid) / MIB for name, pid in pids.items()})
+
+        started_s = time.monotonic()
+        tally = await fuzz(_addresses(fleet), target, arguments.seed, arguments.messages, at_quarter=look)
+        seconds = time.monotonic() - started_s
+        left = await _rest(fleet)
+        look()
+        figures = {
+            "messages": tally.num_answers,
+            "seconds": round(seconds, 1),
+            "messages_per_s": round(tally.num_answers / seconds),
+            "wrong": dict(tally.wrong),
+            "memory_mib": _growths(*memory),
+            "sessions_left": left,
+            "same_processes": {name: fleet.pid(name) for name in names} == pids,
+            "same_text": await _good_text(fleet) == before,
+        }
+    figures["ok"] = _is_well(figures, arguments.messages)
+    _print_table(tally, figures)
+    print(json.dumps({"bench": "fuzz", "machine": machine(), "seed": arguments.seed, **figures}))
+    return bool(figures["ok"])
+
+
+async def fuzz(
+    addresses: Addresses, target: Target, seed: int, count: int, at_quarter: Callable[[], None] = lambda: None
+) -> Tally:
+    """Sends so many bad messages to all doors at once.
+
+    Args:
+        addresses: Where the doors are.
+        target: The model behind them.
+        seed: Of the messages.
+        count: Messages in all.
+        at_quarter: Called when a quarter of them was answered.
+    """
+    tally = Tally()
+    shares = {door: round(share * count) for door, share in SHARES.items()}
+    with tqdm(total=sum(shares.values()), desc="bad messages", unit="message", leave=False, miniters=200) as bar:
+
+        def told(door: str, bad: Bad, status: str) -> None:
+            tally.take(door, bad, status)
+            bar.update()
+            if tally.num_answers == sum(shares.values()) // 4:
+                at_quarter()
+
+        def sending(door: str, doors: Sequence[Door]) -> Any:
+            messages = bad_messages(KINDS[door], target, seed, shares[door])
+            return send_all(doors, messages, lambda bad, status: told(door, bad, status))
+
+        with open_doors(addresses) as doors:
+            await asyncio.gather(*(sending(door, ways) for door, ways in doors.items()))
+    return tally
+
+
+@contextmanager
+def open_doors(addresses: Addresses) -> Iterator[dict[str, Sequence[Door]]]:
+    """Gives the ways into each service, several of each; `send_all` closes them."""
+    host, port = addresses.http.rsplit(":", 1)
+    with ThreadPoolExecutor(CONNECTIONS["drafter"], thread_name_prefix="drafter") as executor:
+        yield {
+            "http": [HttpDoor(host, int(port)) for _ in range(CONNECTIONS["http"])],
+            "gateway": [CallDoor(addresses.gateway) for _ in range(CONNECTIONS["gateway"])],
+            "verifier": [CallDoor(addresses.verifier) for _ in range(CONNECTIONS["verifier"])],
+            "drafter": [StreamDoor(addresses.drafter, executor) for _ in range(CONNECTIONS["drafter"])],
+        }
+
+
+def _addresses(fleet: LocalFleet) -> Addresses:
+    gateway = fleet.endpoint("gateway")
+    return Addresses(
+        http=gateway.address,
+        gateway=gateway.second_address,
+        verifier=fleet.endpoint("verifier").address,
+        drafter=fleet.endpoint("drafter").address,
+    )
+
+
+async def _target(gateway: str) -> Target:
+    async with grpc.aio.insecure_channel(gateway, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(channel)
+        [model] = (await stub.ListModels(gateway_pb2.ListModelsRequest())).models
+    return Target(vocab_hash=model.vocab_hash, vocab_size=model.vocab_size, context_len=model.context_len)
+
+
+async def _good_text(fleet: LocalFleet) -> str:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        done = await complete(client, fleet.gateway_url, GOOD)
+    return f"refused: {done.error}" if done.error else done.text
+
+
+async def _rest(fleet: LocalFleet) -> dict[str, int]:
+    """Waits until the last sessions have ended; returns those that have not."""
+    left = await sessions_left(fleet)
+    for _ in range(REST_S):
+        if not left:
+            break
+        await asyncio.sleep(1)
+        left = await sessions_left(fleet)
+    return left
+
+
+def _growths(quarter: Mapping[str, float], end: Mapping[str, float]) -> dict[str, dict[str, float | bool]]:
+    growths: dict[str, dict[str, float | bool]] = {}
+    for name, first in quarter.items():
+        limit = GROWTH_SHARE * first + GROWTH_MIB
+        growth = end[name] - first
+        growths[name] = {
+            "quarter": round(first, 1),
+            "end": round(end[name], 1),
+            "growth": round(growth, 1),
+            "limit": round(limit, 1),
+            "ok": growth <= limit,
+        }
+    return growths
+
+
+def _is_well(figures: Mapping[str, Any], count: int) -> bool:
+    return (
+        figures["messages"] >= count - len(SHARES)
+        and not figures["wrong"]
+        and not figures["sessions_left"]
+        and figures["same_processes"]
+        and figures["same_text"]
+        and all(row["ok"] for row in figures["memory_mib"].values())
+    )
+
+
+def _print_table(tally: Tally, figures: Mapping[str, Any]) -> None:
+    rate = f"{figures['messages']} bad messages in {figures['seconds']} s, {figures['messages_per_s']} a second"
+    print(f"{machine()}; {rate}\n")
+    print(f"{'door':10}{'kind':26}answers")
+    for (door, kind), counts in sorted(tally.counts.items()):
+        print(f"{door:10}{kind:26}" + ", ".join(f"{status} {count}" for status, count in counts.most_common()))
+    print(f"\n{'MiB':12}{'quarter':>9}{'end':>9}{'growth':>9}{'limit':>9}")
+    for name, row in figures["memory_mib"].items():
+        print(f"{name:12}" + "".join(f"{row[key]:9}" for key in ("quarter", "end", "growth", "limit")))
+    print(f"\nwrong answers: {figures['wrong'] or 'none'}; sessions left over: {figures['sessions_left'] or 'none'};")
+    print(f"the same processes: {figures['same_processes']}; the same text before and after: {figures['same_text']}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Every gRPC servicer under arbitrary messages and bytes: the right status, nothing left over, and it still serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from hypothesis import strategies as st
+
+from paceline.core.messages import ModelIdentity
+from paceline.rpc.v1 import drafter_pb2, gateway_pb2, verifier_pb2, verifier_pb2_grpc
+from paceline.serving import MAX_MESSAGE_BYTES
+from paceline.wire import draft_request_to_pb, generate_request_to_pb
+from tests.integration.conftest import running_drafter, verifier_at
+from tests.integration.test_drafter_service import committed, opened, stream_to
+from tests.integration.test_verifier_service import ask, tokens_of
+from tests.support.fuzzing import holds_for_all, mangled, messages, status_of, status_of_stream, until
+from tests.support.scripted_fleet import MODEL, scripted_fleet
+
+GATEWAY = "/paceline.rpc.v1.Gateway/Generate"
+LIST_MODELS = "/paceline.rpc.v1.Gateway/ListModels"
+VERIFIER = "/paceline.rpc.v1.Verifier/Generate"
+DRAFTER = "/paceline.rpc.v1.Drafter/Draft"
+OK = grpc.StatusCode.OK
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
+# A stream whose verifier has said all without a fault ends so.
+LEFT = grpc.StatusCode.UNAVAILABLE
+
+SESSIONS = st.sampled_from(("s", "t", "", "x" * 300))
+EPOCHS = st.sampled_from((0, 1, 2, 2**64 - 1))
+ADDRESSES = st.sampled_from(("", "x", "127.0.0.1:1", "127.0.0.1:99999", "dns:///a:1", "unix:/x", "\0", "a" * 1000))
+OURS = {"session_id": SESSIONS, "epoch": EPOCHS, "drafter_address": ADDRESSES}
+TEXTS = {"model": st.sampled_from(("", MODEL, "x" * 5000)), "prompt": st.text(max_size=20)}
+
+
+def either(kind, overrides, good: Message | None = None) -> st.SearchStrategy[bytes]:
+    """Messages of the right type with anything in them, also over a good one, and bytes that are none."""
+    anything = messages(kind, overrides).map(lambda message: message.SerializeToString())
+    # A later value of a field wins, so this is the good message with some fields changed.
+    start = b"" if good is None else good.SerializeToString()
+    return st.one_of(anything, anything.map(lambda data: start + data), mangled(kind, overrides))
+
+
+async def test_the_gateway_answers_any_message_with_a_status_that_blames_it(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path) as fleet, grpc.aio.insecure_channel(fleet.addresses.grpc) as channel:
+        good = gateway_pb2.GatewayGenerateRequest(prompt="x")
+
+        async def answered(data: bytes) -> None:
+            status, details = await status_of(channel, GATEWAY, data)
+            assert status in (OK, INVALID, NOT_FOUND), details
+            assert (await status_of(channel, LIST_MODELS, data))[0] in (OK, INVALID)
+
+        await holds_for_all(either(gateway_pb2.GatewayGenerateRequest, TEXTS, good), answered, 300)
+        assert (await fleet.http.get("/health")).json()["sessions"] == 0
+        assert (await status_of(channel, GATEWAY, good.SerializeToString()))[0] is OK
+
+
+async def test_the_verifier_answers_any_message_with_a_status_that_blames_it(tiny_pair) -> None:
+    async with verifier_at(tiny_pair[0]) as (address, host), grpc.aio.insecure_channel(address) as channel:
+        stub = verifier_pb2_grpc.VerifierStub(channel)
+        plain = await tokens_of(stub, ask())
+
+        async def answered(data: bytes) -> None:
+            status, details = await status_of(channel, VERIFIER, data)
+            assert status in (OK, INVALID), details
+
+        await holds_for_all(
+            either(verifier_pb2.VerifierGenerateRequest, OURS, generate_request_to_pb(ask())), answered, 300
+        )
+        await until(lambda: host.num_sessions == 0)
+        assert await tokens_of(stub, ask()) == plain
+
+
+def requests(identity: ModelIdentity) -> st.SearchStrategy[list[bytes]]:
+    """What verifiers may say over a stream, by the book or not."""
+    anything = either(drafter_pb2.DraftRequest, OURS)
+    hello = draft_request_to_pb((), target=identity)
+    sane = st.sampled_from(
+        [
+            draft_request_to_pb([opened("s")]),
+            draft_request_to_pb([opened("s", epoch=2, length=300, room=2**32 - 1)]),
+            draft_request_to_pb([committed("s", token_ids=(1, 2, 3))]),
+            draft_request_to_pb([committed("s", base_len=2**32 - 1)]),
+            draft_request_to_pb([committed("s", epoch=7)]),
+            draft_request_to_pb([committed("s", token_ids=(2**32 - 1,))]),
+            hello,
+        ]
+    ).map(lambda message: message.SerializeToString())
+    first = st.one_of(st.just(hello.SerializeToString()), anything)
+    return st.tuples(first, st.lists(st.one_of(sane, anything), max_size=8)).map(lambda drawn: [drawn[0], *drawn[1]])
+
+
+async def test_the_drafter_ends_any_stream_with_a_status_that_blames_it_and_frees_all_its_sessions(tiny_pair) -> None:
+    async with running_drafter(tiny_pair[1]) as (address, host):
+
+        async def ended(sent: list[bytes]) -> None:
+            status, details = await status_of_stream(address, DRAFTER, sent)
+            assert status in (INVALID, LEFT, grpc.StatusCode.FAILED_PRECONDITION), details
+            assert status is not LEFT or "ended its side" in details
+
+        await holds_for_all(requests(host.identity), ended, 300)
+        await until(lambda: host.num_sessions == 0)
+        async with stream_to(address, host.identity) as stream:
+            await stream.say(opened())
+            assert await stream.hear()
+
+
+@pytest.mark.parametrize("method", [GATEWAY, LIST_MODELS])
+async def test_the_gateway_calls_broken_bytes_by_their_name(tmp_path: Path, method: str) -> None:
+    async with scripted_fleet(tmp_path) as fleet, grpc.aio.insecure_channel(fleet.addresses.grpc) as channel:
+        status, details = await status_of(channel, method, b"\xff\xff\xff")
+        assert status is INVALID
+        assert details.startswith("request: is not a message of this method")
+
+
+async def test_broken_bytes_in_the_middle_of_a_stream_end_it_and_free_its_sessions(tiny_pair) -> None:
+    async with running_drafter(tiny_pair[1]) as (address, host):
+        sent = [draft_request_to_pb((), target=host.identity), draft_request_to_pb([opened()])]
+        data = [*(message.SerializeToString() for message in sent), b"\xff\xff"]
+        status, details = await status_of_stream(address, DRAFTER, data)
+        assert status is INVALID
+        assert details.startswith("request: is not a message of this method")
+        await until(lambda: host.num_sessions == 0)
+
+
+async def test_a_message_beyond_the_limit_of_bytes_is_refused_and_the_next_one_served(tiny_pair) -> None:
+    async with verifier_at(tiny_pair[0]) as (address, host):
+        options = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            status, _ = await status_of(channel, VERIFIER, bytes(MAX_MESSAGE_BYTES + 1))
+            assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+            good = generate_request_to_pb(ask()).SerializeToString()
+            assert (await status_of(channel, VERIFIER, good))[0] is OK
+        assert host.num_sessions == 0
+
+
+async def test_long_values_are_shortened_in_the_status_so_that_it_arrives(tiny_pair) -> None:
+    """Status and details are headers; beyond 8 KiB the client would see a failure of its own instead."""
+    message = generate_request_to_pb(ask())
+    message.speculation.acceptance = "\N{GRINNING FACE}" * 100_000
+    async with verifier_at(tiny_pair[0]) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        status, details = await status_of(channel, VERIFIER, message.SerializeToString())
+    assert status is INVALID
+    assert details.startswith('speculation.acceptance: must be "coupled"')

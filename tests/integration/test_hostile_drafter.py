@@ -1,0 +1,229 @@
+"""A drafter that says whatever it likes while a session runs: the session's tokens are the undisturbed ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from hypothesis import strategies as st
+
+from paceline.core.messages import CommittedTokens, ModelIdentity
+from paceline.core.params import DRAFT_MODEL
+from paceline.rpc.v1 import drafter_pb2
+from paceline.wire import committed_from_pb, draft_response_to_pb, generate_request_to_pb
+from tests.integration.conftest import running_verifier
+from tests.integration.test_verifier_service import PROMPT, ask, tokens_of
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.fuzzing import ANSWER_S, holds_for_all, mangled, messages, until
+
+Steps = list[CommittedTokens]
+
+NUM_TOKENS = 48
+MOST_NODES = 12
+FLOOD = 3000
+# Close to what is true, so that guesses reach the tree: ids that are reused, parents that are not there, gaps.
+NEARLY_RIGHT = {
+    "session_id": st.sampled_from(("s", "s", "s", "t", "")),
+    "epoch": st.sampled_from((1, 1, 1, 0, 2, 2**64 - 1)),
+    "base_len": st.one_of(st.integers(len(PROMPT), len(PROMPT) + NUM_TOKENS), st.sampled_from((0, 1, 2**32 - 1))),
+    "have_len": st.one_of(st.integers(0, len(PROMPT) + NUM_TOKENS), st.just(2**32 - 1)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guesses:
+    """Nodes whose place is told when they are sent.
+
+    Args:
+        nodes: What is said, but for `base_len`.
+        offset: `base_len` beyond the committed tokens that the drafter has heard of.
+        right: Nodes that get the token that will be chosen, if they are a chain; others keep theirs.
+        fresh: Node ids are new with every message, as they ought to be.
+    """
+
+    nodes: drafter_pb2.DraftNodes
+    offset: int
+    right: Sequence[bool]
+    fresh: bool
+
+    def encoded(self, number: int, known_len: int, truth: Sequence[int]) -> bytes:
+        nodes = drafter_pb2.DraftNodes()
+        nodes.CopyFrom(self.nodes)
+        nodes.base_len = max(0, known_len + self.offset)
+        ahead = truth[known_len - len(PROMPT) :]
+        for index, (right, token_id) in enumerate(zip(self.right, ahead, strict=False)):
+            if right:
+                nodes.token_ids[index] = token_id
+        shift = MOST_NODES * number if self.fresh else 0
+        nodes.node_ids[:] = [(node_id + shift) % 2**32 or 1 for node_id in nodes.node_ids]
+        nodes.parent_ids[:] = [(node_id + shift) % 2**32 if node_id else 0 for node_id in nodes.parent_ids]
+        return drafter_pb2.DraftResponse(nodes=[nodes]).SerializeToString()
+
+
+class HostileDrafter(grpc.GenericRpcHandler):
+    """Greets as it should, then answers every message of a verifier with the next line of its script, in a circle."""
+
+    def __init__(self, identity: ModelIdentity) -> None:
+        self.script: Sequence[bytes | Guesses] = ()
+        self.truth: Sequence[int] = ()
+        self.num_said = 0
+        self._hello = draft_response_to_pb((), draft=identity).SerializeToString()
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        return grpc.stream_stream_rpc_method_handler(
+            self._draft, request_deserializer=drafter_pb2.DraftRequest.FromString
+        )
+
+    async def _draft(self, requests: AsyncIterator[drafter_pb2.DraftRequest], context: Any) -> AsyncIterator[bytes]:
+        del context
+        known_len = len(PROMPT)
+        async for request in requests:
+            if request.HasField("target"):
+                yield self._hello
+                continue
+            for opened in request.opens:
+                known_len = len(opened.token_ids)
+            for committed in request.commits:
+                known_len = committed.base_len + len(committed.token_ids)
+            if self.script:
+                line = self.script[self.num_said % len(self.script)]
+                self.num_said += 1
+                yield line if isinstance(line, bytes) else line.encoded(self.num_said, known_len, self.truth)
+
+
+@asynccontextmanager
+async def hostile_drafter(identity: ModelIdentity) -> AsyncIterator[tuple[str, HostileDrafter]]:
+    drafter = HostileDrafter(identity)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((drafter,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", drafter
+    finally:
+        await server.stop(0)
+
+
+async def steps_under(stub, address: str, drafter: HostileDrafter, script: Sequence[bytes | Guesses]) -> list[Steps]:
+    """Sessions until the drafter was heard in one of them; a stream that was lost takes time to come back."""
+    drafter.script, drafter.num_said = script, 0
+    sessions: list[Steps] = []
+    while not drafter.num_said:
+        request = generate_request_to_pb(ask(drafter=address, max_tokens=NUM_TOKENS))
+        sessions.append([committed_from_pb(message) async for message in stub.Generate(request, timeout=ANSWER_S)])
+        await asyncio.sleep(0.02)
+    return sessions
+
+
+def tokens_in(steps: Steps) -> list[int]:
+    return [token_id for step in steps for token_id in step.token_ids]
+
+
+def column(size: int, lowest: int, highest: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(lowest, highest), min_size=size, max_size=size)
+
+
+def trees(size: int) -> st.SearchStrategy[Guesses]:
+    """Lists of equal length, which pass the decoder: chains, and nodes that contradict one another."""
+    chain = st.integers(1, 2**32 - 1 - size).map(lambda first: list(range(first, first + size)))
+    ids = st.one_of(
+        chain.map(lambda nodes: (nodes, [0, *nodes[:-1]])), st.tuples(column(size, 1, 9), column(size, 0, 9))
+    )
+    return st.builds(
+        lambda ids, token_ids, confidences, offset, right, fresh: Guesses(
+            nodes=drafter_pb2.DraftNodes(
+                session_id="s",
+                epoch=1,
+                node_ids=ids[0],
+                parent_ids=ids[1],
+                token_ids=token_ids,
+                confidences=confidences,
+            ),
+            offset=offset,
+            right=right,
+            fresh=fresh,
+        ),
+        ids,
+        st.one_of(column(size, 0, VOCAB_SIZE + 2), column(size, 0, 2**32 - 1)),
+        st.one_of(st.just([255] * size), column(size, 0, 255)),
+        st.sampled_from((0, 0, 0, 0, -1, 1, 500)),
+        st.one_of(st.just([True] * (size // 2)), st.lists(st.booleans(), max_size=size)),
+        st.booleans(),
+    )
+
+
+GUESSES = st.integers(1, MOST_NODES).flatmap(trees)
+BYTES = st.one_of(
+    messages(drafter_pb2.DraftResponse, NEARLY_RIGHT).map(lambda message: message.SerializeToString()),
+    mangled(drafter_pb2.DraftResponse, NEARLY_RIGHT),
+)
+
+
+class Tally:
+    """Checks the sessions under one script after another, and counts what was drafted for them."""
+
+    def __init__(self) -> None:
+        self.num_verified = 0
+        self.num_accepted = 0
+
+    def take(self, steps: Steps, plain: list[int]) -> None:
+        assert tokens_in(steps) == plain
+        assert steps[-1].result is not None
+        self.num_verified += steps[-1].result.speculation.num_draft_tokens
+        self.num_accepted += steps[-1].result.speculation.num_accepted_draft_tokens
+
+
+async def tallied(folder: Path, lines: st.SearchStrategy[Any]) -> Tally:
+    """Runs sessions under scripts of such lines; nobody else drafts, so that what is verified is the hostile one's."""
+    tally = Tally()
+    async with (
+        running_verifier(folder, methods=(DRAFT_MODEL,)) as (stub, host),
+        hostile_drafter(host.identity) as (address, drafter),
+    ):
+        drafter.truth = plain = await tokens_of(stub, ask(max_tokens=NUM_TOKENS))
+
+        async def undisturbed(script: list[bytes | Guesses]) -> None:
+            for steps in await steps_under(stub, address, drafter, script):
+                tally.take(steps, plain)
+
+        await holds_for_all(st.lists(lines, min_size=1, max_size=6), undisturbed, 40)
+        await until(lambda: host.num_sessions == 0)
+    return tally
+
+
+async def test_no_guess_of_a_drafter_changes_a_token(tiny_pair) -> None:
+    tally = await tallied(tiny_pair[0], GUESSES)
+    assert 0 < tally.num_accepted < tally.num_verified
+
+
+async def test_no_bytes_of_a_drafter_change_a_token_or_keep_a_session_waiting(tiny_pair) -> None:
+    await tallied(tiny_pair[0], st.one_of(GUESSES, BYTES))
+
+
+async def test_a_flood_of_guesses_changes_no_token_and_leaves_nothing_behind(tiny_pair) -> None:
+    nodes = [
+        drafter_pb2.DraftNodes(
+            session_id="s",
+            epoch=1,
+            base_len=len(PROMPT),
+            node_ids=range(first, first + FLOOD),
+            parent_ids=[0, *range(first, first + FLOOD - 1)],
+            token_ids=[number % VOCAB_SIZE for number in range(FLOOD)],
+            confidences=[255] * FLOOD,
+        )
+        for first in (1, FLOOD, 2**31)
+    ]
+    lagging = [drafter_pb2.LaggingSession(session_id="s", epoch=1, have_len=1)] * FLOOD
+    flood = drafter_pb2.DraftResponse(nodes=nodes, lagging=lagging).SerializeToString()
+    async with running_verifier(tiny_pair[0]) as (stub, host), hostile_drafter(host.identity) as (address, drafter):
+        plain = await tokens_of(stub, ask(max_tokens=NUM_TOKENS))
+        for steps in await steps_under(stub, address, drafter, [flood]):
+            assert tokens_in(steps) == plain
+        await until(lambda: host.num_sessions == 0)
+        drafter.script = ()
+        assert await tokens_of(stub, ask(max_tokens=NUM_TOKENS)) == plain

@@ -1,0 +1,86 @@
+"""The gateway is what its OpenAPI description says: arbitrary requests, valid and not, to every operation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import CHECKS, load_all_checks
+
+from paceline.gateway.openapi import PATH, openapi_document
+from tests.support.scripted_fleet import MODEL, scripted_fleet
+
+load_all_checks()
+# Refusals of valid bodies are judged below: limits of the model and between fields are told in words only.
+NOT_ASKED = {"positive_data_acceptance"}
+OUTSIDE_SCHEMAS = (
+    "the context",
+    "must be from 0 to max_tokens",
+    "is outside the vocabulary",
+    "exceed the limit of 128 choices",
+    "is only allowed with",
+    "the chat template refuses them",
+    "half of a surrogate pair",
+)
+OPERATIONS = [f"{method.upper()} {path}" for path, methods in openapi_document()["paths"].items() for method in methods]
+CASES = [
+    *((label, GenerationMode.POSITIVE) for label in OPERATIONS),
+    # There is no way to ask wrongly where nothing is asked.
+    *((label, GenerationMode.NEGATIVE) for label in OPERATIONS if label.startswith("POST")),
+]
+MAX_EXAMPLES = 25
+
+
+def schema_for(vocab_size: int) -> Any:
+    """The description, its token ids narrowed to those of the model, so that many valid requests are served."""
+    document = json.dumps(openapi_document()).replace(str(2**32 - 1), str(vocab_size - 1))
+    return schemathesis.openapi.from_dict(json.loads(document))
+
+
+def narrowed(case: Any) -> None:
+    """Asks for the model that is there, and for few tokens of it."""
+    if isinstance(case.body, dict):
+        case.body.pop("model", None)
+        if isinstance(case.body.get("max_tokens"), int):
+            case.body["max_tokens"] = min(case.body["max_tokens"], 20)
+
+
+@pytest.mark.parametrize(("label", "mode"), CASES)
+async def test_answers_are_those_of_the_description(tmp_path: Path, label: str, mode: GenerationMode) -> None:
+    async with scripted_fleet(tmp_path) as fleet:
+        schema = schema_for(fleet.codec.vocab_size)
+        method, path = label.split()
+        operation = schema[path][method]
+        url = f"http://{fleet.addresses.http}"
+        checks = [CHECKS.get_one(name) for name in CHECKS.get_all_names() if name not in NOT_ASKED]
+        statuses: set[int] = set()
+
+        @settings(max_examples=MAX_EXAMPLES, suppress_health_check=list(HealthCheck))
+        @given(operation.as_strategy(generation_mode=mode))
+        def law(case: Any) -> None:
+            if mode is GenerationMode.POSITIVE:
+                narrowed(case)
+            response = case.call(base_url=url)
+            statuses.add(response.status_code)
+            case.validate_response(response, checks=checks)
+            if mode is GenerationMode.POSITIVE and response.status_code == 400:
+                assert any(reason in response.text for reason in OUTSIDE_SCHEMAS), response.text
+
+        await asyncio.to_thread(law)
+        if mode is GenerationMode.NEGATIVE:
+            assert 400 in statuses
+        else:
+            assert 200 in statuses or "{name}" in path
+        answer = await fleet.http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "seed": 0})
+        assert answer.status_code == 200
+
+
+async def test_the_description_is_served(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path) as fleet:
+        assert (await fleet.http.get(PATH)).json() == openapi_document()
