@@ -30,9 +30,10 @@ OUTSIDE_SCHEMAS = (
 )
 OPERATIONS = [f"{method.upper()} {path}" for path, methods in openapi_document()["paths"].items() for method in methods]
 CASES = [
-    *((label, GenerationMode.POSITIVE) for label in OPERATIONS),
+    *((label, GenerationMode.POSITIVE, False) for label in OPERATIONS),
+    *((label, GenerationMode.POSITIVE, True) for label in OPERATIONS if label.startswith("POST")),
     # There is no way to ask wrongly where nothing is asked.
-    *((label, GenerationMode.NEGATIVE) for label in OPERATIONS if label.startswith("POST")),
+    *((label, GenerationMode.NEGATIVE, False) for label in OPERATIONS if label.startswith("POST")),
 ]
 MAX_EXAMPLES = 25
 
@@ -43,16 +44,20 @@ def schema_for(vocab_size: int) -> Any:
     return schemathesis.openapi.from_dict(json.loads(document))
 
 
-def narrowed(case: Any) -> None:
-    """Asks for the model that is there, and for few tokens of it."""
+def narrowed(case: Any, streamed: bool) -> None:
+    """Asks for the model that is there, for few tokens of it, and for a stream or for what it likes."""
     if isinstance(case.body, dict):
+        if streamed:
+            case.body["stream"] = True
         case.body.pop("model", None)
         if isinstance(case.body.get("max_tokens"), int):
             case.body["max_tokens"] = min(case.body["max_tokens"], 20)
 
 
-@pytest.mark.parametrize(("label", "mode"), CASES)
-async def test_answers_are_those_of_the_description(tmp_path: Path, label: str, mode: GenerationMode) -> None:
+@pytest.mark.parametrize(("label", "mode", "streamed"), CASES)
+async def test_answers_are_those_of_the_description(
+    tmp_path: Path, label: str, mode: GenerationMode, streamed: bool
+) -> None:
     async with scripted_fleet(tmp_path) as fleet:
         schema = schema_for(fleet.codec.vocab_size)
         method, path = label.split()
@@ -65,7 +70,7 @@ async def test_answers_are_those_of_the_description(tmp_path: Path, label: str, 
         @given(operation.as_strategy(generation_mode=mode))
         def law(case: Any) -> None:
             if mode is GenerationMode.POSITIVE:
-                narrowed(case)
+                narrowed(case, streamed)
             response = case.call(base_url=url)
             statuses.add(response.status_code)
             case.validate_response(response, checks=checks)

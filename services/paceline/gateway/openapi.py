@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import paceline
-from paceline.gateway.openapi_schemas import SOME_TEXT, TEXT, reference, schemas
+from paceline.gateway.openapi_schemas import SOME_TEXT, TEXT, event, reference, schemas
 from paceline.gateway.requests import MAX_CHOICES
 
 Json = dict[str, Any]
@@ -84,7 +84,7 @@ def _paths() -> Json:
 
 def _generation(operation: str, body: str, answer: str) -> Json:
     answers = _content(answer)["content"]
-    answers["text/event-stream"] = {"schema": {**TEXT, "description": "Server-sent events, then `data: [DONE]`."}}
+    answers["text/event-stream"] = {"schema": event(f"{answer}Chunk")}
     return {
         "operationId": operation,
         "summary": "Generates text, whole or as a stream",

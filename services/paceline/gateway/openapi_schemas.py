@@ -94,6 +94,17 @@ def reference(name: str) -> Json:
     return {"$ref": _REFERENCE.format(model=name)}
 
 
+def event(chunk: str) -> Json:
+    """Returns the schema of one server-sent event, as OpenAPI 3.1 describes streams: a chunk, an error, or the end."""
+    payload = {"anyOf": [reference(chunk), reference("Error")]}
+    chunk_data = {**TEXT, "contentMediaType": "application/json", "contentSchema": payload}
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, chunk_data]}},
+    }
+
+
 def schemas() -> Json:
     """Returns all schemas by name."""
     named: Json = {}
@@ -161,7 +172,13 @@ def _answer_schemas() -> Json:
     text_choice = _object(**choice, text=TEXT, logprobs=_or_null(text_logprobs))
     message = _object(role={"enum": ["assistant"]}, content=TEXT)
     chat_choice = _object(**choice, message=message, logprobs=_or_null(chat_logprobs))
+    chunk_choice = {**choice, "finish_reason": _or_null(choice["finish_reason"])}
+    text_chunk = _object(**chunk_choice, text=TEXT, logprobs=_or_null(text_logprobs))
+    delta = {**_object(role={"enum": ["assistant"]}, content=TEXT), "required": []}
+    chat_chunk = _object(**chunk_choice, delta=delta, logprobs=_or_null(chat_logprobs))
     return {
+        "CompletionChunk": _chunk(**answer, object={"enum": ["text_completion"]}, choices=_list(text_chunk)),
+        "ChatCompletionChunk": _chunk(**answer, object={"enum": ["chat.completion.chunk"]}, choices=_list(chat_chunk)),
         "Completion": _object(**answer, object={"enum": ["text_completion"]}, choices=_list(text_choice), **counts),
         "ChatCompletion": _object(**answer, object={"enum": ["chat.completion"]}, choices=_list(chat_choice), **counts),
         "Usage": _object(
@@ -188,6 +205,13 @@ def _answer_schemas() -> Json:
         ),
         "Error": _object(error=_object(message=TEXT, type=TEXT, param=_or_null(TEXT), code=_or_null(TEXT))),
     }
+
+
+def _chunk(**fields: Json) -> Json:
+    """Returns the schema of a chunk; usage comes as asked for, metrics at the end of a choice and of the stream."""
+    chunk = _object(**fields)
+    chunk["properties"] |= {"usage": _or_null(reference("Usage")), "metrics": reference("Metrics")}
+    return chunk
 
 
 def _speculation_record() -> Json:
