@@ -40,7 +40,12 @@ async def test_a_gateway_that_is_not_there_is_passed_over(fleet: ScriptedFleet) 
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-async def test_a_stream_outlives_its_gateway_with_or_without_a_record(fleet: ScriptedFleet, recorded: bool) -> None:
+async def test_a_stream_outlives_its_gateway_with_or_without_a_record(
+    fleet: ScriptedFleet, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unknown(session_id: str) -> None:
+        del session_id
+
     for verifier in fleet.verifiers:
         verifier.script = Script(pause_after=6)
     async with (
@@ -55,10 +60,14 @@ async def test_a_stream_outlives_its_gateway_with_or_without_a_record(fleet: Scr
             wait.cancel()
         for verifier in fleet.verifiers:
             verifier.script = Script()
+        if recorded:
+            async with asyncio.timeout(30):
+                while (logged := await fleet.store.session(session_id)) is None or logged.record.committed_len < 6:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        else:
+            monkeypatch.setattr(fleet.store, "session", unknown)
         fleet.stop.set()
         await fleet.gateway
-        if not recorded:
-            await fleet.store.delete_session(session_id)
         assert await asking == ("abcdefghij", 10)
         assert client.num_resumed
     resumed = [len(each.committed_token_ids) for verifier in fleet.verifiers for each in verifier.requests]

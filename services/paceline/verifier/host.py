@@ -11,17 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from paceline.config import is_address
 from paceline.core.admission import QueueClock, check_wait
-from paceline.core.errors import (
-    InvalidRequestError,
-    OverloadedError,
-    PacelineError,
-    StaleEpochError,
-    UnavailableError,
-)
+from paceline.core.errors import OverloadedError, PacelineError, StaleEpochError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
-from paceline.core.params import DRAFT_MODEL, check_token_ids
+from paceline.core.params import DRAFT_MODEL
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread
 from paceline.engine.target import TargetEngine
@@ -29,6 +22,7 @@ from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Pa
 from paceline.obs.metrics import VerifierMetrics
 from paceline.store.base import Replica, Store
 from paceline.store.view import RegistryView
+from paceline.verifier.checks import check_request
 from paceline.verifier.links import DrafterLink
 from paceline.verifier.metrics import record_step
 from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter, spare_drafter
@@ -43,7 +37,6 @@ REFRESH_S = 1.0
 LINK_IDLE_S = 60.0
 # Requests name drafters; those named beyond so many are not dialled, and their sessions are served without.
 MAX_LINKS = 256
-SHOWN_CHARS = 80
 
 _Stream = asyncio.Queue[CommittedTokens | PacelineError]
 
@@ -198,7 +191,8 @@ class TargetHost:
             OverloadedError: Too many sessions.
             UnavailableError: The verifier shuts down or its engine died.
         """
-        self._check(request)
+        check_request(request, self.identity, max_model_len=self._max_model_len, methods=self._methods)
+        self._admit(request)
         if DRAFT_MODEL not in (request.speculation.methods or self._methods):
             request = replace(request, drafter_address="")
         if request.drafter_address and request.speculation.cap:
@@ -212,41 +206,21 @@ class TargetHost:
                 if committed.result is not None:
                     return
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _admit(self, request: GenerateRequest) -> None:
         if self._draining:
             raise UnavailableError("this verifier shuts down")
         if self.num_sessions >= self._max_queue:
             raise OverloadedError(f"{self._max_queue} sessions are under way", retry_after_s=RETRY_AFTER_S)
-        # One that goes on here was taken long ago; it is never sent away.
-        if not request.committed_token_ids:
-            ahead = self.num_sessions + 1 - self._num_places
-            check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
         known = self._under_way.get(request.session_id)
         if known is not None and known.epoch >= request.epoch:
             raise StaleEpochError(
                 f"epoch: session {request.session_id!r} is under way here under epoch {known.epoch}, "
                 f"a newer one is needed to take it over, got {request.epoch}"
             )
-        if request.drafter_address and not is_address(request.drafter_address):
-            shown = request.drafter_address[:SHOWN_CHARS]
-            raise InvalidRequestError("drafter_address", f"must be host:port, got {shown!r}")
-        vocab_size = self.identity.vocab_size
-        check_token_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
-        check_token_ids("committed_token_ids", request.committed_token_ids, vocab_size)
-        request.sampling.check_vocabulary(vocab_size)
-        unserved = sorted(set(request.speculation.methods) - set(self._methods))
-        if unserved:
-            served = ", ".join(self._methods)
-            raise InvalidRequestError("speculation.method", f"{unserved[0]} is not served here, only {served}")
-        total = len(request.prompt_token_ids) + request.sampling.max_tokens
-        if total > self._max_model_len:
-            raise InvalidRequestError(
-                "max_tokens",
-                f"{len(request.prompt_token_ids)} prompt tokens + {request.sampling.max_tokens} output tokens exceed "
-                f"the context of {self._max_model_len}",
-            )
-        if len(request.committed_token_ids) >= request.sampling.max_tokens:
-            raise InvalidRequestError("committed_token_ids", "must be fewer than max_tokens")
+        # One that goes on here was taken long ago; it is never sent away.
+        if not request.committed_token_ids:
+            ahead = self.num_sessions + 1 - self._num_places
+            check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
 
     @contextmanager
     def _stream(self, request: GenerateRequest) -> Iterator[_Stream]:

@@ -1,0 +1,45 @@
+"""What a request must hold before an engine sees it; knows the model's limits and nothing of load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.config import is_address
+from paceline.core.errors import InvalidRequestError
+from paceline.core.messages import GenerateRequest, ModelIdentity
+from paceline.core.params import check_token_ids
+
+SHOWN_CHARS = 80
+
+
+def check_request(
+    request: GenerateRequest, identity: ModelIdentity, *, max_model_len: int, methods: Sequence[str]
+) -> None:
+    """Refuses what this verifier cannot serve, however idle it is.
+
+    Args:
+        request: What a gateway sent.
+        identity: The target model.
+        max_model_len: Most tokens of a session, prompt and output.
+        methods: Ways to draft that are served.
+
+    Raises:
+        InvalidRequestError: Names the field and the limit.
+    """
+    if request.drafter_address and not is_address(request.drafter_address):
+        shown = request.drafter_address[:SHOWN_CHARS]
+        raise InvalidRequestError("drafter_address", f"must be host:port, got {shown!r}")
+    check_token_ids("prompt_token_ids", request.prompt_token_ids, identity.vocab_size)
+    check_token_ids("committed_token_ids", request.committed_token_ids, identity.vocab_size)
+    request.sampling.check_vocabulary(identity.vocab_size)
+    unserved = sorted(set(request.speculation.methods) - set(methods))
+    if unserved:
+        raise InvalidRequestError("speculation.method", f"{unserved[0]} is not served here, only {', '.join(methods)}")
+    prompt_len, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    if prompt_len + max_tokens > max_model_len:
+        raise InvalidRequestError(
+            "max_tokens",
+            f"{prompt_len} prompt tokens + {max_tokens} output tokens exceed the context of {max_model_len}",
+        )
+    if len(request.committed_token_ids) >= max_tokens:
+        raise InvalidRequestError("committed_token_ids", "must be fewer than max_tokens")
