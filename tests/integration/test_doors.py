@@ -172,6 +172,21 @@ async def test_a_key_gets_no_more_sessions_than_its_line_says(fleet: ScriptedFle
     assert (await complete(fleet, SMALL)).status_code == 200
 
 
+async def test_a_session_is_resumed_by_its_own_key_and_to_others_does_not_exist(fleet: ScriptedFleet) -> None:
+    request = gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="the fox")
+    responses = [r async for r in fleet.stub.Generate(request, metadata=(("authorization", f"Bearer {ALICE}"),))]
+    resume = gateway_pb2.ResumeRequest(session_id=responses[0].session_id)
+    async with asyncio.timeout(30):
+        while (logged := await fleet.store.session(resume.session_id)) is None or not logged.record.state.finished:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async for _ in fleet.stub.Resume(resume, metadata=(("authorization", f"Bearer {BOB}"),)):
+            pass
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    again = [r async for r in fleet.stub.Resume(resume, metadata=(("authorization", f"Bearer {ALICE}"),))]
+    assert "".join(r.text for r in again) == "".join(r.text for r in responses)
+
+
 async def test_a_greedy_key_leaves_a_place_to_others(fleet: ScriptedFleet) -> None:
     fleet.verifier.script = Script(pause_after=3)
     greedy = asyncio.create_task(complete(fleet, ALICE, n=7))

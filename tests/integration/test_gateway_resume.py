@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from paceline.core.errors import (
     StaleEpochError,
     UnavailableError,
 )
+from paceline.gateway.placing import SILENT_S
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.status import error_from_rpc
 from paceline.store.base import EPOCHS_PER_OWNER, SessionState
@@ -205,6 +207,32 @@ async def test_the_only_verifier_keeps_its_sessions_while_it_drains(tmp_path: Pa
         fleet.verifier.resume(session_id)
         assert (await asking)[0] == "abcdefghij"
         assert len(fleet.verifier.requests) == 1
+
+
+async def test_a_clock_that_jumps_in_the_store_ends_no_session_and_the_next_heartbeat_mends_it(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, num_verifiers=2) as fleet:
+        for verifier in fleet.verifiers:
+            verifier.script = Script(pause_after=6)
+        replicas = await fleet.store.replicas()
+        asking = asyncio.create_task(rest_of(fleet.stub.Generate(request())))
+        waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        at = 0 if waits[0].done() else 1
+        waits[1 - at].cancel()
+        fleet.store._clock = lambda: time.monotonic() + 1e6
+        while (await fleet.http.get("/health")).status_code == 200:
+            continue
+        # Longer than a verifier may be silent that has left the registry while others are in it.
+        await asyncio.sleep(1.5 * SILENT_S)
+        fleet.verifiers[at].resume(waits[at].result())
+        assert (await asking)[0] == "abcdefghij"
+        assert sum(len(verifier.requests) for verifier in fleet.verifiers) == 1
+        await fleet.announce(*replicas)
+        while (await fleet.http.get("/health")).status_code != 200:
+            continue
+        for verifier in fleet.verifiers:
+            verifier.script = Script()
+        assert (await rest_of(fleet.stub.Generate(request())))[0] == "abcdefghij"
 
 
 async def test_a_session_waits_for_its_verifier_to_come_back(tmp_path: Path) -> None:
