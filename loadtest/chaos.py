@@ -42,7 +42,6 @@ from paceline.store.base import open_store
 
 # Streams end this long after the last fault at the latest.
 PATIENCE_S = 90.0
-SILENCE_S = 20.0
 # A stream that paused less around a kill had nothing to do with it.
 AFFECTED_S = 0.25
 # Services restart soon: what is tested is losing them, not waiting for them.
@@ -86,8 +85,8 @@ async def run(options: argparse.Namespace) -> Outcome:
     requests = mixed_requests(options.streams, options.max_tokens)
     async with disturbed_fleet(options.replicas, num_verifiers=options.verifiers) as site:
         gateways = [endpoint.second_address for endpoint in site.fleet.endpoints_of("gateway")]
-        # A gateway that is frozen is found out by its silence only; a stream that waits for its turn is silent too.
-        async with ResumingClient(gateways, patience_s=PATIENCE_S, silence_s=SILENCE_S) as client:
+        # A stream that waits for its turn is silent; gateways that are frozen are found out by the pings of gRPC.
+        async with ResumingClient(gateways, patience_s=PATIENCE_S, silence_s=PATIENCE_S) as client:
             reference = await _undisturbed(client, requests)
             plan = planned(options.faults, _names(site.fleet), chance)
             disturbance = Disturbance(site, plan, chance)

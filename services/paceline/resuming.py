@@ -68,6 +68,11 @@ class _Progress:
         self.session_id = ""
         self.skip_tokens, self.skip_chars = self.num_tokens, self.num_chars
 
+    def resume(self) -> gateway_pb2.ResumeRequest:
+        """Asks for what is not there yet; nothing that is known is sent again, however far a new beginning had come."""
+        self.skip_tokens = self.skip_chars = 0
+        return gateway_pb2.ResumeRequest(session_id=self.session_id, offset=self.num_tokens)
+
 
 class ResumingClient:
     """Calls gateways; an async context manager.
@@ -77,7 +82,8 @@ class ResumingClient:
         api_key: Shown with every call; empty: none.
         ca: Certificates in PEM that sign the gateways' ones; None: plain text.
         patience_s: How long to go on trying without a new token, in seconds.
-        silence_s: Longest wait for the next message of a stream, in seconds.
+        silence_s: Longest wait for the next message of a stream, in seconds; streams wait for their turn, and gateways
+            that are dead or frozen are found out sooner by the pings of gRPC.
         clock: Monotonic seconds.
     """
 

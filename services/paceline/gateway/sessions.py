@@ -25,7 +25,7 @@ from paceline.gateway.stopwatch import Stopwatch
 from paceline.gateway.text_stream import TextStream
 from paceline.gateway.verifier_client import VerifierClient
 from paceline.obs.metrics import GatewayMetrics
-from paceline.store.base import SessionState
+from paceline.store.base import SessionState, next_owner_epoch
 
 RETRY_AFTER_S = 1.0
 SHUTTING_DOWN = "the gateway is shutting down"
@@ -176,7 +176,7 @@ class Sessions:
             self._idle.set()
 
     async def _events(self, request: SessionRequest) -> AsyncGenerator[Event, None]:
-        trail = self._records.open(request, partial(self._taken_over, request.session_id))
+        trail = self._records.open(request, partial(self._taken_over, request))
         state = SessionState.LEFT
         try:
             async with aclosing(self._pieces(request, trail)) as events:
@@ -192,10 +192,11 @@ class Sessions:
             if not trail.ended:
                 trail.end(state)
 
-    def _taken_over(self, session_id: str) -> None:
-        """Another gateway owns the session: what runs here of it ends."""
-        error = StaleEpochError(f"session {session_id} goes on at another gateway")
-        self._client.end(lambda call: call.session_id == session_id, error)
+    def _taken_over(self, request: SessionRequest) -> None:
+        """Another owner has the session, maybe a later call at this very gateway: what the older one runs ends."""
+        last_epoch = next_owner_epoch(request.epoch) - 1
+        error = StaleEpochError(f"session {request.session_id} goes on at another gateway")
+        self._client.end(lambda call: call.session_id == request.session_id and call.epoch <= last_epoch, error)
 
     async def _pieces(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[Event, None]:
         """Yields the answer beyond the tokens that the client has, and how it ended."""

@@ -46,12 +46,14 @@ class RunningCall:
 
     Attributes:
         session_id: The session.
+        epoch: Under which it runs.
         address: The verifier's.
         heard_s: When it was called or last said something, monotonic seconds.
         ended_by: Why we ended it ourselves; None while it runs.
     """
 
     session_id: str
+    epoch: int
     address: str
     heard_s: float
     ended_by: PacelineError | None = None
@@ -97,7 +99,9 @@ class VerifierClient:
         if self.aborted:
             raise UnavailableError(self._abort_reason)
         call: _Call = self._stub(address).Generate(generate_request_to_pb(request))
-        running = RunningCall(session_id=request.session_id, address=address, heard_s=self._clock())
+        running = RunningCall(
+            session_id=request.session_id, epoch=request.epoch, address=address, heard_s=self._clock()
+        )
         self._calls[call] = running
         try:
             timeout_s = self._deadlines.first_message_s
