@@ -152,9 +152,11 @@ class ResumingClient:
             self._channels[turn % len(self._channels)]
         )
         resumes = bool(progress.session_id)
-        resume = gateway_pb2.ResumeRequest(session_id=progress.session_id, offset=progress.num_tokens)
-        metadata = self._metadata
-        call: _Call = stub.Resume(resume, metadata=metadata) if resumes else stub.Generate(request, metadata=metadata)
+        call: _Call = (
+            stub.Resume(progress.resume(), metadata=self._metadata)
+            if resumes
+            else stub.Generate(request, metadata=self._metadata)
+        )
         finished = False
         try:
             while not finished:
