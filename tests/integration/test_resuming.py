@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,46 @@ async def test_a_stream_outlives_its_gateway_with_or_without_a_record(
         assert client.num_resumed
     resumed = [len(each.committed_token_ids) for verifier in fleet.verifiers for each in verifier.requests]
     assert sorted(resumed) == ([0, 6] if recorded else [0, 0])
+
+
+async def test_a_new_beginning_that_breaks_off_before_it_got_as_far_is_resumed_without_a_gap(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = fleet.store.session
+
+    async def unknown(session_id: str) -> None:
+        del session_id
+
+    async def paused() -> None:
+        waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    def script(pause_after: int | None) -> None:
+        for verifier in fleet.verifiers:
+            verifier.script = Script(pause_after=pause_after)
+
+    async with AsyncExitStack() as last, AsyncExitStack() as third:
+        addresses = [
+            fleet.addresses.grpc,
+            await last.enter_async_context(joining_gateway(fleet)),
+            await third.enter_async_context(joining_gateway(fleet, grace_s=0.0)),
+        ]
+        client = await last.enter_async_context(ResumingClient(addresses))
+        script(pause_after=6)
+        asking = asyncio.create_task(whole(client))
+        await paused()
+        # The first gateway dies, the second knows of no record, the third begins anew and comes half as far.
+        script(pause_after=3)
+        monkeypatch.setattr(fleet.store, "session", unknown)
+        fleet.stop.set()
+        await fleet.gateway
+        await paused()
+        monkeypatch.setattr(fleet.store, "session", known)
+        script(pause_after=None)
+        await third.aclose()
+        assert await asking == ("abcdefghij", 10)
 
 
 async def test_without_any_gateway_it_gives_up_in_the_end() -> None:
