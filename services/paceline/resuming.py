@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -85,6 +86,7 @@ class ResumingClient:
         silence_s: Longest wait for the next message of a stream, in seconds; streams wait for their turn, and gateways
             that are dead or frozen are found out sooner by the pings of gRPC.
         clock: Monotonic seconds.
+        chance: Spreads the tries of many clients.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class ResumingClient:
         patience_s: float = 60.0,
         silence_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
+        chance: random.Random | None = None,
     ) -> None:
         self._channels = [_channel(address, ca) for address in addresses]
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -103,6 +106,7 @@ class ResumingClient:
         self._patience_s = patience_s
         self._silence_s = silence_s
         self._clock = clock
+        self._chance = random.Random() if chance is None else chance
         self.num_resumed = 0
 
     async def __aenter__(self) -> ResumingClient:
@@ -140,7 +144,8 @@ class ResumingClient:
                 if self._clock() >= until_s:
                     raise UnavailableError(f"no gateway has brought a token in time; the last said: {error}") from error
                 self.num_resumed += bool(progress.session_id)
-            await asyncio.sleep(pause_s)
+            # Clients that lost the same gateway must not all come back at the same moment.
+            await asyncio.sleep(pause_s * self._chance.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
             turn += 1
 
