@@ -225,9 +225,11 @@ class Goodput:
         place = {index: row for row, index in enumerate(drafted)}
         filled = [0] * len(drafted)
         for survival, index, _ in ranked:
-            row = place[index]
-            looks[row, filled[row]] = survival
-            filled[row] += 1
+            row = place.get(index)
+            # Sessions without a drafter have nodes too: of look-up, or left over from a drafter that is gone.
+            if row is not None:
+                looks[row, filled[row]] = survival
+                filled[row] += 1
         # Sessions at once weigh no more than as many steps of one.
         for look in looks:
             self._in_hand += SMOOTHING * (look - self._in_hand)

@@ -226,3 +226,12 @@ def test_nodes_that_hardly_ever_match_are_left_out_even_where_rows_are_free():
     padded = StepCost(rows=(1, 8), seconds=(1.0, 1.0))
     unlikely = tree_of([(0, 1, 0.04), (0, 2, 0.03)])
     assert Goodput(StepTimes(padded)).allocate([Demand(tree=unlikely, cap=8)], other_rows=0).nodes == ((),)
+
+
+@given(TREES, st.lists(st.booleans(), min_size=3, max_size=3))
+def test_sessions_whose_drafter_is_gone_share_steps_with_the_others_and_teach_nothing_about_drafters(rows, drafted):
+    demands = [Demand(tree=tree_of(tree), cap=8, drafted=each) for tree, each in zip(rows, drafted, strict=False)]
+    mixed, alone = Goodput(StepTimes(FLAT)), Goodput(StepTimes(FLAT))
+    mixed.allocate(demands, other_rows=0)
+    alone.allocate([each for each in demands if each.drafted], other_rows=0)
+    assert mixed._in_hand.tolist() == alone._in_hand.tolist()
