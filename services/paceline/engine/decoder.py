@@ -5,6 +5,7 @@ A decoder knows nothing of sessions, trees or sampling: rows, slots and block ta
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -27,13 +28,15 @@ from paceline.engine.config import (
 from paceline.engine.graphs import Capture, GraphCache
 from paceline.engine.kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
 from paceline.engine.kv import KVCache, as_array
-from paceline.engine.linear import HeadLinear, Linear, padded_rows, row_counts
+from paceline.engine.linear import HeadLinear, Linear, has_native_bfloat16, padded_rows, row_counts
 from paceline.engine.llama import LlamaLayer, LlamaReader, LlamaWeights
 from paceline.engine.rope import RopeTable
 from paceline.engine.static_batch import bucket_rows, plan_static
 from paceline.engine.static_step import StaticStep, default_capture
 from paceline.engine.torch_attention import TorchKVCache, plan_attention, run_attention
 from paceline.engine.torch_layers import TorchLayers, TorchRows
+
+logger = logging.getLogger(__name__)
 
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -262,6 +265,11 @@ def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_th
     config = DecoderConfig.from_transformers(described, folder)
     checkpoint = Checkpoint(folder)
     kind = choose_dtype(dtype, checkpoint)
+    if kind is torch.bfloat16 and place.type == "cpu" and not has_native_bfloat16():
+        logger.warning(
+            "this CPU emulates bfloat16: slow, and with several threads tokens may depend on the batch; "
+            "--dtype float32 is neither, for twice the memory"
+        )
     if architecture_of(described, folder) not in LEAN_ARCHITECTURES:
         from paceline.engine.generic import GenericDecoder
 

@@ -129,3 +129,12 @@ def _fits_float16(weight: torch.Tensor) -> bool:
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     return bool(weight.abs().max() < torch.finfo(torch.float16).max)
+
+
+def has_native_bfloat16() -> bool:
+    """Says whether the CPU multiplies bfloat16 itself.
+
+    Where it does not, oneDNN emulates it: five times slower than here was measured, and with several threads the last
+    bits of a row were seen to depend on how many rows there are.
+    """
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())  # noqa: SLF001 - no other way
