@@ -78,14 +78,7 @@ async def serve(
     deadlines = Deadlines(first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s)
     client = VerifierClient(deadlines, load_tls(config.tls_dir, GATEWAY))
     metrics = GatewayMetrics(registry)
-    placer = Placer(
-        fleet=fleet,
-        router=Router(),
-        client=client,
-        failover_s=config.failover_s,
-        max_wait_s=config.max_wait_s,
-        on_failover=lambda reason: metrics.failovers.labels(reason).inc(),
-    )
+    placer = _placer(config, fleet, client, metrics)
     sessions = Sessions(
         fleet=fleet,
         client=client,
@@ -115,6 +108,17 @@ async def serve(
     ):
         on_ready(addresses)
         await stop.wait()
+
+
+def _placer(config: GatewayConfig, fleet: Fleet, client: VerifierClient, metrics: GatewayMetrics) -> Placer:
+    return Placer(
+        fleet=fleet,
+        router=Router(),
+        client=client,
+        failover_s=config.failover_s,
+        max_wait_s=config.max_wait_s,
+        on_failover=lambda reason: metrics.failovers.labels(reason).inc(),
+    )
 
 
 def _replica(replica_id: str, config: GatewayConfig, addresses: Addresses, sessions: Sessions) -> Replica:
