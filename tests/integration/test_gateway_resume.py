@@ -12,6 +12,7 @@ import pytest
 
 from paceline.core.errors import (
     InvalidRequestError,
+    OverloadedError,
     PacelineError,
     StaleEpochError,
     UnavailableError,
@@ -149,6 +150,20 @@ async def test_another_gateway_goes_on_and_the_first_one_ends_its_stream(tmp_pat
         logged = await fleet.store.session(session_id)
         assert logged is not None
         assert (logged.record.state, logged.record.committed_len) == (SessionState.LENGTH, 10)
+
+
+async def test_a_gateway_without_a_place_leaves_the_session_to_its_owner(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, num_verifiers=2, max_sessions=1) as fleet:
+        for verifier in fleet.verifiers:
+            verifier.script = Script(pause_after=6)
+        call = fleet.stub.Generate(request())
+        stream = aiter(call)
+        session_id = (await anext(stream)).session_id
+        await logged_len(fleet, session_id, 6)
+        assert isinstance(await refusal(fleet.stub.Resume(Resume(session_id=session_id))), OverloadedError)
+        for verifier in fleet.verifiers:
+            verifier.resume(session_id)
+        assert (await rest_of(stream))[0] == "abcdefghij"
 
 
 async def test_what_cannot_be_resumed_is_refused_by_name(fleet: ScriptedFleet) -> None:

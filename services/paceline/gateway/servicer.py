@@ -51,27 +51,29 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         """Streams one completion; a client that sets a deadline is not made to wait beyond it for its turn."""
         session = replace(self._session(request), max_wait_s=context.time_remaining())
-        async with aclosing(self._stream(session)) as responses:
-            async for response in responses:
-                yield response
+        with self._sessions.admitted(1, current_caller()):
+            async with aclosing(self._stream(session)) as responses:
+                async for response in responses:
+                    yield response
 
     async def Resume(
         self, request: gateway_pb2.ResumeRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         """Streams what is left of a completion."""
         del context
-        session = await self._resumption.claim(request.session_id, request.offset, current_caller().name)
-        async with aclosing(self._stream(session)) as responses:
-            async for response in responses:
-                yield response
+        # A gateway that has no place for the session must not take it from whoever runs it.
+        with self._sessions.admitted(1, current_caller()):
+            session = await self._resumption.claim(request.session_id, request.offset, current_caller().name)
+            async with aclosing(self._stream(session)) as responses:
+                async for response in responses:
+                    yield response
 
     async def _stream(self, session: SessionRequest) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
-        with self._sessions.admitted(1, current_caller()):
-            # At once, so that a client knows what to resume even if it never gets a token from here.
-            yield gateway_pb2.GatewayGenerateResponse(session_id=session.session_id)
-            async with aclosing(self._sessions.run(session)) as events:
-                async for event in events:
-                    yield _response(session.session_id, event)
+        # At once, so that a client knows what to resume even if it never gets a token from here.
+        yield gateway_pb2.GatewayGenerateResponse(session_id=session.session_id)
+        async with aclosing(self._sessions.run(session)) as events:
+            async for event in events:
+                yield _response(session.session_id, event)
 
     async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Any) -> gateway_pb2.ListModelsResponse:
         """Names the models that a verifier serves at the moment."""
