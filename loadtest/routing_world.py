@@ -16,8 +16,7 @@ import numpy as np
 
 from loadtest.conversations import TRACE_BLOCK, Request, full_blocks
 from loadtest.routing_policies import MODEL, Policy
-from paceline.core.messages import ModelIdentity
-from paceline.gateway.routing import GATEWAY, VERIFIER
+from paceline.core.messages import GATEWAY, VERIFIER, ModelIdentity
 from paceline.store.base import Replica
 
 # A model of about 8 billion weights on a large GPU.

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from paceline.core.messages import GenerateRequest
-from paceline.credentials import VERIFIER, channel
+from paceline.core.messages import VERIFIER, GenerateRequest
+from paceline.credentials import channel
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.wire import committed_from_pb, generate_request_to_pb
 

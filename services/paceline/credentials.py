@@ -17,12 +17,12 @@ import grpc
 
 from paceline.certificates import names_of, read_certificates, read_key, utc_now
 from paceline.core.errors import ConfigError, PermissionDeniedError
+from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.interceptors import CheckInterceptor
 from paceline.serving import CHANNEL_OPTIONS
 
 FLAG = "--tls-dir"
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "tls.pem", "tls.key"
-GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
 # May ask every service for its health, and nothing else.
 PROBE = "probe"
 ROLES = (GATEWAY, VERIFIER, DRAFTER, PROBE)

@@ -22,7 +22,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from paceline.certificates import utc_now
 from paceline.config import parse, setting
 from paceline.core.errors import ConfigError
-from paceline.credentials import CA_FILE, CERTIFICATE_FILE, GATEWAY, KEY_FILE, ROLES, role_name
+from paceline.core.messages import GATEWAY
+from paceline.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, ROLES, role_name
 
 PROG = "paceline dev-ca"
 DESCRIPTION = (

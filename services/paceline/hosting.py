@@ -146,6 +146,8 @@ async def serve_model(
                 await host.start()
                 settle_heap()
                 following = None if follow is None else asyncio.create_task(follow(store), name="follow the registry")
+                if following is not None:
+                    following.add_done_callback(_tell_of_end)
                 try:
                     await _serve_announced(host, config, role, server, store)
                 finally:
@@ -180,6 +182,12 @@ async def _serve_announced(
         await server.drain()
         await host.wind_down()
     await server.stop(LAST_CALLS_S)
+
+
+def _tell_of_end(following: asyncio.Task[None]) -> None:
+    """A service serves on without its view of the registry, but not in silence."""
+    if not following.cancelled():
+        logger.error("the registry is not followed any more", exc_info=following.exception())
 
 
 def settle_heap() -> None:

@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.core.allocator import FixedGamma
+from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.core.params import DRAFT_MODEL, METHODS
-from paceline.credentials import DRAFTER, GATEWAY, VERIFIER, FleetTls, channel, folder_of, load_tls, only_for
+from paceline.credentials import FleetTls, channel, folder_of, load_tls, only_for
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.draft_model import DraftEngine, DraftLimits

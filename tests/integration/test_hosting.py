@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from paceline import hosting
 from paceline.cluster.health import grpc_health
 from paceline.cluster.valkey import free_port
-from paceline.core.messages import ModelIdentity
-from paceline.credentials import DRAFTER, PROBE, VERIFIER, FleetTls, channel
+from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
+from paceline.credentials import PROBE, FleetTls, channel
 from paceline.dev_ca import make_certificates
 from paceline.drafter.config import DrafterConfig
 from paceline.hosting import serve_model

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.credentials import GATEWAY, ROLES, VERIFIER, FleetTls, folder_of, load_tls
+from paceline.core.messages import GATEWAY, VERIFIER
+from paceline.credentials import ROLES, FleetTls, folder_of, load_tls
 from paceline.dev_ca import LIFETIME, main, make_certificates
 
 NOW = datetime(2030, 5, 1, tzinfo=UTC)

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from paceline.core.params import SamplingParams, SpeculationParams
 
+# Roles of replicas, in the registry and in certificates.
+GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:

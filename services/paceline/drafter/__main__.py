@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from paceline.config import loggable, parse
-from paceline.core.messages import ModelIdentity, OpenSession
+from paceline.core.messages import DRAFTER, ModelIdentity, OpenSession
 from paceline.core.params import SamplingParams
-from paceline.credentials import DRAFTER, load_tls
+from paceline.credentials import load_tls
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer

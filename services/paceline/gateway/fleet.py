@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from paceline.core.errors import ModelNotFoundError, UnavailableError
-from paceline.core.messages import ModelIdentity
+from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.gateway.requests import ServedModel
-from paceline.gateway.routing import DRAFTER, VERIFIER, able_verifiers
+from paceline.gateway.routing import able_verifiers
 from paceline.gateway.text import TextCodec
 from paceline.store.base import Replica
 from paceline.store.view import Registry, RegistryView

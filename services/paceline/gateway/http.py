@@ -12,11 +12,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from paceline.core.errors import ModelNotFoundError, PacelineError
+from paceline.core.messages import DRAFTER, VERIFIER
 from paceline.gateway.completions import BodyLimits, CompletionEndpoint
 from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
-from paceline.gateway.routing import DRAFTER, VERIFIER
 from paceline.gateway.sessions import Sessions
 
 OWNER = "paceline"

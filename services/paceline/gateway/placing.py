@@ -14,11 +14,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from paceline.core.errors import OverloadedError, PacelineError, UnavailableError
-from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.records import SessionTrail
 from paceline.gateway.requests import SessionRequest
-from paceline.gateway.routing import VERIFIER, Router, able_verifiers, choose_drafter
+from paceline.gateway.routing import Router, able_verifiers, choose_drafter
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
 from paceline.store.base import Replica
 

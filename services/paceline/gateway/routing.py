@@ -10,13 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 
-from paceline.core.messages import ModelIdentity
+from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER, ModelIdentity
 from paceline.gateway.prefixes import HASH_BYTES, MAX_BLOCKS, PrefixIndex, covered_tokens, prefix_blocks
 from paceline.store.base import Replica
-
-GATEWAY = "gateway"
-VERIFIER = "verifier"
-DRAFTER = "drafter"
 
 # A verifier that holds a whole prompt may have so many times its fair share of the sessions more than one that holds
 # nothing of it. A hit saves at most the whole prompt, so it may cost at most one more wait of the fair length.

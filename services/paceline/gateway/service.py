@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigError
+from paceline.core.messages import GATEWAY
 from paceline.credentials import load_tls
 from paceline.gateway.access import Access, GuardedApp
 from paceline.gateway.completions import BodyLimits
@@ -25,7 +26,7 @@ from paceline.gateway.http import create_app
 from paceline.gateway.placing import Placer
 from paceline.gateway.records import RecordWriter
 from paceline.gateway.resume import Resumption
-from paceline.gateway.routing import GATEWAY, Router
+from paceline.gateway.routing import Router
 from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.text import TextCodec

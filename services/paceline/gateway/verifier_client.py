@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import grpc
 
 from paceline.core.errors import PacelineError, RemoteProtocolError, UnavailableError
-from paceline.core.messages import CommittedTokens, GenerateRequest
-from paceline.credentials import VERIFIER, FleetTls, channel
+from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
+from paceline.credentials import FleetTls, channel
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS, error_from_rpc
 from paceline.wire import committed_from_pb, generate_request_to_pb

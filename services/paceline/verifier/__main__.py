@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry
 from paceline.config import loggable, parse
 from paceline.core.allocator import Allocator
 from paceline.core.errors import ConfigError
-from paceline.core.messages import GenerateRequest, ModelIdentity
+from paceline.core.messages import VERIFIER, GenerateRequest, ModelIdentity
 from paceline.core.params import NGRAM, SUFFIX, SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepMode
-from paceline.credentials import VERIFIER, load_tls
+from paceline.credentials import load_tls
 from paceline.drafting.suffix import TextSource
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.admission import QueueClock, check_wait
 from paceline.core.errors import OverloadedError, PacelineError, StaleEpochError, UnavailableError
-from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
+from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread
@@ -29,7 +29,6 @@ from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_d
 
 logger = logging.getLogger(__name__)
 
-DRAFTER = "drafter"
 RETRY_AFTER_S = 1.0
 # Pause between two readings of the registry.
 REFRESH_S = 1.0

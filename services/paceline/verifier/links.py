@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
-from paceline.credentials import DRAFTER, FleetTls, channel
+from paceline.core.messages import DRAFTER, ModelIdentity, ToDrafter, ToVerifier
+from paceline.credentials import FleetTls, channel
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS
 from paceline.wire import draft_request_to_pb, draft_response_from_pb

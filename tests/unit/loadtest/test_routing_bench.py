@@ -15,7 +15,7 @@ from loadtest.routing import LEAST_LOADED, OURS, PREFIX_ONLY, ROUND_ROBIN, figur
 from loadtest.routing_policies import LeastLoaded, RoundRobin, Routed
 from loadtest.routing_world import Outcome, PrefixCache, Simulation, pooled_hit_rate
 
-from paceline.gateway.routing import VERIFIER
+from paceline.core.messages import VERIFIER
 from paceline.store.base import Replica
 
 
