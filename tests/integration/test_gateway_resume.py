@@ -71,6 +71,15 @@ async def broken_off(fleet: ScriptedFleet) -> tuple[str, str, int]:
     return first.session_id, text, num_tokens
 
 
+async def paused_at(fleet: ScriptedFleet) -> int:
+    """Which of two verifiers pauses with the session."""
+    waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    at = 0 if waits[0].done() else 1
+    waits[1 - at].cancel()
+    return at
+
+
 async def logged_len(fleet: ScriptedFleet, session_id: str, num_tokens: int) -> None:
     """Returns when that many tokens are in the log."""
     async with asyncio.timeout(30):
@@ -185,10 +194,7 @@ async def test_sessions_leave_a_draining_verifier_in_mid_stream(fleet: ScriptedF
     for verifier in fleet.verifiers:
         verifier.script = Script(pause_after=6)
     asking = asyncio.create_task(rest_of(fleet.stub.Generate(request())))
-    waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    at = 0 if waits[0].done() else 1
-    waits[1 - at].cancel()
+    at = await paused_at(fleet)
     fleet.verifiers[1 - at].script = Script()
     await fleet.store.drain(f"verifier-{at}")
     text, num_tokens, _ = await asking
@@ -201,10 +207,7 @@ async def test_sessions_leave_a_silent_verifier_that_is_no_longer_in_the_registr
     for verifier in fleet.verifiers:
         verifier.script = Script(pause_after=6)
     asking = asyncio.create_task(rest_of(fleet.stub.Generate(request())))
-    waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    at = 0 if waits[0].done() else 1
-    waits[1 - at].cancel()
+    at = await paused_at(fleet)
     fleet.verifiers[1 - at].script = Script()
     await fleet.store.withdraw(f"verifier-{at}")
     assert (await asking)[0] == "abcdefghij"
@@ -230,16 +233,13 @@ async def test_a_clock_that_jumps_in_the_store_ends_no_session_and_the_next_hear
             verifier.script = Script(pause_after=6)
         replicas = await fleet.store.replicas()
         asking = asyncio.create_task(rest_of(fleet.stub.Generate(request())))
-        waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        at = 0 if waits[0].done() else 1
-        waits[1 - at].cancel()
+        at = await paused_at(fleet)
         fleet.store._clock = lambda: time.monotonic() + 1e6
         while (await fleet.http.get("/health")).status_code == 200:
             continue
         # Longer than a verifier may be silent that has left the registry while others are in it.
         await asyncio.sleep(1.5 * SILENT_S)
-        fleet.verifiers[at].resume(waits[at].result())
+        fleet.verifiers[at].resume(fleet.verifiers[at].requests[0].session_id)
         assert (await asking)[0] == "abcdefghij"
         assert sum(len(verifier.requests) for verifier in fleet.verifiers) == 1
         await fleet.announce(*replicas)
