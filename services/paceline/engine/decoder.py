@@ -31,6 +31,7 @@ from paceline.engine.kv import KVCache, as_array
 from paceline.engine.linear import HeadLinear, Linear, has_native_bfloat16, padded_rows, row_counts
 from paceline.engine.llama import LlamaLayer, LlamaReader, LlamaWeights
 from paceline.engine.rope import RopeTable
+from paceline.engine.states import NO_STATES, StateLayout
 from paceline.engine.static_batch import bucket_rows, plan_static
 from paceline.engine.static_step import StaticStep, default_capture
 from paceline.engine.torch_attention import TorchKVCache, plan_attention, run_attention
@@ -38,6 +39,7 @@ from paceline.engine.torch_layers import TorchLayers, TorchRows
 
 logger = logging.getLogger(__name__)
 
+Layers = tuple[int, ...] | None
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -54,8 +56,18 @@ class Decoder(Protocol):
     device: torch.device
     weight_bytes: int
 
-    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Writes the rows' KV and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order."""
+    def keep_states(self, layout: StateLayout) -> None:
+        """From now on caches have room for such states, and steps write them; none unless this is called."""
+        ...
+
+    def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:
+        """Writes the rows' KV and states, and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order.
+
+        Args:
+            batch: Rows.
+            cache: Their KV.
+            layers: Runs these layers alone, in this order, and keeps no states; None runs all.
+        """
         ...
 
     def new_cache(self, num_blocks: int) -> KVCache:
@@ -124,6 +136,14 @@ class LlamaDecoder:
         self._static = self.device.type == "cuda" if static is None else static
         self._capture = capture
         self._step: StaticStep | None = None
+        self._states = NO_STATES
+
+    def keep_states(self, layout: StateLayout) -> None:
+        """See `Decoder`."""
+        self._states = layout
+        self.weight_bytes += layout.nbytes
+        if self._torch_layers is not None:
+            self._torch_layers.states = layout
 
     @property
     def graphs(self) -> GraphCache | None:
@@ -134,7 +154,8 @@ class LlamaDecoder:
         """An empty cache of `num_blocks` blocks."""
         config = self.config
         kind = KVCache if self._compiled else TorchKVCache
-        return kind(config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, self.device, self._dtype)
+        shape = (config.num_layers, config.num_kv_heads, config.head_dim, num_blocks)
+        return kind(*shape, self.device, self._dtype, self._states.width)
 
     @property
     def head(self) -> HeadLinear:
@@ -161,22 +182,22 @@ class LlamaDecoder:
         return bucket_rows(rows) if self._static else rows
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Writes the rows' KV and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order."""
+    def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:
+        """See `Decoder`."""
         if self._torch_layers is None:
-            return self._forward_compiled(batch, cache)
+            return self._forward_compiled(batch, cache, layers)
         if self._static and isinstance(cache, TorchKVCache):
             plan = plan_static(batch)
             if plan is not None:
-                return self._static_step(self._torch_layers, cache).run(plan, batch)
-        return self._forward_grouped(self._torch_layers, batch, cache)
+                return self._static_step(self._torch_layers, cache).run(plan, batch, layers)
+        return self._forward_grouped(self._torch_layers, batch, cache, layers)
 
     def _rows_buffer(self, rows: int, width: int) -> tuple[torch.Tensor, npt.NDArray[Any]]:
         """Input of a packed linear, padded, and the array of its real rows."""
         tensor = torch.zeros((padded_rows(rows), width), dtype=self._dtype)
         return tensor, as_array(tensor)[:rows]
 
-    def _forward_compiled(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+    def _forward_compiled(self, batch: Batch, cache: KVCache, layers: Layers) -> torch.Tensor:
         config, rows, eps = self.config, batch.num_rows, np.float32(self._eps)
         scale, arrays = np.float32(self._scale), batch.attention_arrays
         cos, sin = self._rope.rows(batch.positions)
@@ -186,12 +207,16 @@ class LlamaDecoder:
         normed, normed_rows = self._rows_buffer(rows, residual.shape[1])
         attended, attended_rows = self._rows_buffer(rows, config.num_heads * config.head_dim)
         activated, activated_rows = self._rows_buffer(rows, self._inner)
+        tapped: dict[int, torch.Tensor] = {}
         delta = None
-        for layer, (keys, values) in zip(self._layers, cache.layers, strict=True):
+        for index in range(len(self._layers)) if layers is None else layers:
+            layer, (keys, values) = self._layers[index], cache.layers[index]
             if delta is None:
                 rms_norm_rows(residual, layer.input_norm, eps, normed_rows)
             else:
                 add_rms_norm_rows(residual, delta, layer.input_norm, eps, normed_rows)
+            if index in self._states.taps:
+                tapped[index] = torch.from_numpy(residual.copy())
             qkv = as_array(layer.qkv(normed))
             norms = (layer.query_norm, layer.key_norm)
             project_rows(qkv, *norms, eps, cos, sin, batch.slots, keys, values, query)
@@ -200,19 +225,28 @@ class LlamaDecoder:
             silu_mul_rows(as_array(layer.gate_up(normed)), activated_rows)
             delta = as_array(layer.down(activated))
         assert delta is not None
-        return self._logits(residual[batch.logit_rows], delta[batch.logit_rows], eps)
+        if layers is not None or not self._states.width:
+            return self._weights.head(self._final(residual[batch.logit_rows], delta[batch.logit_rows], eps))
+        return self._head_and_states(batch, cache, self._final(residual, delta[:rows], eps), tapped)
 
-    def _logits(self, residual: npt.NDArray[Any], delta: npt.NDArray[Any], eps: np.float32) -> torch.Tensor:
+    def _head_and_states(
+        self, batch: Batch, cache: KVCache, final: torch.Tensor, tapped: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        cache.keep_states(torch.from_numpy(batch.slots), self._states.states(tapped, final))
+        return self._weights.head(final[torch.from_numpy(batch.logit_rows)])
+
+    def _final(self, residual: npt.NDArray[Any], delta: npt.NDArray[Any], eps: np.float32) -> torch.Tensor:
+        """Final hidden states of rows, float32 [rows, hidden]."""
         final = np.empty_like(residual)
         add_rms_norm_rows(residual, delta, self._weights.final_norm.numpy(), eps, final)
-        return self._weights.head(torch.from_numpy(final))
+        return torch.from_numpy(final)
 
-    def _forward_grouped(self, layers: TorchLayers, batch: Batch, cache: KVCache) -> torch.Tensor:
+    def _forward_grouped(self, torch_layers: TorchLayers, batch: Batch, cache: KVCache, layers: Layers) -> torch.Tensor:
         fields = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows)
         token_ids, positions, slots, wanted = (torch.from_numpy(field).to(self.device) for field in fields)
         rows = TorchRows(token_ids=token_ids, positions=positions, slots=slots, logit_rows=wanted)
         plan = plan_attention(batch, self.device)
-        return layers.forward(rows, cache, partial(run_attention, plan, scale=self._scale))
+        return torch_layers.forward(rows, cache, partial(run_attention, plan, scale=self._scale), layers)
 
     def _static_step(self, layers: TorchLayers, cache: TorchKVCache) -> StaticStep:
         """Graphs belong to one cache: those of another one go when it is used for the first time."""

@@ -25,12 +25,13 @@ from paceline.engine.config import DecoderConfig
 from paceline.engine.kv import BLOCK_SIZE, KVCache
 from paceline.engine.linear import HeadLinear, Linear, padded_rows
 from paceline.engine.rope import LENGTH_DEPENDENT
+from paceline.engine.states import NO_STATES, StateLayout
 from paceline.engine.torch_attention import GroupPlan, plan_attention, run_attention
 
 # What models may hand to an attention function without changing what it computes. A sliding window changes
 # nothing, because DecoderConfig.context_len never exceeds it.
 _HARMLESS: Final = frozenset(
-    {"dropout", "is_causal", "output_attentions", "position_ids", "sliding_window", "use_cache"}
+    {"dropout", "is_causal", "output_attentions", "output_hidden_states", "position_ids", "sliding_window", "use_cache"}
 )
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 _serial = itertools.count()
@@ -86,6 +87,7 @@ class GenericDecoder:
         self._model = model
         self._kv_dtype = model.dtype
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._states = NO_STATES
         self._step: tuple[Batch, KVCache, torch.Tensor, list[GroupPlan]] | None = None
         name = f"paceline-{next(_serial)}"
         AttentionInterface.register(name, self._attend)
@@ -143,24 +145,42 @@ class GenericDecoder:
             num_blocks,
             self.device,
             self._model.dtype,
+            self._states.width,
         )
 
+    def keep_states(self, layout: StateLayout) -> None:
+        """See `Decoder`."""
+        self._states = layout
+        self.weight_bytes += layout.nbytes
+
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Writes the rows' KV and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order."""
+    def forward(self, batch: Batch, cache: KVCache, layers: tuple[int, ...] | None = None) -> torch.Tensor:
+        """See `Decoder`.
+
+        Raises:
+            ConfigError: `layers` names some of them: these modules run as a whole.
+        """
+        if layers is not None:
+            raise _refusal(self.config, "its layers cannot be run one by one, as layer_skip does")
         plan = [] if self.device.type == "cpu" else plan_attention(batch, self.device)
         wanted = torch.from_numpy(batch.logit_rows).to(self.device)
-        options = {"logits_to_keep": wanted} if self._keeps_rows else {}
+        options: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_rows else {}
         self._step = (batch, cache, torch.from_numpy(batch.slots).to(self.device), plan)
         try:
-            logits: torch.Tensor = self._model(
+            output = self._model(
                 input_ids=torch.from_numpy(batch.token_ids)[None].to(self.device),
                 position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
                 use_cache=False,
+                output_hidden_states=bool(self._states.width),
                 **options,
-            ).logits[0]
+            )
         finally:
             self._step = None
+        logits: torch.Tensor = output.logits[0]
+        if self._states.width:
+            streams = [stream[0].to(torch.float32) for stream in output.hidden_states]
+            states = self._states.states(dict(enumerate(streams)), streams[-1])
+            cache.keep_states(torch.from_numpy(batch.slots).to(self.device), states)
         return (logits if self._keeps_rows else logits[wanted]).to(torch.float32)
 
     def _attend(

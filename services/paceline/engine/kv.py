@@ -44,6 +44,7 @@ class KVCache:
     Attributes:
         keys: [layers, blocks, kv_heads, head_dim, BLOCK_SIZE].
         values: [layers, blocks, kv_heads, BLOCK_SIZE, head_dim].
+        states: [slots, width], see `engine.states`.
         layers: One (keys, values) pair of numpy views a layer on the CPU, empty elsewhere.
     """
 
@@ -55,6 +56,7 @@ class KVCache:
         num_blocks: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        state_width: int = 0,
     ) -> None:
         """Allocates the cache; contents are zero, so that unused lanes never hold NaN."""
         self.device = torch.device(device)
@@ -62,17 +64,22 @@ class KVCache:
         shape = (num_layers, num_blocks, num_kv_heads)
         self.keys = torch.zeros((*shape, head_dim, BLOCK_SIZE), dtype=dtype, device=self.device)
         self.values = torch.zeros((*shape, BLOCK_SIZE, head_dim), dtype=dtype, device=self.device)
+        self.states = torch.zeros((num_blocks * BLOCK_SIZE, state_width), dtype=dtype, device=self.device)
         self.layers: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
         if self.device.type == "cpu":
             self.layers = list(zip(as_array(self.keys), as_array(self.values), strict=True))
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys and values."""
-        return self.keys.nbytes + self.values.nbytes
+        """Memory of keys, values and states."""
+        return self.keys.nbytes + self.values.nbytes + self.states.nbytes
+
+    def keep_states(self, slots: torch.Tensor, states: torch.Tensor) -> None:
+        """Writes the states [n, width] of slots, int64 [n]."""
+        self.states[slots] = states.to(self.states.dtype)
 
     def copy_slots(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
-        """Copies KV of slots in all layers; all sources are read before any target is written.
+        """Copies KV and states of slots in all layers; all sources are read before any target is written.
 
         Args:
             sources: int64 [n].
@@ -80,6 +87,9 @@ class KVCache:
         """
         if len(sources) == 0:
             return
+        if self.states.shape[1]:
+            moved = torch.from_numpy(sources).to(self.device)
+            self.states[torch.from_numpy(targets).to(self.device)] = self.states[moved]
         if self.layers:
             _copy_slots(as_array(self.keys), as_array(self.values), sources, targets)
         else:

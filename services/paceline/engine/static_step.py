@@ -43,18 +43,18 @@ class StaticStep:
         # Outside of the graphs, or each of them would keep logits of its own.
         self._logits = torch.empty((MAX_ROWS, config.vocab_size), dtype=torch.float32, device=cache.device)
 
-    def run(self, plan: StaticPlan, batch: Batch) -> torch.Tensor:
+    def run(self, plan: StaticPlan, batch: Batch, layers: tuple[int, ...] | None = None) -> torch.Tensor:
         """Writes the rows' KV and returns float32 logits [k, vocab] on the host, the caller's to keep."""
         self._inputs.stage(plan, batch)
-        self.graphs.run(plan.bucket, partial(self._compute, plan.bucket))
+        self.graphs.run((plan.bucket, layers), partial(self._compute, plan.bucket, layers))
         return _read(self._logits[: len(batch.logit_rows)])
 
-    def _compute(self, bucket: Bucket) -> None:
+    def _compute(self, bucket: Bucket, layers: tuple[int, ...] | None = None) -> None:
         """From the staged inputs to `_logits[: bucket.rows]`; recorded, so nothing here may look at a value."""
         inputs = self._inputs.views(bucket)
         lanes = build_lanes(inputs, group=self._group, dtype=self.cache.keys.dtype)
         attend = partial(attend_lanes, lanes, scale=self._scale)
-        self._logits[: bucket.rows].copy_(self._layers.forward(inputs.rows, self.cache, attend))
+        self._logits[: bucket.rows].copy_(self._layers.forward(inputs.rows, self.cache, attend, layers))
 
 
 def _read(logits: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,7 @@ class TorchKVCache(KVCache):
         num_blocks: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        state_width: int = 0,
     ) -> None:
         """Allocates the cache; contents are zero."""
         self.device = torch.device(device)
@@ -105,6 +106,7 @@ class TorchKVCache(KVCache):
         shape = (num_layers, num_blocks + 1, num_kv_heads, BLOCK_SIZE, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=self.device).transpose(-1, -2)
         self.values = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.states = torch.zeros(((num_blocks + 1) * BLOCK_SIZE, state_width), dtype=dtype, device=self.device)
         self.layers = []
 
 

@@ -17,6 +17,7 @@ from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.kv import BLOCK_SIZE, KVCache
 from paceline.engine.linear import Linear
 from paceline.engine.llama import LlamaLayer, LlamaWeights
+from paceline.engine.states import NO_STATES
 from paceline.engine.torch_attention import write_at
 
 # (query [rows, H, D], keys and values of one layer) -> [rows, H, D], in the kind of query or cache.
@@ -40,12 +41,16 @@ class TorchLayers:
         config: Sizes.
         shape: More of them.
         weights: On the device of the rows.
+
+    Attributes:
+        states: What whole steps keep of their rows.
     """
 
     def __init__(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> None:
         self._config = config
         self._eps: Final = shape.rms_norm_eps
         self._weights = weights
+        self.states = NO_STATES
         self._rope_scaling = shape.rope.attention_scaling
         self._inverse = torch.tensor(shape.rope.inverse, dtype=torch.float32, device=weights.embedding.device)
         self._head_norms = [self._stack_head_norms(layer) for layer in weights.layers]
@@ -58,12 +63,17 @@ class TorchLayers:
         parts = (layer.query_norm.expand(config.num_heads, -1), layer.key_norm.expand(config.num_kv_heads, -1))
         return torch.cat(parts)
 
-    def forward(self, rows: TorchRows, cache: KVCache, attend: Attend) -> torch.Tensor:
-        """Writes the rows' KV and returns float32 logits [k, vocab]."""
+    def forward(
+        self, rows: TorchRows, cache: KVCache, attend: Attend, layers: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """Writes the rows' KV, and states if all layers run; returns float32 logits [k, vocab]."""
         rope = self._rope(rows.positions)
         place = (rows.slots // BLOCK_SIZE, rows.slots % BLOCK_SIZE)
         residual = functional.embedding(rows.token_ids, self._weights.embedding).float()
-        for index, layer in enumerate(self._weights.layers):
+        tapped: dict[int, torch.Tensor] = {}
+        for index in range(len(self._weights.layers)) if layers is None else layers:
+            tapped[index] = residual
+            layer = self._weights.layers[index]
             keys, values = cache.keys[index], cache.values[index]
             qkv = _project(layer.qkv, self._norm(residual, layer.input_norm))
             rotated, value = self._rotate(qkv, self._head_norms[index], rope)
@@ -72,7 +82,11 @@ class TorchLayers:
             residual = residual + _project(layer.out, attend(query, keys, values).flatten(1))
             gate, up = _project(layer.gate_up, self._norm(residual, layer.post_norm)).chunk(2, dim=-1)
             residual = residual + _project(layer.down, functional.silu(gate) * up)
-        return self._weights.head(self._norm(residual[rows.logit_rows], self._weights.final_norm))
+        if layers is not None or not self.states.width:
+            return self._weights.head(self._norm(residual[rows.logit_rows], self._weights.final_norm))
+        final = self._norm(residual, self._weights.final_norm)
+        cache.keep_states(rows.slots, self.states.states(tapped, final))
+        return self._weights.head(final[rows.logit_rows])
 
     def _norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(rows, (rows.shape[-1],), weight, self._eps)

@@ -1,0 +1,63 @@
+"""Hidden states that a step keeps beside the KV of each row, for sources that draft from them.
+
+They lie in the same slots as the KV, so whatever becomes of a slot (kept, copied, cached, forgotten) becomes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from paceline.engine.linear import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayout:
+    """What a row's state is made of: a fusion of layers' outputs, then the final hidden state.
+
+    Attributes:
+        hidden_size: Of the model.
+        layers: Layers whose outputs (the residual stream, not normalised) are fused, in this order; the last layer
+            cannot be one of them.
+        fuse: [fused, len(layers) * hidden_size], the fusion; None for none.
+        final: Whether the final hidden state, normalised as the head takes it, is kept.
+    """
+
+    hidden_size: int = 0
+    layers: tuple[int, ...] = ()
+    fuse: Linear | None = None
+    final: bool = False
+
+    @property
+    def fused_width(self) -> int:
+        """Numbers of the fused part."""
+        return 0 if self.fuse is None else self.fuse.out_features
+
+    @property
+    def width(self) -> int:
+        """Numbers a row."""
+        return self.fused_width + (self.hidden_size if self.final else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """What a step reads for it."""
+        return 0 if self.fuse is None else self.fuse.nbytes
+
+    @property
+    def taps(self) -> frozenset[int]:
+        """Layers before which the residual stream is an output that is fused."""
+        return frozenset(layer + 1 for layer in self.layers)
+
+    def states(self, tapped: Mapping[int, torch.Tensor], final: torch.Tensor) -> torch.Tensor:
+        """States [rows, width] from residual streams [rows, hidden] by tap and final hidden states [rows, hidden]."""
+        parts: list[torch.Tensor] = []
+        if self.fuse is not None:
+            parts.append(self.fuse(torch.cat([tapped[layer + 1] for layer in self.layers], dim=-1)))
+        if self.final:
+            parts.append(final)
+        return torch.cat(parts, dim=-1)
+
+
+NO_STATES = StateLayout()
