@@ -8,13 +8,14 @@ is done when nothing matches, and memory is bounded by the sessions' own tokens 
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from paceline.core.params import SUFFIX
-from paceline.core.tree import DraftTree, Node
+from paceline.drafting.best_first import grow_best_first
+from paceline.engine.blocks import SlotPool
+from paceline.engine.kv import KVCache
+from paceline.engine.sources import Followed, Turn
 
 # Tokens that must agree for a place to count, and those beyond which agreement says no more.
 LEAST_MATCH = 2
@@ -107,85 +108,55 @@ class Voter:
         self.match = match
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A guess that has not found its place in the tree yet; the likeliest comes first."""
-
-    survival: float
-    parent: Node
-    token_id: int
-    confidence: float
-    voters: Sequence[Voter]
-
-    def __lt__(self, other: _Candidate) -> bool:
-        return self.survival > other.survival
-
-
 class TextSource:
-    """The source; see the module docstring and `paceline.core.sources.LocalSource`.
+    """The source; see the module docstring and `paceline.engine.sources.LocalSource`.
 
     Args:
         name: `ngram` or `suffix`.
     """
 
+    is_free = True
+
     def __init__(self, name: str) -> None:
         self.name = name
         self._recent = RecentTexts(RECENT_TOKENS if name == SUFFIX else 0)
 
-    def follow(self, tokens: Sequence[int], prompt_len: int) -> TextFollower:
+    def attach(self, cache: KVCache, scratch: SlotPool) -> None:
+        """See `LocalSource`; texts are all it reads."""
+
+    def follow(self, session: Followed) -> TextFollower:
         """See `LocalSource`."""
-        return TextFollower(self.name, tokens, prompt_len, self._recent)
+        return TextFollower(session.tokens, session.prompt_len, self._recent)
+
+    def grow(self, turns: Sequence[Turn[TextFollower]]) -> list[list[float]]:
+        """See `LocalSource`."""
+        return [
+            grow_best_first(turn.tree, self.name, turn.follower.find(), ballot, limit=turn.limit, least=turn.least)
+            for turn in turns
+        ]
 
 
 class TextFollower:
     """The source at work on one session.
 
     Args:
-        name: Of the method.
         tokens: The session's committed tokens; read as they grow.
         prompt_len: How many of them are prompt.
         recent: Outputs of other sessions.
     """
 
-    def __init__(self, name: str, tokens: Sequence[int], prompt_len: int, recent: RecentTexts) -> None:
-        self._name = name
+    def __init__(self, tokens: Sequence[int], prompt_len: int, recent: RecentTexts) -> None:
         self._tokens = tokens
         self._prompt_len = prompt_len
         self._own = SuffixIndex()
         self._recent = recent
         self._read_to = max(0, len(tokens) - READ_TOKENS)
 
-    def grow(self, tree: DraftTree, limit: int, least: float) -> list[float]:
-        """See `Follower`; best first, so that the limit cuts off what is worth least."""
-        survivals: list[float] = []
-        heap: list[_Candidate] = []
-        self._nominate(heap, tree, 1.0, tree.root, self._find(), least)
-        while heap and len(survivals) < limit:
-            best = heapq.heappop(heap)
-            survivals.append(best.survival)
-            node = tree.suggest(best.parent, best.token_id, best.confidence, self._name)
-            self._nominate(heap, tree, best.survival, node, best.voters, least)
-        return survivals
-
-    def _nominate(
-        self,
-        heap: list[_Candidate],
-        tree: DraftTree,
-        above: float,
-        parent: Node,
-        voters: Sequence[Voter],
-        least: float,
-    ) -> None:
-        for token_id, confidence, side in ballot(voters):
-            survival = above * tree.probability(self._name, confidence)
-            if survival >= least:
-                heapq.heappush(heap, _Candidate(survival, parent, token_id, confidence, side))
-
     def close(self) -> None:
         """See `Follower`."""
         self._recent.keep(self._tokens[self._prompt_len :])
 
-    def _find(self) -> list[Voter]:
+    def find(self) -> list[Voter]:
         """Places that read like the end of the committed tokens."""
         self._read_to = self._own.add(self._tokens, self._read_to)
         places = (*self._own.find(self._tokens), *self._recent.index.find(self._tokens))

@@ -30,7 +30,6 @@ from paceline.core.pace import LinkPace
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.patience import Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
-from paceline.core.sources import LocalSource
 from paceline.core.step_cost import DEFAULT_STEP_COST, KNOTS, StepCost, StepMode
 from paceline.core.tree import Node, walk
 from paceline.engine.blocks import BlockPool, SlotPool
@@ -38,6 +37,7 @@ from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import Decoder
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.sequence import KVSequence
+from paceline.engine.sources import AnySource, Turn
 from paceline.engine.target_events import (
     Cancel,
     DraftsArrived,
@@ -100,7 +100,7 @@ class TargetEngine:
         limits: TargetLimits,
         allocator: Allocator,
         clock: Callable[[], float],
-        sources: Sequence[LocalSource] = (),
+        sources: Sequence[AnySource] = (),
         use_threads: Callable[[StepMode], None] = lambda _: None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
@@ -114,6 +114,8 @@ class TargetEngine:
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
         self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
+        for source in sources:
+            source.attach(self._cache, self._scratch)
         self._waiting: deque[TargetSession] = deque()
         self._running: list[TargetSession] = []
         self._sessions: dict[str, TargetSession] = {}
@@ -122,6 +124,8 @@ class TargetEngine:
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
         self._answered: list[TargetSession] = []
+        # Sessions that go on after this step.
+        self._grown: list[TargetSession] = []
         self._report = StepReport()
         self._prefix_totals = (0, 0)
         self._step_s = 0.01
@@ -187,13 +191,13 @@ class TargetEngine:
         session.told_len = session.draft.committed_len
         self._say(session, session.draft.open())
 
-    def _sources_of(self, request: GenerateRequest) -> list[LocalSource]:
+    def _sources_of(self, request: GenerateRequest) -> list[AnySource]:
         speculation = request.speculation
         methods = speculation.methods or [source.name for source in self._sources]
         return [source for source in self._sources if speculation.cap and source.name in methods]
 
     def _calibrations_for(
-        self, request: GenerateRequest, drafter_address: str, sources: Sequence[LocalSource]
+        self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
     ) -> Calibrations:
         """Drafters are told apart by their addresses, and greedy sessions from others: these are easier to guess."""
         greedy = request.sampling.temperature == 0.0
@@ -347,6 +351,7 @@ class TargetEngine:
                 committed.append(self._verify(each, logits, batch_size))
             for session, logit_index in finishing:
                 committed.append(self._first_token(session, logits[logit_index], batch_size))
+            self._grow()
             self._time_step(started_s, builder.num_rows, mode)
         return self._output(committed, builder.num_rows)
 
@@ -522,9 +527,31 @@ class TargetEngine:
         if committed.result is not None:
             self._drop(session)
         else:
-            session.grow(self._cap(session), self._allocator.least_survival)
+            self._grown.append(session)
             self._tell(session)
         return session.serial, committed
+
+    def _grow(self) -> None:
+        """Lets the sources inside the verifier guess what comes after the tokens of this step."""
+        sessions, self._grown = self._grown, []
+        least = self._allocator.least_survival
+        for session in sessions:
+            session.own_survivals = []
+        for source in self._sources if least < 1.0 else ():
+            asked = [session for session in sessions if source.name in session.followers and self._cap(session)]
+            turns = [
+                Turn(
+                    follower=session.followers[source.name],
+                    tree=session.draft.tree,
+                    limit=self._cap(session),
+                    least=least,
+                )
+                for session in asked
+            ]
+            for session, survivals in zip(asked, source.grow(turns) if turns else (), strict=True):
+                session.own_survivals.extend(survivals)
+        for session in sessions:
+            session.own_survivals.sort(reverse=True)
 
     def _tell(self, session: TargetSession) -> None:
         """Tells a session's drafter what it does not know yet; while drafters rest, not at every step."""

@@ -18,10 +18,10 @@ from paceline.core.messages import (
 )
 from paceline.core.pace import LinkPace
 from paceline.core.session import VerifierSession
-from paceline.core.sources import LocalSource
 from paceline.engine.blocks import BlockPool
 from paceline.engine.sampler import RowSampler
 from paceline.engine.sequence import KVSequence
+from paceline.engine.sources import AnySource, Follower
 
 # With fewer tokens to go, waiting for drafts cannot pay for itself.
 SHORT_REMAINDER = 10
@@ -50,13 +50,12 @@ class TargetSession:
         max_model_len: int,
         pool: BlockPool,
         calibrations: Calibrations,
-        sources: Sequence[LocalSource],
+        sources: Sequence[AnySource],
         now_s: float,
     ) -> None:
         self.serial = serial
         sampling = request.sampling
         self.draft = VerifierSession(request, calibrations)
-        self._followers = [source.follow(self.draft.tokens, self.draft.prompt_len) for source in sources]
         # Survivals of the guesses these have made since the last commit, best first.
         self.own_survivals: list[float] = []
         self.pages = KVSequence(self.draft.tokens, pool)
@@ -78,6 +77,7 @@ class TargetSession:
         eos = () if sampling.ignore_eos else identity.eos_token_ids
         self._stop_ids = frozenset((*sampling.stop_token_ids, *eos))
         self._last_len = min(self.draft.prompt_len + sampling.max_tokens, max_model_len)
+        self.followers: dict[str, Follower] = {source.name: source.follow(self) for source in sources}
         self._chosen = self.draft.committed_len
         self._resumed_len = self.draft.committed_len
         self._finish: FinishReason | None = None
@@ -101,17 +101,29 @@ class TargetSession:
         """Most nodes that may be verified now; a node beyond the last token would be wasted."""
         return max(0, min(self.draft.request.speculation.cap, self._last_len - self.draft.committed_len - 1))
 
-    def grow(self, limit: int, least: float) -> None:
-        """Lets the sources inside the verifier guess what comes next."""
-        self.own_survivals = []
-        for follower in self._followers if limit and least < 1.0 else ():
-            self.own_survivals += follower.grow(self.draft.tree, limit, least)
-        self.own_survivals.sort(reverse=True)
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Committed tokens, for sources."""
+        return self.draft.tokens
+
+    @property
+    def prompt_len(self) -> int:
+        """Prompt tokens, for sources."""
+        return self.draft.prompt_len
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the target chooses without noise."""
+        return self.draft.request.sampling.temperature == 0.0
+
+    def rank(self, logits: np.ndarray, position: int, count: int, path: Sequence[int]) -> tuple[list[int], list[float]]:
+        """The best guesses at a position; see `RowSampler.rank`."""
+        return self._sampler.rank(logits, position, count, path)
 
     def close(self) -> None:
         """Frees pages, and lets the sources go."""
         self.pages.release()
-        for follower in self._followers:
+        for follower in self.followers.values():
             follower.close()
 
     def may_wait(self) -> bool:

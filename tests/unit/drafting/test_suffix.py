@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.params import NGRAM, SUFFIX
 from paceline.core.tree import DraftTree
 from paceline.drafting.suffix import LEAST_MATCH, MOST_PLACES, RecentTexts, SuffixIndex, TextFollower, TextSource
+from paceline.engine.sources import Turn
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
-def follow(tokens, name=NGRAM) -> TextFollower:
-    return TextSource(name).follow(tokens, prompt_len=len(tokens))
+@dataclass
+class Text:
+    """All that look-up reads of a session."""
+
+    tokens: Sequence[int]
+    prompt_len: int
 
 
-def grown(follower, tokens, *, limit=8, least=0.01) -> tuple[DraftTree, list[float]]:
+@dataclass
+class Looking:
+    """A source at work on one session."""
+
+    source: TextSource
+    follower: TextFollower
+
+
+def looking(source, tokens, prompt_len) -> Looking:
+    return Looking(source, source.follow(Text(tokens, prompt_len)))
+
+
+def follow(tokens, name=NGRAM) -> Looking:
+    return looking(TextSource(name), tokens, len(tokens))
+
+
+def grown(looker, tokens, *, limit=8, least=0.01) -> tuple[DraftTree, list[float]]:
     tree = DraftTree(len(tokens))
-    return tree, follower.grow(tree, limit, least)
+    turn = Turn(follower=looker.follower, tree=tree, limit=limit, least=least)
+    return tree, looker.source.grow([turn])[0]
 
 
 def longest_path(tree) -> list[int]:
@@ -98,17 +123,17 @@ def test_a_limit_cuts_off_what_is_worth_least(tokens, limit):
 def test_outputs_of_other_sessions_are_read_by_suffix_alone():
     for name, expected in ((SUFFIX, [7, 8]), (NGRAM, [])):
         source = TextSource(name)
-        source.follow([1, 2, 5, 6, 7, 8], prompt_len=2).close()
+        looking(source, [1, 2, 5, 6, 7, 8], 2).follower.close()
         tokens = [3, 5, 6]
-        tree, _ = grown(source.follow(tokens, prompt_len=3), tokens)
+        tree, _ = grown(looking(source, tokens, 3), tokens)
         assert longest_path(tree) == expected
 
 
 def test_prompts_of_other_sessions_are_never_read():
     source = TextSource(SUFFIX)
-    source.follow([5, 6, 7, 8, 1, 2, 3], prompt_len=4).close()
+    looking(source, [5, 6, 7, 8, 1, 2, 3], 4).follower.close()
     tokens = [5, 6]
-    assert grown(source.follow(tokens, prompt_len=2), tokens)[1] == []
+    assert grown(looking(source, tokens, 2), tokens)[1] == []
 
 
 @given(st.lists(TOKENS, max_size=12), st.integers(0, 80))

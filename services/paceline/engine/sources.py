@@ -1,0 +1,108 @@
+"""What a source of draft nodes inside the verifier looks like; the drafter tier speaks `paceline.core.messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from paceline.core.tree import DraftTree
+from paceline.engine.blocks import SlotPool
+from paceline.engine.kv import KVCache
+from paceline.engine.sequence import KVSequence
+
+
+class Followed(Protocol):
+    """A session as sources see it."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Its committed tokens; grows with every commit."""
+        ...
+
+    @property
+    def prompt_len(self) -> int:
+        """How many of them are prompt."""
+        ...
+
+    @property
+    def greedy(self) -> bool:
+        """Whether its target chooses without noise."""
+        ...
+
+    @property
+    def pages(self) -> KVSequence:
+        """Where KV and states of its committed tokens lie; those of the last one are not computed yet."""
+        ...
+
+    def rank(self, logits: np.ndarray, position: int, count: int, path: Sequence[int]) -> tuple[list[int], list[float]]:
+        """The best guesses at a position from logits float32 [vocab]; see `RowSampler.rank`."""
+        ...
+
+
+class Follower(Protocol):
+    """A source at work on one session."""
+
+    def close(self) -> None:
+        """The session ended."""
+        ...
+
+
+FollowerT = TypeVar("FollowerT", bound=Follower)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn(Generic[FollowerT]):
+    """A session whose last tokens have just been committed, and what may be guessed of the next ones.
+
+    Attributes:
+        follower: The source at work on it.
+        tree: Where to hang guesses.
+        limit: Most guesses.
+        least: Survival below which no guess is worth a place.
+    """
+
+    follower: FollowerT
+    tree: DraftTree
+    limit: int
+    least: float
+
+
+class LocalSource(Protocol[FollowerT]):
+    """A source inside the verifier.
+
+    Attributes:
+        name: The method's name.
+        is_free: Whether guesses cost next to no time; others are asked where that pays, see `core.mixture`.
+    """
+
+    @property
+    def name(self) -> str:
+        """See above."""
+        ...
+
+    @property
+    def is_free(self) -> bool:
+        """See above."""
+        ...
+
+    def attach(self, cache: KVCache, scratch: SlotPool) -> None:
+        """Called once, before any session: the target's KV and states, and slots for rows of its own."""
+        ...
+
+    def follow(self, session: Followed) -> FollowerT:
+        """Goes to work on a session."""
+        ...
+
+    def grow(self, turns: Sequence[Turn[FollowerT]]) -> Sequence[Sequence[float]]:
+        """Hangs guesses into the trees of all sessions of a step at once.
+
+        Returns:
+            For each turn the survivals of its guesses by this source alone, best first.
+        """
+        ...
+
+
+AnySource = LocalSource[Any]
