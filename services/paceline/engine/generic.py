@@ -79,6 +79,8 @@ def _pack(model: PreTrainedModel, dtype: torch.dtype) -> int:
 class GenericDecoder:
     """A transformers model behind the `Decoder` protocol; use `load`."""
 
+    feature_width = 0
+
     def __init__(self, model: PreTrainedModel, config: DecoderConfig) -> None:
         """Takes a model in eval mode; its attention is ours from here on."""
         self.config = config
@@ -149,7 +151,13 @@ class GenericDecoder:
         )
 
     def keep_states(self, layout: StateLayout) -> None:
-        """See `Decoder`."""
+        """See `Decoder`.
+
+        Raises:
+            ConfigError: The output of the last layer is asked for, which transformers does not hand out.
+        """
+        if self.config.num_layers - 1 in layout.layers:
+            raise _refusal(self.config, "the output of its last layer cannot be kept")
         self._states = layout
         self.weight_bytes += layout.nbytes
 
