@@ -11,7 +11,8 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateRes
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
 from paceline.drafting.suffix import TextSource
-from paceline.engine.decoder import load_decoder
+from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.eagle3 import head_identity, load_eagle3, load_fusion
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetLimits
@@ -54,12 +55,18 @@ class EnginePair:
         max_num_batched_tokens: int = 128,
         dtype: str = "float32",
         methods: Sequence[str] = (),
+        head: Path | None = None,
+        num_draft_blocks: int = 256,
     ) -> None:
         self.clock = Clock()
+        self.target_folder, self.head, self.num_draft_blocks = target, head, num_draft_blocks
         self.drafter_folder, self.width, self.dtype = drafter, width, dtype
         identity = model_identity(target, "target")
+        decoder = load_decoder(target, dtype, "cpu", 1)
+        if head is not None:
+            decoder.keep_states(load_fusion(head, target, dtype, "cpu"))
         self.target = TargetEngine(
-            decoder=load_decoder(target, dtype, "cpu", 1),
+            decoder=decoder,
             identity=identity,
             num_blocks=num_blocks,
             limits=TargetLimits(
@@ -79,10 +86,16 @@ class EnginePair:
 
     def start_drafter(self) -> None:
         """A fresh drafter, and a stream to it."""
+        if self.head is None:
+            decoder: Decoder = load_decoder(self.drafter_folder, self.dtype, "cpu", 1)
+            identity = model_identity(self.drafter_folder, "drafter")
+        else:
+            decoder = load_eagle3(self.head, self.target_folder, self.dtype, "cpu", 1)
+            identity = head_identity(self.head, self.target_folder)
         self.draft = DraftEngine(
-            decoder=load_decoder(self.drafter_folder, self.dtype, "cpu", 1),
-            identity=model_identity(self.drafter_folder, "drafter"),
-            num_blocks=256,
+            decoder=decoder,
+            identity=identity,
+            num_blocks=self.num_draft_blocks,
             limits=DraftLimits(
                 width=self.width,
                 max_rows=16,
@@ -92,7 +105,7 @@ class EnginePair:
             ),
             clock=self.clock,
         )
-        self.target.handle(LinkChanged(address=DRAFTER, up=True))
+        self.target.handle(LinkChanged(address=DRAFTER, up=True, wants_states=self.head is not None))
 
     def kill_drafter(self) -> None:
         """The drafter dies; the verifier sees its stream end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
 
 # Roles of replicas, in the registry and in certificates.
 GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
@@ -16,7 +16,8 @@ class ModelIdentity:
     """What must agree between replicas before they are paired.
 
     A verifier and a drafter need the same vocabulary; verifiers that take over one another's sessions need the same
-    `weights_hash` too, or the text would change.
+    `weights_hash` too, or the text would change. `states_hash` names the hidden states that a verifier hands out, or
+    that a drafter drafts from; empty: none.
     """
 
     name: str
@@ -25,6 +26,16 @@ class ModelIdentity:
     context_len: int
     eos_token_ids: tuple[int, ...] = ()
     weights_hash: str = ""
+    states_hash: str = ""
+
+    @property
+    def draft_method(self) -> str:
+        """The method that a drafter of this model serves."""
+        return EAGLE3 if self.states_hash else DRAFT_MODEL
+
+    def drafts_for(self, target: ModelIdentity) -> bool:
+        """Whether it speaks a target's vocabulary, and needs no hidden states but those that its verifier hands out."""
+        return self.vocab_hash == target.vocab_hash and self.states_hash in ("", target.states_hash)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +61,22 @@ class Commit:
     token_ids: tuple[int, ...]
     price: float
     room: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedStates:
+    """The target's fused hidden states at committed positions from `start` on, for drafters that draft from them.
+
+    Args:
+        width: Numbers a position.
+        values: bfloat16 [n, width], little-endian.
+    """
+
+    session_id: str
+    epoch: int
+    start: int
+    width: int
+    values: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +116,7 @@ class LaggingSession:
     have_len: int
 
 
-ToDrafter = OpenSession | Commit | CloseSession
+ToDrafter = OpenSession | CommittedStates | Commit | CloseSession
 ToVerifier = DraftNodes | LaggingSession
 
 

@@ -136,15 +136,15 @@ class VerifierSession:
             room=self.room,
         )
 
-    def receive(self, message: DraftNodes) -> GraftOutcome:
-        """Takes in guesses; those of another epoch are dropped and counted as stale.
+    def receive(self, message: DraftNodes, source: str = DRAFT_MODEL) -> GraftOutcome:
+        """Takes in a drafter's guesses; those of another epoch are dropped and counted as stale.
 
         Raises:
             RemoteProtocolError: The drafter claims to know tokens that were never committed.
         """
         if message.epoch != self.epoch:
             return GraftOutcome(num_added=0, num_late=0, num_stale=len(message.nodes))
-        return self.tree.graft(message.nodes, message.base_len, self.tokens)
+        return self.tree.graft(message.nodes, message.base_len, self.tokens, source)
 
     def catch_up(self, lagging: LaggingSession) -> OpenSession | Commit | None:
         """Answers a drafter that misses commits; None when the question is of another epoch."""

@@ -176,7 +176,9 @@ class DraftTree:
             above.log_weight += rise
             stack.extend(above.children.values())
 
-    def graft(self, guesses: Sequence[NodeGuess], base_len: int, committed: Sequence[int]) -> GraftOutcome:
+    def graft(
+        self, guesses: Sequence[NodeGuess], base_len: int, committed: Sequence[int], source: str = DRAFT_MODEL
+    ) -> GraftOutcome:
         """Takes in guesses that were made when `base_len` tokens were committed.
 
         A late message is no error: its nodes are walked down what has been committed since, and what falls off is
@@ -186,6 +188,7 @@ class DraftTree:
             guesses: Parents before children.
             base_len: Committed length the sender knew.
             committed: All committed tokens.
+            source: Who made them.
 
         Raises:
             RemoteProtocolError: `base_len` is 0 or beyond what was ever committed.
@@ -202,9 +205,9 @@ class DraftTree:
                 continue
             position = base_len if parent is None else parent.position + 1
             if parent is not None and parent.state is NodeState.LIVE:
-                num_added += self.add(parent, guess) is not None
+                num_added += self.add(parent, guess, source) is not None
             elif position == self.committed_len:
-                num_added += self.add(self.root, guess) is not None
+                num_added += self.add(self.root, guess, source) is not None
             elif committed[position] == guess.token_id:
                 self._remember(guess, position)
             else:

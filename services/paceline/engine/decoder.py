@@ -51,9 +51,11 @@ class Decoder(Protocol):
         device: Where logits and cache lie.
         weight_bytes: What one step reads of the weights.
         feature_width: Numbers of `Batch.features` a row; 0: it takes tokens alone.
+        states: What steps keep of each row beside its KV.
     """
 
     feature_width: int
+    states: StateLayout
     config: DecoderConfig
     device: torch.device
     weight_bytes: int
@@ -140,14 +142,14 @@ class LlamaDecoder:
         self._static = self.device.type == "cuda" if static is None else static
         self._capture = capture
         self._step: StaticStep | None = None
-        self._states = NO_STATES
+        self.states = NO_STATES
 
     def _make_torch_layers(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> TorchLayers:
         return TorchLayers(config, shape, weights)
 
     def keep_states(self, layout: StateLayout) -> None:
         """See `Decoder`."""
-        self._states = layout
+        self.states = layout
         self.weight_bytes += layout.nbytes
         if self._torch_layers is not None:
             self._torch_layers.states = layout
@@ -162,7 +164,7 @@ class LlamaDecoder:
         config = self.config
         kind = KVCache if self._compiled else TorchKVCache
         shape = (config.num_layers, config.num_kv_heads, config.head_dim, num_blocks)
-        return kind(*shape, self.device, self._dtype, self._states.width)
+        return kind(*shape, self.device, self._dtype, self.states.width)
 
     @property
     def head(self) -> Head:
@@ -223,7 +225,7 @@ class LlamaDecoder:
             elif entering is None:
                 rms_norm_rows(residual, layer.input_norm, eps, normed_rows)
                 entering = normed
-            if index in self._states.taps:
+            if index in self.states.taps:
                 tapped[index] = torch.from_numpy(residual.copy())
             qkv = as_array(layer.qkv(entering))
             norms = (layer.query_norm, layer.key_norm)
@@ -233,7 +235,7 @@ class LlamaDecoder:
             silu_mul_rows(as_array(layer.gate_up(normed)), activated_rows)
             delta = as_array(layer.down(activated))
         assert delta is not None
-        if layers is not None or not self._states.width:
+        if layers is not None or not self.states.width:
             return self._weights.head(self._final(residual[batch.logit_rows], delta[batch.logit_rows], eps))
         final = self._final(residual, delta[:rows], eps)
         tapped[len(self._layers)] = torch.from_numpy(residual)
@@ -242,7 +244,7 @@ class LlamaDecoder:
     def _head_and_states(
         self, batch: Batch, cache: KVCache, final: torch.Tensor, tapped: dict[int, torch.Tensor]
     ) -> torch.Tensor:
-        cache.keep_states(torch.from_numpy(batch.slots), self._states.states(tapped, final))
+        cache.keep_states(torch.from_numpy(batch.slots), self.states.states(tapped, final))
         return self._weights.head(final[torch.from_numpy(batch.logit_rows)])
 
     def _enter(self, batch: Batch) -> tuple[npt.NDArray[Any], torch.Tensor | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,10 +20,12 @@ import torch
 from transformers import PretrainedConfig
 
 from paceline.core.errors import ConfigError
+from paceline.core.messages import ModelIdentity
 from paceline.engine.batch import Batch
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
 from paceline.engine.decoder import LlamaDecoder, choose_device, choose_dtype, warm_up
+from paceline.engine.identity import model_identity
 from paceline.engine.kernels import rms_norm_rows
 from paceline.engine.linear import HeadLinear, Linear
 from paceline.engine.llama import LlamaReader, LlamaWeights
@@ -135,6 +137,16 @@ def states_hash(folder: Path) -> str:
     digest = hashlib.sha256(repr((config.layer_ids, tuple(fusion.shape))).encode())
     digest.update(fusion.float().numpy().tobytes())
     return digest.hexdigest()[:HASH_CHARS]
+
+
+def head_identity(folder: Path, target: Path, name: str = "", dtype: str = "auto") -> ModelIdentity:
+    """What a drafter of this head announces: its target's vocabulary, and the states that it drafts from.
+
+    Raises:
+        ConfigError: One of the folders is no such checkpoint.
+    """
+    of_target = model_identity(target, dtype=dtype)
+    return replace(of_target, name=name or folder.resolve().name, weights_hash="", states_hash=states_hash(folder))
 
 
 def load_fusion(folder: Path, target: Path, dtype: str = "auto", device: str = "auto") -> StateLayout:

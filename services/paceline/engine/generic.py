@@ -89,7 +89,7 @@ class GenericDecoder:
         self._model = model
         self._kv_dtype = model.dtype
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._states = NO_STATES
+        self.states = NO_STATES
         self._step: tuple[Batch, KVCache, torch.Tensor, list[GroupPlan]] | None = None
         name = f"paceline-{next(_serial)}"
         AttentionInterface.register(name, self._attend)
@@ -147,7 +147,7 @@ class GenericDecoder:
             num_blocks,
             self.device,
             self._model.dtype,
-            self._states.width,
+            self.states.width,
         )
 
     def keep_states(self, layout: StateLayout) -> None:
@@ -158,7 +158,7 @@ class GenericDecoder:
         """
         if self.config.num_layers - 1 in layout.layers:
             raise _refusal(self.config, "the output of its last layer cannot be kept")
-        self._states = layout
+        self.states = layout
         self.weight_bytes += layout.nbytes
 
     @torch.inference_mode()
@@ -179,15 +179,15 @@ class GenericDecoder:
                 input_ids=torch.from_numpy(batch.token_ids)[None].to(self.device),
                 position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
                 use_cache=False,
-                output_hidden_states=bool(self._states.width),
+                output_hidden_states=bool(self.states.width),
                 **options,
             )
         finally:
             self._step = None
         logits: torch.Tensor = output.logits[0]
-        if self._states.width:
+        if self.states.width:
             streams = [stream[0].to(torch.float32) for stream in output.hidden_states]
-            states = self._states.states(dict(enumerate(streams)), streams[-1])
+            states = self.states.states(dict(enumerate(streams)), streams[-1])
             cache.keep_states(torch.from_numpy(batch.slots).to(self.device), states)
         return (logits if self._keeps_rows else logits[wanted]).to(torch.float32)
 

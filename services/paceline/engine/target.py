@@ -12,22 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from paceline.core.allocator import Allocation, Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
+    CommittedStates,
     CommittedTokens,
     DraftNodes,
     GenerateRequest,
     LaggingSession,
     ModelIdentity,
+    OpenSession,
     ToDrafter,
     ToVerifier,
 )
 from paceline.core.pace import LinkPace
-from paceline.core.params import DRAFT_MODEL
+from paceline.core.params import DRAFT_MODEL, EAGLE3, TIER_METHODS
 from paceline.core.patience import Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.step_cost import DEFAULT_STEP_COST, KNOTS, StepCost, StepMode
@@ -59,6 +62,8 @@ MAX_SOURCES = 256
 PROFILE_S = 3.0
 # Nodes a drafter may keep ahead of the committed tokens, per node that may be verified.
 ROOM_PER_NODE = 8
+# Hidden states that a step hands to drafters at most, far within one message; and what a number of them takes.
+STATE_BYTES, WIRE_BYTES = 4 * 1024 * 1024, 2
 # While drafters rest they are told of so many tokens at a time: that keeps them warm, and costs next to nothing.
 TOLD_AT_REST = 16
 
@@ -113,6 +118,7 @@ class TargetEngine:
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
+        self._states = decoder.states
         self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
         for source in sources:
             source.attach(self._cache, self._scratch)
@@ -120,6 +126,8 @@ class TargetEngine:
         self._running: list[TargetSession] = []
         self._sessions: dict[str, TargetSession] = {}
         self._links: dict[str, LinkPace] = {}
+        # Those that draft from hidden states.
+        self._stateful: set[str] = set()
         self._calibrations: dict[tuple[str, bool], Calibration] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
@@ -153,12 +161,14 @@ class TargetEngine:
                 self._receive(event)
             case LinkChanged(up=True):
                 self._links[event.address] = LinkPace()
+                if event.wants_states:
+                    self._stateful.add(event.address)
                 for session in self._sessions.values():
                     if session.drafter_address == event.address:
-                        session.told_len = session.draft.committed_len
-                        self._say(session, session.draft.open())
+                        self._say(session, session.open())
             case LinkChanged():
                 self._links.pop(event.address, None)
+                self._stateful.discard(event.address)
             case Paired():
                 session = self._sessions.get(event.session_id)
                 if session is not None and session.serial == event.serial:
@@ -180,7 +190,7 @@ class TargetEngine:
         self._waiting.append(session)
         session.draft.price = self._allocator.price
         session.draft.room = ROOM_PER_NODE * self._cap(session)
-        self._say(session, session.draft.open())
+        self._say(session, session.open())
 
     def _pair(self, session: TargetSession, address: str) -> None:
         """Closes a session at its drafter and opens it at another; what the first may still send is not heard."""
@@ -188,8 +198,7 @@ class TargetEngine:
         self._say(session, CloseSession(session_id=request.session_id, epoch=request.epoch))
         session.drafter_address = address
         session.draft.calibrations = self._calibrations_for(request, address, self._sources_of(request))
-        session.told_len = session.draft.committed_len
-        self._say(session, session.draft.open())
+        self._say(session, session.open())
 
     def _sources_of(self, request: GenerateRequest) -> list[AnySource]:
         speculation = request.speculation
@@ -202,7 +211,8 @@ class TargetEngine:
         """Drafters are told apart by their addresses, and greedy sessions from others: these are easier to guess."""
         greedy = request.sampling.temperature == 0.0
         known = {source.name: self._calibration_of((source.name, greedy)) for source in sources}
-        return Calibrations({DRAFT_MODEL: self._calibration_of((drafter_address, greedy)), **known})
+        tier = dict.fromkeys(TIER_METHODS, self._calibration_of((drafter_address, greedy)))
+        return Calibrations({**tier, **known})
 
     def _calibration_of(self, key: tuple[str, bool]) -> Calibration:
         if key not in self._calibrations and len(self._calibrations) >= MAX_SOURCES:
@@ -241,6 +251,8 @@ class TargetEngine:
                 if session not in self._answered:
                     self._answered.append(session)
                     answer = session.draft.catch_up(message)
+                    if isinstance(answer, OpenSession):
+                        session.told_states = 0
                     if answer is not None:
                         session.told_len = session.draft.committed_len
                         self._say(session, answer)
@@ -248,7 +260,8 @@ class TargetEngine:
     def _graft(self, session: TargetSession, message: DraftNodes, arrived_s: float, pace: LinkPace) -> None:
         vocab_size = self._identity.vocab_size
         known = tuple(node for node in message.nodes if node.token_id < vocab_size)
-        outcome = session.draft.receive(replace(message, nodes=known))
+        source = EAGLE3 if session.drafter_address in self._stateful else DRAFT_MODEL
+        outcome = session.draft.receive(replace(message, nodes=known), source)
         self._report.num_late_nodes += outcome.num_late
         self._report.num_stale_nodes += outcome.num_stale + len(message.nodes) - len(known)
         if message.epoch != session.draft.epoch or not message.nodes:
@@ -560,10 +573,25 @@ class TargetEngine:
             self._say(session, draft.commit_message(session.told_len))
             session.told_len, session.told_price = draft.committed_len, draft.price
 
+    def _tell_states(self) -> None:
+        """Hands hidden states to drafters that draft from them, so many bytes a step; the rest follows."""
+        width = self._states.fused_width
+        left = STATE_BYTES // max(1, WIRE_BYTES * width)
+        for session in self._running:
+            if session.drafter_address not in self._stateful or left <= 0:
+                continue
+            positions = session.next_states(left)
+            left -= len(positions)
+            if positions:
+                slots = torch.tensor([session.pages.slot(position) for position in positions])
+                states = self._cache.states[slots.to(self._cache.device), :width]
+                self._say(session, _committed_states(session, positions.start, states))
+
     def _output(self, committed: list[_Outcome], num_rows: int) -> TargetOutput:
         for session in self._running:
             if session.prefilled_to > session.pages.num_computed:
                 session.pages.mark_computed(session.prefilled_to)
+        self._tell_states()
         report, self._report = self._report, StepReport()
         report.num_rows = num_rows
         report.num_decoding = len(report.gammas)
@@ -586,6 +614,14 @@ class TargetEngine:
         broken, self._broken = self._broken, {}
         self._answered.clear()
         return TargetOutput(committed=committed, to_drafters=to_drafters, broken_links=broken, report=report)
+
+
+def _committed_states(session: TargetSession, start: int, states: torch.Tensor) -> CommittedStates:
+    values = states.to(device="cpu", dtype=torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+    draft = session.draft
+    return CommittedStates(
+        session_id=draft.session_id, epoch=draft.epoch, start=start, width=states.shape[1], values=values
+    )
 
 
 def _ancestors(node: Node, slots: dict[int, int]) -> list[int]:

@@ -13,6 +13,7 @@ from paceline.core.messages import (
     GenerateRequest,
     GenerateResult,
     ModelIdentity,
+    OpenSession,
     PositionLogprobs,
     Timings,
 )
@@ -67,6 +68,8 @@ class TargetSession:
         # What its drafter was told last: committed tokens, and the price.
         self.told_len = self.draft.committed_len
         self.told_price = 0.0
+        # Committed positions whose hidden states it was told.
+        self.told_states = 0
         self._sampler = RowSampler(
             sampling,
             identity.vocab_size,
@@ -96,6 +99,19 @@ class TargetSession:
     def lag_tokens(self) -> int:
         """Committed tokens that its drafter has not answered."""
         return self.draft.committed_len - self.heard_len
+
+    def open(self) -> OpenSession:
+        """Everything its drafter needs to start, or to start anew; hidden states follow."""
+        self.told_len, self.told_states = self.draft.committed_len, 0
+        return self.draft.open()
+
+    def next_states(self, limit: int) -> range:
+        """Positions whose hidden states a drafter has use for and was not told, at most `limit`."""
+        # A state is of use once the token after it is known.
+        stop = min(self.pages.num_computed, self.told_len - 1, self.told_states + limit)
+        positions = range(self.told_states, max(self.told_states, stop))
+        self.told_states = positions.stop
+        return positions
 
     def cap(self) -> int:
         """Most nodes that may be verified now; a node beyond the last token would be wasted."""

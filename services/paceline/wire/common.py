@@ -103,6 +103,7 @@ def identity_to_pb(identity: ModelIdentity) -> common_pb2.ModelIdentity:
         context_len=identity.context_len,
         eos_token_ids=identity.eos_token_ids,
         weights_hash=identity.weights_hash,
+        states_hash=identity.states_hash,
     )
 
 
@@ -123,6 +124,7 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
         context_len=message.context_len,
         eos_token_ids=tuple(message.eos_token_ids),
         weights_hash=message.weights_hash,
+        states_hash=message.states_hash,
     )
 
 

@@ -9,6 +9,7 @@ from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
+    CommittedStates,
     DraftNodes,
     LaggingSession,
     ModelIdentity,
@@ -28,6 +29,9 @@ from paceline.wire.common import (
 )
 
 MAX_CONFIDENCE = 255
+# Far more than any model's hidden states have.
+MAX_STATE_WIDTH = 65_536
+BFLOAT16_BYTES = 2
 
 
 def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | None = None) -> drafter_pb2.DraftRequest:
@@ -41,19 +45,21 @@ def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | N
             for message in messages
             if isinstance(message, CloseSession)
         ],
+        states=[_states_to_pb(message) for message in messages if isinstance(message, CommittedStates)],
     )
 
 
 def draft_request_from_pb(
     message: drafter_pb2.DraftRequest,
 ) -> tuple[ModelIdentity | None, list[ToDrafter]]:
-    """Decodes what a verifier says: who dials, then opens, commits and closes in that order.
+    """Decodes what a verifier says: who dials, then opens, states, commits and closes in that order.
 
     Raises:
         RemoteProtocolError: A field is missing or outside its limits.
     """
     target = identity_from_pb(message.target) if message.HasField("target") else None
     decoded: list[ToDrafter] = [_open_from_pb(entry) for entry in message.opens]
+    decoded.extend(_states_from_pb(entry) for entry in message.states)
     decoded.extend(_commit_from_pb(entry) for entry in message.commits)
     decoded.extend(
         CloseSession(
@@ -154,6 +160,33 @@ def _commit_from_pb(entry: drafter_pb2.Commit) -> Commit:
         token_ids=tuple(entry.token_ids),
         price=_price("Commit", entry.price),
         room=entry.room,
+    )
+
+
+def _states_to_pb(message: CommittedStates) -> drafter_pb2.CommittedStates:
+    return drafter_pb2.CommittedStates(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        start=message.start,
+        width=message.width,
+        values=message.values,
+    )
+
+
+def _states_from_pb(entry: drafter_pb2.CommittedStates) -> CommittedStates:
+    if not 1 <= entry.width <= MAX_STATE_WIDTH:
+        raise RemoteProtocolError(f"CommittedStates.width: must be from 1 to {MAX_STATE_WIDTH}, got {entry.width}")
+    if not entry.values or len(entry.values) % (BFLOAT16_BYTES * entry.width):
+        raise RemoteProtocolError(
+            f"CommittedStates.values: must hold whole positions of {entry.width} bfloat16 numbers, got "
+            f"{len(entry.values)} bytes"
+        )
+    return CommittedStates(
+        session_id=_named_session("CommittedStates", entry.session_id),
+        epoch=entry.epoch,
+        start=entry.start,
+        width=entry.width,
+        values=entry.values,
     )
 
 

@@ -190,6 +190,7 @@ class ModelIdentity(google.protobuf.message.Message):
     CONTEXT_LEN_FIELD_NUMBER: builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: builtins.int
+    STATES_HASH_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name under which users ask for the model."""
     vocab_hash: builtins.str
@@ -200,6 +201,8 @@ class ModelIdentity(google.protobuf.message.Message):
     """Longest prompt plus output, in tokens."""
     weights_hash: builtins.str
     """Fingerprint of configuration, weights and their type; equal ones mean equal tokens for equal seeds."""
+    states_hash: builtins.str
+    """Fingerprint of the hidden states that a verifier hands out, or that a drafter drafts from; empty: none."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token that ends a text, several for some models."""
@@ -213,8 +216,9 @@ class ModelIdentity(google.protobuf.message.Message):
         context_len: builtins.int = ...,
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         weights_hash: builtins.str = ...,
+        states_hash: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_len", b"context_len", "eos_token_ids", b"eos_token_ids", "name", b"name", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_len", b"context_len", "eos_token_ids", b"eos_token_ids", "name", b"name", "states_hash", b"states_hash", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]) -> None: ...
 
 Global___ModelIdentity: typing_extensions.TypeAlias = ModelIdentity
 

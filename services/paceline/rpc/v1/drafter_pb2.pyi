@@ -29,6 +29,7 @@ class DraftRequest(google.protobuf.message.Message):
     OPENS_FIELD_NUMBER: builtins.int
     COMMITS_FIELD_NUMBER: builtins.int
     CLOSES_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
     @property
     def target(self) -> paceline.rpc.v1.common_pb2.ModelIdentity:
         """First message of a stream only: who dials. A drafter for another vocabulary refuses the stream."""
@@ -45,6 +46,10 @@ class DraftRequest(google.protobuf.message.Message):
     def closes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CloseSession]:
         """Sessions that ended."""
 
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CommittedStates]:
+        """Hidden states of committed tokens, for drafters that draft from them; they come before the commits of the message."""
+
     def __init__(
         self,
         *,
@@ -52,9 +57,10 @@ class DraftRequest(google.protobuf.message.Message):
         opens: collections.abc.Iterable[Global___OpenSession] | None = ...,
         commits: collections.abc.Iterable[Global___Commit] | None = ...,
         closes: collections.abc.Iterable[Global___CloseSession] | None = ...,
+        states: collections.abc.Iterable[Global___CommittedStates] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["closes", b"closes", "commits", b"commits", "opens", b"opens", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["closes", b"closes", "commits", b"commits", "opens", b"opens", "states", b"states", "target", b"target"]) -> None: ...
 
 Global___DraftRequest: typing_extensions.TypeAlias = DraftRequest
 
@@ -144,6 +150,40 @@ class Commit(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["base_len", b"base_len", "epoch", b"epoch", "price", b"price", "room", b"room", "session_id", b"session_id", "token_ids", b"token_ids"]) -> None: ...
 
 Global___Commit: typing_extensions.TypeAlias = Commit
+
+@typing.final
+class CommittedStates(google.protobuf.message.Message):
+    """The target's fused hidden states at committed positions of one session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    session_id: builtins.str
+    """The session."""
+    epoch: builtins.int
+    """Ownership number."""
+    start: builtins.int
+    """First position."""
+    width: builtins.int
+    """Numbers a position."""
+    values: builtins.bytes
+    """bfloat16, little-endian, position by position."""
+    def __init__(
+        self,
+        *,
+        session_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+        start: builtins.int = ...,
+        width: builtins.int = ...,
+        values: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "session_id", b"session_id", "start", b"start", "values", b"values", "width", b"width"]) -> None: ...
+
+Global___CommittedStates: typing_extensions.TypeAlias = CommittedStates
 
 @typing.final
 class CloseSession(google.protobuf.message.Message):
