@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.core.allocator import Allocator, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.rules import Rules
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
 from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import load_decoder
@@ -54,6 +55,7 @@ class EnginePair:
         max_num_batched_tokens: int = 128,
         dtype: str = "float32",
         methods: Sequence[str] = (),
+        rules: Rules | None = None,
     ) -> None:
         self.clock = Clock()
         self.drafter_folder, self.width, self.dtype = drafter, width, dtype
@@ -70,6 +72,7 @@ class EnginePair:
             allocator=allocator or Goodput(),
             clock=self.clock,
             sources=[TextSource(method) for method in methods],
+            rules=rules,
         )
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []
