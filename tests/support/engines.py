@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.core.allocator import Allocator, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.rules import Rules
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
 from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import Decoder, load_decoder
@@ -57,6 +58,7 @@ class EnginePair:
         methods: Sequence[str] = (),
         head: Path | None = None,
         num_draft_blocks: int = 256,
+        rules: Rules | None = None,
     ) -> None:
         self.clock = Clock()
         self.target_folder, self.head, self.num_draft_blocks = target, head, num_draft_blocks
@@ -77,6 +79,7 @@ class EnginePair:
             allocator=allocator or Goodput(),
             clock=self.clock,
             sources=[TextSource(method) for method in methods],
+            rules=rules,
         )
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
+from paceline.core.acceptance import SparseDraft
+from paceline.core.params import COUPLED, DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
 
 # Roles of replicas, in the registry and in certificates.
 GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
@@ -40,7 +41,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSession:
-    """Everything a drafter needs to know of a session."""
+    """Everything a drafter needs to know of a session; `acceptance` says how its guesses are chosen and judged."""
 
     session_id: str
     epoch: int
@@ -49,6 +50,7 @@ class OpenSession:
     sampling: SamplingParams
     price: float
     room: int
+    acceptance: str = COUPLED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +91,21 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGuess:
-    """One new node of a draft tree; parent 0 is the last committed token the drafter knew."""
+    """One new node of a draft tree; parent 0 is the last committed token the drafter knew.
+
+    `draft` is the distribution that the token was sampled from, for the rules that ask for it.
+    """
 
     node_id: int
     parent_id: int
     token_id: int
     confidence: float
+    draft: SparseDraft | None = None
+
+    def within(self, vocab_size: int) -> bool:
+        """True when a vocabulary holds all ids named here; with a distribution, its token does not matter."""
+        token_ids = (self.token_id,) if self.draft is None else self.draft.token_ids
+        return max(token_ids) < vocab_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +163,10 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationRecord:
-    """What speculation did for one session; a round is a step that verified at least one draft token."""
+    """What speculation did for one session; a round is a step that verified at least one draft token.
+
+    `lossy` marks a text that a lossy acceptance rule had a part in.
+    """
 
     num_steps: int = 0
     num_spec_steps: int = 0
@@ -162,6 +176,7 @@ class SpeculationRecord:
     mean_batch_size: float = 0.0
     num_hits: int = 0
     num_misses: int = 0
+    lossy: bool = False
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -197,8 +212,12 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedTokens:
-    """Tokens of one session as one step committed them; the last message of a session carries its result."""
+    """Tokens of one session as one step committed them; the last message of a session carries its result.
+
+    `lossy`: by a lossy acceptance rule; a gateway that ends the session itself gets no result to learn it from.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     result: GenerateResult | None = None
+    lossy: bool = False

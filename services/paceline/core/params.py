@@ -18,6 +18,11 @@ DRAFT_MODEL, EAGLE3, NGRAM, SUFFIX = "draft_model", "eagle3", "ngram", "suffix"
 TIER_METHODS = (DRAFT_MODEL, EAGLE3)
 METHODS = (*TIER_METHODS, NGRAM, SUFFIX)
 MAX_METHOD_CHARS = 64
+# Acceptance rules: which draft tokens become committed tokens.
+COUPLED, REJECTION, BLOCK, TYPICAL = "coupled", "rejection", "block", "typical"
+ACCEPTANCE_RULES = (COUPLED, REJECTION, BLOCK, TYPICAL)
+# Those that judge a chain of draft tokens, each by the very distribution it was sampled from.
+CHAIN_RULES = (REJECTION, BLOCK)
 
 
 def _require(field: str, ok: bool, problem: str) -> None:
@@ -100,7 +105,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """What one request asks of speculation; it never changes the tokens.
+    """What one request asks of speculation.
+
+    `acceptance` "" is the verifier's default. Under "coupled" nothing of this changes the tokens, under "rejection" and
+    "block" nothing changes their law, and "typical" changes that too.
 
     Raises:
         InvalidRequestError: A field is outside its limits.
@@ -108,7 +116,7 @@ class SpeculationParams:
 
     enabled: bool = True
     max_draft_tokens: int | None = None
-    acceptance: str = "coupled"
+    acceptance: str = ""
     method: str = ""
 
     def __post_init__(self) -> None:
@@ -117,8 +125,8 @@ class SpeculationParams:
             _require_range("speculation.max_draft_tokens", self.max_draft_tokens, 0, MAX_DRAFT_TOKENS)
         _require(
             "speculation.acceptance",
-            self.acceptance == "coupled",
-            f'must be "coupled", the only rule served, got {self.acceptance!r}',
+            self.acceptance in ("", *ACCEPTANCE_RULES),
+            f"must be one of {', '.join(ACCEPTANCE_RULES)}, got {self.acceptance!r}",
         )
         short = len(self.method) <= MAX_METHOD_CHARS
         _require("speculation.method", short, f"must have at most {MAX_METHOD_CHARS} characters")

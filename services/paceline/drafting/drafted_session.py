@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
-from paceline.core.confidence import NUM_RANKED, confidences
+from paceline.core.acceptance import SparseDraft, sparse_draft
+from paceline.core.confidence import CHAIN_CONFIDENCE, NUM_RANKED, confidences
 from paceline.core.messages import (
     Commit,
     CommittedStates,
@@ -13,6 +16,7 @@ from paceline.core.messages import (
     ModelIdentity,
     OpenSession,
 )
+from paceline.core.noise import DRAFT_STREAM, uniforms
 from paceline.core.session import DrafterSession
 from paceline.core.tree import Node, NodeState, Pruning
 from paceline.drafting.features import FeatureBuffer, Features, TokensAfterFirst
@@ -29,6 +33,14 @@ AHEAD = 0.1
 MOST_HELD = 3
 # More nodes ahead than any verifier uses; a peer may ask for more and does not get it.
 MAX_ROOM = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Guesses:
+    """What may follow a node, `(token_id, confidence)` best first, and the distribution it was sampled from."""
+
+    ranked: list[tuple[int, float]]
+    draft: SparseDraft | None = None
 
 
 class DraftedSession:
@@ -55,7 +67,7 @@ class DraftedSession:
         self.pages = self._make_pages(pool)
         self.slots: dict[int, int] = {}
         # Guesses below computed nodes that are not worth a place in the tree until a commit comes closer to them.
-        self._withheld: dict[Node, list[tuple[int, float]]] = {}
+        self._withheld: dict[Node, _Guesses] = {}
         self.computed_to = 0
         self.touched_s = 0.0
         self.parked = False
@@ -197,19 +209,37 @@ class DraftedSession:
         return path[::-1]
 
     def expand(self, node: Node, row: np.ndarray, width: int) -> None:
-        """Hangs the best `width` guesses below a node, from the draft model's logits `[vocab]` after it."""
+        """Hangs the best `width` guesses below a node, from the draft model's logits `[vocab]` after it.
+
+        Under a rule that judges chains it is one, drawn once for all: another try would be another chance.
+        """
         path = [step.token_id for step in _path(node)]
-        token_ids, shares = self._sampler.rank(row, node.position + 1, NUM_RANKED, path)
-        sure = confidences(shares, greedy=self.mirror.sampling.temperature == 0.0)
-        self._withheld[node] = list(zip(token_ids, sure, strict=True))[:width]
+        if not self.mirror.chain:
+            self._withheld[node] = self._rank(node, row, path, width)
+        elif not node.children and node not in self._withheld:
+            self._withheld[node] = self._draw(node, row, path)
         self._grow(node)
 
+    def _rank(self, node: Node, row: np.ndarray, path: list[int], width: int) -> _Guesses:
+        token_ids, shares = self._sampler.rank(row, node.position + 1, NUM_RANKED, path)
+        sure = confidences(shares, greedy=self.mirror.sampling.temperature == 0.0)
+        return _Guesses(ranked=list(zip(token_ids, sure, strict=True))[:width])
+
+    def _draw(self, node: Node, row: np.ndarray, path: list[int]) -> _Guesses:
+        """Samples one token from the very distribution that goes out with it."""
+        draft = sparse_draft(self._sampler.law(row, path))
+        seed, base_len = self.mirror.sampling.seed, len(self.mirror.tokens)
+        uniform, _ = uniforms(seed, DRAFT_STREAM, node.position + 1, base_len, node.node_id)
+        return _Guesses(ranked=[(draft.sample(uniform), CHAIN_CONFIDENCE)], draft=draft)
+
     def _grow(self, node: Node) -> None:
-        guesses = self._withheld[node]
+        guesses = self._withheld.get(node)
+        if guesses is None:
+            return
         survival = self.mirror.tree.survival(node)
-        worth = [guess for guess in guesses if survival * guess[1] >= self._least_survival]
-        self.mirror.grow(node, worth)
-        self._withheld[node] = guesses[len(worth) :]
+        worth = [guess for guess in guesses.ranked if survival * guess[1] >= self._least_survival]
+        self.mirror.grow(node, worth, guesses.draft)
+        self._withheld[node] = replace(guesses, ranked=guesses.ranked[len(worth) :])
 
     def push(self, context_len: int, can_grow: bool) -> DraftNodes | None:
         """Nodes that are due after a draft step: held long enough, or the last for now."""

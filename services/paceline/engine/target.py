@@ -30,11 +30,12 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.pace import LinkPace
-from paceline.core.params import DRAFT_MODEL, EAGLE3, TIER_METHODS
+from paceline.core.params import CHAIN_RULES, DRAFT_MODEL, EAGLE3, TIER_METHODS
 from paceline.core.patience import Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
+from paceline.core.rules import Rules
 from paceline.core.step_cost import DEFAULT_STEP_COST, KNOTS, StepCost, StepMode
-from paceline.core.tree import Node, walk
+from paceline.core.tree import Node
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import Decoder
@@ -93,6 +94,7 @@ class TargetEngine:
         allocator: Which nodes a step verifies.
         clock: Seconds, monotonic.
         sources: What guesses inside the verifier, beside the drafters.
+        rules: Acceptance rules that are served.
         use_threads: Sets this thread up for steps of a mode; called before every step.
     """
 
@@ -106,6 +108,7 @@ class TargetEngine:
         allocator: Allocator,
         clock: Callable[[], float],
         sources: Sequence[AnySource] = (),
+        rules: Rules | None = None,
         use_threads: Callable[[StepMode], None] = lambda _: None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
@@ -115,6 +118,7 @@ class TargetEngine:
         self._allocator = allocator
         self._clock = clock
         self._sources = sources
+        self._rules = Rules() if rules is None else rules
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
@@ -128,7 +132,7 @@ class TargetEngine:
         self._links: dict[str, LinkPace] = {}
         # Those that draft from hidden states.
         self._stateful: set[str] = set()
-        self._calibrations: dict[tuple[str, bool], Calibration] = {}
+        self._calibrations: dict[tuple[str, bool, str], Calibration] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
         self._answered: list[TargetSession] = []
@@ -184,6 +188,7 @@ class TargetEngine:
             self.pool,
             self._calibrations_for(event.request, event.request.drafter_address, sources),
             sources,
+            self._rules.of(event.request.speculation),
             self._clock(),
         )
         self._sessions[event.request.session_id] = session
@@ -202,19 +207,23 @@ class TargetEngine:
 
     def _sources_of(self, request: GenerateRequest) -> list[AnySource]:
         speculation = request.speculation
+        if self._rules.of(speculation).name in CHAIN_RULES:
+            # These rules need the distribution of every guess, and look-up has none.
+            return []
         methods = speculation.methods or [source.name for source in self._sources]
         return [source for source in self._sources if speculation.cap and source.name in methods]
 
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
     ) -> Calibrations:
-        """Drafters are told apart by their addresses, and greedy sessions from others: these are easier to guess."""
+        """Drafters are told apart by their addresses, acceptance rules, and greedy sessions from others."""
         greedy = request.sampling.temperature == 0.0
-        known = {source.name: self._calibration_of((source.name, greedy)) for source in sources}
-        tier = dict.fromkeys(TIER_METHODS, self._calibration_of((drafter_address, greedy)))
+        rule = self._rules.of(request.speculation).name
+        known = {source.name: self._calibration_of((source.name, greedy, rule)) for source in sources}
+        tier = dict.fromkeys(TIER_METHODS, self._calibration_of((drafter_address, greedy, rule)))
         return Calibrations({**tier, **known})
 
-    def _calibration_of(self, key: tuple[str, bool]) -> Calibration:
+    def _calibration_of(self, key: tuple[str, bool, str]) -> Calibration:
         if key not in self._calibrations and len(self._calibrations) >= MAX_SOURCES:
             self._calibrations.pop(next(iter(self._calibrations)))
         return self._calibrations.setdefault(key, Calibration())
@@ -259,7 +268,7 @@ class TargetEngine:
 
     def _graft(self, session: TargetSession, message: DraftNodes, arrived_s: float, pace: LinkPace) -> None:
         vocab_size = self._identity.vocab_size
-        known = tuple(node for node in message.nodes if node.token_id < vocab_size)
+        known = tuple(node for node in message.nodes if node.within(vocab_size))
         source = EAGLE3 if session.drafter_address in self._stateful else DRAFT_MODEL
         outcome = session.draft.receive(replace(message, nodes=known), source)
         self._report.num_late_nodes += outcome.num_late
@@ -480,15 +489,12 @@ class TargetEngine:
         session = each.session
         base_len = session.draft.committed_len
 
-        def choose(node: Node) -> int:
-            return session.choose(logits[each.logit_index[id(node)]])
-
         try:
-            tokens = walk(session.draft.tree.root, each.nodes, choose, session.ends)
+            verdict = session.judge(each.nodes, lambda node: logits[each.logit_index[id(node)]])
         except UnusableLogitsError as error:
             self._free_scratch(each)
             return self._fail(session, error)
-        pruning = session.draft.commit(tokens)
+        pruning = session.draft.commit(verdict.token_ids, verdict.chances)
         accepted = [node for node in pruning.matched if id(node) in each.slots]
         self._compact(session, accepted, each)
         session.pages.mark_computed(base_len + len(accepted))
@@ -527,10 +533,10 @@ class TargetEngine:
         base_len = session.draft.committed_len
         session.pages.mark_computed(base_len)
         try:
-            token_id = session.choose(row)
+            verdict = session.judge((), lambda _: row)
         except UnusableLogitsError as error:
             return self._fail(session, error)
-        session.draft.commit((token_id,))
+        session.draft.commit(verdict.token_ids, verdict.chances)
         session.draft.tally.count(num_draft_tokens=0, num_accepted=0, hit=False, batch_size=batch_size)
         return self._hand_out(session, base_len)
 

@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.config import check_address, setting
 from paceline.core.allocator import Allocator, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
-from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, METHODS, NGRAM
+from paceline.core.params import (
+    ACCEPTANCE_RULES,
+    CHAIN_RULES,
+    COUPLED,
+    DRAFT_MODEL,
+    MAX_DRAFT_TOKENS,
+    METHODS,
+    NGRAM,
+    TYPICAL,
+)
+from paceline.core.rules import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules, Typical
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 POLICIES = ("goodput", "fixed")
 DEFAULT_DRAFT_TOKENS = 12
+KEYS = frozenset(
+    {
+        "method",
+        "model",
+        "num_speculative_tokens",
+        "policy",
+        "acceptance",
+        "lossy",
+        "posterior_threshold",
+        "posterior_alpha",
+    }
+)
+NAME = "--speculative-config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +82,9 @@ class VerifierConfig:
             "JSON with vLLM's keys: method (draft_model, ngram, suffix, or several joined by +; default "
             "draft_model+ngram), num_speculative_tokens (most draft tokens verified per "
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
-            "(goodput, or fixed for comparison)."
+            "(goodput, or fixed for comparison), acceptance (rule of requests that name none: coupled, rejection, "
+            "block, or typical; default coupled), lossy (true serves the rule typical too, whose texts are marked), "
+            "posterior_threshold and posterior_alpha (of that rule, default 0.09 and 0.3)."
         ),
     )
     grace_s: float = setting(
@@ -70,33 +97,70 @@ class VerifierConfig:
             check_address("--announce", self.announce)
 
 
-def speculation_from(speculative_config: str) -> tuple[Allocator, tuple[str, ...]]:
-    """Builds the policy, and names the methods, that `--speculative-config` asks for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What `--speculative-config` asks for.
+
+    Args:
+        allocator: The policy.
+        methods: Ways to draft that are served.
+        rules: Acceptance rules that are served.
+    """
+
+    allocator: Allocator
+    methods: tuple[str, ...]
+    rules: Rules
+
+
+def speculation_from(speculative_config: str) -> Speculation:
+    """Decodes `--speculative-config`.
 
     Raises:
         ConfigError: The JSON is broken or asks for what is not served.
     """
-    name = "--speculative-config"
     try:
         given = json.loads(speculative_config)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name}: not valid JSON ({error})") from error
+        raise ConfigError(f"{NAME}: not valid JSON ({error})") from error
     if not isinstance(given, dict):
-        raise ConfigError(f"{name}: must be a JSON object, got {type(given).__name__}")
-    unknown = sorted(set(given) - {"method", "model", "num_speculative_tokens", "policy"})
+        raise ConfigError(f"{NAME}: must be a JSON object, got {type(given).__name__}")
+    unknown = sorted(set(given) - KEYS)
     if unknown:
-        raise ConfigError(f"{name}: unknown key {unknown[0]!r}")
+        raise ConfigError(f"{NAME}: unknown key {unknown[0]!r}")
     methods = tuple(str(given.get("method", DEFAULT_METHODS)).split("+"))
     for method in methods:
-        _one_of(name, "method", method, METHODS)
-    policy = _one_of(name, "policy", given.get("policy", POLICIES[0]), POLICIES)
+        _one_of("method", method, METHODS)
+    policy = _one_of("policy", given.get("policy", POLICIES[0]), POLICIES)
     gamma = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
     if not isinstance(gamma, int) or isinstance(gamma, bool) or not 0 <= gamma <= MAX_DRAFT_TOKENS:
-        raise ConfigError(f"{name}: num_speculative_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {gamma!r}")
-    return (FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma)), methods
+        raise ConfigError(f"{NAME}: num_speculative_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {gamma!r}")
+    allocator = FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma)
+    return Speculation(allocator=allocator, methods=methods, rules=_rules_from(given, methods))
 
 
-def _one_of(name: str, key: str, value: object, allowed: tuple[str, ...]) -> str:
+def _rules_from(given: Mapping[str, Any], methods: tuple[str, ...]) -> Rules:
+    default = _one_of("acceptance", given.get("acceptance", COUPLED), ACCEPTANCE_RULES)
+    lossy = given.get("lossy", False)
+    if not isinstance(lossy, bool):
+        raise ConfigError(f"{NAME}: lossy must be true or false, got {lossy!r}")
+    if default in CHAIN_RULES and DRAFT_MODEL not in methods:
+        raise ConfigError(f"{NAME}: acceptance {default} needs the method {DRAFT_MODEL}, got {'+'.join(methods)}")
+    if default == TYPICAL and not lossy:
+        raise ConfigError(f'{NAME}: acceptance {TYPICAL} is lossy, and needs "lossy": true')
+    typical = Typical(
+        posterior_threshold=_share("posterior_threshold", given.get("posterior_threshold", POSTERIOR_THRESHOLD)),
+        posterior_alpha=_share("posterior_alpha", given.get("posterior_alpha", POSTERIOR_ALPHA)),
+    )
+    return Rules(default=default, typical=typical if lossy else None)
+
+
+def _share(key: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value <= 1.0:
+        raise ConfigError(f"{NAME}: {key} must be a number above 0 and at most 1, got {value!r}")
+    return float(value)
+
+
+def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise ConfigError(f"{name}: {key} must be one of {', '.join(allowed)}, got {value!r}")
+        raise ConfigError(f"{NAME}: {key} must be one of {', '.join(allowed)}, got {value!r}")
     return str(value)

@@ -15,6 +15,7 @@ from paceline.core.admission import QueueClock, check_wait
 from paceline.core.errors import OverloadedError, PacelineError, StaleEpochError, UnavailableError
 from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import EAGLE3, TIER_METHODS
+from paceline.core.rules import Rules
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread
 from paceline.engine.target import TargetEngine
@@ -59,6 +60,7 @@ class TargetHost:
         max_queue: Most sessions that wait or run.
         max_num_seqs: Most sessions that run at once.
         methods: Ways to draft that are served.
+        rules: Acceptance rules that are served.
         grace_s: Time that sessions get to finish when the verifier stops.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
@@ -73,6 +75,7 @@ class TargetHost:
         max_queue: int,
         max_num_seqs: int,
         methods: Sequence[str],
+        rules: Rules,
         grace_s: float,
         make_engine: Callable[[], TargetEngine],
         metrics: VerifierMetrics,
@@ -86,6 +89,7 @@ class TargetHost:
         self._max_num_seqs = max_num_seqs
         self._queue_clock = QueueClock()
         self._methods = tuple(methods)
+        self._rules = rules
         self._grace_s = grace_s
         self._metrics = metrics
         self._tls = tls
@@ -194,7 +198,9 @@ class TargetHost:
             OverloadedError: Too many sessions.
             UnavailableError: The verifier shuts down or its engine died.
         """
-        check_request(request, self.identity, max_model_len=self._max_model_len, methods=self._methods)
+        check_request(
+            request, self.identity, max_model_len=self._max_model_len, methods=self._methods, rules=self._rules
+        )
         self._admit(request)
         if not self._tier_methods(request):
             request = replace(request, drafter_address="")

@@ -81,7 +81,7 @@ def speculation_to_pb(params: SpeculationParams) -> common_pb2.SpeculationParams
 
 
 def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationParams:
-    """Decodes what a request asks of speculation; an empty acceptance rule is the default one.
+    """Decodes what a request asks of speculation.
 
     Raises:
         InvalidRequestError: A field is outside its limits.
@@ -89,7 +89,7 @@ def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationPar
     return SpeculationParams(
         enabled=message.enabled,
         max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
-        acceptance=message.acceptance or "coupled",
+        acceptance=message.acceptance,
         method=message.method,
     )
 
@@ -139,6 +139,7 @@ def speculation_record_to_pb(record: SpeculationRecord) -> common_pb2.Speculatio
         mean_batch_size=record.mean_batch_size,
         num_hits=record.num_hits,
         num_misses=record.num_misses,
+        lossy=record.lossy,
     )
 
 
@@ -153,6 +154,7 @@ def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> Specula
         mean_batch_size=message.mean_batch_size,
         num_hits=message.num_hits,
         num_misses=message.num_misses,
+        lossy=message.lossy,
     )
 
 
