@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline.core.allocator import Allocator, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
-from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetLimits
+from paceline.verifier.config import Speculation
+from paceline.verifier.sources import make_sources
 
 DRAFTER = "drafter:1"
 
@@ -54,12 +56,16 @@ class EnginePair:
         max_num_batched_tokens: int = 128,
         dtype: str = "float32",
         methods: Sequence[str] = (),
+        **heads: Any,
     ) -> None:
         self.clock = Clock()
         self.drafter_folder, self.width, self.dtype = drafter, width, dtype
         identity = model_identity(target, "target")
+        decoder = load_decoder(target, dtype, "cpu", 1)
+        speculation = Speculation(allocator=allocator or Goodput(), methods=tuple(methods), **heads)
+        self.sources = make_sources(speculation, decoder)
         self.target = TargetEngine(
-            decoder=load_decoder(target, dtype, "cpu", 1),
+            decoder=decoder,
             identity=identity,
             num_blocks=num_blocks,
             limits=TargetLimits(
@@ -67,9 +73,9 @@ class EnginePair:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=identity.context_len,
             ),
-            allocator=allocator or Goodput(),
+            allocator=speculation.allocator,
             clock=self.clock,
-            sources=[TextSource(method) for method in methods],
+            sources=self.sources,
         )
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []

@@ -12,9 +12,10 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_DRAFT_TOKENS = 64
-# Ways to draft: the drafter tier; look-up in the session's own text, or in recent outputs of others too.
-DRAFT_MODEL, NGRAM, SUFFIX = "draft_model", "ngram", "suffix"
-METHODS = (DRAFT_MODEL, NGRAM, SUFFIX)
+# Ways to draft: the drafter tier; look-up in the session's own text, or in recent outputs of others too; heads on the
+# target's hidden states.
+DRAFT_MODEL, NGRAM, SUFFIX, MEDUSA = "draft_model", "ngram", "suffix", "medusa"
+METHODS = (DRAFT_MODEL, NGRAM, SUFFIX, MEDUSA)
 MAX_METHOD_CHARS = 64
 
 

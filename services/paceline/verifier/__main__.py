@@ -12,13 +12,11 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from paceline.config import loggable, parse
-from paceline.core.allocator import Allocator
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, GenerateRequest, ModelIdentity
-from paceline.core.params import NGRAM, SUFFIX, SamplingParams, SpeculationParams
+from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepMode
 from paceline.credentials import load_tls
-from paceline.drafting.suffix import TextSource
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
@@ -31,9 +29,10 @@ from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
 from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.serving import run
-from paceline.verifier.config import VerifierConfig, speculation_from
+from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
 from paceline.verifier.host import TargetHost
 from paceline.verifier.servicer import VerifierServicer
+from paceline.verifier.sources import make_sources
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ async def serve(config: VerifierConfig) -> None:
     logger.info("starting", extra=loggable(config))
     tls = load_tls(config.tls_dir, VERIFIER)
     prepare_process(config.cpus, spare_cpus=config.spare_cpus)
-    allocator, methods = speculation_from(config.speculative_config)
+    speculation = speculation_from(config.speculative_config)
     own_identity = model_identity(config.model, config.model_name, config.dtype)
     max_model_len = _max_model_len(config, own_identity)
     # What others may ask for is what fits here, not what the model could do.
@@ -70,8 +69,8 @@ async def serve(config: VerifierConfig) -> None:
         max_queue=config.max_queue,
         max_num_seqs=config.max_num_seqs,
         grace_s=config.grace_s,
-        methods=methods,
-        make_engine=lambda: make_engine(config, identity, allocator, methods),
+        methods=speculation.methods,
+        make_engine=lambda: make_engine(config, identity, speculation),
         metrics=VerifierMetrics(registry),
         tls=tls,
     )
@@ -103,9 +102,7 @@ def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
     return config.max_model_len or allowed
 
 
-def make_engine(
-    config: VerifierConfig, identity: ModelIdentity, allocator: Allocator, methods: Sequence[str]
-) -> TargetEngine:
+def make_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Speculation) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
     decoder = load_decoder(config.model, config.dtype, config.device, config.threads)
     engine = TargetEngine(
@@ -117,15 +114,15 @@ def make_engine(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=identity.context_len,
         ),
-        allocator=allocator,
+        allocator=speculation.allocator,
         clock=time.monotonic,
-        sources=[TextSource(method) for method in methods if method in (NGRAM, SUFFIX)],
+        sources=make_sources(speculation, decoder),
         use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
     )
     decoder.prepare(config.max_num_batched_tokens)
     warm_up(engine)
     plain, drafting = engine.profile(StepMode.PLAIN), engine.profile(StepMode.DRAFTING)
-    allocator.start_from(plain, drafting)
+    speculation.allocator.start_from(plain, drafting)
     logger.info(
         "model is ready",
         extra={

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.config import check_address, setting
 from paceline.core.allocator import Allocator, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
-from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, METHODS, NGRAM
+from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MEDUSA, METHODS, NGRAM
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 POLICIES = ("goodput", "fixed")
@@ -54,10 +56,10 @@ class VerifierConfig:
     speculative_config: str = setting(
         "{}",
         help=(
-            "JSON with vLLM's keys: method (draft_model, ngram, suffix, or several joined by +; default "
+            f"JSON with vLLM's keys: method ({', '.join(METHODS)}, or several joined by +; default "
             "draft_model+ngram), num_speculative_tokens (most draft tokens verified per "
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
-            "(goodput, or fixed for comparison)."
+            "(goodput, or fixed for comparison), medusa_model (folder of the heads of method medusa)."
         ),
     )
     grace_s: float = setting(
@@ -70,8 +72,26 @@ class VerifierConfig:
             check_address("--announce", self.announce)
 
 
-def speculation_from(speculative_config: str) -> tuple[Allocator, tuple[str, ...]]:
-    """Builds the policy, and names the methods, that `--speculative-config` asks for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What `--speculative-config` asks for.
+
+    Attributes:
+        allocator: The policy.
+        methods: Ways to draft.
+        medusa_model: Folder of Medusa heads.
+    """
+
+    allocator: Allocator
+    methods: tuple[str, ...]
+    medusa_model: Path | None = None
+
+
+KEYS = ("medusa_model", "method", "model", "num_speculative_tokens", "policy")
+
+
+def speculation_from(speculative_config: str) -> Speculation:
+    """Reads `--speculative-config`.
 
     Raises:
         ConfigError: The JSON is broken or asks for what is not served.
@@ -83,7 +103,7 @@ def speculation_from(speculative_config: str) -> tuple[Allocator, tuple[str, ...
         raise ConfigError(f"{name}: not valid JSON ({error})") from error
     if not isinstance(given, dict):
         raise ConfigError(f"{name}: must be a JSON object, got {type(given).__name__}")
-    unknown = sorted(set(given) - {"method", "model", "num_speculative_tokens", "policy"})
+    unknown = sorted(set(given) - set(KEYS))
     if unknown:
         raise ConfigError(f"{name}: unknown key {unknown[0]!r}")
     methods = tuple(str(given.get("method", DEFAULT_METHODS)).split("+"))
@@ -93,7 +113,21 @@ def speculation_from(speculative_config: str) -> tuple[Allocator, tuple[str, ...
     gamma = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
     if not isinstance(gamma, int) or isinstance(gamma, bool) or not 0 <= gamma <= MAX_DRAFT_TOKENS:
         raise ConfigError(f"{name}: num_speculative_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {gamma!r}")
-    return (FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma)), methods
+    return Speculation(
+        allocator=FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma),
+        methods=methods,
+        medusa_model=_folder(name, "medusa_model", given, needed=MEDUSA in methods),
+    )
+
+
+def _folder(name: str, key: str, given: Mapping[str, Any], *, needed: bool) -> Path | None:
+    """A folder of heads, where a method needs one."""
+    if not needed:
+        return None
+    value = given.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}: {key} must name the folder of the heads, got {value!r}")
+    return Path(value).expanduser()
 
 
 def _one_of(name: str, key: str, value: object, allowed: tuple[str, ...]) -> str:
