@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.allocator import FixedGamma
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.core.params import DRAFT_MODEL, METHODS
+from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX
 from paceline.core.rules import Rules
 from paceline.credentials import FleetTls, channel, folder_of, load_tls, only_for
 from paceline.drafter.host import DraftHost
@@ -31,6 +31,7 @@ from paceline.verifier.host import TargetHost
 from paceline.verifier.servicer import VerifierServicer
 from tests.support.checkpoints import save_pair
 
+LOOK_UP = (DRAFT_MODEL, NGRAM, SUFFIX)
 MAX_MODEL_LEN = 256
 MAX_QUEUE = 4
 
@@ -50,7 +51,7 @@ def guarded(tls: FleetTls | None, client_role: str) -> dict[str, Any]:
 @asynccontextmanager
 async def running_verifier(
     folder: Path,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = LOOK_UP,
     max_num_seqs: int = 4,
     tls_dir: Path | None = None,
     rules: Rules | None = None,
@@ -66,7 +67,7 @@ async def running_verifier(
 @asynccontextmanager
 async def verifier_at(
     folder: Path,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = LOOK_UP,
     max_num_seqs: int = 4,
     tls_dir: Path | None = None,
     rules: Rules | None = None,

@@ -48,7 +48,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def make(folders, **options) -> EnginePair:
     target, drafter, head = folders
-    return EnginePair(target, drafter, head=head, allocator=FixedGamma(gamma=4), **options)
+    return EnginePair(target, drafter, eagle3_model=head, allocator=FixedGamma(gamma=4), **options)
 
 
 def submit_all(pair: EnginePair, sampling: SamplingParams, **options) -> None:

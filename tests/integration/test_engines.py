@@ -8,10 +8,11 @@ import pytest
 
 from paceline.core.allocator import FixedGamma, Goodput
 from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
-from paceline.core.params import NGRAM, SUFFIX, SamplingParams, SpeculationParams
+from paceline.core.params import MEDUSA, NGRAM, SUFFIX, SamplingParams, SpeculationParams
 from paceline.engine.target_events import DraftsArrived
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
 from tests.support.engines import DRAFTER, EnginePair
+from tests.support.heads import random_medusa, save_medusa
 
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=40, temperature=0.0),
@@ -72,6 +73,12 @@ def test_the_goodput_policy_leaves_the_tokens_alone(pair_folders, plain, samplin
     assert texts(EnginePair(*pair_folders, allocator=Goodput()), SAMPLINGS[sampling], 16) == plain[sampling]
 
 
+@pytest.fixture(scope="module")
+def random_heads(tmp_path_factory):
+    """Medusa heads that know nothing of the target."""
+    return save_medusa(tmp_path_factory.mktemp("heads"), random_medusa(), num_heads=3, num_blocks=1)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("methods", [(NGRAM,), (NGRAM, SUFFIX)], ids="+".join)
 def test_sources_inside_the_verifier_leave_the_tokens_alone(pair_folders, plain, sampling, methods):
@@ -85,11 +92,23 @@ def test_sources_inside_the_verifier_leave_the_tokens_alone(pair_folders, plain,
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_switching_the_method_in_mid_session_leaves_the_tokens_alone(pair_folders, plain, sampling):
-    pair = EnginePair(*pair_folders, methods=(NGRAM, SUFFIX))
+@pytest.mark.parametrize("methods", [(MEDUSA,), (NGRAM, MEDUSA)], ids="+".join)
+@pytest.mark.parametrize("drafter", [False, True], ids=["alone", "beside drafters"])
+def test_heads_and_layers_leave_the_tokens_alone(pair_folders, plain, random_heads, sampling, methods, drafter):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=6), methods=methods, medusa_model=random_heads)
+    if not drafter:
+        pair.kill_drafter()
+    assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
+    drafted = sum(s.result.speculation.num_draft_tokens for s in pair.sessions.values())
+    assert drafted > 500, "the test would prove little without drafts"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_switching_the_method_in_mid_session_leaves_the_tokens_alone(pair_folders, plain, random_heads, sampling):
+    pair = EnginePair(*pair_folders, methods=(NGRAM, SUFFIX, MEDUSA), medusa_model=random_heads)
     for index, prompt in enumerate(prompts(4)):
         so_far: list[int] = []
-        for method in ("draft_model", "suffix", "ngram+draft_model"):
+        for method in ("draft_model", "medusa", "suffix", "ngram+draft_model"):
             if len(so_far) == len(plain[sampling][index]):
                 break
             name = f"{index} by {method}"
@@ -132,8 +151,10 @@ def test_a_session_taken_over_with_its_tokens_continues_the_same_text(pair_folde
     }
 
 
-def test_few_pages_mean_preemption_and_the_same_tokens(pair_folders, plain):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4), num_blocks=20)
+@pytest.mark.parametrize("methods", [(), (NGRAM, MEDUSA)], ids=["drafter", "ngram+medusa"])
+def test_few_pages_mean_preemption_and_the_same_tokens(pair_folders, plain, random_heads, methods):
+    options = {"methods": methods, "medusa_model": random_heads}
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4), num_blocks=20, **options)
     for index, prompt in enumerate(prompts(16)):
         pair.submit(f"s{index}", prompt, SAMPLINGS["sampled"])
     pair.run()

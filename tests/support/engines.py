@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline.core.allocator import Allocator, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.rules import Rules
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
-from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import Decoder, load_decoder
-from paceline.engine.eagle3 import head_identity, load_eagle3, load_fusion
+from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetLimits
+from paceline.verifier.config import Speculation
+from paceline.verifier.sources import make_sources
 
 DRAFTER = "drafter:1"
 
@@ -56,17 +58,24 @@ class EnginePair:
         max_num_batched_tokens: int = 128,
         dtype: str = "float32",
         methods: Sequence[str] = (),
-        head: Path | None = None,
+        eagle3_model: Path | None = None,
         num_draft_blocks: int = 256,
         rules: Rules | None = None,
+        **heads: Any,
     ) -> None:
         self.clock = Clock()
-        self.target_folder, self.head, self.num_draft_blocks = target, head, num_draft_blocks
+        self.target_folder, self.head, self.num_draft_blocks = target, eagle3_model, num_draft_blocks
         self.drafter_folder, self.width, self.dtype = drafter, width, dtype
         identity = model_identity(target, "target")
         decoder = load_decoder(target, dtype, "cpu", 1)
-        if head is not None:
-            decoder.keep_states(load_fusion(head, target, dtype, "cpu"))
+        speculation = Speculation(
+            allocator=allocator or Goodput(),
+            methods=tuple(methods),
+            eagle3_model=eagle3_model,
+            rules=rules or Rules(),
+            **heads,
+        )
+        self.sources = make_sources(speculation, decoder)
         self.target = TargetEngine(
             decoder=decoder,
             identity=identity,
@@ -76,10 +85,10 @@ class EnginePair:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=identity.context_len,
             ),
-            allocator=allocator or Goodput(),
+            allocator=speculation.allocator,
             clock=self.clock,
-            sources=[TextSource(method) for method in methods],
-            rules=rules,
+            sources=self.sources,
+            rules=speculation.rules,
         )
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []

@@ -6,14 +6,16 @@ It starts and supervises; requests never pass through it.
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from paceline.cluster.checkpoints import DEMO_DRAFTER, check_checkpoint, widened_demo_target
+from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_MEDUSA, check_checkpoint, widened_demo_target
 from paceline.cluster.spec import (
     Checkpoints,
     Endpoint,
@@ -32,7 +34,11 @@ from paceline.cluster.supervisor import BackOff, Child, Supervisor
 from paceline.cluster.valkey import find_server
 from paceline.config import public_url
 from paceline.core.errors import ConfigError
+from paceline.core.params import MEDUSA
 from paceline.vocabulary import vocab_hash
+
+# Methods that draft with heads: the key of --speculative-config that names their folder, and the demo target's.
+HEADS = {MEDUSA: ("medusa_model", DEMO_MEDUSA)}
 
 
 class LocalFleet:
@@ -181,7 +187,8 @@ class LocalFleet:
         self.redis_url = f"redis://{spec.host}:{port}"
 
     async def _start_models(self, checkpoints: Checkpoints) -> None:
-        verifier_shares, drafter_shares = share_cpus(self.spec, available_cpus())
+        spec = with_heads(self.spec)
+        verifier_shares, drafter_shares = share_cpus(spec, available_cpus())
         placed = [
             *((endpoint, checkpoints.target) for endpoint in self.endpoints_of("verifier")),
             *((endpoint, checkpoints.draft) for endpoint in self.endpoints_of("drafter")),
@@ -189,7 +196,7 @@ class LocalFleet:
         shares = [*verifier_shares, *drafter_shares]
         children = [
             model_child(
-                self.spec,
+                spec,
                 endpoint,
                 share,
                 checkpoint,
@@ -233,3 +240,19 @@ def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callab
             "both need the same tokens with the same ids"
         )
     return Checkpoints(target=target, draft=draft)
+
+
+def with_heads(spec: FleetSpec) -> FleetSpec:
+    """Checks the folders of heads that methods need, and names the bundled ones where the demo target lacks any.
+
+    Raises:
+        ConfigError: A folder is none.
+    """
+    settings = dict(draft_settings(spec))
+    for method in str(settings.get("method", "")).split("+"):
+        key, bundled = HEADS.get(method, ("", None))
+        if key and settings.get(key):
+            settings[key] = str(check_checkpoint(Path(str(settings[key])).expanduser(), f"--speculative-config {key}"))
+        elif spec.model is None and bundled is not None and bundled.is_dir():
+            settings[key] = str(bundled)
+    return replace(spec, speculative_config=json.dumps(settings) if settings else "")

@@ -12,11 +12,11 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_DRAFT_TOKENS = 64
-# Ways to draft: in the drafter tier a model of its own, or a head on the target's hidden states; look-up in the
-# session's own text, or in recent outputs of others too.
-DRAFT_MODEL, EAGLE3, NGRAM, SUFFIX = "draft_model", "eagle3", "ngram", "suffix"
+# Ways to draft: in the drafter tier a model of its own, or a head on the target's hidden states; inside the verifier
+# look-up in the session's own text, or in recent outputs of others too, and heads on the target's hidden states.
+DRAFT_MODEL, EAGLE3, NGRAM, SUFFIX, MEDUSA = "draft_model", "eagle3", "ngram", "suffix", "medusa"
 TIER_METHODS = (DRAFT_MODEL, EAGLE3)
-METHODS = (*TIER_METHODS, NGRAM, SUFFIX)
+METHODS = (*TIER_METHODS, NGRAM, SUFFIX, MEDUSA)
 MAX_METHOD_CHARS = 64
 # Acceptance rules: which draft tokens become committed tokens.
 COUPLED, REJECTION, BLOCK, TYPICAL = "coupled", "rejection", "block", "typical"

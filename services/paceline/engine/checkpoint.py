@@ -86,6 +86,7 @@ def _shard_paths(folder: Path) -> list[Path]:
     if pickled:
         raise ConfigError(
             f"{folder} holds pickled weights only ({pickled[0]}), which can run code when read and are refused: "
-            "convert them with transformers' save_pretrained(..., safe_serialization=True)"
+            "convert models with transformers' save_pretrained(..., safe_serialization=True), heads with "
+            "safetensors.torch.save_file"
         )
     raise ConfigError(f"{folder} has no *.safetensors weights")

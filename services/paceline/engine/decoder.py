@@ -6,6 +6,7 @@ A decoder knows nothing of sessions, trees or sampling: rows, slots and block ta
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -49,6 +50,8 @@ class Decoder(Protocol):
     Attributes:
         config: Sizes and limits.
         device: Where logits and cache lie.
+        dtype: Of the weights.
+        hidden_size: Width of the final hidden states.
         weight_bytes: What one step reads of the weights.
         feature_width: Numbers of `Batch.features` a row; 0: it takes tokens alone.
         states: What steps keep of each row beside its KV.
@@ -58,7 +61,14 @@ class Decoder(Protocol):
     states: StateLayout
     config: DecoderConfig
     device: torch.device
+    dtype: torch.dtype
+    hidden_size: int
     weight_bytes: int
+
+    @property
+    def head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The language model head: final hidden states, float32 [rows, hidden], to logits, float32 [rows, vocab]."""
+        ...
 
     def keep_states(self, layout: StateLayout) -> None:
         """From now on caches have room for such states, and steps write them; none unless this is called."""
@@ -135,7 +145,8 @@ class LlamaDecoder:
         self._eps = shape.rms_norm_eps
         self._scale = config.head_dim**-0.5
         self._rope = RopeTable(shape.rope)
-        self._dtype = weights.embedding.dtype
+        self.dtype = weights.embedding.dtype
+        self.hidden_size = shape.hidden_size
         self._compiled = self.device.type == "cpu" if compiled is None else compiled
         self._layers = [_CompiledLayer(layer) for layer in weights.layers] if self._compiled else []
         self._torch_layers = None if self._compiled else self._make_torch_layers(config, shape, weights)
@@ -149,8 +160,8 @@ class LlamaDecoder:
 
     def keep_states(self, layout: StateLayout) -> None:
         """See `Decoder`."""
+        self.weight_bytes += layout.nbytes - self.states.nbytes
         self.states = layout
-        self.weight_bytes += layout.nbytes
         if self._torch_layers is not None:
             self._torch_layers.states = layout
 
@@ -164,11 +175,11 @@ class LlamaDecoder:
         config = self.config
         kind = KVCache if self._compiled else TorchKVCache
         shape = (config.num_layers, config.num_kv_heads, config.head_dim, num_blocks)
-        return kind(*shape, self.device, self._dtype, self.states.width)
+        return kind(*shape, self.device, self.dtype, self.states.width)
 
     @property
     def head(self) -> Head:
-        """The language model head."""
+        """See `Decoder`."""
         return self._weights.head
 
     def linears(self) -> list[Linear]:
@@ -203,7 +214,7 @@ class LlamaDecoder:
 
     def _rows_buffer(self, rows: int, width: int) -> tuple[torch.Tensor, npt.NDArray[Any]]:
         """Input of a packed linear, padded, and the array of its real rows."""
-        tensor = torch.zeros((padded_rows(rows), width), dtype=self._dtype)
+        tensor = torch.zeros((padded_rows(rows), width), dtype=self.dtype)
         return tensor, as_array(tensor)[:rows]
 
     def _forward_compiled(self, batch: Batch, cache: KVCache, layers: Layers) -> torch.Tensor:

@@ -24,7 +24,7 @@ from paceline.core.messages import ModelIdentity
 from paceline.engine.batch import Batch
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
-from paceline.engine.decoder import LlamaDecoder, choose_device, choose_dtype, warm_up
+from paceline.engine.decoder import Decoder, LlamaDecoder, choose_device, choose_dtype, warm_up
 from paceline.engine.identity import model_identity
 from paceline.engine.kernels import rms_norm_rows
 from paceline.engine.linear import HeadLinear, Linear
@@ -149,26 +149,17 @@ def head_identity(folder: Path, target: Path, name: str = "", dtype: str = "auto
     return replace(of_target, name=name or folder.resolve().name, weights_hash="", states_hash=states_hash(folder))
 
 
-def load_fusion(folder: Path, target: Path, dtype: str = "auto", device: str = "auto") -> StateLayout:
+def load_fusion(folder: Path, target: Decoder) -> StateLayout:
     """The verifier's part of a head: which hidden states the target keeps, and how they are fused.
 
-    Args:
-        folder: Of the head.
-        target: Checkpoint folder of the target.
-        dtype: As in `load_decoder`; "auto" is the target's.
-        device: As in `load_decoder`.
-
     Raises:
-        ConfigError: One of them is no such checkpoint, or they do not fit together.
+        ConfigError: The folder holds no EAGLE-3 head, or one for another target.
     """
-    described = read_transformers_config(target)
-    config, hidden = EagleConfig.from_folder(folder), int(described.hidden_size)
-    layers = config.taps(int(described.num_hidden_layers))
+    config, hidden = EagleConfig.from_folder(folder), target.hidden_size
+    layers = config.taps(target.config.num_layers)
     weight = Checkpoint(folder).tensor("fc.weight", (int(config.sizes["hidden_size"]), NUM_TAPS * hidden))
-    kind = choose_dtype(dtype, Checkpoint(target))
-    return StateLayout(
-        hidden_size=hidden, layers=layers, fuse=Linear(weight.to(device=choose_device(device), dtype=kind))
-    )
+    fuse = Linear(weight.to(device=target.device, dtype=target.dtype))
+    return replace(target.states, hidden_size=hidden, layers=layers, fuse=fuse)
 
 
 def load_eagle3(

@@ -87,7 +87,8 @@ class GenericDecoder:
         self.device = model.device
         self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._model = model
-        self._kv_dtype = model.dtype
+        self.dtype = model.dtype
+        self.hidden_size = int(model.config.hidden_size)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.states = NO_STATES
         self._step: tuple[Batch, KVCache, torch.Tensor, list[GroupPlan]] | None = None
@@ -124,7 +125,7 @@ class GenericDecoder:
         if not distance < _TOLERANCE[torch.float32 if on_cpu else dtype]:
             raise _refusal(config, f"its logits with paged attention differ from transformers' by {distance:.1e}")
         if on_cpu:
-            decoder._kv_dtype = dtype
+            decoder.dtype = dtype
             packed = _pack(model, dtype)
             rest = sum(parameter.nbytes for parameter in model.parameters())
             decoder.weight_bytes = packed + rest - _embedding_bytes(model)
@@ -158,8 +159,21 @@ class GenericDecoder:
         """
         if self.config.num_layers - 1 in layout.layers:
             raise _refusal(self.config, "the output of its last layer cannot be kept")
+        self.weight_bytes += layout.nbytes - self.states.nbytes
         self.states = layout
-        self.weight_bytes += layout.nbytes
+
+    @torch.inference_mode()
+    def head(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Decoder`.
+
+        Raises:
+            ConfigError: The model has no head of its own.
+        """
+        module: torch.nn.Module | None = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if module is None:
+            raise _refusal(self.config, "it has no language model head to draft with")
+        logits: torch.Tensor = module(rows.to(self._model.dtype))
+        return logits.to(torch.float32)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, layers: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -6,7 +6,6 @@ socket; time comes from the clock it is given.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,18 +29,19 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.pace import LinkPace
-from paceline.core.params import CHAIN_RULES, DRAFT_MODEL, EAGLE3, TIER_METHODS
+from paceline.core.params import DRAFT_MODEL, EAGLE3, TIER_METHODS
 from paceline.core.patience import Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.rules import Rules
-from paceline.core.step_cost import DEFAULT_STEP_COST, KNOTS, StepCost, StepMode
+from paceline.core.step_cost import StepCost, StepMode
 from paceline.core.tree import Node
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import Decoder
+from paceline.engine.growth import Growth
 from paceline.engine.packing import BatchBuilder
-from paceline.engine.sequence import KVSequence
-from paceline.engine.sources import AnySource, Turn
+from paceline.engine.profile import StepProfiler
+from paceline.engine.sources import AnySource
 from paceline.engine.target_events import (
     Cancel,
     DraftsArrived,
@@ -59,8 +59,6 @@ from paceline.engine.target_session import TargetSession
 STEP_SMOOTHING = 0.1
 # Drafters whose calibration is kept; clients may name any.
 MAX_SOURCES = 256
-# A profile of a large model on few cores ends here, and is drawn out from what was measured.
-PROFILE_S = 3.0
 # Nodes a drafter may keep ahead of the committed tokens, per node that may be verified.
 ROOM_PER_NODE = 8
 # Hidden states that a step hands to drafters at most, far within one message; and what a number of them takes.
@@ -117,8 +115,8 @@ class TargetEngine:
         self._limits = limits
         self._allocator = allocator
         self._clock = clock
-        self._sources = sources
         self._rules = Rules() if rules is None else rules
+        self._growth = Growth(sources, allocator, self._rules)
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
@@ -136,8 +134,6 @@ class TargetEngine:
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
         self._answered: list[TargetSession] = []
-        # Sessions that go on after this step.
-        self._grown: list[TargetSession] = []
         self._report = StepReport()
         self._prefix_totals = (0, 0)
         self._step_s = 0.01
@@ -179,7 +175,7 @@ class TargetEngine:
                     self._pair(session, event.address)
 
     def _submit(self, event: Submit) -> None:
-        sources = self._sources_of(event.request)
+        sources = self._growth.sources_of(event.request)
         session = TargetSession(
             event.request,
             event.serial,
@@ -202,16 +198,8 @@ class TargetEngine:
         request = session.draft.request
         self._say(session, CloseSession(session_id=request.session_id, epoch=request.epoch))
         session.drafter_address = address
-        session.draft.calibrations = self._calibrations_for(request, address, self._sources_of(request))
+        session.draft.calibrations = self._calibrations_for(request, address, self._growth.sources_of(request))
         self._say(session, session.open())
-
-    def _sources_of(self, request: GenerateRequest) -> list[AnySource]:
-        speculation = request.speculation
-        if self._rules.of(speculation).name in CHAIN_RULES:
-            # These rules need the distribution of every guess, and look-up has none.
-            return []
-        methods = speculation.methods or [source.name for source in self._sources]
-        return [source for source in self._sources if speculation.cap and source.name in methods]
 
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
@@ -288,34 +276,8 @@ class TargetEngine:
     def profile(self, mode: StepMode) -> StepCost:
         """Measures steps of so many rows, for the allocator to start from; takes seconds, with no session about."""
         self._use_threads(mode)
-        rows: list[int] = []
-        seconds: list[float] = []
-        started_s = self._clock()
-        for count in KNOTS:
-            if count > self._limits.max_num_batched_tokens or self._clock() - started_s > PROFILE_S:
-                break
-            rows.append(count)
-            seconds.append(max([statistics.median(self._time_rows(count) for _ in range(3)), *seconds[-1:]]))
-        if len(rows) < 2:
-            return DEFAULT_STEP_COST.scaled(seconds[0])
-        most = self._limits.max_num_batched_tokens
-        computed = np.array([self._decoder.rows_computed(count) for count in range(most + 1)])
-        return StepCost(rows=tuple(rows), seconds=tuple(seconds), computed=computed)
-
-    def _time_rows(self, count: int) -> float:
-        builder = BatchBuilder()
-        nowhere = KVSequence([], self.pool)
-        slots = [self._scratch.take() for _ in range(count)]
-        for slot in slots:
-            assert slot is not None, "scratch holds as many slots as a step has rows"
-            builder.add_node(nowhere, token_id=0, position=0, slot=slot, ancestors=())
-        started_s = self._clock()
-        self._decoder.forward(builder.build(), self._cache).cpu()
-        seconds = self._clock() - started_s
-        for slot in slots:
-            assert slot is not None, "checked above"
-            self._scratch.give_back(slot)
-        return seconds
+        profiler = StepProfiler(self._decoder, self._cache, self._scratch, self._clock)
+        return profiler.measure(self._limits.max_num_batched_tokens)
 
     # Stepping
 
@@ -373,7 +335,7 @@ class TargetEngine:
                 committed.append(self._verify(each, logits, batch_size))
             for session, logit_index in finishing:
                 committed.append(self._first_token(session, logits[logit_index], batch_size))
-            self._grow()
+            self._growth.grow()
             self._time_step(started_s, builder.num_rows, mode)
         return self._output(committed, builder.num_rows)
 
@@ -546,31 +508,9 @@ class TargetEngine:
         if committed.result is not None:
             self._drop(session)
         else:
-            self._grown.append(session)
+            self._growth.add(session)
             self._tell(session)
         return session.serial, committed
-
-    def _grow(self) -> None:
-        """Lets the sources inside the verifier guess what comes after the tokens of this step."""
-        sessions, self._grown = self._grown, []
-        least = self._allocator.least_survival
-        for session in sessions:
-            session.own_survivals = []
-        for source in self._sources if least < 1.0 else ():
-            asked = [session for session in sessions if source.name in session.followers and self._cap(session)]
-            turns = [
-                Turn(
-                    follower=session.followers[source.name],
-                    tree=session.draft.tree,
-                    limit=self._cap(session),
-                    least=least,
-                )
-                for session in asked
-            ]
-            for session, survivals in zip(asked, source.grow(turns) if turns else (), strict=True):
-                session.own_survivals.extend(survivals)
-        for session in sessions:
-            session.own_survivals.sort(reverse=True)
 
     def _tell(self, session: TargetSession) -> None:
         """Tells a session's drafter what it does not know yet; while drafters rest, not at every step."""

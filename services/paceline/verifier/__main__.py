@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 from paceline.config import loggable, parse
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, GenerateRequest, ModelIdentity
-from paceline.core.params import NGRAM, SUFFIX, SamplingParams, SpeculationParams
+from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepMode
 from paceline.credentials import load_tls
-from paceline.drafting.suffix import TextSource
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder
+from paceline.engine.eagle3 import states_hash
 from paceline.engine.identity import model_identity
 from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.process import StepThreads, prepare_process
@@ -33,6 +33,7 @@ from paceline.serving import run
 from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
 from paceline.verifier.host import TargetHost
 from paceline.verifier.servicer import VerifierServicer
+from paceline.verifier.sources import make_sources
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ async def serve(config: VerifierConfig) -> None:
     own_identity = model_identity(config.model, config.model_name, config.dtype)
     max_model_len = _max_model_len(config, own_identity)
     # What others may ask for is what fits here, not what the model could do.
-    identity = replace(own_identity, context_len=max_model_len)
+    head = speculation.eagle3_model
+    identity = replace(own_identity, context_len=max_model_len, states_hash="" if head is None else states_hash(head))
     registry = CollectorRegistry()
     host = TargetHost(
         identity=identity,
@@ -117,7 +119,7 @@ def make_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Sp
         ),
         allocator=speculation.allocator,
         clock=time.monotonic,
-        sources=[TextSource(method) for method in speculation.methods if method in (NGRAM, SUFFIX)],
+        sources=make_sources(speculation, decoder),
         rules=speculation.rules,
         use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
     )

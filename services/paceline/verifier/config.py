@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from paceline.core.params import (
     CHAIN_RULES,
     COUPLED,
     DRAFT_MODEL,
+    EAGLE3,
     MAX_DRAFT_TOKENS,
+    MEDUSA,
     METHODS,
     NGRAM,
+    TIER_METHODS,
     TYPICAL,
 )
 from paceline.core.rules import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules, Typical
@@ -36,6 +39,8 @@ KEYS = frozenset(
         "lossy",
         "posterior_threshold",
         "posterior_alpha",
+        "medusa_model",
+        "eagle3_model",
     }
 )
 NAME = "--speculative-config"
@@ -79,12 +84,13 @@ class VerifierConfig:
     speculative_config: str = setting(
         "{}",
         help=(
-            "JSON with vLLM's keys: method (draft_model, ngram, suffix, or several joined by +; default "
+            f"JSON with vLLM's keys: method ({', '.join(METHODS)}, or several joined by +; default "
             "draft_model+ngram), num_speculative_tokens (most draft tokens verified per "
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
-            "(goodput, or fixed for comparison), acceptance (rule of requests that name none: coupled, rejection, "
-            "block, or typical; default coupled), lossy (true serves the rule typical too, whose texts are marked), "
-            "posterior_threshold and posterior_alpha (of that rule, default 0.09 and 0.3)."
+            "(goodput, or fixed for comparison), medusa_model and eagle3_model (folders of the heads of these "
+            "methods), acceptance (rule of requests that name none: coupled, rejection, block, or typical; default "
+            "coupled), lossy (true serves the rule typical too, whose texts are marked), posterior_threshold and "
+            "posterior_alpha (of that rule, default 0.09 and 0.3)."
         ),
     )
     grace_s: float = setting(
@@ -101,15 +107,19 @@ class VerifierConfig:
 class Speculation:
     """What `--speculative-config` asks for.
 
-    Args:
+    Attributes:
         allocator: The policy.
         methods: Ways to draft that are served.
         rules: Acceptance rules that are served.
+        medusa_model: Folder of Medusa heads.
+        eagle3_model: Folder of the EAGLE-3 head that drafters have.
     """
 
     allocator: Allocator
     methods: tuple[str, ...]
-    rules: Rules
+    rules: Rules = field(default_factory=Rules)
+    medusa_model: Path | None = None
+    eagle3_model: Path | None = None
 
 
 def speculation_from(speculative_config: str) -> Speculation:
@@ -135,7 +145,20 @@ def speculation_from(speculative_config: str) -> Speculation:
     if not isinstance(gamma, int) or isinstance(gamma, bool) or not 0 <= gamma <= MAX_DRAFT_TOKENS:
         raise ConfigError(f"{NAME}: num_speculative_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {gamma!r}")
     allocator = FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma)
-    return Speculation(allocator=allocator, methods=methods, rules=_rules_from(given, methods))
+    return Speculation(
+        allocator=allocator,
+        methods=methods,
+        rules=_rules_from(given, methods),
+        medusa_model=_folder("medusa_model", given) if MEDUSA in methods else None,
+        eagle3_model=_folder("eagle3_model", given) if EAGLE3 in methods else None,
+    )
+
+
+def _folder(key: str, given: Mapping[str, Any]) -> Path:
+    value = given.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{NAME}: {key} must name the folder of the heads, got {value!r}")
+    return Path(value).expanduser()
 
 
 def _rules_from(given: Mapping[str, Any], methods: tuple[str, ...]) -> Rules:
@@ -143,8 +166,9 @@ def _rules_from(given: Mapping[str, Any], methods: tuple[str, ...]) -> Rules:
     lossy = given.get("lossy", False)
     if not isinstance(lossy, bool):
         raise ConfigError(f"{NAME}: lossy must be true or false, got {lossy!r}")
-    if default in CHAIN_RULES and DRAFT_MODEL not in methods:
-        raise ConfigError(f"{NAME}: acceptance {default} needs the method {DRAFT_MODEL}, got {'+'.join(methods)}")
+    if default in CHAIN_RULES and not set(methods) & set(TIER_METHODS):
+        one = " or ".join(TIER_METHODS)
+        raise ConfigError(f"{NAME}: acceptance {default} needs the method {one}, got {'+'.join(methods)}")
     if default == TYPICAL and not lossy:
         raise ConfigError(f'{NAME}: acceptance {TYPICAL} is lossy, and needs "lossy": true')
     typical = Typical(

@@ -75,7 +75,7 @@ def test_the_verifier_keeps_the_fused_states_of_the_layers_that_the_head_names(l
     model = tiny(FAMILY)
     folder = save_eagle3(tmp_path / "head", model.folder, **LAYOUTS[layout])
     decoder = model.load()
-    decoder.keep_states(load_fusion(folder, model.folder, "float32"))
+    decoder.keep_states(load_fusion(folder, decoder))
     cache = decoder.new_cache(NUM_BLOCKS)
     decoder.forward(pack(chain(PROMPT), [TABLE]), cache)
     slots = torch.tensor([TABLE[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for position in range(45)])
@@ -112,7 +112,7 @@ def test_layers_that_a_config_does_not_name_are_those_of_the_paper(tiny, tmp_pat
     assert EagleConfig.from_folder(folder).taps(32) == (1, 15, 28)
     assert EagleConfig.from_folder(folder).taps(8) == (1, 3, 4)
     with pytest.raises(ConfigError, match="eagle_aux_hidden_state_layer_ids"):
-        load_fusion(folder, tiny(FAMILY).folder)
+        load_fusion(folder, tiny(FAMILY).load())
 
 
 def test_a_fusion_has_a_fingerprint_of_its_own(tiny, tmp_path):
@@ -161,7 +161,7 @@ def test_configs_that_cannot_be_served_are_refused_by_name(change, message, tiny
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match=message):
-        load_fusion(folder, tiny(FAMILY).folder, "float32", "cpu")
+        load_fusion(folder, tiny(FAMILY).load())
 
 
 def test_a_head_without_maps_must_guess_the_whole_vocabulary(tiny, tmp_path):

@@ -1,0 +1,85 @@
+"""Method `medusa` (2401.10774): heads on the target's final hidden state guess several tokens ahead at once.
+
+A head knows how far ahead its token is, but not which tokens come between; so all nodes of one depth have the same
+guesses below them, and the tree is their product, best first (section 2.1.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from paceline.core.params import MEDUSA
+from paceline.drafting.best_first import grow_best_first
+from paceline.drafting.guesses import Onlooker, best_guesses
+from paceline.engine.blocks import SlotPool
+from paceline.engine.kv import KVCache
+from paceline.engine.medusa_heads import MedusaHeads
+from paceline.engine.sources import Followed, Turn
+
+# Guesses of one head.
+WIDTH = 4
+
+
+class MedusaSource:
+    """The source; see the module docstring and `paceline.engine.sources.LocalSource`.
+
+    The target must keep final hidden states (`StateLayout.final`).
+
+    Args:
+        heads: Of the target.
+    """
+
+    name = MEDUSA
+    is_free = False
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        self._heads = heads
+        self._cache: KVCache | None = None
+
+    def attach(self, cache: KVCache, scratch: SlotPool) -> None:
+        """See `LocalSource`."""
+        assert cache.states.shape[1] >= self._heads.hidden_size, "the target keeps no final hidden states"
+        self._cache = cache
+
+    def follow(self, session: Followed) -> Onlooker:
+        """See `LocalSource`."""
+        return Onlooker(session)
+
+    def grow(self, turns: Sequence[Turn[Onlooker]]) -> list[list[float]]:
+        """See `LocalSource`."""
+        ready = [turn for turn in turns if turn.follower.root_is_next]
+        if not ready:
+            return [[] for _ in turns]
+        # A guess at depth d takes d places in the tree.
+        count = min(len(self._heads), max(turn.limit for turn in ready))
+        logits = self._heads(self._states(ready), count).cpu().numpy()
+        grown = {id(turn): self._grow_one(turn, logits[:, row]) for row, turn in enumerate(ready)}
+        return [grown.get(id(turn), []) for turn in turns]
+
+    def _states(self, turns: Sequence[Turn[Onlooker]]) -> torch.Tensor:
+        """The states that chose the sessions' last tokens, float32 [turns, hidden]."""
+        assert self._cache is not None, "the engine attaches a source before it asks"
+        sessions = [turn.follower.session for turn in turns]
+        slots = [session.pages.slot(len(session.tokens) - 2) for session in sessions]
+        states = self._cache.states[torch.tensor(slots, device=self._cache.device)]
+        return states[:, -self._heads.hidden_size :].to(torch.float32)
+
+    def _grow_one(self, turn: Turn[Onlooker], logits: np.ndarray) -> list[float]:
+        """Grows one tree from logits [heads, vocab]."""
+        session = turn.follower.session
+        by_depth: list[list[tuple[int, float]]] = []
+        for depth, row in enumerate(logits[: turn.limit]):
+            likeliest = [guesses[0][0] for guesses in by_depth]
+            found = best_guesses(session, row, len(session.tokens) + depth, likeliest, WIDTH)
+            if not found:
+                break
+            by_depth.append(found)
+
+        def below(depth: int) -> Iterable[tuple[int, float, int]]:
+            guesses = by_depth[depth] if depth < len(by_depth) else []
+            return [(token_id, confidence, depth + 1) for token_id, confidence in guesses]
+
+        return grow_best_first(turn.tree, self.name, 0, below, limit=turn.limit, least=turn.least)

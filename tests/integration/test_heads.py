@@ -1,0 +1,75 @@
+"""Heads that are right are believed: their guesses are accepted, whatever happens to a session's pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.allocator import FixedGamma
+from paceline.core.params import MEDUSA, SamplingParams
+from tests.support.engines import EnginePair
+from tests.support.heads import CIRCLE, save_counting_medusa, save_counting_target
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+PROMPTS = [[7], [3, 250, 251, 90], list(range(100, 160))]
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory):
+    """The counting target, and heads that count with it."""
+    folder = tmp_path_factory.mktemp("counting")
+    return save_counting_target(folder / "target"), save_counting_medusa(folder / "heads")
+
+
+def counting_pair(counting, **options) -> EnginePair:
+    target, heads = counting
+    pair = EnginePair(
+        target, target, allocator=FixedGamma(gamma=3), methods=(MEDUSA,), medusa_model=heads, **options
+    )  # fmt: skip
+    pair.kill_drafter()
+    return pair
+
+
+def counted_from(prompt) -> list[int]:
+    return [(prompt[-1] + step) % CIRCLE for step in range(1, GREEDY.max_tokens + 1)]
+
+
+def test_right_heads_commit_a_token_a_head_and_one_more_each_step(counting):
+    pair = counting_pair(counting)
+    for index, prompt in enumerate(PROMPTS):
+        pair.submit(f"s{index}", prompt, GREEDY)
+    pair.run()
+    for index, prompt in enumerate(PROMPTS):
+        assert pair.sessions[f"s{index}"].token_ids == counted_from(prompt)
+        record = pair.sessions[f"s{index}"].result.speculation
+        # The first token comes alone, and 39 are left for steps of 4: most of the tree is the heads' best path.
+        assert record.num_steps <= 12
+
+
+def test_they_are_right_after_preemption_and_from_cached_pages(counting):
+    pair = counting_pair(counting, num_blocks=12)
+    for name in ("a", "b", "c"):
+        pair.submit(name, PROMPTS[2], GREEDY)
+    pair.run()
+    assert pair.num_preempted > 0, "the pool must be too small, or this proves nothing"
+    pair.submit("cached", PROMPTS[2], GREEDY)
+    pair.run()
+    assert pair.sessions["cached"].result.num_cached_tokens > 0
+    for session in pair.sessions.values():
+        assert session.token_ids == counted_from(PROMPTS[2])
+        assert session.result.speculation.num_accepted_draft_tokens > 20
+
+
+def test_a_resumed_session_drafts_from_its_second_token_on(counting):
+    pair = counting_pair(counting)
+    pair.submit("s", PROMPTS[1], GREEDY, committed=counted_from(PROMPTS[1])[:1])
+    pair.run()
+    assert pair.sessions["s"].token_ids == counted_from(PROMPTS[1])[1:]
+    assert pair.sessions["s"].result.speculation.num_accepted_draft_tokens > 20
+
+
+def test_heads_have_no_more_to_say_than_tokens_are_left(counting):
+    pair = counting_pair(counting)
+    pair.submit("s", PROMPTS[0], SamplingParams(max_tokens=3, temperature=0.0))
+    pair.run()
+    assert pair.sessions["s"].token_ids == counted_from(PROMPTS[0])[:3]
+    assert pair.sessions["s"].result.speculation.num_draft_tokens <= 1
