@@ -22,9 +22,10 @@ from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
 from paceline.engine.budget import draft_scratch_blocks
 from paceline.engine.decoder import Decoder, load_decoder
-from paceline.engine.eagle3 import head_identity, is_eagle3, load_eagle3
+from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
 from paceline.engine.process import prepare_process
+from paceline.heads import is_eagle3
 from paceline.hosting import log_memory, serve_model
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics

@@ -9,7 +9,6 @@ SafeAILab's (SpecForge's is the same) and that of speculators.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -32,9 +31,8 @@ from paceline.engine.llama import LlamaReader, LlamaWeights
 from paceline.engine.rope import rope_frequencies
 from paceline.engine.states import StateLayout
 from paceline.engine.torch_layers import TorchLayers, TorchRows
+from paceline.heads import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, described, describes_eagle3
 
-ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
-SPECULATORS_TYPE: Final = "eagle3"
 NUM_TAPS: Final = 3
 HASH_CHARS: Final = 32
 # Options of some checkpoints that change what is computed and are not served.
@@ -68,27 +66,27 @@ class EagleConfig:
         Raises:
             ConfigError: It is unreadable, of no EAGLE-3 head, or has an option that is not served.
         """
-        described = _described(folder)
-        if not _is_eagle3(described):
+        config = described(folder)
+        if not describes_eagle3(config):
             raise ConfigError(
-                f"{folder} is no EAGLE-3 head: its config.json names neither {ARCHITECTURE} nor speculators"
+                f"{folder} is no EAGLE-3 head: its config.json names neither {EAGLE3_ARCHITECTURE} nor speculators"
             )
-        unserved = [name for name in _UNSERVED if described.get(name)]
+        unserved = [name for name in _UNSERVED if config.get(name)]
         if unserved:
             raise ConfigError(f"{unserved[0]}: EAGLE-3 heads with this option are not served ({folder})")
-        from_speculators = "transformer_layer_config" in described
-        sizes = described["transformer_layer_config"] if from_speculators else described
-        found = described if from_speculators else described.get("eagle_config") or {}
+        from_speculators = "transformer_layer_config" in config
+        sizes = config["transformer_layer_config"] if from_speculators else config
+        found = config if from_speculators else config.get("eagle_config") or {}
         ids = found.get("eagle_aux_hidden_state_layer_ids")
         # speculators counts the layers that take the streams, the others those that give them.
         shift = 1 if from_speculators else 0
         return cls(
             folder=folder,
             sizes=sizes,
-            draft_vocab_size=int(described.get("draft_vocab_size") or sizes["vocab_size"]),
+            draft_vocab_size=int(config.get("draft_vocab_size") or sizes["vocab_size"]),
             layer_ids=None if ids is None else tuple(int(layer) - shift for layer in ids),
             prefix="layers.0" if from_speculators else "midlayer",
-            normed_residual=bool(described.get("norm_before_residual")),
+            normed_residual=bool(config.get("norm_before_residual")),
         )
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
@@ -110,7 +108,7 @@ class EagleConfig:
         heads = int(self.sizes["num_attention_heads"])
         return DecoderConfig(
             model_type=SPECULATORS_TYPE,
-            architecture=ARCHITECTURE,
+            architecture=EAGLE3_ARCHITECTURE,
             vocab_size=target.vocab_size,
             context_len=target.context_len,
             eos_token_ids=target.eos_token_ids,
@@ -119,11 +117,6 @@ class EagleConfig:
             num_kv_heads=int(self.sizes.get("num_key_value_heads") or heads),
             head_dim=int(self.sizes.get("head_dim") or int(self.sizes["hidden_size"]) // heads),
         )
-
-
-def is_eagle3(folder: Path) -> bool:
-    """Whether a checkpoint folder holds an EAGLE-3 head."""
-    return (folder / "config.json").is_file() and _is_eagle3(_described(folder))
 
 
 def states_hash(folder: Path) -> str:
@@ -186,9 +179,9 @@ def load_eagle3(
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    eagle, described = EagleConfig.from_folder(folder), read_transformers_config(target)
-    config = eagle.decoder_config(DecoderConfig.from_transformers(described, target))
-    shape = _shape(eagle, described, config.head_dim)
+    eagle, of_target = EagleConfig.from_folder(folder), read_transformers_config(target)
+    config = eagle.decoder_config(DecoderConfig.from_transformers(of_target, target))
+    shape = _shape(eagle, of_target, config.head_dim)
     target_checkpoint, checkpoint = Checkpoint(target), Checkpoint(folder)
     kind, place = choose_dtype(dtype, target_checkpoint), choose_device(device)
     hidden = shape.hidden_size
@@ -326,20 +319,3 @@ class EagleDecoder(LlamaDecoder):
         residual = np.empty_like(batch.features)
         rms_norm_rows(batch.features, self._feature_norm.numpy(), eps, residual)
         return residual, entering
-
-
-def _is_eagle3(described: dict[str, Any]) -> bool:
-    return ARCHITECTURE in (described.get("architectures") or []) or (
-        described.get("speculators_model_type") == SPECULATORS_TYPE
-    )
-
-
-def _described(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(described, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return described

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.config import is_address
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.params import CHAIN_RULES, DRAFT_MODEL, check_token_ids
+from paceline.core.params import CHAIN_RULES, TIER_METHODS, check_token_ids
 from paceline.core.rules import Rules
 
 SHOWN_CHARS = 80
@@ -39,9 +39,10 @@ def check_request(
         raise InvalidRequestError("speculation.method", f"{unserved[0]} is not served here, only {', '.join(methods)}")
     rule = rules.of(request.speculation).name
     wanted = request.speculation.methods or tuple(methods)
-    if rule in CHAIN_RULES and DRAFT_MODEL not in wanted:
+    if rule in CHAIN_RULES and not set(wanted) & set(TIER_METHODS):
         raise InvalidRequestError(
-            "speculation.acceptance", f"{rule} needs the method {DRAFT_MODEL}, and here it is {'+'.join(wanted)}"
+            "speculation.acceptance",
+            f"{rule} needs the method {' or '.join(TIER_METHODS)}, and here it is {'+'.join(wanted)}",
         )
     prompt_len, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     if prompt_len + max_tokens > max_model_len:
