@@ -265,12 +265,16 @@ def _check_draft(folder: Path, target: Path) -> Path:
 
 
 def with_heads(spec: FleetSpec) -> FleetSpec:
-    """Checks the folders of heads that methods need, and names the bundled ones where the demo target lacks any.
+    """Checks the folders that methods need inside the verifier, and names the bundled ones for the demo target.
 
     Raises:
         ConfigError: A folder is none.
     """
     settings = dict(draft_settings(spec))
+    if settings.get("placement") == "verifier":
+        own = spec.draft_model or (DEMO_DRAFTER if spec.model is None else None)
+        settings |= {} if own is None or "model" in settings else {"model": str(own)}
+        spec = replace(spec, drafter=False)
     if settings.get("method") == EAGLE3 and "model" in settings:
         # vLLM's spelling.
         settings.setdefault("eagle3_model", settings["model"])

@@ -7,25 +7,19 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from paceline.config import loggable, parse
-from paceline.core.errors import ConfigError
-from paceline.core.messages import DRAFTER, CommittedStates, ModelIdentity, OpenSession, ToDrafter
-from paceline.core.params import SamplingParams
+from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.credentials import load_tls
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
-from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
+from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
+from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.engine.budget import draft_scratch_blocks
-from paceline.engine.decoder import Decoder, load_decoder
-from paceline.engine.eagle3 import head_identity, load_eagle3
-from paceline.engine.identity import model_identity
 from paceline.engine.process import prepare_process
-from paceline.heads import is_eagle3
 from paceline.hosting import log_memory, serve_model
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
@@ -55,7 +49,7 @@ async def serve(config: DrafterConfig) -> None:
     logger.info("starting", extra=loggable(config))
     tls = load_tls(config.tls_dir, DRAFTER)
     prepare_process(config.cpus, idle=config.idle_priority)
-    identity = drafter_identity(config)
+    identity = checkpoint_of(config).identity()
     registry = CollectorRegistry()
     host = DraftHost(
         identity=identity,
@@ -73,38 +67,20 @@ async def serve(config: DrafterConfig) -> None:
     )
 
 
-def drafter_identity(config: DrafterConfig) -> ModelIdentity:
-    """What this drafter announces.
-
-    Raises:
-        ConfigError: A folder is missing, or is no checkpoint that can be served.
-    """
-    if not is_eagle3(config.model):
-        return model_identity(config.model, config.model_name, config.dtype)
-    return head_identity(config.model, _target_of(config), config.model_name, config.dtype)
-
-
-def load_drafting_decoder(config: DrafterConfig) -> Decoder:
-    """The draft model, or the EAGLE-3 head.
-
-    Raises:
-        ConfigError: As `drafter_identity`, or a setting that does not fit the machine.
-    """
-    rest = (config.dtype, config.device, config.threads)
-    if not is_eagle3(config.model):
-        return load_decoder(config.model, *rest)
-    return load_eagle3(config.model, _target_of(config), *rest)
-
-
-def _target_of(config: DrafterConfig) -> Path:
-    if config.target_model is None:
-        raise ConfigError(f"--target-model: the EAGLE-3 head {config.model} needs the folder of its target")
-    return config.target_model
+def checkpoint_of(config: DrafterConfig) -> DraftCheckpoint:
+    """What this drafter drafts with."""
+    return DraftCheckpoint(
+        folder=config.model,
+        target=config.target_model,
+        name=config.model_name,
+        dtype=config.dtype,
+        device=config.device,
+    )
 
 
 def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
     """Loads the model and grows one tree, so that the first session finds everything compiled."""
-    decoder = load_drafting_decoder(config)
+    decoder = checkpoint_of(config).load(config.threads)
     engine = DraftEngine(
         decoder=decoder,
         identity=identity,
@@ -127,29 +103,6 @@ def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
         num_scratch_blocks=draft_scratch_blocks(config.num_kv_blocks),
     )
     return engine
-
-
-def warm_up(engine: DraftEngine, feature_width: int = 0) -> None:
-    """Grows a greedy and a sampled tree of a few nodes, for a head from a feature of zeros."""
-    for index, temperature in enumerate((0.0, 0.8)):
-        opened = OpenSession(
-            session_id=f"warm-up-{index}",
-            epoch=0,
-            token_ids=(0, 0),
-            prompt_len=2,
-            sampling=SamplingParams(max_tokens=8, temperature=temperature, top_p=0.9),
-            price=0.0,
-            room=8,
-        )
-        messages: list[ToDrafter] = [opened]
-        if feature_width:
-            values = bytes(2 * feature_width)
-            states = CommittedStates(session_id=opened.session_id, epoch=0, start=0, width=feature_width, values=values)
-            messages.append(states)
-        engine.handle(VerifierSaid(link=0, messages=messages))
-    while engine.has_work():
-        engine.step()
-    engine.handle(VerifierLeft(link=0))
 
 
 if __name__ == "__main__":

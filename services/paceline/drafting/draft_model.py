@@ -64,7 +64,7 @@ DraftEvent = VerifierSaid | VerifierLeft
 class DraftLimits:
     """Bounds of the engine.
 
-    Args:
+    Attributes:
         width: Children a node gets; 1 grows chains.
         max_rows: Most tree nodes expanded in one step.
         max_rows_per_session: Most of these for one session; the next step knows better where to go on.
@@ -72,11 +72,11 @@ class DraftLimits:
         max_num_seqs: Most sessions; more are left to decode without drafts.
     """
 
-    width: int
-    max_rows: int
-    max_rows_per_session: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
+    width: int = 3
+    max_rows: int = 16
+    max_rows_per_session: int = 4
+    max_num_batched_tokens: int = 256
+    max_num_seqs: int = 256
 
 
 @dataclass(slots=True)

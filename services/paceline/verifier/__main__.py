@@ -14,9 +14,13 @@ from prometheus_client import CollectorRegistry
 from paceline.config import loggable, parse
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, GenerateRequest, ModelIdentity
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepMode
 from paceline.credentials import load_tls
+from paceline.drafting.checkpoint import DraftCheckpoint
+from paceline.drafting.checkpoint import warm_up as warm_up_draft
+from paceline.drafting.colocated import LOCAL, ColocatedEngine
+from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder
 from paceline.engine.eagle3 import states_hash
@@ -72,6 +76,7 @@ async def serve(config: VerifierConfig) -> None:
         max_num_seqs=config.max_num_seqs,
         grace_s=config.grace_s,
         methods=speculation.methods,
+        own_drafter=LOCAL if speculation.own_draft is not None else "",
         rules=speculation.rules,
         make_engine=lambda: make_engine(config, identity, speculation),
         metrics=VerifierMetrics(registry),
@@ -105,7 +110,33 @@ def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
     return config.max_model_len or allowed
 
 
-def make_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Speculation) -> TargetEngine:
+def make_engine(
+    config: VerifierConfig, identity: ModelIdentity, speculation: Speculation
+) -> TargetEngine | ColocatedEngine:
+    """Loads the model, and the draft model if it runs here."""
+    target = make_target_engine(config, identity, speculation)
+    if speculation.own_draft is None:
+        return target
+    checkpoint = DraftCheckpoint(
+        folder=speculation.own_draft, target=config.model, dtype=config.dtype, device=config.device
+    )
+    decoder, draft_identity = checkpoint.load(config.threads), checkpoint.identity()
+    if not draft_identity.drafts_for(identity):
+        raise ConfigError(f"--speculative-config: {draft_identity.name!r} cannot draft for {identity.name!r}")
+    draft = DraftEngine(
+        decoder=decoder,
+        identity=draft_identity,
+        num_blocks=config.num_kv_blocks,
+        limits=DraftLimits(max_num_seqs=config.max_num_seqs),
+        clock=time.monotonic,
+    )
+    decoder.prepare(config.max_num_batched_tokens)
+    warm_up_draft(draft, decoder.feature_width)
+    wants_states = draft_identity.draft_method == EAGLE3
+    return ColocatedEngine(target, draft, wants_states=wants_states, clock=time.monotonic)
+
+
+def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Speculation) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
     decoder = load_decoder(config.model, config.dtype, config.device, config.threads)
     engine = TargetEngine(

@@ -28,6 +28,8 @@ from paceline.core.rules import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules, Typ
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 POLICIES = ("goodput", "fixed")
+TIER, IN_VERIFIER = "tier", "verifier"
+PLACEMENTS = (TIER, IN_VERIFIER)
 DEFAULT_DRAFT_TOKENS = 12
 KEYS = frozenset(
     {
@@ -41,6 +43,7 @@ KEYS = frozenset(
         "posterior_alpha",
         "medusa_model",
         "eagle3_model",
+        "placement",
     }
 )
 NAME = "--speculative-config"
@@ -87,7 +90,8 @@ class VerifierConfig:
             f"JSON with vLLM's keys: method ({', '.join(METHODS)}, or several joined by +; default "
             "draft_model+ngram), num_speculative_tokens (most draft tokens verified per "
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
-            "(goodput, or fixed for comparison), medusa_model and eagle3_model (folders of the heads of these "
+            "(goodput, or fixed for comparison), placement (tier, or verifier: the draft model or head runs inside the "
+            "verifier, for comparison), medusa_model and eagle3_model (folders of the heads of these "
             "methods), acceptance (rule of requests that name none: coupled, rejection, block, or typical; default "
             "coupled), lossy (true serves the rule typical too, whose texts are marked), posterior_threshold and "
             "posterior_alpha (of that rule, default 0.09 and 0.3)."
@@ -113,6 +117,7 @@ class Speculation:
         rules: Acceptance rules that are served.
         medusa_model: Folder of Medusa heads.
         eagle3_model: Folder of the EAGLE-3 head that drafters have.
+        own_draft: Folder of the draft model or head that drafts inside the verifier; None: drafters do.
     """
 
     allocator: Allocator
@@ -120,6 +125,7 @@ class Speculation:
     rules: Rules = field(default_factory=Rules)
     medusa_model: Path | None = None
     eagle3_model: Path | None = None
+    own_draft: Path | None = None
 
 
 def speculation_from(speculative_config: str) -> Speculation:
@@ -151,13 +157,24 @@ def speculation_from(speculative_config: str) -> Speculation:
         rules=_rules_from(given, methods),
         medusa_model=_folder("medusa_model", given) if MEDUSA in methods else None,
         eagle3_model=_folder("eagle3_model", given) if EAGLE3 in methods else None,
+        own_draft=_own_draft(given, methods),
     )
+
+
+def _own_draft(given: Mapping[str, Any], methods: tuple[str, ...]) -> Path | None:
+    if _one_of("placement", given.get("placement", TIER), PLACEMENTS) == TIER:
+        return None
+    served = [method for method in methods if method in TIER_METHODS]
+    if len(served) != 1:
+        one = " or ".join(TIER_METHODS)
+        raise ConfigError(f"{NAME}: placement {IN_VERIFIER} needs the method {one}, one of them, got {methods}")
+    return _folder("eagle3_model" if served == [EAGLE3] else "model", given)
 
 
 def _folder(key: str, given: Mapping[str, Any]) -> Path:
     value = given.get(key)
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{NAME}: {key} must name the folder of the heads, got {value!r}")
+        raise ConfigError(f"{NAME}: {key} must name a checkpoint folder, got {value!r}")
     return Path(value).expanduser()
 
 

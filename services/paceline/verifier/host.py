@@ -17,8 +17,7 @@ from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, Mo
 from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.rules import Rules
 from paceline.credentials import FleetTls
-from paceline.engine.bridge import EngineThread
-from paceline.engine.target import TargetEngine
+from paceline.engine.bridge import EngineThread, Stepper
 from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Paired, Submit, TargetEvent, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
 from paceline.store.base import Replica, Store
@@ -60,6 +59,7 @@ class TargetHost:
         max_queue: Most sessions that wait or run.
         max_num_seqs: Most sessions that run at once.
         methods: Ways to draft that are served.
+        own_drafter: What names a drafter inside the engine; empty: drafters of the tier draft.
         rules: Acceptance rules that are served.
         grace_s: Time that sessions get to finish when the verifier stops.
         make_engine: Builds the engine; called in the engine thread.
@@ -75,9 +75,10 @@ class TargetHost:
         max_queue: int,
         max_num_seqs: int,
         methods: Sequence[str],
+        own_drafter: str = "",
         rules: Rules,
         grace_s: float,
-        make_engine: Callable[[], TargetEngine],
+        make_engine: Callable[[], Stepper[TargetEvent, TargetOutput]],
         metrics: VerifierMetrics,
         tls: FleetTls | None = None,
     ) -> None:
@@ -91,6 +92,7 @@ class TargetHost:
         self._methods = tuple(methods)
         self._rules = rules
         self._grace_s = grace_s
+        self._own_drafter = own_drafter
         self._metrics = metrics
         self._tls = tls
         self._engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(make_engine, self._deliver, "target")
@@ -164,6 +166,8 @@ class TargetHost:
             await asyncio.sleep(INTERVAL_S)
 
     def _pair(self, able: Mapping[str, Replica]) -> None:
+        if self._own_drafter:
+            return
         down_s = {address: link.down_s for address, link in self._links.items()}
         streams = Streams(down_s=down_s, num_sessions=self._drafted)
         self._spare_address = spare_drafter(able, streams)
@@ -202,9 +206,9 @@ class TargetHost:
             request, self.identity, max_model_len=self._max_model_len, methods=self._methods, rules=self._rules
         )
         self._admit(request)
-        if not self._tier_methods(request):
-            request = replace(request, drafter_address="")
-        if request.drafter_address and request.speculation.cap:
+        if self._own_drafter or not self._tier_methods(request):
+            request = replace(request, drafter_address=self._own_drafter if self._tier_methods(request) else "")
+        elif request.drafter_address and request.speculation.cap:
             self._dial(request.drafter_address)
         with self._stream(request) as stream:
             while True:
@@ -243,7 +247,8 @@ class TargetHost:
         mine = _UnderWay(
             serial=serial,
             epoch=request.epoch,
-            methods=self._tier_methods(request) if request.speculation.cap else frozenset(),
+            # A drafter inside the engine stays.
+            methods=self._tier_methods(request) if request.speculation.cap and not self._own_drafter else frozenset(),
             drafter_address=request.drafter_address,
         )
         self._under_way[request.session_id] = mine

@@ -1,0 +1,83 @@
+"""What a drafter drafts with: a model of its own, or an EAGLE-3 head on its target's hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import ConfigError
+from paceline.core.messages import CommittedStates, ModelIdentity, OpenSession, ToDrafter
+from paceline.core.params import SamplingParams
+from paceline.drafting.draft_model import DraftEngine, VerifierLeft, VerifierSaid
+from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.eagle3 import head_identity, load_eagle3
+from paceline.engine.identity import model_identity
+from paceline.heads import is_eagle3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCheckpoint:
+    """A folder to draft from.
+
+    Args:
+        folder: Of the draft model or the head.
+        target: Of the target, which a head needs.
+        name: Shown in the registry; empty: the folder's.
+        dtype: As in `load_decoder`.
+        device: As in `load_decoder`.
+    """
+
+    folder: Path
+    target: Path | None = None
+    name: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def identity(self) -> ModelIdentity:
+        """What a drafter of it announces.
+
+        Raises:
+            ConfigError: A folder is missing, or is no checkpoint that can be served.
+        """
+        if not is_eagle3(self.folder):
+            return model_identity(self.folder, self.name, self.dtype)
+        return head_identity(self.folder, self._target(), self.name, self.dtype)
+
+    def load(self, num_threads: int) -> Decoder:
+        """Loads it.
+
+        Raises:
+            ConfigError: As `identity`, or a setting that does not fit the machine.
+        """
+        if not is_eagle3(self.folder):
+            return load_decoder(self.folder, self.dtype, self.device, num_threads)
+        return load_eagle3(self.folder, self._target(), self.dtype, self.device, num_threads)
+
+    def _target(self) -> Path:
+        if self.target is None:
+            raise ConfigError(f"--target-model: the EAGLE-3 head {self.folder} needs the folder of its target")
+        return self.target
+
+
+def warm_up(engine: DraftEngine, feature_width: int) -> None:
+    """Grows a greedy and a sampled tree of a few nodes, for a head from a feature of zeros."""
+    for index, temperature in enumerate((0.0, 0.8)):
+        opened = OpenSession(
+            session_id=f"warm-up-{index}",
+            epoch=0,
+            token_ids=(0, 0),
+            prompt_len=2,
+            sampling=SamplingParams(max_tokens=8, temperature=temperature, top_p=0.9),
+            price=0.0,
+            room=8,
+        )
+        messages: list[ToDrafter] = [opened]
+        if feature_width:
+            values = bytes(2 * feature_width)
+            messages.append(
+                CommittedStates(session_id=opened.session_id, epoch=0, start=0, width=feature_width, values=values)
+            )
+        engine.handle(VerifierSaid(link=0, messages=messages))
+    while engine.has_work():
+        engine.step()
+    engine.handle(VerifierLeft(link=0))

@@ -1,0 +1,64 @@
+"""A drafter inside the verifier: the same two engines in one thread, and a link that carries messages at once.
+
+It is there for comparison, and for machines that have no second place for a drafter. Drafting delays verifying here, so
+it goes on only while waiting for drafts pays (`paceline.core.patience`): a draft step is a wait that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.core.step_cost import StepCost, StepMode
+from paceline.drafting.draft_model import DraftEngine, VerifierSaid
+from paceline.engine.target import TargetEngine
+from paceline.engine.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
+
+# What stands for the drafter's address; no drafter of the tier can have it.
+LOCAL = "in this verifier"
+_LINK = 0
+
+
+class ColocatedEngine:
+    """A target engine and a draft engine that take turns.
+
+    Args:
+        target: The verifier's.
+        draft: The drafter's.
+        wants_states: Whether it drafts from hidden states.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self, target: TargetEngine, draft: DraftEngine, *, wants_states: bool, clock: Callable[[], float]
+    ) -> None:
+        self._target = target
+        self._draft = draft
+        self._clock = clock
+        target.handle(LinkChanged(address=LOCAL, up=True, wants_states=wants_states))
+
+    def handle(self, event: TargetEvent) -> None:
+        """Takes in one event."""
+        self._target.handle(event)
+
+    def has_work(self) -> bool:
+        """See `TargetEngine`; a drafter alone has nothing to do."""
+        return self._target.has_work()
+
+    def patience_s(self) -> float:
+        """Drafts come while a step runs, never between two."""
+        return 0.0
+
+    def profile(self, mode: StepMode) -> StepCost:
+        """See `TargetEngine`."""
+        return self._target.profile(mode)
+
+    def step(self) -> TargetOutput:
+        """Drafts as long as that pays, then runs a step of the target and tells the drafter what it committed."""
+        while self._draft.has_work() and self._target.patience_s() > 0.0:
+            for messages in self._draft.step().to_verifiers.values():
+                self._target.handle(DraftsArrived(address=LOCAL, messages=messages, arrived_s=self._clock()))
+        output = self._target.step()
+        told = output.to_drafters.pop(LOCAL, None)
+        if told:
+            self._draft.handle(VerifierSaid(link=_LINK, messages=told))
+        return output

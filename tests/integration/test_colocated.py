@@ -1,0 +1,142 @@
+"""A draft model, or a head, inside the verifier: the same engines, the same tokens, and no drafter anywhere."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
+from paceline.drafting.colocated import LOCAL, ColocatedEngine
+from paceline.drafting.draft_model import DraftEngine, DraftLimits
+from paceline.engine.decoder import load_decoder
+from paceline.engine.eagle3 import load_fusion
+from paceline.engine.identity import model_identity
+from paceline.engine.target import TargetEngine
+from paceline.engine.target_events import Cancel, Submit, TargetLimits
+from tests.support.checkpoints import save_pair
+from tests.support.eagle import save_eagle3
+from tests.support.engines import Clock
+
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=32, temperature=0.8, seed=4, frequency_penalty=0.2, ignore_eos=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("colocated")
+    target, drafter = save_pair(folder)
+    return target, {"draft_model": drafter, "eagle3": save_eagle3(folder / "head", target, layer_ids=(0, 0, 0))}
+
+
+# What a step of the target takes on the test's clock: as much as many steps of a drafter.
+STEP_S = 0.1
+
+
+def slowed(decoder, clock):
+    """The target, whose steps take their time."""
+    forward = decoder.forward
+
+    def slow_forward(*arguments):
+        clock.now_s += STEP_S
+        return forward(*arguments)
+
+    decoder.forward = slow_forward
+    return decoder
+
+
+class Colocated:
+    """The engine, and what it has generated."""
+
+    def __init__(self, target, draft, allocator):
+        clock = Clock()
+        checkpoint = DraftCheckpoint(folder=draft, target=target, dtype="float32", device="cpu")
+        decoder, head = load_decoder(target, "float32", "cpu", 1), checkpoint.load(1)
+        if head.feature_width:
+            decoder.keep_states(load_fusion(draft, decoder))
+        identity = model_identity(target)
+        self.target = TargetEngine(
+            decoder=slowed(decoder, clock),
+            identity=identity,
+            num_blocks=256,
+            limits=TargetLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=identity.context_len),
+            allocator=allocator,
+            clock=clock,
+        )
+        self.draft = DraftEngine(
+            decoder=head, identity=checkpoint.identity(), num_blocks=256, limits=DraftLimits(), clock=clock
+        )
+        warm_up(self.draft, head.feature_width)
+        self.engine = ColocatedEngine(self.target, self.draft, wants_states=bool(head.feature_width), clock=clock)
+        self.token_ids: dict[int, list[int]] = {}
+        self.results = {}
+
+    def submit(self, serial, prompt, sampling, speculation):
+        self.token_ids[serial] = []
+        request = GenerateRequest(
+            session_id=f"s{serial}",
+            epoch=1,
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling,
+            speculation=speculation,
+            drafter_address=LOCAL,
+        )
+        self.engine.handle(Submit(request=request, serial=serial))
+
+    def run(self):
+        while self.engine.has_work():
+            output = self.engine.step()
+            assert not output.to_drafters
+            for serial, committed in output.committed:
+                assert isinstance(committed, CommittedTokens)
+                self.token_ids[serial] += committed.token_ids
+                self.results[serial] = committed.result
+        return [self.token_ids[serial] for serial in sorted(self.token_ids)]
+
+
+def run(folders, kind, sampling, allocator, speculation):
+    target, drafts = folders
+    colocated = Colocated(target, drafts[kind], allocator)
+    rng = random.Random(5)
+    for serial in range(1, 7):
+        prompt = [rng.randrange(250) for _ in range(rng.randint(2, 80))]
+        colocated.submit(serial, prompt, SAMPLINGS[sampling], speculation)
+    return colocated.run(), colocated
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
+def test_the_tokens_are_those_of_plain_decoding(folders, kind, sampling):
+    plain, _ = run(folders, kind, sampling, FixedGamma(gamma=4), SpeculationParams(enabled=False))
+    for allocator in (FixedGamma(gamma=4), Goodput()):
+        found, colocated = run(folders, kind, sampling, allocator, SpeculationParams())
+        assert found == plain
+        verified = [result.speculation.num_draft_tokens for result in colocated.results.values()]
+        assert sum(verified) > 0
+        if isinstance(allocator, FixedGamma):
+            assert min(verified) > 20, "every session was drafted for"
+    assert colocated.draft.num_sessions == 0
+
+
+def test_a_good_draft_model_is_accepted_inside_too(folders):
+    _, colocated = run(folders, "draft_model", "greedy", FixedGamma(gamma=4), SpeculationParams())
+    lengths = [result.speculation.mean_acceptance_length for result in colocated.results.values()]
+    assert min(lengths) > 1.5
+
+
+def test_a_cancelled_session_leaves_nothing_behind(folders):
+    target, drafts = folders
+    colocated = Colocated(target, drafts["eagle3"], FixedGamma(gamma=4))
+    colocated.submit(1, [1, 2, 3, 4], SAMPLINGS["greedy"], SpeculationParams())
+    for _ in range(5):
+        colocated.engine.step()
+    assert colocated.draft.num_sessions == 1
+    colocated.engine.handle(Cancel(session_id="s1", serial=1))
+    colocated.run()
+    assert colocated.draft.num_sessions == 0
+    assert colocated.draft.pool.num_used == 0
