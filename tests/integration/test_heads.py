@@ -1,15 +1,17 @@
-"""Heads that are right are believed: their guesses are accepted, whatever happens to a session's pages."""
+"""Heads that are right are believed, and a target that drafts with all its layers agrees with itself."""
 
 from __future__ import annotations
 
 import pytest
 
 from paceline.core.allocator import FixedGamma
-from paceline.core.params import MEDUSA, SamplingParams
+from paceline.core.params import MEDUSA, SamplingParams, SpeculationParams
+from paceline.drafting.early_exit import EarlyExitSource
+from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair
 from tests.support.heads import CIRCLE, save_counting_medusa, save_counting_target
 
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 PROMPTS = [[7], [3, 250, 251, 90], list(range(100, 160))]
 
 
@@ -73,3 +75,31 @@ def test_heads_have_no_more_to_say_than_tokens_are_left(counting):
     pair.run()
     assert pair.sessions["s"].token_ids == counted_from(PROMPTS[0])[:3]
     assert pair.sessions["s"].result.speculation.num_draft_tokens <= 1
+
+
+ALL_LAYERS = (0, 1)
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.95, seed=11, frequency_penalty=0.4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("num_blocks", [64, 10], ids=["", "few pages"])
+def test_with_all_its_layers_a_target_always_accepts_its_own_drafts(tmp_path, sampling, num_blocks):
+    target, _ = save_pair(tmp_path)
+    pair = EnginePair(
+        target,
+        target,
+        allocator=FixedGamma(gamma=5),
+        sources=lambda decoder: [EarlyExitSource(decoder, ALL_LAYERS, cost=0.0, width=1)],
+        num_blocks=num_blocks,
+    )
+    pair.kill_drafter()
+    for index, prompt in enumerate(PROMPTS):
+        pair.submit(f"s{index}", prompt, sampling)
+        pair.submit(f"plain{index}", prompt, sampling, SpeculationParams(enabled=False))
+    pair.run()
+    assert (pair.num_preempted > 0) == (num_blocks == 10)
+    for index in range(len(PROMPTS)):
+        drafted, plain = pair.sessions[f"s{index}"], pair.sessions[f"plain{index}"]
+        assert drafted.token_ids == plain.token_ids
+        record = drafted.result.speculation
+        assert record.num_accepted_draft_tokens == record.num_draft_tokens > 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from paceline.core.allocator import Allocator, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
-from paceline.engine.decoder import load_decoder
+from paceline.engine.decoder import LlamaDecoder, load_decoder
 from paceline.engine.identity import model_identity
+from paceline.engine.sources import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetLimits
 from paceline.verifier.config import Speculation
@@ -56,6 +57,7 @@ class EnginePair:
         max_num_batched_tokens: int = 128,
         dtype: str = "float32",
         methods: Sequence[str] = (),
+        sources: Callable[[LlamaDecoder], list[AnySource]] | None = None,
         **heads: Any,
     ) -> None:
         self.clock = Clock()
@@ -63,7 +65,7 @@ class EnginePair:
         identity = model_identity(target, "target")
         decoder = load_decoder(target, dtype, "cpu", 1)
         speculation = Speculation(allocator=allocator or Goodput(), methods=tuple(methods), **heads)
-        self.sources = make_sources(speculation, decoder)
+        self.sources = make_sources(speculation, decoder) if sources is None else sources(decoder)
         self.target = TargetEngine(
             decoder=decoder,
             identity=identity,

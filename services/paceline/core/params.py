@@ -13,9 +13,9 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_DRAFT_TOKENS = 64
 # Ways to draft: the drafter tier; look-up in the session's own text, or in recent outputs of others too; heads on the
-# target's hidden states.
-DRAFT_MODEL, NGRAM, SUFFIX, MEDUSA = "draft_model", "ngram", "suffix", "medusa"
-METHODS = (DRAFT_MODEL, NGRAM, SUFFIX, MEDUSA)
+# target's hidden states; some of the target's own layers.
+DRAFT_MODEL, NGRAM, SUFFIX, MEDUSA, LAYER_SKIP = "draft_model", "ngram", "suffix", "medusa", "layer_skip"
+METHODS = (DRAFT_MODEL, NGRAM, SUFFIX, MEDUSA, LAYER_SKIP)
 MAX_METHOD_CHARS = 64
 
 

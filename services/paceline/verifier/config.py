@@ -16,6 +16,8 @@ from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MEDUSA, METHODS,
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 POLICIES = ("goodput", "fixed")
 DEFAULT_DRAFT_TOKENS = 12
+# More than any model has.
+MOST_LAYERS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,9 @@ class VerifierConfig:
             f"JSON with vLLM's keys: method ({', '.join(METHODS)}, or several joined by +; default "
             "draft_model+ngram), num_speculative_tokens (most draft tokens verified per "
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
-            "(goodput, or fixed for comparison), medusa_model (folder of the heads of method medusa)."
+            "(goodput, or fixed for comparison), medusa_model (folder of the heads of method medusa), exit_layer "
+            "(layer_skip drafts with so many first layers of the target; default a quarter of them) or layers (a list "
+            "of their indices)."
         ),
     )
     grace_s: float = setting(
@@ -80,14 +84,16 @@ class Speculation:
         allocator: The policy.
         methods: Ways to draft.
         medusa_model: Folder of Medusa heads.
+        layers: Layers of the target that draft, ascending; empty for as many first ones as are the default.
     """
 
     allocator: Allocator
     methods: tuple[str, ...]
     medusa_model: Path | None = None
+    layers: tuple[int, ...] = ()
 
 
-KEYS = ("medusa_model", "method", "model", "num_speculative_tokens", "policy")
+KEYS = ("exit_layer", "layers", "medusa_model", "method", "model", "num_speculative_tokens", "policy")
 
 
 def speculation_from(speculative_config: str) -> Speculation:
@@ -117,7 +123,29 @@ def speculation_from(speculative_config: str) -> Speculation:
         allocator=FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma),
         methods=methods,
         medusa_model=_folder(name, "medusa_model", given, needed=MEDUSA in methods),
+        layers=_layers(name, given),
     )
+
+
+def _layers(name: str, given: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers by number or by list; how many the model has is checked where it is loaded."""
+    if "exit_layer" in given and "layers" in given:
+        raise ConfigError(f"{name}: exit_layer and layers exclude one another")
+    if "exit_layer" in given:
+        count = given["exit_layer"]
+        if not _is_index(count) or count < 1:
+            raise ConfigError(f"{name}: exit_layer must be a number of layers, at least 1, got {count!r}")
+        return tuple(range(count))
+    layers = given.get("layers", [])
+    if not isinstance(layers, list) or not all(map(_is_index, layers)) or layers != sorted(set(layers)):
+        raise ConfigError(f"{name}: layers must be a list of indices from 0, ascending, got {layers!r}")
+    if "layers" in given and not layers:
+        raise ConfigError(f"{name}: layers must name at least one layer")
+    return tuple(layers)
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_LAYERS
 
 
 def _folder(name: str, key: str, given: Mapping[str, Any], *, needed: bool) -> Path | None:
