@@ -15,7 +15,7 @@ from paceline.engine.decoder import LlamaDecoder, load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.sources import AnySource
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetLimits
+from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, StepReport, Submit, TargetLimits
 from paceline.verifier.config import Speculation
 from paceline.verifier.sources import make_sources
 
@@ -82,6 +82,7 @@ class EnginePair:
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []
         self.num_preempted = 0
+        self.reports: list[StepReport] = []
         self.draft: DraftEngine | None = None
         self.start_drafter()
 
@@ -155,6 +156,7 @@ class EnginePair:
     def _target_step(self) -> None:
         output = self.target.step()
         self.num_preempted += output.report.num_preempted
+        self.reports.append(output.report)
         for serial, committed in output.committed:
             generated = self.sessions[self.names[serial - 1]]
             assert isinstance(committed, CommittedTokens)

@@ -107,7 +107,7 @@ class TargetEngine:
         self._limits = limits
         self._allocator = allocator
         self._clock = clock
-        self._growth = Growth(sources, allocator)
+        self._growth = Growth(sources, allocator, clock)
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
@@ -316,7 +316,7 @@ class TargetEngine:
                 committed.append(self._verify(each, logits, batch_size))
             for session, logit_index in finishing:
                 committed.append(self._first_token(session, logits[logit_index], batch_size))
-            self._growth.grow()
+            self._growth.grow(self._report, self._clock() - started_s)
             self._time_step(started_s, builder.num_rows, mode)
         return self._output(committed, builder.num_rows)
 
