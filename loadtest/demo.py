@@ -72,8 +72,7 @@ def _introduce(fleet: LocalFleet) -> None:
         print(f"  {endpoint.name:12} {endpoint.address:22} process {fleet.pid(endpoint.name)}")
     assert fleet.checkpoints is not None, "the fleet runs"
     print(f"  target model: {describe_target(fleet.checkpoints.target)}")
-    draft = fleet.checkpoints.draft
-    print(f"  draft model:  {draft.name if draft else 'none'}\n")
+    print(f"  draft model:  {', '.join(draft.name for draft in fleet.checkpoints.drafts) or 'none'}\n")
 
 
 async def _show_one(url: str, ask: Ask) -> None:

@@ -330,7 +330,7 @@ class Replay:
             entry[0] += 1
             entry[1] += tree.survival(node)
             entry[2] += _all_right(node)
-        tokens = walk(tree.root, nodes, lambda _: RIGHT, lambda _: False)
+        tokens = walk(tree.root, nodes, lambda _: RIGHT)
         for _, confidence, matched in tree.outcomes(tokens):
             self._calibration.observe(confidence, session.offset, matched=matched)
         session.committed_len += len(tokens)

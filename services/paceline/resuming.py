@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 
 from paceline.core.errors import InvalidRequestError, SessionNotFoundError, StaleEpochError, UnavailableError
+from paceline.core.params import COUPLED
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS
 from paceline.status import error_from_rpc
@@ -123,10 +124,12 @@ class ResumingClient:
 
         Raises:
             InvalidRequestError: The request has no sampling parameters to put a seed into.
+            SessionNotFoundError: Nobody knows the session any more, and its acceptance rule would not give the same
+                tokens again.
             PacelineError: A gateway refused the request.
             UnavailableError: No gateway brought a new token for `patience_s` seconds.
         """
-        request = _with_seed(request)
+        request = _repeatable(request)
         progress = _Progress()
         until_s = self._clock() + self._patience_s
         pause_s = FIRST_PAUSE_S
@@ -139,6 +142,8 @@ class ResumingClient:
                         yield piece
                 return
             except SessionNotFoundError:
+                if progress.num_tokens and request.speculation.acceptance != COUPLED:
+                    raise
                 progress.begin_anew()
             except (UnavailableError, StaleEpochError) as error:
                 if self._clock() >= until_s:
@@ -194,12 +199,15 @@ def _channel(address: str, ca: bytes | None) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca), options=_OPTIONS)
 
 
-def _with_seed(request: gateway_pb2.GatewayGenerateRequest) -> gateway_pb2.GatewayGenerateRequest:
-    """Returns the request with a seed, so that beginning anew brings the same tokens."""
+def _repeatable(request: gateway_pb2.GatewayGenerateRequest) -> gateway_pb2.GatewayGenerateRequest:
+    """Returns the request with a seed, and the coupled rule unless it names another: beginning anew brings the same."""
     if not request.HasField("sampling"):
         raise InvalidRequestError("sampling", "is required: it holds the seed with which a lost stream begins anew")
     seeded = gateway_pb2.GatewayGenerateRequest()
     seeded.CopyFrom(request)
     if not seeded.sampling.HasField("seed"):
         seeded.sampling.seed = secrets.randbits(64)
+    if not seeded.HasField("speculation"):
+        seeded.speculation.enabled = True
+    seeded.speculation.acceptance = seeded.speculation.acceptance or COUPLED
     return seeded

@@ -147,7 +147,7 @@ class ToyFleet:
             return prefix[-1]
 
         base_len = session.committed_len
-        tokens = walk(session.tree.root, chosen, choose, lambda _: len(prefix) >= self.length)
+        tokens = walk(session.tree.root, chosen, choose)[: self.length - base_len]
         pruning = session.commit(tokens)
         accepted = sum(node in chosen for node in pruning.matched)
         session.tally.count(num_draft_tokens=len(chosen), num_accepted=accepted, hit=pruning.hit, batch_size=1)

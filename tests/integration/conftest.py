@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from paceline.core.allocator import FixedGamma
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX
+from paceline.core.rules import Rules
 from paceline.credentials import FleetTls, channel, folder_of, load_tls, only_for
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
@@ -53,10 +54,11 @@ async def running_verifier(
     methods: Sequence[str] = LOOK_UP,
     max_num_seqs: int = 4,
     tls_dir: Path | None = None,
+    rules: Rules | None = None,
 ) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
     """A verifier service and a stub to call it; `tls_dir` is a folder as `paceline dev-ca` makes it."""
     async with (
-        verifier_at(folder, methods, max_num_seqs, tls_dir) as (address, host),
+        verifier_at(folder, methods, max_num_seqs, tls_dir, rules) as (address, host),
         channel(address, tls=load_tls(folder_of(tls_dir, GATEWAY), GATEWAY), role=VERIFIER) as opened,
     ):
         yield verifier_pb2_grpc.VerifierStub(opened), host
@@ -64,13 +66,19 @@ async def running_verifier(
 
 @asynccontextmanager
 async def verifier_at(
-    folder: Path, methods: Sequence[str] = LOOK_UP, max_num_seqs: int = 4, tls_dir: Path | None = None
+    folder: Path,
+    methods: Sequence[str] = LOOK_UP,
+    max_num_seqs: int = 4,
+    tls_dir: Path | None = None,
+    rules: Rules | None = None,
 ) -> AsyncIterator[tuple[str, TargetHost]]:
     """A verifier service; yields its address."""
     tls = load_tls(folder_of(tls_dir, VERIFIER), VERIFIER)
     identity = model_identity(folder, "tiny")
+    rules = rules or Rules()
     host = TargetHost(
         methods=methods,
+        rules=rules,
         identity=identity,
         max_model_len=MAX_MODEL_LEN,
         max_queue=MAX_QUEUE,
@@ -84,6 +92,7 @@ async def verifier_at(
             allocator=FixedGamma(gamma=4),
             clock=time.monotonic,
             sources=[TextSource(method) for method in methods if method != DRAFT_MODEL],
+            rules=rules,
         ),
         metrics=VerifierMetrics(CollectorRegistry()),
         tls=tls,

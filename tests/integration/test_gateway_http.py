@@ -33,6 +33,7 @@ SPECULATION = {
     "mean_batch_size": 1.5,
     "num_hits": 2,
     "num_misses": 1,
+    "lossy": False,
 }
 
 

@@ -10,8 +10,10 @@ from typing import Any
 from paceline.core.allocator import Allocator, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.rules import Rules
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
-from paceline.engine.decoder import LlamaDecoder, load_decoder
+from paceline.engine.decoder import Decoder, LlamaDecoder, load_decoder
+from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
 from paceline.engine.sources import AnySource
 from paceline.engine.target import TargetEngine
@@ -57,14 +59,24 @@ class EnginePair:
         max_num_batched_tokens: int = 128,
         dtype: str = "float32",
         methods: Sequence[str] = (),
+        eagle3_model: Path | None = None,
+        num_draft_blocks: int = 256,
+        rules: Rules | None = None,
         sources: Callable[[LlamaDecoder], list[AnySource]] | None = None,
         **heads: Any,
     ) -> None:
         self.clock = Clock()
+        self.target_folder, self.head, self.num_draft_blocks = target, eagle3_model, num_draft_blocks
         self.drafter_folder, self.width, self.dtype = drafter, width, dtype
         identity = model_identity(target, "target")
         decoder = load_decoder(target, dtype, "cpu", 1)
-        speculation = Speculation(allocator=allocator or Goodput(), methods=tuple(methods), **heads)
+        speculation = Speculation(
+            allocator=allocator or Goodput(),
+            methods=tuple(methods),
+            eagle3_model=eagle3_model,
+            rules=rules or Rules(),
+            **heads,
+        )
         self.sources = make_sources(speculation, decoder) if sources is None else sources(decoder)
         self.target = TargetEngine(
             decoder=decoder,
@@ -78,6 +90,7 @@ class EnginePair:
             allocator=speculation.allocator,
             clock=self.clock,
             sources=self.sources,
+            rules=speculation.rules,
         )
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []
@@ -88,10 +101,16 @@ class EnginePair:
 
     def start_drafter(self) -> None:
         """A fresh drafter, and a stream to it."""
+        if self.head is None:
+            decoder: Decoder = load_decoder(self.drafter_folder, self.dtype, "cpu", 1)
+            identity = model_identity(self.drafter_folder, "drafter")
+        else:
+            decoder = load_eagle3(self.head, self.target_folder, self.dtype, "cpu", 1)
+            identity = head_identity(self.head, self.target_folder)
         self.draft = DraftEngine(
-            decoder=load_decoder(self.drafter_folder, self.dtype, "cpu", 1),
-            identity=model_identity(self.drafter_folder, "drafter"),
-            num_blocks=256,
+            decoder=decoder,
+            identity=identity,
+            num_blocks=self.num_draft_blocks,
             limits=DraftLimits(
                 width=self.width,
                 max_rows=16,
@@ -101,7 +120,7 @@ class EnginePair:
             ),
             clock=self.clock,
         )
-        self.target.handle(LinkChanged(address=DRAFTER, up=True))
+        self.target.handle(LinkChanged(address=DRAFTER, up=True, wants_states=self.head is not None))
 
     def kill_drafter(self) -> None:
         """The drafter dies; the verifier sees its stream end."""

@@ -25,6 +25,7 @@ MODELS_FOLDER = Path(paceline.__file__).parent / "models"
 DEMO_TARGET = MODELS_FOLDER / "demo-target"
 DEMO_DRAFTER = MODELS_FOLDER / "demo-drafter"
 DEMO_MEDUSA = MODELS_FOLDER / "demo-medusa"
+DEMO_EAGLE3 = MODELS_FOLDER / "demo-eagle3"
 WIDENED_NAME = "demo-target-widened-{preset}"
 WIDENED_PRESET = "98m"
 WIDENED_SIZES = {"98m": "98 M", "400m": "400 M"}

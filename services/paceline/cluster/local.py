@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_MEDUSA, check_checkpoint, widened_demo_target
+from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, check_checkpoint, widened_demo_target
 from paceline.cluster.spec import (
     Checkpoints,
     Endpoint,
@@ -34,11 +34,12 @@ from paceline.cluster.supervisor import BackOff, Child, Supervisor
 from paceline.cluster.valkey import find_server
 from paceline.config import public_url
 from paceline.core.errors import ConfigError
-from paceline.core.params import MEDUSA
+from paceline.core.params import DRAFT_MODEL, EAGLE3, MEDUSA
+from paceline.heads import is_eagle3
 from paceline.vocabulary import vocab_hash
 
 # Methods that draft with heads: the key of --speculative-config that names their folder, and the demo target's.
-HEADS = {MEDUSA: ("medusa_model", DEMO_MEDUSA)}
+HEADS = {MEDUSA: ("medusa_model", DEMO_MEDUSA), EAGLE3: ("eagle3_model", DEMO_EAGLE3)}
 
 
 class LocalFleet:
@@ -159,7 +160,8 @@ class LocalFleet:
             self._temporary_dir = None
 
     async def _start(self) -> None:
-        spec, environ = self.spec, self._environ
+        spec, environ = with_heads(self.spec), self._environ
+        self.spec = spec
         self.checkpoints = await asyncio.to_thread(resolve_checkpoints, spec, environ, self._say)
         self.endpoints = plan_endpoints(spec)
         self._temporary_dir = Path(tempfile.mkdtemp(prefix="paceline-"))
@@ -187,11 +189,12 @@ class LocalFleet:
         self.redis_url = f"redis://{spec.host}:{port}"
 
     async def _start_models(self, checkpoints: Checkpoints) -> None:
-        spec = with_heads(self.spec)
+        spec = self.spec
         verifier_shares, drafter_shares = share_cpus(spec, available_cpus())
+        drafters = enumerate(self.endpoints_of("drafter"))
         placed = [
             *((endpoint, checkpoints.target) for endpoint in self.endpoints_of("verifier")),
-            *((endpoint, checkpoints.draft) for endpoint in self.endpoints_of("drafter")),
+            *((endpoint, checkpoints.draft_of(number)) for number, endpoint in drafters),
         ]
         shares = [*verifier_shares, *drafter_shares]
         children = [
@@ -204,9 +207,9 @@ class LocalFleet:
                 self.log_dir,
                 self._environ,
                 self._announce(endpoint),
+                checkpoints.target if is_eagle3(checkpoint) else None,
             )
             for (endpoint, checkpoint), share in zip(placed, shares, strict=True)
-            if checkpoint is not None
         ]
         await self._supervisor.start(children, self.spec.start_timeout_s)
 
@@ -220,26 +223,45 @@ def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callab
     Raises:
         ConfigError: A folder is none, or the draft model is not named.
     """
-    draft: Path | None = spec.draft_model
-    named = draft_settings(spec).get("model")
-    if draft is None and named is not None:
-        draft = Path(str(named)).expanduser()
-    if spec.model is None:
-        target = widened_demo_target(environ, say)
-        draft = DEMO_DRAFTER if draft is None else draft
-    else:
-        target = check_checkpoint(spec.model, "--model")
-    if not spec.drafter:
-        return Checkpoints(target=target, draft=None)
-    if draft is None:
-        raise ConfigError("--model needs --draft-model PATH beside it, or --no-drafter for plain decoding")
-    draft = check_checkpoint(draft, "--draft-model")
-    if vocab_hash(target) != vocab_hash(draft):
+    own = spec.model
+    target = widened_demo_target(environ, say) if own is None else check_checkpoint(own, "--model")
+    drafts = tuple(_check_draft(folder, target) for folder in _draft_folders(spec)) if spec.drafter else ()
+    if len(drafts) > spec.num_drafters:
+        names = " and ".join(draft.name for draft in drafts)
+        raise ConfigError(f"--num-drafters: must be at least {len(drafts)} for the draft models {names}")
+    return Checkpoints(target=target, drafts=drafts)
+
+
+def _draft_folders(spec: FleetSpec) -> list[Path]:
+    """One for each method of the drafter tier.
+
+    Raises:
+        ConfigError: None is named.
+    """
+    settings = draft_settings(spec)
+    methods = str(settings.get("method", DRAFT_MODEL)).split("+")
+    folders: list[Path] = []
+    if DRAFT_MODEL in methods or EAGLE3 not in methods:
+        named = settings.get("model")
+        draft = spec.draft_model or (Path(str(named)).expanduser() if named else None)
+        if draft is None and spec.model is not None:
+            raise ConfigError("--model needs --draft-model PATH beside it, or --no-drafter for plain decoding")
+        folders.append(draft or DEMO_DRAFTER)
+    if EAGLE3 in methods:
+        if not settings.get("eagle3_model"):
+            raise ConfigError("--speculative-config eagle3_model: must name the folder of the EAGLE-3 head")
+        folders.append(Path(str(settings["eagle3_model"])))
+    return folders
+
+
+def _check_draft(folder: Path, target: Path) -> Path:
+    draft = check_checkpoint(folder, "--draft-model")
+    if not is_eagle3(draft) and vocab_hash(target) != vocab_hash(draft):
         raise ConfigError(
             f"draft model {draft.name!r} cannot draft for target {target.name!r}: their vocabularies differ; "
             "both need the same tokens with the same ids"
         )
-    return Checkpoints(target=target, draft=draft)
+    return draft
 
 
 def with_heads(spec: FleetSpec) -> FleetSpec:
@@ -249,6 +271,9 @@ def with_heads(spec: FleetSpec) -> FleetSpec:
         ConfigError: A folder is none.
     """
     settings = dict(draft_settings(spec))
+    if settings.get("method") == EAGLE3 and "model" in settings:
+        # vLLM's spelling.
+        settings.setdefault("eagle3_model", settings["model"])
     for method in str(settings.get("method", "")).split("+"):
         key, bundled = HEADS.get(method, ("", None))
         if key and settings.get(key):

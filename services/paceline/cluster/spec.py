@@ -95,10 +95,14 @@ class CpuShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """Resolved checkpoint folders; no `draft` without drafters."""
+    """Resolved checkpoint folders; drafters take the draft models in turn, and there are none without drafters."""
 
     target: Path
-    draft: Path | None
+    drafts: tuple[Path, ...]
+
+    def draft_of(self, drafter: int) -> Path:
+        """The draft model of a drafter by its number."""
+        return self.drafts[drafter % len(self.drafts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,13 +231,28 @@ def model_child(
     log_dir: Path,
     environ: Mapping[str, str],
     announce: str = "",
+    target: Path | None = None,
 ) -> ChildSpec:
-    """Returns the process of a verifier or a drafter; `announce` is where others reach it if not where it listens."""
+    """Returns the process of a verifier or a drafter.
+
+    Args:
+        spec: Settings of the fleet.
+        endpoint: Where it listens.
+        share: Its CPUs.
+        checkpoint: Its model.
+        redis_url: The registry.
+        log_dir: Folder of its log.
+        environ: Environment to start from.
+        announce: Where others reach it if not where it listens.
+        target: The target of an EAGLE-3 head, for its drafter.
+    """
     argv = [
         *_service(spec, endpoint, redis_url),
         *("--metrics-port", str(endpoint.second_port)),
         *("--model", str(checkpoint), "--dtype", spec.dtype, "--threads", str(share.num_threads)),
     ]
+    if target is not None:
+        argv += ["--target-model", str(target)]
     if announce:
         argv += ["--announce", announce]
     if share.cpus:

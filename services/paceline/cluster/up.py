@@ -76,7 +76,7 @@ def describe(fleet: LocalFleet) -> str:
             rows.append((endpoint.name, pid, f"grpc {endpoint.address}", metrics))
     if fleet.spec.redis_url is not None:
         rows.append(("store", "", public_url(fleet.spec.redis_url), ""))
-    target, draft = fleet.checkpoints.target, fleet.checkpoints.draft
+    target, drafts = fleet.checkpoints.target, fleet.checkpoints.drafts
     body = json.dumps(
         {"model": fleet.model_name, "prompt": "def read_lines(path):\n", "max_tokens": 64, "stream": True}
     )
@@ -84,7 +84,7 @@ def describe(fleet: LocalFleet) -> str:
         [
             f"Paceline {paceline.__version__} is up",
             f"target model  {describe_target(target)}",
-            f"draft model   {'none, plain decoding' if draft is None else draft.name}",
+            f"draft model   {', '.join(draft.name for draft in drafts) or 'none, plain decoding'}",
             f"logs          {fleet.log_dir}",
             "",
             *table(rows),

@@ -1,13 +1,15 @@
-"""Which draft tokens become committed tokens: the coupled rule, the rejection rule and block verification, pure.
+"""The mathematics of acceptance: which draft tokens become committed tokens.
 
 Randomness comes in as an argument (noise or uniforms), probabilities are those after all processors. The
 coupled rule chooses the target's token without a look at any draft; the rejection rule is Leviathan et al.
 2211.17192, algorithm 1, and Chen et al. 2302.01318, algorithm 2; block verification is Sun et al. 2403.10444,
-algorithm 2. Nothing here knows models, sessions, or how random numbers are made.
+algorithm 2; typical acceptance is Cai et al. 2401.10774, section 3.3.1. `paceline.core.rules` applies them to draft
+trees; nothing here knows models, sessions, or how random numbers are made.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -52,6 +54,25 @@ def accept_prob(target_probs: FloatArray, draft_probs: FloatArray, token_id: int
     if target_prob >= draft_prob:
         return 1.0 if target_prob > 0.0 else 0.0
     return target_prob / draft_prob
+
+
+def overlap(target_probs: FloatArray, draft_probs: FloatArray) -> float:
+    """Returns the probability that a token drawn from `draft_probs` is accepted by the rejection rule: 1 - TV.
+
+    2211.17192, theorem 3.5; what a row says of its drafter, whatever token was drawn.
+    """
+    return float(np.minimum(target_probs, draft_probs).sum())
+
+
+def typical_threshold(target_probs: FloatArray, posterior_threshold: float, posterior_alpha: float) -> float:
+    """Returns the probability above which a draft token is typical enough.
+
+    min(posterior_threshold, posterior_alpha * exp(-entropy)) (2401.10774, section 3.3.1, where they are epsilon and
+    delta; entropy in nats): the less certain the target is, the less is asked of a token.
+    """
+    positive = target_probs[target_probs > 0.0]
+    entropy = -float(np.sum(positive * np.log(positive)))
+    return min(posterior_threshold, posterior_alpha * math.exp(-entropy))
 
 
 def residual(target_probs: FloatArray, draft_probs: FloatArray) -> FloatArray:
@@ -99,7 +120,9 @@ def sparse_draft(draft_probs: FloatArray, keep: int = DEFAULT_KEEP) -> SparseDra
 
     The drafter samples from the result and sends it, so what is lost here costs acceptance, never exactness.
     """
-    order = np.argsort(-draft_probs, kind="stable")[:keep]
+    rest = max(0, len(draft_probs) - keep)
+    candidates = np.flatnonzero((draft_probs >= np.partition(draft_probs, rest)[rest]) & (draft_probs > 0.0))
+    order = candidates[np.argsort(-draft_probs[candidates], kind="stable")][:keep]
     weights = np.rint(draft_probs[order] * (MAX_WEIGHT / draft_probs[order[0]])).astype(np.int64)
     kept = weights > 0
     return SparseDraft(token_ids=tuple(order[kept].tolist()), weights=tuple(weights[kept].tolist()))

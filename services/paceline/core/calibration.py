@@ -55,8 +55,8 @@ class Calibration:
         """Probability that the target chooses a guess, given that it gets there."""
         return _sigmoid(self.slope * margin(confidence) + self.intercept + offset.value)
 
-    def observe(self, confidence: float, offset: SessionOffset, *, matched: bool) -> None:
-        """Learns from one guess below a committed token."""
+    def observe(self, confidence: float, offset: SessionOffset, *, matched: float) -> None:
+        """Learns from one guess below a committed token: it matched, 1, or did not, 0, or would with a probability."""
         x = margin(confidence)
         chance = _sigmoid(self.slope * x + self.intercept + offset.value)
         curvature = chance * (1.0 - chance)
@@ -90,7 +90,7 @@ class Calibrations:
         calibration, offset = self._of(source)
         return calibration.probability(confidence, offset)
 
-    def observe(self, source: str, confidence: float, *, matched: bool) -> None:
+    def observe(self, source: str, confidence: float, *, matched: float) -> None:
         """See `Calibration.observe`."""
         calibration, offset = self._of(source)
         calibration.observe(confidence, offset, matched=matched)

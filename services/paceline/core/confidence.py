@@ -16,6 +16,9 @@ GREEDY_SHARPNESS = 0.55
 SAMPLED_SHARPNESS = 0.75
 # Guesses ranked for the sake of the sum; those beyond have next to no share once sharpened.
 NUM_RANKED = 16
+# Of a guess that is judged by the distribution it was sampled from. How many of a chain are verified must not depend on
+# which tokens were drawn, so all are equally sure; what that is worth, calibration learns.
+CHAIN_CONFIDENCE = 0.75
 
 
 def confidences(shares: Sequence[float], *, greedy: bool) -> list[float]:

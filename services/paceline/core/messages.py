@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.acceptance import SparseDraft
+from paceline.core.params import COUPLED, DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
 
 # Roles of replicas, in the registry and in certificates.
 GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
@@ -16,7 +17,8 @@ class ModelIdentity:
     """What must agree between replicas before they are paired.
 
     A verifier and a drafter need the same vocabulary; verifiers that take over one another's sessions need the same
-    `weights_hash` too, or the text would change.
+    `weights_hash` too, or the text would change. `states_hash` names the hidden states that a verifier hands out, or
+    that a drafter drafts from; empty: none.
     """
 
     name: str
@@ -25,11 +27,21 @@ class ModelIdentity:
     context_len: int
     eos_token_ids: tuple[int, ...] = ()
     weights_hash: str = ""
+    states_hash: str = ""
+
+    @property
+    def draft_method(self) -> str:
+        """The method that a drafter of this model serves."""
+        return EAGLE3 if self.states_hash else DRAFT_MODEL
+
+    def drafts_for(self, target: ModelIdentity) -> bool:
+        """Whether it speaks a target's vocabulary, and needs no hidden states but those that its verifier hands out."""
+        return self.vocab_hash == target.vocab_hash and self.states_hash in ("", target.states_hash)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSession:
-    """Everything a drafter needs to know of a session."""
+    """Everything a drafter needs to know of a session; `acceptance` says how its guesses are chosen and judged."""
 
     session_id: str
     epoch: int
@@ -38,6 +50,7 @@ class OpenSession:
     sampling: SamplingParams
     price: float
     room: int
+    acceptance: str = COUPLED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +66,22 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedStates:
+    """The target's fused hidden states at committed positions from `start` on, for drafters that draft from them.
+
+    Args:
+        width: Numbers a position.
+        values: bfloat16 [n, width], little-endian.
+    """
+
+    session_id: str
+    epoch: int
+    start: int
+    width: int
+    values: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CloseSession:
     """A session ended."""
 
@@ -62,12 +91,21 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGuess:
-    """One new node of a draft tree; parent 0 is the last committed token the drafter knew."""
+    """One new node of a draft tree; parent 0 is the last committed token the drafter knew.
+
+    `draft` is the distribution that the token was sampled from, for the rules that ask for it.
+    """
 
     node_id: int
     parent_id: int
     token_id: int
     confidence: float
+    draft: SparseDraft | None = None
+
+    def within(self, vocab_size: int) -> bool:
+        """True when a vocabulary holds all ids named here; with a distribution, its token does not matter."""
+        token_ids = (self.token_id,) if self.draft is None else self.draft.token_ids
+        return max(token_ids) < vocab_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +127,7 @@ class LaggingSession:
     have_len: int
 
 
-ToDrafter = OpenSession | Commit | CloseSession
+ToDrafter = OpenSession | CommittedStates | Commit | CloseSession
 ToVerifier = DraftNodes | LaggingSession
 
 
@@ -125,7 +163,10 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationRecord:
-    """What speculation did for one session; a round is a step that verified at least one draft token."""
+    """What speculation did for one session; a round is a step that verified at least one draft token.
+
+    `lossy` marks a text that a lossy acceptance rule had a part in.
+    """
 
     num_steps: int = 0
     num_spec_steps: int = 0
@@ -135,6 +176,7 @@ class SpeculationRecord:
     mean_batch_size: float = 0.0
     num_hits: int = 0
     num_misses: int = 0
+    lossy: bool = False
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -170,8 +212,12 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedTokens:
-    """Tokens of one session as one step committed them; the last message of a session carries its result."""
+    """Tokens of one session as one step committed them; the last message of a session carries its result.
+
+    `lossy`: by a lossy acceptance rule; a gateway that ends the session itself gets no result to learn it from.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     result: GenerateResult | None = None
+    lossy: bool = False

@@ -1,4 +1,4 @@
-"""Noise of the coupled rule: Gumbel variates that are a pure function of seed, position and token id.
+"""Noise as a pure function of the session's seed: Gumbel variates of the coupled rule, uniforms of the other rules.
 
 Everything is built from integer operations and IEEE 754 additions, multiplications and divisions of float64,
 in a fixed order, so that every machine gets the same bits. `philox_round`, `exact_log` and `exact_exp` take
@@ -17,6 +17,9 @@ import numpy.typing as npt
 PHILOX_ROUNDS = 10
 MAX_GUMBEL = 22.874
 """No value of `gumbel` reaches this: the largest is -log(-log(1 - 2**-33)) = 22.87385..."""
+
+# What uniforms are for, in the counter's last word; the coupled rule's noise has 0 there. So no two share a number.
+DRAFT_STREAM, VERDICT_STREAM = 1, 2
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
@@ -99,6 +102,25 @@ def exact_exp(value: Any) -> Any:
 def split_uint64(value: int) -> tuple[np.uint64, np.uint64]:
     """Returns the low and the high 32-bit word of a seed or position."""
     return np.uint64(value & 0xFFFFFFFF), np.uint64(value >> 32)
+
+
+def uniforms(seed: int, stream: int, position: int, base_len: int, parent_id: int = 0) -> tuple[float, float]:
+    """Returns two numbers in [0, 1), each a multiple of 2**-53.
+
+    Key = seed (low, high); counter = (position, base_len, parent_id, stream). What is drawn anew after more tokens were
+    committed, or below another node, never meets a number that was used before.
+
+    Args:
+        seed: The session's, a uint64.
+        stream: `DRAFT_STREAM` or `VERDICT_STREAM`.
+        position: Absolute position of the token in question, a uint32 as on the wire.
+        base_len: Tokens that were committed when it was drawn or judged, a uint32.
+        parent_id: The node below which it was drawn, a uint32.
+    """
+    c0, c1, c2, c3 = (np.uint64(word) for word in (position, base_len, parent_id, stream))
+    words = [int(word) for word in philox4x32(c0, c1, c2, c3, *split_uint64(seed))]
+    first, second = ((high >> 5) * 2.0**26 + (low >> 6) for high, low in (words[:2], words[2:]))
+    return first * 2.0**-53, second * 2.0**-53
 
 
 def noise_words(seed: int, position: int, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:

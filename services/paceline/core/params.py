@@ -12,11 +12,19 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_DRAFT_TOKENS = 64
-# Ways to draft: the drafter tier; look-up in the session's own text, or in recent outputs of others too; heads on the
-# target's hidden states; some of the target's own layers.
-DRAFT_MODEL, NGRAM, SUFFIX, MEDUSA, LAYER_SKIP = "draft_model", "ngram", "suffix", "medusa", "layer_skip"
-METHODS = (DRAFT_MODEL, NGRAM, SUFFIX, MEDUSA, LAYER_SKIP)
+# Ways to draft: in the drafter tier a model of its own, or a head on the target's hidden states; inside the verifier
+# look-up in the session's own text, or in recent outputs of others too, heads on the target's hidden states, and some
+# of the target's own layers.
+DRAFT_MODEL, EAGLE3, NGRAM, SUFFIX = "draft_model", "eagle3", "ngram", "suffix"
+MEDUSA, LAYER_SKIP = "medusa", "layer_skip"
+TIER_METHODS = (DRAFT_MODEL, EAGLE3)
+METHODS = (*TIER_METHODS, NGRAM, SUFFIX, MEDUSA, LAYER_SKIP)
 MAX_METHOD_CHARS = 64
+# Acceptance rules: which draft tokens become committed tokens.
+COUPLED, REJECTION, BLOCK, TYPICAL = "coupled", "rejection", "block", "typical"
+ACCEPTANCE_RULES = (COUPLED, REJECTION, BLOCK, TYPICAL)
+# Those that judge a chain of draft tokens, each by the very distribution it was sampled from.
+CHAIN_RULES = (REJECTION, BLOCK)
 
 
 def _require(field: str, ok: bool, problem: str) -> None:
@@ -99,7 +107,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """What one request asks of speculation; it never changes the tokens.
+    """What one request asks of speculation.
+
+    `acceptance` "" is the verifier's default. Under "coupled" nothing of this changes the tokens, under "rejection" and
+    "block" nothing changes their law, and "typical" changes that too.
 
     Raises:
         InvalidRequestError: A field is outside its limits.
@@ -107,7 +118,7 @@ class SpeculationParams:
 
     enabled: bool = True
     max_draft_tokens: int | None = None
-    acceptance: str = "coupled"
+    acceptance: str = ""
     method: str = ""
 
     def __post_init__(self) -> None:
@@ -116,8 +127,8 @@ class SpeculationParams:
             _require_range("speculation.max_draft_tokens", self.max_draft_tokens, 0, MAX_DRAFT_TOKENS)
         _require(
             "speculation.acceptance",
-            self.acceptance == "coupled",
-            f'must be "coupled", the only rule served, got {self.acceptance!r}',
+            self.acceptance in ("", *ACCEPTANCE_RULES),
+            f"must be one of {', '.join(ACCEPTANCE_RULES)}, got {self.acceptance!r}",
         )
         short = len(self.method) <= MAX_METHOD_CHARS
         _require("speculation.method", short, f"must have at most {MAX_METHOD_CHARS} characters")

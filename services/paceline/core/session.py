@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paceline.core.acceptance import SparseDraft
 from paceline.core.calibration import Calibrations
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
@@ -21,7 +22,7 @@ from paceline.core.messages import (
     OpenSession,
     SpeculationRecord,
 )
-from paceline.core.params import DRAFT_MODEL
+from paceline.core.params import CHAIN_RULES, COUPLED, DRAFT_MODEL
 from paceline.core.tree import DraftTree, GraftOutcome, Node, NodeState, Pruning
 
 NOTHING_GRAFTED = GraftOutcome(num_added=0, num_late=0, num_stale=0)
@@ -54,8 +55,8 @@ class SpeculationTally:
         self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
         self.histogram[num_accepted] += 1
 
-    def record(self) -> SpeculationRecord:
-        """The counts so far."""
+    def record(self, *, lossy: bool = False) -> SpeculationRecord:
+        """The counts so far, of a session that a lossy rule had a part in or not."""
         return SpeculationRecord(
             num_steps=self.num_steps,
             num_spec_steps=self.num_spec_steps,
@@ -65,6 +66,7 @@ class SpeculationTally:
             mean_batch_size=self.batch_size_sum / max(1, self.num_steps),
             num_hits=self.num_hits,
             num_misses=self.num_misses,
+            lossy=lossy,
         )
 
 
@@ -75,16 +77,20 @@ class VerifierSession:
         request: What to generate.
         calibrations: Of the sources that draft for it; they learn from every commit. Others take effect with the
             next `open`.
+        acceptance: Name of the rule that judges guesses.
     """
 
-    def __init__(self, request: GenerateRequest, calibrations: Calibrations | None = None) -> None:
+    def __init__(
+        self, request: GenerateRequest, calibrations: Calibrations | None = None, acceptance: str = COUPLED
+    ) -> None:
         self.request = request
+        self.acceptance = acceptance
         self.calibrations = Calibrations() if calibrations is None else calibrations
         self.session_id = request.session_id
         self.epoch = request.epoch
         self.tokens = [*request.prompt_token_ids, *request.committed_token_ids]
         self.prompt_len = len(request.prompt_token_ids)
-        self.tree = DraftTree(len(self.tokens), self.calibrations.probability)
+        self.tree = self._new_tree()
         self.tally = SpeculationTally()
         self.price = 0.0
         self.room = 0
@@ -101,7 +107,7 @@ class VerifierSession:
 
     def open(self) -> OpenSession:
         """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do."""
-        self.tree = DraftTree(len(self.tokens), self.calibrations.probability)
+        self.tree = self._new_tree()
         return OpenSession(
             session_id=self.session_id,
             epoch=self.epoch,
@@ -110,17 +116,26 @@ class VerifierSession:
             sampling=self.request.sampling,
             price=self.price,
             room=self.room,
+            acceptance=self.acceptance,
         )
 
-    def commit(self, token_ids: Sequence[int]) -> Pruning:
+    def _new_tree(self) -> DraftTree:
+        chain = self.acceptance in CHAIN_RULES
+        return DraftTree(len(self.tokens), self.calibrations.probability, chain=chain)
+
+    def commit(self, token_ids: Sequence[int], chances: Sequence[float] | None = None) -> Pruning:
         """Appends newly committed tokens, learns what they say of the guesses, and prunes the tree.
+
+        Args:
+            token_ids: The tokens.
+            chances: See `DraftTree.outcomes`.
 
         Raises:
             LocalProtocolError: There is no token to commit.
         """
         if not token_ids:
             raise LocalProtocolError("a commit holds at least one token")
-        for source, confidence, matched in self.tree.outcomes(token_ids):
+        for source, confidence, matched in self.tree.outcomes(token_ids, chances):
             self.calibrations.observe(source, confidence, matched=matched)
         self.tokens.extend(token_ids)
         return self.tree.advance(token_ids)
@@ -136,15 +151,21 @@ class VerifierSession:
             room=self.room,
         )
 
-    def receive(self, message: DraftNodes) -> GraftOutcome:
-        """Takes in guesses; those of another epoch are dropped and counted as stale.
+    def receive(self, message: DraftNodes, source: str = DRAFT_MODEL) -> GraftOutcome:
+        """Takes in a drafter's guesses; those of another epoch are dropped and counted as stale.
 
         Raises:
-            RemoteProtocolError: The drafter claims to know tokens that were never committed.
+            RemoteProtocolError: The drafter claims to know tokens that were never committed, or does not say from which
+                distribution a guess was sampled where the acceptance rule asks for it.
         """
         if message.epoch != self.epoch:
             return GraftOutcome(num_added=0, num_late=0, num_stale=len(message.nodes))
-        return self.tree.graft(message.nodes, message.base_len, self.tokens)
+        if self.acceptance in CHAIN_RULES and any(node.draft is None for node in message.nodes):
+            raise RemoteProtocolError(
+                f"DraftNodes.drafts: session {self.session_id} is judged by the rule {self.acceptance}, and needs the"
+                " distribution of every guess"
+            )
+        return self.tree.graft(message.nodes, message.base_len, self.tokens, source)
 
     def catch_up(self, lagging: LaggingSession) -> OpenSession | Commit | None:
         """Answers a drafter that misses commits; None when the question is of another epoch."""
@@ -166,6 +187,7 @@ class DrafterSession:
         self.tokens = list(opened.token_ids)
         self.prompt_len = opened.prompt_len
         self.sampling = opened.sampling
+        self.chain = opened.acceptance in CHAIN_RULES
         self.price = opened.price
         self.room = opened.room
         self.tree = DraftTree(len(self.tokens))
@@ -208,12 +230,24 @@ class DrafterSession:
         """True while `drain` has nodes to give."""
         return bool(self._unsent)
 
-    def grow(self, parent: Node, guesses: Sequence[tuple[int, float]]) -> list[Node]:
-        """Hangs `(token_id, confidence)` guesses below a node and keeps them for the next `drain`."""
+    def grow(self, parent: Node, guesses: Sequence[tuple[int, float]], draft: SparseDraft | None = None) -> list[Node]:
+        """Hangs `(token_id, confidence)` guesses below a node and keeps them for the next `drain`.
+
+        Args:
+            parent: The node.
+            guesses: What may follow it, best first.
+            draft: The distribution that the guess was sampled from, for rules that ask for it.
+        """
         grown: list[Node] = []
         for token_id, confidence in guesses:
             parent_id = 0 if parent is self.tree.root else parent.node_id
-            guess = NodeGuess(node_id=self._next_node_id, parent_id=parent_id, token_id=token_id, confidence=confidence)
+            guess = NodeGuess(
+                node_id=self._next_node_id,
+                parent_id=parent_id,
+                token_id=token_id,
+                confidence=confidence,
+                draft=draft,
+            )
             node = self.tree.add(parent, guess)
             if node is None:
                 continue
@@ -239,4 +273,10 @@ class DrafterSession:
         assert node.parent is not None, "only the root has no parent, and it is never sent"
         parent_id = 0 if node.parent is self.tree.root else node.parent.node_id
         confidence = node.guesses[DRAFT_MODEL]
-        return NodeGuess(node_id=node.node_id, parent_id=parent_id, token_id=node.token_id, confidence=confidence)
+        return NodeGuess(
+            node_id=node.node_id,
+            parent_id=parent_id,
+            token_id=node.token_id,
+            confidence=confidence,
+            draft=node.draft,
+        )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from paceline.core.acceptance import SparseDraft
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
@@ -40,9 +41,10 @@ class Node:
         position: The absolute index that the token would take.
         guesses: What each source that guessed it says of it.
         probability: What that is worth: the probability that it matches if its parent does.
+        draft: The distribution that the guess was sampled from, where the acceptance rule asks for it.
     """
 
-    __slots__ = ("children", "guesses", "log_weight", "node_id", "parent", "position", "state", "token_id")
+    __slots__ = ("children", "draft", "guesses", "log_weight", "node_id", "parent", "position", "state", "token_id")
 
     def __init__(
         self,
@@ -53,12 +55,14 @@ class Node:
         position: int,
         guesses: dict[str, float] | None = None,
         probability: float = 1.0,
+        draft: SparseDraft | None = None,
     ) -> None:
         self.node_id = node_id
         self.parent = parent
         self.token_id = token_id
         self.position = position
         self.guesses: dict[str, float] = {} if guesses is None else guesses
+        self.draft = draft
         above: float = 0.0 if parent is None else parent.log_weight
         self.log_weight: float = above + math.log(max(probability, LEAST_CONFIDENCE))
         self.children: dict[int, Node] = {}
@@ -98,10 +102,14 @@ class DraftTree:
         committed_len: Number of committed tokens, at least 1.
         probability: From a source and its confidence in a guess to the probability that the guess matches; None
             takes every source at its word.
+        chain: A node has one child: what is guessed beside the first is dropped, whatever it is.
     """
 
-    def __init__(self, committed_len: int, probability: Callable[[str, float], float] | None = None) -> None:
+    def __init__(
+        self, committed_len: int, probability: Callable[[str, float], float] | None = None, *, chain: bool = False
+    ) -> None:
         self._probability = probability
+        self._chain = chain
         self._index: dict[int, Node] = {}
         self.root = self._bare_root(committed_len)
         self.num_nodes = 0
@@ -143,7 +151,7 @@ class DraftTree:
         self._index[guess.node_id] = node
         if not is_new:
             return None
-        node.node_id = guess.node_id
+        node.node_id, node.draft = guess.node_id, guess.draft
         return node
 
     def suggest(self, parent: Node, token_id: int, confidence: float, source: str) -> Node:
@@ -176,7 +184,9 @@ class DraftTree:
             above.log_weight += rise
             stack.extend(above.children.values())
 
-    def graft(self, guesses: Sequence[NodeGuess], base_len: int, committed: Sequence[int]) -> GraftOutcome:
+    def graft(
+        self, guesses: Sequence[NodeGuess], base_len: int, committed: Sequence[int], source: str = DRAFT_MODEL
+    ) -> GraftOutcome:
         """Takes in guesses that were made when `base_len` tokens were committed.
 
         A late message is no error: its nodes are walked down what has been committed since, and what falls off is
@@ -186,6 +196,7 @@ class DraftTree:
             guesses: Parents before children.
             base_len: Committed length the sender knew.
             committed: All committed tokens.
+            source: Who made them.
 
         Raises:
             RemoteProtocolError: `base_len` is 0 or beyond what was ever committed.
@@ -201,15 +212,21 @@ class DraftTree:
                 num_stale += 1
                 continue
             position = base_len if parent is None else parent.position + 1
-            if parent is not None and parent.state is NodeState.LIVE:
-                num_added += self.add(parent, guess) is not None
-            elif position == self.committed_len:
-                num_added += self.add(self.root, guess) is not None
+            below = parent if parent is not None and parent.state is NodeState.LIVE else None
+            if below is None and position == self.committed_len:
+                below = self.root
+            if below is not None and self._takes(below, guess):
+                num_added += self.add(below, guess, source) is not None
+            elif below is not None:
+                num_stale += 1
             elif committed[position] == guess.token_id:
                 self._remember(guess, position)
             else:
                 num_late += 1
         return GraftOutcome(num_added=num_added, num_late=num_late, num_stale=num_stale)
+
+    def _takes(self, parent: Node, guess: NodeGuess) -> bool:
+        return not self._chain or not parent.children or guess.token_id in parent.children
 
     def _remember(self, guess: NodeGuess, position: int) -> None:
         """The guess came late but was right: its children may still be of use."""
@@ -217,15 +234,24 @@ class DraftTree:
         node.state = NodeState.COMMITTED
         self._index[guess.node_id] = node
 
-    def outcomes(self, token_ids: Sequence[int]) -> Iterator[tuple[str, float, bool]]:
-        """What a commit says of guesses: `(source, confidence, matched)` for every child of a node on its path."""
+    def outcomes(
+        self, token_ids: Sequence[int], chances: Sequence[float] | None = None
+    ) -> Iterator[tuple[str, float, float]]:
+        """What a commit says of guesses: `(source, confidence, matched)` for every child of a node on its path.
+
+        Args:
+            token_ids: Newly committed tokens.
+            chances: For each, the probability that the guess in its place was accepted, where the acceptance rule knows
+                it; None: a guess matched, 1, or did not, 0.
+        """
         node: Node | None = self.root
-        for token_id in token_ids:
+        for depth, token_id in enumerate(token_ids):
             if node is None:
                 return
             for child in node.children.values():
+                matched = float(child.token_id == token_id) if chances is None else chances[depth]
                 for source, confidence in child.guesses.items():
-                    yield source, confidence, child.token_id == token_id
+                    yield source, confidence, matched
             node = node.children.get(token_id)
 
     def advance(self, token_ids: Sequence[int]) -> Pruning:
@@ -279,9 +305,7 @@ def best_first(tree: DraftTree, limit: int) -> list[Node]:
     return ranked[:limit]
 
 
-def walk(
-    root: Node, verified: Sequence[Node], choose: Callable[[Node], int], ends: Callable[[int], bool]
-) -> tuple[int, ...]:
+def walk(root: Node, verified: Sequence[Node], choose: Callable[[Node], int]) -> tuple[int, ...]:
     """Coupled verification: follows the target's own tokens down the verified nodes.
 
     Starts at the root; every token that the target chooses is committed; while it is among the verified children of
@@ -291,10 +315,9 @@ def walk(
         root: Stands for the last committed token.
         verified: Nodes whose logits this step computed.
         choose: The target's token after a node; called once per committed token, in order.
-        ends: True for a token after which nothing may be committed (end of sequence, token limit).
 
     Returns:
-        Committed tokens: accepted draft tokens, then one recovered or bonus token unless the walk ended before it.
+        Accepted draft tokens, then one recovered or bonus token.
     """
     members = set(map(id, verified))
     tokens: list[int] = []
@@ -303,6 +326,6 @@ def walk(
         token_id = choose(node)
         tokens.append(token_id)
         child = node.children.get(token_id)
-        if ends(token_id) or child is None or id(child) not in members:
+        if child is None or id(child) not in members:
             return tuple(tokens)
         node = child

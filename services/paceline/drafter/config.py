@@ -12,7 +12,10 @@ from paceline.config import check_address, setting
 class DrafterConfig:
     """Flags and environment variables of `paceline drafter`."""
 
-    model: Path = setting(help="Checkpoint folder of the draft model, in Hugging Face layout.")
+    model: Path = setting(help="Checkpoint folder of the draft model, in Hugging Face layout, or of an EAGLE-3 head.")
+    target_model: Path | None = setting(
+        None, help="Checkpoint folder of the target, for an EAGLE-3 head: embedding and vocabulary are the target's."
+    )
     model_name: str = setting("", help="Name shown in the registry; empty: the folder's name.")
     host: str = setting("127.0.0.1", help="Address to listen on.")
     port: int = setting(8201, help="gRPC port; 0 picks a free one.", low=0, high=65535)

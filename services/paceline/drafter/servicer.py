@@ -42,15 +42,20 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
             raise RemoteProtocolError(f"no first message within {HELLO_TIMEOUT_S:g} s") from error
         if target is None:
             raise RemoteProtocolError("the first message must name the target model")
-        self._check_vocabulary(target)
+        self._check_target(target)
 
-    def _check_vocabulary(self, target: ModelIdentity) -> None:
+    def _check_target(self, target: ModelIdentity) -> None:
         draft = self._host.identity
         if target.vocab_hash != draft.vocab_hash:
             raise ConfigError(
                 f"draft model {draft.name!r} ({draft.vocab_size} tokens, vocabulary {draft.vocab_hash[:12]}) "
                 f"cannot draft for target {target.name!r} ({target.vocab_size} tokens, vocabulary "
                 f"{target.vocab_hash[:12]}): the vocabularies differ"
+            )
+        if not draft.drafts_for(target):
+            raise ConfigError(
+                f"draft model {draft.name!r} drafts from hidden states ({draft.states_hash[:12]}) that the verifier "
+                f"of {target.name!r} does not hand out ({target.states_hash[:12] or 'none'}): give it the same head"
             )
 
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
+    CommittedStates,
     DraftNodes,
     LaggingSession,
     ModelIdentity,
@@ -27,9 +29,11 @@ from paceline.core.messages import (
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node, Pruning
 from paceline.drafting.drafted_session import DraftedSession
+from paceline.drafting.features import Features
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.budget import draft_scratch_blocks
 from paceline.engine.decoder import Decoder
+from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.packing import BatchBuilder
 
 logger = logging.getLogger(__name__)
@@ -171,7 +175,7 @@ class DraftEngine:
         """Frees a session; those that waited for its place may try again."""
         self._sessions.pop(key).close()
         for session in self._sessions.values():
-            session.parked = False
+            session.parked = session.lost_features
 
     def _refuse(self, key: tuple[int, str]) -> None:
         if key in self._sessions:
@@ -188,6 +192,9 @@ class DraftEngine:
                 self._refused.discard(key)
                 if known is not None and message.epoch >= known.mirror.epoch:
                     self._close(key)
+            case CommittedStates():
+                if known is not None:
+                    known.receive_states(message)
             case Commit() if key in self._refused:
                 pass
             case Commit() if known is None:
@@ -208,7 +215,8 @@ class DraftEngine:
             self._refuse(key)
             return
         try:
-            session = DraftedSession(message, self._identity, self.pool, self._scratch)
+            width = self._decoder.feature_width
+            session = DraftedSession(message, self._identity, self.pool, self._scratch, width)
         except LocalProtocolError:
             # A padded vocabulary of the target may be larger than ours, and its parameters name ids we lack.
             self._refuse(key)
@@ -224,6 +232,9 @@ class DraftEngine:
         if not self._speaks(message.token_ids):
             self._refuse(key)
             return
+        if session.lost_features:
+            self._ask_again(key, session, message)
+            return
         session.touched_s = self._clock()
         session.parked = False
         match session.receive(message, self._cache):
@@ -236,6 +247,13 @@ class DraftEngine:
                     self._say(key[0], released)
             case Pruning():
                 self._report.num_misses += 1
+
+    def _ask_again(self, key: tuple[int, str], session: DraftedSession, message: Commit) -> None:
+        """Only the verifier has the features of what was given up; it is not asked for them while there is no place."""
+        needed = len(session.mirror.tokens) // BLOCK_SIZE + 1
+        if self.pool.num_used + needed <= self.pool.num_blocks:
+            self._close(key)
+            self._say(key[0], LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
 
     def _say(self, link: int, message: ToVerifier) -> None:
         self._outgoing.setdefault(link, []).append(message)
@@ -282,9 +300,13 @@ class DraftEngine:
                 continue
             started.append(session)
             start = session.pages.num_computed
-            stop = min(start + room, len(session.mirror.tokens))
-            wanted = stop == len(session.mirror.tokens) and session.wants_drafts(self._identity.context_len)
-            logit_index = builder.add_prefix(session.pages, start, stop, wants_logits=wanted)
+            stop = min(start + room, session.computable_to)
+            if stop <= start:
+                continue
+            wanted = stop == len(session.pages.tokens) and session.wants_drafts(self._identity.context_len)
+            logit_index = builder.add_prefix(
+                session.pages, start, stop, wants_logits=wanted, features=session.prefix_features(start, stop)
+            )
             session.computed_to = stop
             self._report.lag_tokens = max(self._report.lag_tokens, session.pages.num_missing)
             if logit_index is not None:
@@ -319,20 +341,30 @@ class DraftEngine:
         ]
         candidates.sort(key=lambda entry: -entry[0])
         expansions: list[_Expansion] = []
-        for _, session, node in candidates[: limits.max_rows]:
+        chosen = candidates[: min(limits.max_rows, self._scratch.num_free)]
+        features = self._features_of([(session, node) for _, session, node in chosen])
+        for index, (_, session, node) in enumerate(chosen):
             slot = self._scratch.take()
-            if slot is None:
-                break
+            assert slot is not None, "so many are free"
             logit_index = builder.add_node(
                 session.pages,
                 token_id=node.token_id,
-                position=node.position,
+                position=node.position - session.first_position,
                 slot=slot,
                 ancestors=session.ancestor_slots(node),
+                features=None if features is None else features[index : index + 1],
             )
             session.slots[node.node_id] = slot
             expansions.append(_Expansion(session=session, node=node, logit_index=logit_index))
         return expansions
+
+    def _features_of(self, nodes: Sequence[tuple[DraftedSession, Node]]) -> Features | None:
+        """What the rows of nodes take beside their tokens: the states of their parents [nodes, width]."""
+        if not self._decoder.feature_width or not nodes:
+            return None
+        slots = torch.tensor([session.parent_slot(node) for session, node in nodes])
+        states: Features = self._cache.states[slots.to(self._cache.device)].float().cpu().numpy()
+        return states
 
     def _expand(self, each: _Expansion, row: np.ndarray) -> None:
         try:

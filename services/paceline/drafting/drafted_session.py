@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
-from paceline.core.confidence import NUM_RANKED, confidences
-from paceline.core.messages import Commit, DraftNodes, LaggingSession, ModelIdentity, OpenSession
+from paceline.core.acceptance import SparseDraft, sparse_draft
+from paceline.core.confidence import CHAIN_CONFIDENCE, NUM_RANKED, confidences
+from paceline.core.messages import (
+    Commit,
+    CommittedStates,
+    DraftNodes,
+    LaggingSession,
+    ModelIdentity,
+    OpenSession,
+)
+from paceline.core.noise import DRAFT_STREAM, uniforms
 from paceline.core.session import DrafterSession
 from paceline.core.tree import Node, NodeState, Pruning
-from paceline.engine.blocks import BlockPool, SlotPool
+from paceline.drafting.features import FeatureBuffer, Features, TokensAfterFirst
+from paceline.engine.blocks import BlockPool, SlotPool, block_hash
 from paceline.engine.kv import BLOCK_SIZE, KVCache
 from paceline.engine.sampler import RowSampler
 from paceline.engine.sequence import KVSequence
@@ -23,6 +35,14 @@ MOST_HELD = 3
 MAX_ROOM = 256
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Guesses:
+    """What may follow a node, `(token_id, confidence)` best first, and the distribution it was sampled from."""
+
+    ranked: list[tuple[int, float]]
+    draft: SparseDraft | None = None
+
+
 class DraftedSession:
     """A session from open to close.
 
@@ -31,14 +51,23 @@ class DraftedSession:
         identity: The draft model.
         pool: Pages for committed tokens.
         scratch: Slots for tree nodes.
+        feature_width: Of the features that the draft model takes; 0: it takes tokens alone.
     """
 
-    def __init__(self, opened: OpenSession, identity: ModelIdentity, pool: BlockPool, scratch: SlotPool) -> None:
+    def __init__(
+        self,
+        opened: OpenSession,
+        identity: ModelIdentity,
+        pool: BlockPool,
+        scratch: SlotPool,
+        feature_width: int = 0,
+    ) -> None:
         self.mirror = DrafterSession(opened)
-        self.pages = KVSequence(self.mirror.tokens, pool)
+        self.features = FeatureBuffer(feature_width) if feature_width else None
+        self.pages = self._make_pages(pool)
         self.slots: dict[int, int] = {}
         # Guesses below computed nodes that are not worth a place in the tree until a commit comes closer to them.
-        self._withheld: dict[Node, list[tuple[int, float]]] = {}
+        self._withheld: dict[Node, _Guesses] = {}
         self.computed_to = 0
         self.touched_s = 0.0
         self.parked = False
@@ -62,10 +91,52 @@ class DraftedSession:
             self._steps_since_commit, self._push_at = 0, 1
             for token_id in self.mirror.tokens[base_len:]:
                 self._sampler.push(token_id)
-            self._keep(outcome, base_len, cache)
-            self._free_dead_slots()
+            if self.features is None:
+                self._keep(outcome, base_len, cache)
+                self._free_dead_slots()
+            else:
+                # What was drafted from the head's own features is computed anew from the target's.
+                self._free_slots()
             self._release()
         return outcome
+
+    def receive_states(self, message: CommittedStates) -> None:
+        """Takes in features of committed positions; a draft model that takes tokens alone has no use for them."""
+        if self.features is not None and message.epoch == self.mirror.epoch:
+            self.features.add(message)
+
+    def _make_pages(self, pool: BlockPool) -> KVSequence:
+        tokens = self.mirror.tokens
+        if self.features is None:
+            return KVSequence(tokens, pool)
+        return KVSequence(TokensAfterFirst(tokens), pool, before=block_hash(None, tokens[:1]))
+
+    @property
+    def first_position(self) -> int:
+        """Position of the token in the first row of its pages."""
+        return 0 if self.features is None else 1
+
+    @property
+    def computable_to(self) -> int:
+        """Rows of its pages that can be computed with what is here."""
+        most = len(self.pages.tokens)
+        return most if self.features is None else min(most, self.features.stop)
+
+    @property
+    def lost_features(self) -> bool:
+        """True when it gave up KV that cannot be computed anew, because the features are gone."""
+        return self.features is not None and not self.pages.blocks and self.features.start > 0
+
+    def prefix_features(self, start: int, stop: int) -> Features | None:
+        """Features of so many rows of its pages, if the draft model takes any."""
+        return None if self.features is None else self.features.rows(start, stop)
+
+    def parent_slot(self, node: Node) -> int:
+        """Where states of the node's parent lie, which has been expanded."""
+        assert node.parent is not None, "the root is no guess"
+        if node.parent is self.mirror.tree.root:
+            return self.pages.slot(len(self.pages.tokens) - 1)
+        return self.slots[node.parent.node_id]
 
     def _keep(self, pruning: Pruning, base_len: int, cache: KVCache) -> None:
         kept = [node for node in pruning.matched if node.node_id in self.slots]
@@ -101,7 +172,8 @@ class DraftedSession:
 
     def lags(self, context_len: int) -> bool:
         """True when tokens are to be computed, and that has a chance."""
-        return not self.parked and self.pages.num_missing > 0 and len(self.mirror.tokens) < context_len
+        missing = self.pages.num_missing > 0 and self.computable_to > self.pages.num_computed
+        return not self.parked and missing and len(self.mirror.tokens) < context_len
 
     def wants_step(self, context_len: int, can_grow: bool) -> bool:
         """True when it lags, or has a node worth expanding and there is room for that."""
@@ -116,6 +188,7 @@ class DraftedSession:
             node
             for node in tree.nodes()
             if node.node_id not in self.slots
+            and (node.parent is tree.root or (node.parent is not None and node.parent.node_id in self.slots))
             and node.position + 1 < context_len
             and tree.survival(node) >= self._least_survival
         ]
@@ -136,19 +209,37 @@ class DraftedSession:
         return path[::-1]
 
     def expand(self, node: Node, row: np.ndarray, width: int) -> None:
-        """Hangs the best `width` guesses below a node, from the draft model's logits `[vocab]` after it."""
+        """Hangs the best `width` guesses below a node, from the draft model's logits `[vocab]` after it.
+
+        Under a rule that judges chains it is one, drawn once for all: another try would be another chance.
+        """
         path = [step.token_id for step in _path(node)]
-        token_ids, shares = self._sampler.rank(row, node.position + 1, NUM_RANKED, path)
-        sure = confidences(shares, greedy=self.mirror.sampling.temperature == 0.0)
-        self._withheld[node] = list(zip(token_ids, sure, strict=True))[:width]
+        if not self.mirror.chain:
+            self._withheld[node] = self._rank(node, row, path, width)
+        elif not node.children and node not in self._withheld:
+            self._withheld[node] = self._draw(node, row, path)
         self._grow(node)
 
+    def _rank(self, node: Node, row: np.ndarray, path: list[int], width: int) -> _Guesses:
+        token_ids, shares = self._sampler.rank(row, node.position + 1, NUM_RANKED, path)
+        sure = confidences(shares, greedy=self.mirror.sampling.temperature == 0.0)
+        return _Guesses(ranked=list(zip(token_ids, sure, strict=True))[:width])
+
+    def _draw(self, node: Node, row: np.ndarray, path: list[int]) -> _Guesses:
+        """Samples one token from the very distribution that goes out with it."""
+        draft = sparse_draft(self._sampler.law(row, path))
+        seed, base_len = self.mirror.sampling.seed, len(self.mirror.tokens)
+        uniform, _ = uniforms(seed, DRAFT_STREAM, node.position + 1, base_len, node.node_id)
+        return _Guesses(ranked=[(draft.sample(uniform), CHAIN_CONFIDENCE)], draft=draft)
+
     def _grow(self, node: Node) -> None:
-        guesses = self._withheld[node]
+        guesses = self._withheld.get(node)
+        if guesses is None:
+            return
         survival = self.mirror.tree.survival(node)
-        worth = [guess for guess in guesses if survival * guess[1] >= self._least_survival]
-        self.mirror.grow(node, worth)
-        self._withheld[node] = guesses[len(worth) :]
+        worth = [guess for guess in guesses.ranked if survival * guess[1] >= self._least_survival]
+        self.mirror.grow(node, worth, guesses.draft)
+        self._withheld[node] = replace(guesses, ranked=guesses.ranked[len(worth) :])
 
     def push(self, context_len: int, can_grow: bool) -> DraftNodes | None:
         """Nodes that are due after a draft step: held long enough, or the last for now."""
@@ -162,21 +253,23 @@ class DraftedSession:
 
     def fits(self, num_blocks: int) -> bool:
         """True when so many pages hold all its tokens."""
-        return len(self.mirror.tokens) <= num_blocks * BLOCK_SIZE
+        return len(self.pages.tokens) <= num_blocks * BLOCK_SIZE
 
     def take_pages(self) -> bool:
         """Takes pages for all its tokens, cached ones first; False when there are too few."""
         if not self.pages.blocks:
             self.computed_to = self.pages.attach_cached_prefix()
-        return self.pages.reserve(len(self.mirror.tokens))
+        return self.pages.reserve(len(self.pages.tokens))
 
     def settle(self) -> None:
         """The step is over: what it computed counts."""
         if self.computed_to > self.pages.num_computed:
             self.pages.mark_computed(self.computed_to)
+        if self.features is not None:
+            self.features.drop_before(self.pages.num_computed)
 
     def forget(self) -> None:
-        """Gives up all KV, and with it the tree, until the next commit; committed tokens stay."""
+        """Gives up all KV, and with it the tree, until the next commit; committed tokens stay, features do not."""
         self.close()
         self.parked = True
         self.computed_to = 0
@@ -186,6 +279,9 @@ class DraftedSession:
     def close(self) -> None:
         """Frees pages and slots."""
         self.pages.release()
+        self._free_slots()
+
+    def _free_slots(self) -> None:
         for slot in self.slots.values():
             self._scratch.give_back(slot)
         self.slots.clear()

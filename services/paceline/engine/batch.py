@@ -39,6 +39,7 @@ class Batch:
         num_ancestors: int32 [rows], 0 for rows that are not tree nodes.
         block_tables: int32 [sequences, blocks].
         logit_rows: int64 [k], the rows whose logits are wanted, in the order wanted.
+        features: float32 [rows, width], for decoders that take hidden states beside tokens; None for others.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -50,6 +51,7 @@ class Batch:
     num_ancestors: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     logit_rows: npt.NDArray[np.int64]
+    features: npt.NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         """Checks kinds: another one would make the compiled loops compile again, in the middle of a step."""

@@ -49,8 +49,12 @@ class BlockPool:
         """Blocks that can be found by their tokens, held or not."""
         return len(self._block_of)
 
-    def match_prefix(self, token_ids: Sequence[int]) -> tuple[list[int], list[bytes]]:
+    def match_prefix(self, token_ids: Sequence[int], before: bytes | None = None) -> tuple[list[int], list[bytes]]:
         """Takes hold of the longest cached prefix, leaving at least one token to compute.
+
+        Args:
+            token_ids: Tokens of the sequence.
+            before: Names what lies before them, as for `register`; None: nothing.
 
         Returns:
             Its blocks and their hashes; `num_queries` and `num_hits` count tokens.
@@ -58,7 +62,7 @@ class BlockPool:
         blocks: list[int] = []
         hashes: list[bytes] = []
         for start in range(0, len(token_ids) - BLOCK_SIZE, BLOCK_SIZE):
-            key = block_hash(hashes[-1] if hashes else None, token_ids[start : start + BLOCK_SIZE])
+            key = block_hash(hashes[-1] if hashes else before, token_ids[start : start + BLOCK_SIZE])
             block = self._block_of.get(key)
             if block is None:
                 break

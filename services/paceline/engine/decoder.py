@@ -29,8 +29,8 @@ from paceline.engine.config import (
 from paceline.engine.graphs import Capture, GraphCache
 from paceline.engine.kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
 from paceline.engine.kv import KVCache, as_array
-from paceline.engine.linear import HeadLinear, Linear, has_native_bfloat16, padded_rows, row_counts
-from paceline.engine.llama import LlamaLayer, LlamaReader, LlamaWeights
+from paceline.engine.linear import Linear, has_native_bfloat16, padded_rows, row_counts
+from paceline.engine.llama import Head, LlamaLayer, LlamaReader, LlamaWeights
 from paceline.engine.rope import RopeTable
 from paceline.engine.states import NO_STATES, StateLayout
 from paceline.engine.static_batch import bucket_rows, plan_static
@@ -53,8 +53,12 @@ class Decoder(Protocol):
         dtype: Of the weights.
         hidden_size: Width of the final hidden states.
         weight_bytes: What one step reads of the weights.
+        feature_width: Numbers of `Batch.features` a row; 0: it takes tokens alone.
+        states: What steps keep of each row beside its KV.
     """
 
+    feature_width: int
+    states: StateLayout
     config: DecoderConfig
     device: torch.device
     dtype: torch.dtype
@@ -121,6 +125,8 @@ class LlamaDecoder:
         capture: How static steps are recorded; by default as CUDA graphs on CUDA, and not at all elsewhere.
     """
 
+    feature_width = 0
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -143,16 +149,19 @@ class LlamaDecoder:
         self.hidden_size = shape.hidden_size
         self._compiled = self.device.type == "cpu" if compiled is None else compiled
         self._layers = [_CompiledLayer(layer) for layer in weights.layers] if self._compiled else []
-        self._torch_layers = None if self._compiled else TorchLayers(config, shape, weights)
+        self._torch_layers = None if self._compiled else self._make_torch_layers(config, shape, weights)
         self._static = self.device.type == "cuda" if static is None else static
         self._capture = capture
         self._step: StaticStep | None = None
-        self._states = NO_STATES
+        self.states = NO_STATES
+
+    def _make_torch_layers(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> TorchLayers:
+        return TorchLayers(config, shape, weights)
 
     def keep_states(self, layout: StateLayout) -> None:
         """See `Decoder`."""
-        self._states = layout
-        self.weight_bytes += layout.nbytes
+        self.weight_bytes += layout.nbytes - self.states.nbytes
+        self.states = layout
         if self._torch_layers is not None:
             self._torch_layers.states = layout
 
@@ -166,10 +175,10 @@ class LlamaDecoder:
         config = self.config
         kind = KVCache if self._compiled else TorchKVCache
         shape = (config.num_layers, config.num_kv_heads, config.head_dim, num_blocks)
-        return kind(*shape, self.device, self.dtype, self._states.width)
+        return kind(*shape, self.device, self.dtype, self.states.width)
 
     @property
-    def head(self) -> HeadLinear:
+    def head(self) -> Head:
         """See `Decoder`."""
         return self._weights.head
 
@@ -219,8 +228,7 @@ class LlamaDecoder:
         config, rows, eps = self.config, batch.num_rows, np.float32(self._eps)
         scale, arrays = np.float32(self._scale), batch.attention_arrays
         cos, sin = self._rope.rows(batch.positions)
-        token_ids = torch.from_numpy(batch.token_ids)
-        residual = torch.nn.functional.embedding(token_ids, self._weights.embedding).float().numpy()
+        residual, entering = self._enter(batch)
         query = np.empty((rows, config.num_heads, config.head_dim), dtype=np.float32)
         normed, normed_rows = self._rows_buffer(rows, residual.shape[1])
         attended, attended_rows = self._rows_buffer(rows, config.num_heads * config.head_dim)
@@ -229,13 +237,15 @@ class LlamaDecoder:
         delta = None
         for index in range(len(self._layers)) if layers is None else layers:
             layer, (keys, values) = self._layers[index], cache.layers[index]
-            if delta is None:
-                rms_norm_rows(residual, layer.input_norm, eps, normed_rows)
-            else:
+            if delta is not None:
                 add_rms_norm_rows(residual, delta, layer.input_norm, eps, normed_rows)
-            if index in self._states.taps:
+                entering = normed
+            elif entering is None:
+                rms_norm_rows(residual, layer.input_norm, eps, normed_rows)
+                entering = normed
+            if index in self.states.taps:
                 tapped[index] = torch.from_numpy(residual.copy())
-            qkv = as_array(layer.qkv(normed))
+            qkv = as_array(layer.qkv(entering))
             norms = (layer.query_norm, layer.key_norm)
             project_rows(qkv, *norms, eps, cos, sin, batch.slots, keys, values, query)
             attend_rows(query, keys, values, arrays, scale, attended_rows)
@@ -243,15 +253,22 @@ class LlamaDecoder:
             silu_mul_rows(as_array(layer.gate_up(normed)), activated_rows)
             delta = as_array(layer.down(activated))
         assert delta is not None
-        if layers is not None or not self._states.width:
+        if layers is not None or not self.states.width:
             return self._weights.head(self._final(residual[batch.logit_rows], delta[batch.logit_rows], eps))
-        return self._head_and_states(batch, cache, self._final(residual, delta[:rows], eps), tapped)
+        final = self._final(residual, delta[:rows], eps)
+        tapped[len(self._layers)] = torch.from_numpy(residual)
+        return self._head_and_states(batch, cache, final, tapped)
 
     def _head_and_states(
         self, batch: Batch, cache: KVCache, final: torch.Tensor, tapped: dict[int, torch.Tensor]
     ) -> torch.Tensor:
-        cache.keep_states(torch.from_numpy(batch.slots), self._states.states(tapped, final))
+        cache.keep_states(torch.from_numpy(batch.slots), self.states.states(tapped, final))
         return self._weights.head(final[torch.from_numpy(batch.logit_rows)])
+
+    def _enter(self, batch: Batch) -> tuple[npt.NDArray[Any], torch.Tensor | None]:
+        """The residual stream [rows, hidden] before the first layer, and what that layer takes if not its norm."""
+        token_ids = torch.from_numpy(batch.token_ids)
+        return torch.nn.functional.embedding(token_ids, self._weights.embedding).float().numpy(), None
 
     def _final(self, residual: npt.NDArray[Any], delta: npt.NDArray[Any], eps: np.float32) -> torch.Tensor:
         """Final hidden states of rows, float32 [rows, hidden]."""
@@ -262,7 +279,8 @@ class LlamaDecoder:
     def _forward_grouped(self, torch_layers: TorchLayers, batch: Batch, cache: KVCache, layers: Layers) -> torch.Tensor:
         fields = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows)
         token_ids, positions, slots, wanted = (torch.from_numpy(field).to(self.device) for field in fields)
-        rows = TorchRows(token_ids=token_ids, positions=positions, slots=slots, logit_rows=wanted)
+        features = None if batch.features is None else torch.from_numpy(batch.features).to(self.device)
+        rows = TorchRows(token_ids=token_ids, positions=positions, slots=slots, logit_rows=wanted, features=features)
         plan = plan_attention(batch, self.device)
         return torch_layers.forward(rows, cache, partial(run_attention, plan, scale=self._scale), layers)
 
@@ -274,7 +292,12 @@ class LlamaDecoder:
         return self._step
 
 
-def _choose_device(device: str) -> torch.device:
+def choose_device(device: str) -> torch.device:
+    """Where to compute.
+
+    Raises:
+        ConfigError: The name is none of those known, or there is no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -310,7 +333,7 @@ def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_th
     Raises:
         ConfigError: The folder or a setting makes serving impossible; says what to do.
     """
-    place = _choose_device(device)
+    place = choose_device(device)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     described = read_transformers_config(folder)
@@ -328,11 +351,11 @@ def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_th
         return GenericDecoder.load(folder, config, kind, place)
     shape = LlamaShape.from_transformers(described, config.head_dim)
     decoder = LlamaDecoder(config, shape, LlamaReader(checkpoint, config, shape, kind, place).read())
-    _warm_up(decoder)
+    warm_up(decoder)
     return decoder
 
 
-def _warm_up(decoder: Decoder) -> None:
+def warm_up(decoder: Decoder) -> None:
     """Runs one row and one copy, so that no request waits for compilation (0.2 s, 15 s the first time ever)."""
     row, one, none = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
     batch = Batch(
@@ -345,6 +368,7 @@ def _warm_up(decoder: Decoder) -> None:
         num_ancestors=none,
         block_tables=np.zeros((1, 1), dtype=np.int32),
         logit_rows=row,
+        features=np.zeros((1, decoder.feature_width), dtype=np.float32) if decoder.feature_width else None,
     )
     cache = decoder.new_cache(1)
     decoder.forward(batch, cache)

@@ -79,6 +79,8 @@ def _pack(model: PreTrainedModel, dtype: torch.dtype) -> int:
 class GenericDecoder:
     """A transformers model behind the `Decoder` protocol; use `load`."""
 
+    feature_width = 0
+
     def __init__(self, model: PreTrainedModel, config: DecoderConfig) -> None:
         """Takes a model in eval mode; its attention is ours from here on."""
         self.config = config
@@ -88,7 +90,7 @@ class GenericDecoder:
         self.dtype = model.dtype
         self.hidden_size = int(model.config.hidden_size)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._states = NO_STATES
+        self.states = NO_STATES
         self._step: tuple[Batch, KVCache, torch.Tensor, list[GroupPlan]] | None = None
         name = f"paceline-{next(_serial)}"
         AttentionInterface.register(name, self._attend)
@@ -146,13 +148,19 @@ class GenericDecoder:
             num_blocks,
             self.device,
             self._model.dtype,
-            self._states.width,
+            self.states.width,
         )
 
     def keep_states(self, layout: StateLayout) -> None:
-        """See `Decoder`."""
-        self._states = layout
-        self.weight_bytes += layout.nbytes
+        """See `Decoder`.
+
+        Raises:
+            ConfigError: The output of the last layer is asked for, which transformers does not hand out.
+        """
+        if self.config.num_layers - 1 in layout.layers:
+            raise _refusal(self.config, "the output of its last layer cannot be kept")
+        self.weight_bytes += layout.nbytes - self.states.nbytes
+        self.states = layout
 
     @torch.inference_mode()
     def head(self, rows: torch.Tensor) -> torch.Tensor:
@@ -185,15 +193,15 @@ class GenericDecoder:
                 input_ids=torch.from_numpy(batch.token_ids)[None].to(self.device),
                 position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
                 use_cache=False,
-                output_hidden_states=bool(self._states.width),
+                output_hidden_states=bool(self.states.width),
                 **options,
             )
         finally:
             self._step = None
         logits: torch.Tensor = output.logits[0]
-        if self._states.width:
+        if self.states.width:
             streams = [stream[0].to(torch.float32) for stream in output.hidden_states]
-            states = self._states.states(dict(enumerate(streams)), streams[-1])
+            states = self.states.states(dict(enumerate(streams)), streams[-1])
             cache.keep_states(torch.from_numpy(batch.slots).to(self.device), states)
         return (logits if self._keeps_rows else logits[wanted]).to(torch.float32)
 

@@ -9,6 +9,8 @@ from itertools import zip_longest
 from paceline.core.allocator import LEAST_SURVIVAL, Allocator
 from paceline.core.messages import GenerateRequest
 from paceline.core.mixture import Gain, SourceRecord, in_hand
+from paceline.core.params import CHAIN_RULES
+from paceline.core.rules import Rules
 from paceline.engine.sources import AnySource, Follower, Turn
 from paceline.engine.target_events import StepReport
 from paceline.engine.target_session import TargetSession
@@ -32,11 +34,15 @@ class Growth:
     Args:
         sources: Free ones are asked in this order, the others best first.
         allocator: Says what guesses are worth.
+        rules: Acceptance rules.
         clock: Seconds, monotonic.
     """
 
-    def __init__(self, sources: Sequence[AnySource], allocator: Allocator, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sources: Sequence[AnySource], allocator: Allocator, rules: Rules, clock: Callable[[], float]
+    ) -> None:
         self._sources = sources
+        self._rules = rules
         self._allocator = allocator
         self._clock = clock
         self._records = {source.name: SourceRecord() for source in sources if not source.is_free}
@@ -46,6 +52,9 @@ class Growth:
     def sources_of(self, request: GenerateRequest) -> list[AnySource]:
         """Those that a request lets draft."""
         speculation = request.speculation
+        if self._rules.of(speculation).name in CHAIN_RULES:
+            # These rules need the distribution of every guess, and only drafters send it.
+            return []
         methods = speculation.methods or [source.name for source in self._sources]
         return [source for source in self._sources if speculation.cap and source.name in methods]
 

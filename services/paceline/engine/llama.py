@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.linear import HeadLinear, Linear
+
+
+class Head(Protocol):
+    """From final hidden states to logits.
+
+    Attributes:
+        nbytes: What one step reads of it.
+    """
+
+    nbytes: int
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, hidden] -> float32 [rows, vocab]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +52,7 @@ class LlamaWeights:
     embedding: torch.Tensor
     layers: tuple[LlamaLayer, ...]
     final_norm: torch.Tensor
-    head: HeadLinear
+    head: Head
 
 
 class LlamaReader:
@@ -65,52 +80,55 @@ class LlamaReader:
             ConfigError: A tensor is missing or has another shape than config.json says.
         """
         vocab = (self._config.vocab_size, self._shape.hidden_size)
-        embedding = self._weight("model.embed_tokens.weight", vocab)
-        head = embedding if self._shape.tied_head else self._weight("lm_head.weight", vocab)
+        embedding = self.weight("model.embed_tokens.weight", vocab)
+        head = embedding if self._shape.tied_head else self.weight("lm_head.weight", vocab)
+        hidden = self._shape.hidden_size
         return LlamaWeights(
             embedding=embedding,
-            layers=tuple(self._layer(index) for index in range(self._config.num_layers)),
-            final_norm=self._norm("model.norm.weight", self._shape.hidden_size),
+            layers=tuple(self.layer(f"model.layers.{index}", hidden) for index in range(self._config.num_layers)),
+            final_norm=self.norm("model.norm.weight", hidden),
             head=HeadLinear(head),
         )
 
-    def _weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One matrix, in kind and place."""
         return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
 
-    def _norm(self, name: str, size: int) -> torch.Tensor:
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        """The weight [size] of one norm, float32."""
         return self._checkpoint.tensor(name, (size,)).to(device=self._device, dtype=torch.float32).contiguous()
 
     def _head_norm(self, name: str) -> torch.Tensor:
         if self._checkpoint.has(name):
-            return self._norm(name, self._config.head_dim)
+            return self.norm(name, self._config.head_dim)
         return torch.empty(0, dtype=torch.float32, device=self._device)
 
     def _fused(self, prefix: str, parts: dict[str, int], in_features: int) -> Linear:
         """One linear of several: their outputs follow one another; missing biases count as zero."""
-        weights = [self._weight(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts.items()]
+        weights = [self.weight(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts.items()]
         named = {name: f"{prefix}.{name}.bias" for name in parts}
         if not any(self._checkpoint.has(name) for name in named.values()):
             return Linear(torch.cat(weights))
         biases = [
-            self._weight(named[name], (size,))
+            self.weight(named[name], (size,))
             if self._checkpoint.has(named[name])
             else torch.zeros(size, dtype=self._dtype, device=self._device)
             for name, size in parts.items()
         ]
         return Linear(torch.cat(weights), torch.cat(biases))
 
-    def _layer(self, index: int) -> LlamaLayer:
-        prefix = f"model.layers.{index}"
+    def layer(self, prefix: str, in_features: int) -> LlamaLayer:
+        """One layer, whose queries, keys and values are made of `in_features` numbers."""
         config, shape = self._config, self._shape
         hidden, inner = shape.hidden_size, shape.intermediate_size
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         return LlamaLayer(
-            input_norm=self._norm(f"{prefix}.input_layernorm.weight", hidden),
+            input_norm=self.norm(f"{prefix}.input_layernorm.weight", hidden),
             query_norm=self._head_norm(f"{attention}.q_norm.weight"),
             key_norm=self._head_norm(f"{attention}.k_norm.weight"),
-            post_norm=self._norm(f"{prefix}.post_attention_layernorm.weight", hidden),
-            qkv=self._fused(attention, {"q_proj": query, "k_proj": kv, "v_proj": kv}, hidden),
+            post_norm=self.norm(f"{prefix}.post_attention_layernorm.weight", hidden),
+            qkv=self._fused(attention, {"q_proj": query, "k_proj": kv, "v_proj": kv}, in_features),
             out=self._fused(attention, {"o_proj": hidden}, query),
             gate_up=self._fused(mlp, {"gate_proj": inner, "up_proj": inner}, hidden),
             down=self._fused(mlp, {"down_proj": hidden}, inner),

@@ -23,14 +23,30 @@ class BatchBuilder:
         self._tables: list[list[int]] = []
         self._table_of: dict[int, int] = {}
         self._logit_rows: list[int] = []
+        self._features: list[np.ndarray] = []
 
     @property
     def num_rows(self) -> int:
         """Rows so far."""
         return len(self._token_ids)
 
-    def add_prefix(self, sequence: KVSequence, start: int, stop: int, *, wants_logits: bool) -> int | None:
+    def add_prefix(
+        self,
+        sequence: KVSequence,
+        start: int,
+        stop: int,
+        *,
+        wants_logits: bool,
+        features: np.ndarray | None = None,
+    ) -> int | None:
         """Adds the committed tokens at positions `start` to `stop` - 1, whose slots are reserved.
+
+        Args:
+            sequence: Whose tokens.
+            start: First position.
+            stop: One more than the last.
+            wants_logits: Whether the last row's logits are wanted.
+            features: [stop - start, width], for decoders that take them; all rows of a batch have them, or none.
 
         Returns:
             Index of the last row's logits, if they are wanted.
@@ -38,10 +54,19 @@ class BatchBuilder:
         table = self._table(sequence)
         for position in range(start, stop):
             self._add(sequence.tokens[position], position, sequence.slot(position), table, position + 1, ())
+        if features is not None:
+            self._features.append(features)
         return self._want_logits() if wants_logits else None
 
     def add_node(
-        self, sequence: KVSequence, *, token_id: int, position: int, slot: int, ancestors: Sequence[int]
+        self,
+        sequence: KVSequence,
+        *,
+        token_id: int,
+        position: int,
+        slot: int,
+        ancestors: Sequence[int],
+        features: np.ndarray | None = None,
     ) -> int:
         """Adds a tree node that attends all committed positions, its ancestors' slots and itself.
 
@@ -51,12 +76,15 @@ class BatchBuilder:
             position: Absolute position of the guess.
             slot: Scratch slot for its KV.
             ancestors: Scratch slots of its ancestors, oldest first.
+            features: [1, width], as in `add_prefix`.
 
         Returns:
             Index of its logits.
         """
         context_len = position - len(ancestors)
         self._add(token_id, position, slot, self._table(sequence), context_len, (*ancestors, slot))
+        if features is not None:
+            self._features.append(features)
         return self._want_logits()
 
     def build(self) -> Batch:
@@ -79,6 +107,7 @@ class BatchBuilder:
             num_ancestors=np.array([len(slots) for slots in self._ancestors], np.int32),
             block_tables=tables,
             logit_rows=np.array(self._logit_rows, np.int64),
+            features=np.concatenate(self._features) if self._features else None,
         )
 
     def _table(self, sequence: KVSequence) -> int:

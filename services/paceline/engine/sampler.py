@@ -157,28 +157,54 @@ class RowSampler:
         if self._seen is not None:
             self._seen.add(token_id, 1)
 
-    def choose(self, logits: Logits, position: int) -> int:
+    def choose(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
         """Returns the target's token for an absolute position, from the row's logits [vocab].
 
         Equal to `coupled_choice(process(logits, ...), gumbel(seed, position, ids))`, without noise at
         temperature 0.
 
+        Args:
+            logits: [vocab].
+            position: Absolute position of the token.
+            path: Tokens between the history and this row (the tree path); they count as output.
+
         Raises:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
         """
         self._require_row(logits)
-        if self._truncation.greedy and not self._has_processors():
+        if self._truncation.greedy and not self._has_processors(len(path)):
             best = int(np.argmax(logits))
             require_usable(float(logits[best]))
             return best
         buffers = _BUFFERS.of(self._vocab_size)
-        largest = self._load(logits, buffers)
+        largest = self._load_after(path, logits, buffers)
         if self._truncation.greedy:
             return int(row_kernels.first_of(buffers.scores, buffers.chunk_max, largest))
         cut, last_id = self._filter(buffers, largest)
         noise_at = (self._key, split_uint64(position))
         row = (buffers.scores, buffers.chunk_max, largest)
         return int(noise_kernels.best_perturbed(*row, cut, last_id, *noise_at))
+
+    def law(self, logits: Logits, path: Sequence[int] = ()) -> Floats:
+        """Returns the probabilities [vocab] from which `choose` draws: `process`, then softmax; at temperature 0 a 1.
+
+        Raises:
+            UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
+        """
+        self._require_row(logits)
+        buffers = _BUFFERS.of(self._vocab_size)
+        largest = self._load_after(path, logits, buffers)
+        probs = np.zeros(self._vocab_size)
+        if self._truncation.greedy:
+            probs[row_kernels.first_of(buffers.scores, buffers.chunk_max, largest)] = 1.0
+            return probs
+        cut, last_id = self._filter(buffers, largest)
+        scores = buffers.scores[: self._vocab_size]
+        kept = np.flatnonzero(scores >= cut)
+        kept = kept[(scores[kept] > cut) | (kept <= last_id)]
+        probs[kept] = np.exp(scores[kept] - largest)
+        probs /= probs.sum()
+        return probs
 
     def rank(
         self, logits: Logits, position: int, count: int, path: Sequence[int] = ()
@@ -199,11 +225,7 @@ class RowSampler:
         """
         self._require_row(logits)
         buffers = _BUFFERS.of(self._vocab_size)
-        if self._seen is None:
-            largest = self._load(logits, buffers, len(path))
-        else:
-            with self._seen.extended(path):
-                largest = self._load(logits, buffers, len(path))
+        largest = self._load_after(path, logits, buffers)
         top_ids, top_scores = np.empty(count, np.int64), np.full(count, -np.inf)
         row = (buffers.scores, buffers.chunk_max, largest)
         if self._truncation.greedy:
@@ -241,11 +263,18 @@ class RowSampler:
                 f"a row must hold {self._vocab_size} float32 logits, got {logits.dtype} {logits.shape}"
             )
 
-    def _has_processors(self) -> bool:
-        masking = self._num_outputs < self._min_tokens
+    def _has_processors(self, num_ahead: int) -> bool:
+        masking = self._num_outputs + num_ahead < self._min_tokens
         return masking or self._seen is not None or len(self._bias_ids) > 0
 
-    def _load(self, logits: Logits, buffers: _Buffers, num_ahead: int = 0) -> float:
+    def _load_after(self, path: Sequence[int], logits: Logits, buffers: _Buffers) -> float:
+        """Fills the buffers with the scores of a row behind a path and returns the largest."""
+        if self._seen is None:
+            return self._load(logits, buffers, len(path))
+        with self._seen.extended(path):
+            return self._load(logits, buffers, len(path))
+
+    def _load(self, logits: Logits, buffers: _Buffers, num_ahead: int) -> float:
         """Fills the buffers with processed scores and returns the largest."""
         masking = self._num_outputs + num_ahead < self._min_tokens
         seen_ids, seen_counts = (_NO_IDS, _NO_IDS) if self._seen is None else self._seen.arrays()

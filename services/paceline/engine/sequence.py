@@ -17,14 +17,16 @@ class KVSequence:
     Args:
         tokens: The session's committed tokens; the list is shared with the session, which alone appends to it.
         pool: Where blocks come from.
+        before: Names what lies before the tokens and decides their KV as well; None: nothing.
     """
 
-    def __init__(self, tokens: Sequence[int], pool: BlockPool) -> None:
+    def __init__(self, tokens: Sequence[int], pool: BlockPool, before: bytes | None = None) -> None:
         self.tokens = tokens
         self.blocks: list[int] = []
         self.num_computed = 0
         self.num_cached = 0
         self._pool = pool
+        self._before = before
         self._hashes: list[bytes] = []
 
     @property
@@ -42,7 +44,7 @@ class KVSequence:
         Returns:
             Tokens that need no computing.
         """
-        self.blocks, self._hashes = self._pool.match_prefix(self.tokens)
+        self.blocks, self._hashes = self._pool.match_prefix(self.tokens, self._before)
         self.num_computed = self.num_cached = len(self.blocks) * BLOCK_SIZE
         return self.num_cached
 
@@ -62,7 +64,7 @@ class KVSequence:
         self.num_computed = length
         for index in range(len(self._hashes), length // BLOCK_SIZE):
             start = index * BLOCK_SIZE
-            parent = self._hashes[-1] if self._hashes else None
+            parent = self._hashes[-1] if self._hashes else self._before
             block_tokens = tuple(self.tokens[start : start + BLOCK_SIZE])
             self._hashes.append(self._pool.register(self.blocks[index], parent, block_tokens))
 

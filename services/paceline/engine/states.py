@@ -1,4 +1,4 @@
-"""Hidden states that a step keeps beside the KV of each row, for sources that draft from them.
+"""Hidden states that a step keeps beside the KV of each row, for those who draft from them.
 
 They lie in the same slots as the KV, so whatever becomes of a slot (kept, copied, cached, forgotten) becomes of them.
 """
@@ -15,13 +15,12 @@ from paceline.engine.linear import Linear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """What a row's state is made of: a fusion of layers' outputs, then the final hidden state.
+    """What a row's state is made of: outputs of layers or their fusion, then the final hidden state.
 
     Attributes:
         hidden_size: Of the model.
-        layers: Layers whose outputs (the residual stream, not normalised) are fused, in this order; the last layer
-            cannot be one of them.
-        fuse: [fused, len(layers) * hidden_size], the fusion; None for none.
+        layers: Layers whose outputs (the residual stream, not normalised) are kept, in this order.
+        fuse: [fused, len(layers) * hidden_size], what is kept in their place; None: themselves.
         final: Whether the final hidden state, normalised as the head takes it, is kept.
     """
 
@@ -32,8 +31,8 @@ class StateLayout:
 
     @property
     def fused_width(self) -> int:
-        """Numbers of the fused part."""
-        return 0 if self.fuse is None else self.fuse.out_features
+        """Numbers of the part before the final hidden state."""
+        return len(self.layers) * self.hidden_size if self.fuse is None else self.fuse.out_features
 
     @property
     def width(self) -> int:
@@ -47,14 +46,15 @@ class StateLayout:
 
     @property
     def taps(self) -> frozenset[int]:
-        """Layers before which the residual stream is an output that is fused."""
+        """Layers before which the residual stream is an output that is kept; one more than the last is its end."""
         return frozenset(layer + 1 for layer in self.layers)
 
     def states(self, tapped: Mapping[int, torch.Tensor], final: torch.Tensor) -> torch.Tensor:
         """States [rows, width] from residual streams [rows, hidden] by tap and final hidden states [rows, hidden]."""
         parts: list[torch.Tensor] = []
-        if self.fuse is not None:
-            parts.append(self.fuse(torch.cat([tapped[layer + 1] for layer in self.layers], dim=-1)))
+        if self.layers:
+            outputs = torch.cat([tapped[layer + 1] for layer in self.layers], dim=-1)
+            parts.append(outputs if self.fuse is None else self.fuse(outputs))
         if self.final:
             parts.append(final)
         return torch.cat(parts, dim=-1)

@@ -11,26 +11,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from paceline.core.allocator import Allocation, Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
+    CommittedStates,
     CommittedTokens,
     DraftNodes,
     GenerateRequest,
     LaggingSession,
     ModelIdentity,
+    OpenSession,
     ToDrafter,
     ToVerifier,
 )
 from paceline.core.pace import LinkPace
-from paceline.core.params import DRAFT_MODEL
+from paceline.core.params import DRAFT_MODEL, EAGLE3, TIER_METHODS
 from paceline.core.patience import Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
+from paceline.core.rules import Rules
 from paceline.core.step_cost import StepCost, StepMode
-from paceline.core.tree import Node, walk
+from paceline.core.tree import Node
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import Decoder
@@ -57,6 +61,8 @@ STEP_SMOOTHING = 0.1
 MAX_SOURCES = 256
 # Nodes a drafter may keep ahead of the committed tokens, per node that may be verified.
 ROOM_PER_NODE = 8
+# Hidden states that a step hands to drafters at most, far within one message; and what a number of them takes.
+STATE_BYTES, WIRE_BYTES = 4 * 1024 * 1024, 2
 # While drafters rest they are told of so many tokens at a time: that keeps them warm, and costs next to nothing.
 TOLD_AT_REST = 16
 
@@ -86,6 +92,7 @@ class TargetEngine:
         allocator: Which nodes a step verifies.
         clock: Seconds, monotonic.
         sources: What guesses inside the verifier, beside the drafters.
+        rules: Acceptance rules that are served.
         use_threads: Sets this thread up for steps of a mode; called before every step.
     """
 
@@ -99,6 +106,7 @@ class TargetEngine:
         allocator: Allocator,
         clock: Callable[[], float],
         sources: Sequence[AnySource] = (),
+        rules: Rules | None = None,
         use_threads: Callable[[StepMode], None] = lambda _: None,
     ) -> None:
         self.pool = BlockPool(num_blocks)
@@ -107,10 +115,12 @@ class TargetEngine:
         self._limits = limits
         self._allocator = allocator
         self._clock = clock
-        self._growth = Growth(sources, allocator, clock)
+        self._rules = Rules() if rules is None else rules
+        self._growth = Growth(sources, allocator, self._rules, clock)
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
+        self._states = decoder.states
         self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
         for source in sources:
             source.attach(self._cache, self._scratch)
@@ -118,7 +128,9 @@ class TargetEngine:
         self._running: list[TargetSession] = []
         self._sessions: dict[str, TargetSession] = {}
         self._links: dict[str, LinkPace] = {}
-        self._calibrations: dict[tuple[str, bool], Calibration] = {}
+        # Those that draft from hidden states.
+        self._stateful: set[str] = set()
+        self._calibrations: dict[tuple[str, bool, str], Calibration] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
         self._answered: list[TargetSession] = []
@@ -149,12 +161,14 @@ class TargetEngine:
                 self._receive(event)
             case LinkChanged(up=True):
                 self._links[event.address] = LinkPace()
+                if event.wants_states:
+                    self._stateful.add(event.address)
                 for session in self._sessions.values():
                     if session.drafter_address == event.address:
-                        session.told_len = session.draft.committed_len
-                        self._say(session, session.draft.open())
+                        self._say(session, session.open())
             case LinkChanged():
                 self._links.pop(event.address, None)
+                self._stateful.discard(event.address)
             case Paired():
                 session = self._sessions.get(event.session_id)
                 if session is not None and session.serial == event.serial:
@@ -170,13 +184,14 @@ class TargetEngine:
             self.pool,
             self._calibrations_for(event.request, event.request.drafter_address, sources),
             sources,
+            self._rules.of(event.request.speculation),
             self._clock(),
         )
         self._sessions[event.request.session_id] = session
         self._waiting.append(session)
         session.draft.price = self._allocator.price
         session.draft.room = ROOM_PER_NODE * self._cap(session)
-        self._say(session, session.draft.open())
+        self._say(session, session.open())
 
     def _pair(self, session: TargetSession, address: str) -> None:
         """Closes a session at its drafter and opens it at another; what the first may still send is not heard."""
@@ -184,18 +199,19 @@ class TargetEngine:
         self._say(session, CloseSession(session_id=request.session_id, epoch=request.epoch))
         session.drafter_address = address
         session.draft.calibrations = self._calibrations_for(request, address, self._growth.sources_of(request))
-        session.told_len = session.draft.committed_len
-        self._say(session, session.draft.open())
+        self._say(session, session.open())
 
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
     ) -> Calibrations:
-        """Drafters are told apart by their addresses, and greedy sessions from others: these are easier to guess."""
+        """Drafters are told apart by their addresses, acceptance rules, and greedy sessions from others."""
         greedy = request.sampling.temperature == 0.0
-        known = {source.name: self._calibration_of((source.name, greedy)) for source in sources}
-        return Calibrations({DRAFT_MODEL: self._calibration_of((drafter_address, greedy)), **known})
+        rule = self._rules.of(request.speculation).name
+        known = {source.name: self._calibration_of((source.name, greedy, rule)) for source in sources}
+        tier = dict.fromkeys(TIER_METHODS, self._calibration_of((drafter_address, greedy, rule)))
+        return Calibrations({**tier, **known})
 
-    def _calibration_of(self, key: tuple[str, bool]) -> Calibration:
+    def _calibration_of(self, key: tuple[str, bool, str]) -> Calibration:
         if key not in self._calibrations and len(self._calibrations) >= MAX_SOURCES:
             self._calibrations.pop(next(iter(self._calibrations)))
         return self._calibrations.setdefault(key, Calibration())
@@ -232,14 +248,17 @@ class TargetEngine:
                 if session not in self._answered:
                     self._answered.append(session)
                     answer = session.draft.catch_up(message)
+                    if isinstance(answer, OpenSession):
+                        session.told_states = 0
                     if answer is not None:
                         session.told_len = session.draft.committed_len
                         self._say(session, answer)
 
     def _graft(self, session: TargetSession, message: DraftNodes, arrived_s: float, pace: LinkPace) -> None:
         vocab_size = self._identity.vocab_size
-        known = tuple(node for node in message.nodes if node.token_id < vocab_size)
-        outcome = session.draft.receive(replace(message, nodes=known))
+        known = tuple(node for node in message.nodes if node.within(vocab_size))
+        source = EAGLE3 if session.drafter_address in self._stateful else DRAFT_MODEL
+        outcome = session.draft.receive(replace(message, nodes=known), source)
         self._report.num_late_nodes += outcome.num_late
         self._report.num_stale_nodes += outcome.num_stale + len(message.nodes) - len(known)
         if message.epoch != session.draft.epoch or not message.nodes:
@@ -432,15 +451,12 @@ class TargetEngine:
         session = each.session
         base_len = session.draft.committed_len
 
-        def choose(node: Node) -> int:
-            return session.choose(logits[each.logit_index[id(node)]])
-
         try:
-            tokens = walk(session.draft.tree.root, each.nodes, choose, session.ends)
+            verdict = session.judge(each.nodes, lambda node: logits[each.logit_index[id(node)]])
         except UnusableLogitsError as error:
             self._free_scratch(each)
             return self._fail(session, error)
-        pruning = session.draft.commit(tokens)
+        pruning = session.draft.commit(verdict.token_ids, verdict.chances)
         accepted = [node for node in pruning.matched if id(node) in each.slots]
         self._compact(session, accepted, each)
         session.pages.mark_computed(base_len + len(accepted))
@@ -479,10 +495,10 @@ class TargetEngine:
         base_len = session.draft.committed_len
         session.pages.mark_computed(base_len)
         try:
-            token_id = session.choose(row)
+            verdict = session.judge((), lambda _: row)
         except UnusableLogitsError as error:
             return self._fail(session, error)
-        session.draft.commit((token_id,))
+        session.draft.commit(verdict.token_ids, verdict.chances)
         session.draft.tally.count(num_draft_tokens=0, num_accepted=0, hit=False, batch_size=batch_size)
         return self._hand_out(session, base_len)
 
@@ -503,10 +519,25 @@ class TargetEngine:
             self._say(session, draft.commit_message(session.told_len))
             session.told_len, session.told_price = draft.committed_len, draft.price
 
+    def _tell_states(self) -> None:
+        """Hands hidden states to drafters that draft from them, so many bytes a step; the rest follows."""
+        width = self._states.fused_width
+        left = STATE_BYTES // max(1, WIRE_BYTES * width)
+        for session in self._running:
+            if session.drafter_address not in self._stateful or left <= 0:
+                continue
+            positions = session.next_states(left)
+            left -= len(positions)
+            if positions:
+                slots = torch.tensor([session.pages.slot(position) for position in positions])
+                states = self._cache.states[slots.to(self._cache.device), :width]
+                self._say(session, _committed_states(session, positions.start, states))
+
     def _output(self, committed: list[_Outcome], num_rows: int) -> TargetOutput:
         for session in self._running:
             if session.prefilled_to > session.pages.num_computed:
                 session.pages.mark_computed(session.prefilled_to)
+        self._tell_states()
         report, self._report = self._report, StepReport()
         report.num_rows = num_rows
         report.num_decoding = len(report.gammas)
@@ -529,6 +560,14 @@ class TargetEngine:
         broken, self._broken = self._broken, {}
         self._answered.clear()
         return TargetOutput(committed=committed, to_drafters=to_drafters, broken_links=broken, report=report)
+
+
+def _committed_states(session: TargetSession, start: int, states: torch.Tensor) -> CommittedStates:
+    values = states.to(device="cpu", dtype=torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+    draft = session.draft
+    return CommittedStates(
+        session_id=draft.session_id, epoch=draft.epoch, start=start, width=states.shape[1], values=values
+    )
 
 
 def _ancestors(node: Node, slots: dict[int, int]) -> list[int]:

@@ -37,10 +37,11 @@ class DraftsArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkChanged:
-    """A drafter was reached (its sessions are opened anew) or lost."""
+    """A drafter was reached (its sessions are opened anew) or lost; `wants_states`: it drafts from hidden states."""
 
     address: str
     up: bool
+    wants_states: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,12 +14,16 @@ from paceline.core.messages import (
     GenerateRequest,
     GenerateResult,
     ModelIdentity,
+    OpenSession,
     PositionLogprobs,
     Timings,
 )
 from paceline.core.mixture import Gain
+from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pace import LinkPace
+from paceline.core.rules import Rule, Verdict
 from paceline.core.session import VerifierSession
+from paceline.core.tree import Node
 from paceline.engine.blocks import BlockPool
 from paceline.engine.sampler import RowSampler
 from paceline.engine.sequence import KVSequence
@@ -27,6 +32,39 @@ from paceline.engine.sources import AnySource, Follower
 # With fewer tokens to go, waiting for drafts cannot pay for itself.
 SHORT_REMAINDER = 10
 NS_PER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The target's rows of one round, as the acceptance rule sees them; see `paceline.core.rules.TargetRows`."""
+
+    root: Node
+    logits: Callable[[Node], np.ndarray]
+    sampler: RowSampler
+    seed: int
+
+    def choose(self, node: Node) -> int:
+        """The target's choice, by the coupled noise."""
+        return self.sampler.choose(self.logits(node), node.position + 1, self._path(node))
+
+    def law(self, node: Node) -> np.ndarray:
+        """Processed probabilities, `[vocab]`."""
+        return self.sampler.law(self.logits(node), self._path(node))
+
+    def uniforms(self, count: int) -> list[float]:
+        """One for each guess, and the last for the token that follows."""
+        base_len = self.root.position + 1
+        places = [uniforms(self.seed, VERDICT_STREAM, base_len + place, base_len) for place in range(count)]
+        return [*(each for each, _ in places[:-1]), places[0][1]]
+
+    def _path(self, node: Node) -> list[int]:
+        """Tokens from below the root down to the node."""
+        path: list[int] = []
+        while node is not self.root:
+            path.append(node.token_id)
+            assert node.parent is not None, "every verified node hangs below the root"
+            node = node.parent
+        return path[::-1]
 
 
 class TargetSession:
@@ -40,6 +78,7 @@ class TargetSession:
         pool: Pages.
         calibrations: Of its sources.
         sources: Those inside the verifier.
+        rule: What judges guesses.
         now_s: When it was submitted.
     """
 
@@ -52,11 +91,13 @@ class TargetSession:
         pool: BlockPool,
         calibrations: Calibrations,
         sources: Sequence[AnySource],
+        rule: Rule,
         now_s: float,
     ) -> None:
         self.serial = serial
+        self._rule = rule
         sampling = request.sampling
-        self.draft = VerifierSession(request, calibrations)
+        self.draft = VerifierSession(request, calibrations, rule.name)
         # Survivals of the guesses these have made since the last commit, best first.
         self.own_survivals: list[float] = []
         # What costly sources add to its steps, by source.
@@ -70,6 +111,8 @@ class TargetSession:
         # What its drafter was told last: committed tokens, and the price.
         self.told_len = self.draft.committed_len
         self.told_price = 0.0
+        # Committed positions whose hidden states it was told.
+        self.told_states = 0
         self._sampler = RowSampler(
             sampling,
             identity.vocab_size,
@@ -99,6 +142,19 @@ class TargetSession:
     def lag_tokens(self) -> int:
         """Committed tokens that its drafter has not answered."""
         return self.draft.committed_len - self.heard_len
+
+    def open(self) -> OpenSession:
+        """Everything its drafter needs to start, or to start anew; hidden states follow."""
+        self.told_len, self.told_states = self.draft.committed_len, 0
+        return self.draft.open()
+
+    def next_states(self, limit: int) -> range:
+        """Positions whose hidden states a drafter has use for and was not told, at most `limit`."""
+        # A state is of use once the token after it is known.
+        stop = min(self.pages.num_computed, self.told_len - 1, self.told_states + limit)
+        positions = range(self.told_states, max(self.told_states, stop))
+        self.told_states = positions.stop
+        return positions
 
     def cap(self) -> int:
         """Most nodes that may be verified now; a node beyond the last token would be wasted."""
@@ -159,18 +215,40 @@ class TargetSession:
         self.heard_s = arrived_s
         return elapsed_s if first else None
 
-    def choose(self, row: np.ndarray) -> int:
-        """The target's token at the next position, from its logits `[vocab]`; remembers it as part of the prefix."""
-        token_id = self._sampler.choose(row, self._chosen)
+    def judge(self, verified: Sequence[Node], logits: Callable[[Node], np.ndarray]) -> Verdict:
+        """What this round commits, up to the token that ends the text; remembers it as part of the prefix.
+
+        Args:
+            verified: Nodes whose rows this step computed, parents before children.
+            logits: `[vocab]` of the root and of each of these.
+
+        Raises:
+            UnusableLogitsError: The model gave nothing to choose from.
+        """
+        root = self.draft.tree.root
+        rows = _Rows(root=root, logits=logits, sampler=self._sampler, seed=self.draft.request.sampling.seed)
+        verdict = self._rule.judge(root, verified, rows)
+        node: Node | None = root
+        kept: list[int] = []
+        for token_id in verdict.token_ids:
+            assert node is not None, "all tokens but the last are verified nodes"
+            self._take(token_id, logits(node))
+            kept.append(token_id)
+            if self._ends(token_id):
+                break
+            node = node.children.get(token_id)
+        return replace(verdict, token_ids=tuple(kept))
+
+    def _take(self, token_id: int, row: np.ndarray) -> None:
+        """Appends a token to the prefix; `row` is the one it was chosen from."""
         self._sampler.push(token_id)
         self._chosen += 1
         count = self.draft.request.sampling.logprobs
         if count is not None:
             self._logprobs.append(self._sampler.logprobs(row, token_id, count))
-        return token_id
 
-    def ends(self, token_id: int) -> bool:
-        """True when nothing may follow the token just chosen."""
+    def _ends(self, token_id: int) -> bool:
+        """True when nothing may follow the token just taken."""
         if token_id in self._stop_ids:
             self._finish = FinishReason.STOP
         elif self._chosen >= self._last_len:
@@ -180,13 +258,11 @@ class TargetSession:
     def hand_out(self, base_len: int, now_s: float) -> CommittedTokens:
         """The tokens committed since `base_len`, with the result if they are the last."""
         tokens = tuple(self.draft.tokens[base_len:])
-        if self._finish is None:
-            self.ends(tokens[-1])
         if self._first_token_s is None:
             self._first_token_s = now_s
         self.committed_s, self.heard_s = now_s, None
         logprobs, self._logprobs = tuple(self._logprobs), []
-        return CommittedTokens(token_ids=tokens, logprobs=logprobs, result=self._result(now_s))
+        return CommittedTokens(token_ids=tokens, logprobs=logprobs, result=self._result(now_s), lossy=self._rule.lossy)
 
     def _result(self, now_s: float) -> GenerateResult | None:
         if self._finish is None:
@@ -198,7 +274,7 @@ class TargetSession:
             num_prompt_tokens=self.draft.prompt_len,
             num_cached_tokens=self._num_cached,
             num_generated_tokens=self.draft.committed_len - self._resumed_len,
-            speculation=self.draft.tally.record(),
+            speculation=self.draft.tally.record(lossy=self._rule.lossy),
             timings=Timings(
                 queue_ns=int((admitted_s - self._submitted_s) * NS_PER_S),
                 prefill_ns=int((first_s - admitted_s) * NS_PER_S),

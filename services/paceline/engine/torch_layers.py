@@ -26,12 +26,13 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchRows:
-    """Rows of a step on the device, as in `Batch`: int64 [rows] each, and logit_rows int64 [k]."""
+    """Rows of a step on the device, as in `Batch`: int64 [rows] each, logit_rows int64 [k], features if any."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     logit_rows: torch.Tensor
+    features: torch.Tensor | None = None
 
 
 class TorchLayers:
@@ -69,13 +70,14 @@ class TorchLayers:
         """Writes the rows' KV, and states if all layers run; returns float32 logits [k, vocab]."""
         rope = self._rope(rows.positions)
         place = (rows.slots // BLOCK_SIZE, rows.slots % BLOCK_SIZE)
-        residual = functional.embedding(rows.token_ids, self._weights.embedding).float()
+        residual, entering = self._enter(rows)
         tapped: dict[int, torch.Tensor] = {}
         for index in range(len(self._weights.layers)) if layers is None else layers:
             tapped[index] = residual
             layer = self._weights.layers[index]
             keys, values = cache.keys[index], cache.values[index]
-            qkv = _project(layer.qkv, self._norm(residual, layer.input_norm))
+            qkv = _project(layer.qkv, self._norm(residual, layer.input_norm) if entering is None else entering)
+            entering = None
             rotated, value = self._rotate(qkv, self._head_norms[index], rope)
             query, key = rotated.split([self._config.num_heads, self._config.num_kv_heads], dim=1)
             write_at(keys, values, place, key, value)
@@ -84,9 +86,14 @@ class TorchLayers:
             residual = residual + _project(layer.down, functional.silu(gate) * up)
         if layers is not None or not self.states.width:
             return self._weights.head(self._norm(residual[rows.logit_rows], self._weights.final_norm))
+        tapped[len(self._weights.layers)] = residual
         final = self._norm(residual, self._weights.final_norm)
         cache.keep_states(rows.slots, self.states.states(tapped, final))
         return self._weights.head(final[rows.logit_rows])
+
+    def _enter(self, rows: TorchRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The residual stream [rows, hidden] before the first layer, and what that layer takes if not its norm."""
+        return functional.embedding(rows.token_ids, self._weights.embedding).float(), None
 
     def _norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(rows, (rows.shape[-1],), weight, self._eps)

@@ -169,6 +169,7 @@ def metrics(record: SpeculationRecord | None) -> Json:
             "mean_batch_size": record.mean_batch_size,
             "num_hits": record.num_hits,
             "num_misses": record.num_misses,
+            "lossy": record.lossy,
         }
     }
 

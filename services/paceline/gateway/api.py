@@ -77,7 +77,7 @@ class SpeculationBody(_Strict):
 
     enabled: bool = True
     max_draft_tokens: int | None = None
-    acceptance: str = "coupled"
+    acceptance: str = ""
     method: str = ""
 
 

@@ -30,14 +30,14 @@ class Channels(Protocol):
 
 
 def strange_drafters(replicas: Sequence[Replica]) -> list[Replica]:
-    """Returns the drafters whose vocabulary is that of no verifier; they will never be paired."""
-    spoken = {r.identity.vocab_hash for r in replicas if r.role == VERIFIER and r.identity is not None}
+    """Returns the drafters that can draft for no verifier; they will never be paired."""
+    targets = [r.identity for r in replicas if r.role == VERIFIER and r.identity is not None]
     return [
         replica
         for replica in replicas
         if replica.role == DRAFTER
-        and spoken
-        and (replica.identity is None or replica.identity.vocab_hash not in spoken)
+        and targets
+        and (replica.identity is None or not any(map(replica.identity.drafts_for, targets)))
     ]
 
 

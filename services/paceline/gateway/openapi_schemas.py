@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from paceline.core.params import (
+    ACCEPTANCE_RULES,
     MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_METHOD_CHARS,
@@ -60,7 +61,7 @@ _LIMITS: Mapping[str, Json] = {
     "messages": {"minItems": 1},
     "chat_template_kwargs": {"propertyNames": {"not": {"enum": sorted(TEMPLATE_NAMES)}}},
     "max_draft_tokens": {"minimum": 0, "maximum": MAX_DRAFT_TOKENS},
-    "acceptance": {"enum": ["coupled"]},
+    "acceptance": {"enum": ["", *ACCEPTANCE_RULES]},
     "method": {"maxLength": MAX_METHOD_CHARS, "pattern": rf"^({_A_METHOD}(\+{_A_METHOD})*)?$"},
     "prompt": {
         "anyOf": [
@@ -221,5 +222,6 @@ def _speculation_record() -> Json:
         draft_acceptance_rate=_NUMBER,
         acceptance_histogram=_list(_COUNT),
         mean_batch_size=_NUMBER,
+        lossy={"type": "boolean"},
         **{f"num_{each}": _COUNT for each in counted},
     )

@@ -26,8 +26,8 @@ class Ending:
         num_prompt_tokens: Tokens of the prompt.
         num_cached_tokens: Of these, found in the verifier's prefix cache.
         num_generated_tokens: Tokens of the answer, a stop token included.
-        speculation: What speculation did; None where the gateway ended the session at a stop string, as
-            the verifier then reports nothing.
+        speculation: What speculation did; where the gateway ended the session at a stop string the verifier
+            reports nothing, and this is None, or of a lossy session all that is known: that it is.
         timings: Where the time went, as far as the verifier told.
     """
 
@@ -60,4 +60,5 @@ def sum_of_records(records: Sequence[SpeculationRecord | None]) -> SpeculationRe
         mean_batch_size=sum(r.mean_batch_size * r.num_steps for r in known) / max(1, num_steps),
         num_hits=sum(record.num_hits for record in known),
         num_misses=sum(record.num_misses for record in known),
+        lossy=any(record.lossy for record in known),
     )

@@ -157,7 +157,7 @@ def least_loaded(able: Sequence[Replica], sessions: Mapping[str, int]) -> Replic
 
 
 def choose_drafter(replicas: Sequence[Replica], target: ModelIdentity, in_flight: Mapping[str, int]) -> Replica | None:
-    """Returns the least loaded drafter that speaks the target's vocabulary; None if there is none.
+    """Returns the least loaded drafter that can draft for the target; None if there is none.
 
     Args:
         replicas: The fleet.
@@ -170,7 +170,7 @@ def choose_drafter(replicas: Sequence[Replica], target: ModelIdentity, in_flight
         if replica.role == DRAFTER
         and not replica.draining
         and replica.identity is not None
-        and replica.identity.vocab_hash == target.vocab_hash
+        and replica.identity.drafts_for(target)
     ]
     return min(able, key=lambda replica: _load(replica, in_flight), default=None)
 

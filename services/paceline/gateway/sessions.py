@@ -10,10 +10,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 from paceline.core.errors import OverloadedError, PacelineError, StaleEpochError, UnavailableError
-from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult
+from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, SpeculationRecord
+from paceline.core.params import TYPICAL
 from paceline.gateway.callers import Caller
 from paceline.gateway.fairness import fits
 from paceline.gateway.fleet import Fleet
@@ -205,9 +207,10 @@ class Sessions:
         self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
         num_generated = 0
         result: GenerateResult | None = None
-        stopped = False
+        stopped = lossy = False
         async with aclosing(self._committed(request, trail)) as steps:
             async for step in steps:
+                lossy |= step.lossy
                 num_known = min(max(0, request.offset - num_generated), len(step.token_ids))
                 known = text_stream.feed(step.token_ids[:num_known])
                 fed = known if known.stopped else text_stream.feed(step.token_ids[num_known:])
@@ -222,14 +225,15 @@ class Sessions:
                 yield Piece(text=text, token_ids=step.token_ids[new], logprobs=step.logprobs[new])
                 if stopped:
                     break
-        ending = _ending(request, num_generated, result, stopped)
+        ending = _ending(request, num_generated, result, stopped=stopped, lossy=lossy)
         stopwatch.ended(ending)
         yield ending
 
     async def _committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
         """Yields what was committed before this gateway got the session, then what verifiers commit."""
         if request.committed_token_ids or request.finished is not None:
-            yield CommittedTokens(token_ids=request.committed_token_ids, result=_result_of(request))
+            lossy = request.speculation.acceptance == TYPICAL
+            yield CommittedTokens(token_ids=request.committed_token_ids, result=_result_of(request), lossy=lossy)
         if request.finished is None:
             async with aclosing(self._placer.committed(request, trail)) as steps:
                 async for step in steps:
@@ -248,19 +252,22 @@ def _result_of(request: SessionRequest) -> GenerateResult | None:
     )
 
 
-def _ending(request: SessionRequest, num_generated: int, result: GenerateResult | None, stopped: bool) -> Ending:
+def _ending(
+    request: SessionRequest, num_generated: int, result: GenerateResult | None, *, stopped: bool, lossy: bool
+) -> Ending:
     num_prompt_tokens = len(request.prompt_token_ids)
     if result is None:
         return Ending(
             finish_reason=FinishReason.STOP,
             num_prompt_tokens=num_prompt_tokens,
             num_generated_tokens=num_generated,
+            speculation=SpeculationRecord(lossy=True) if lossy else None,
         )
     return Ending(
         finish_reason=FinishReason.STOP if stopped else result.finish_reason,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=result.num_cached_tokens,
         num_generated_tokens=num_generated,
-        speculation=result.speculation,
+        speculation=replace(result.speculation, lossy=lossy),
         timings=result.timings,
     )

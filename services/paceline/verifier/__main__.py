@@ -19,6 +19,7 @@ from paceline.core.step_cost import StepMode
 from paceline.credentials import load_tls
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder
+from paceline.engine.eagle3 import states_hash
 from paceline.engine.identity import model_identity
 from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.process import StepThreads, prepare_process
@@ -61,7 +62,8 @@ async def serve(config: VerifierConfig) -> None:
     own_identity = model_identity(config.model, config.model_name, config.dtype)
     max_model_len = _max_model_len(config, own_identity)
     # What others may ask for is what fits here, not what the model could do.
-    identity = replace(own_identity, context_len=max_model_len)
+    head = speculation.eagle3_model
+    identity = replace(own_identity, context_len=max_model_len, states_hash="" if head is None else states_hash(head))
     registry = CollectorRegistry()
     host = TargetHost(
         identity=identity,
@@ -70,6 +72,7 @@ async def serve(config: VerifierConfig) -> None:
         max_num_seqs=config.max_num_seqs,
         grace_s=config.grace_s,
         methods=speculation.methods,
+        rules=speculation.rules,
         make_engine=lambda: make_engine(config, identity, speculation),
         metrics=VerifierMetrics(registry),
         tls=tls,
@@ -117,6 +120,7 @@ def make_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Sp
         allocator=speculation.allocator,
         clock=time.monotonic,
         sources=make_sources(speculation, decoder),
+        rules=speculation.rules,
         use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
     )
     decoder.prepare(config.max_num_batched_tokens)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from paceline.config import is_address
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.params import check_token_ids
+from paceline.core.params import CHAIN_RULES, TIER_METHODS, check_token_ids
+from paceline.core.rules import Rules
 
 SHOWN_CHARS = 80
 
 
 def check_request(
-    request: GenerateRequest, identity: ModelIdentity, *, max_model_len: int, methods: Sequence[str]
+    request: GenerateRequest, identity: ModelIdentity, *, max_model_len: int, methods: Sequence[str], rules: Rules
 ) -> None:
     """Refuses what this verifier cannot serve, however idle it is.
 
@@ -22,6 +23,7 @@ def check_request(
         identity: The target model.
         max_model_len: Most tokens of a session, prompt and output.
         methods: Ways to draft that are served.
+        rules: Acceptance rules that are served.
 
     Raises:
         InvalidRequestError: Names the field and the limit.
@@ -35,6 +37,13 @@ def check_request(
     unserved = sorted(set(request.speculation.methods) - set(methods))
     if unserved:
         raise InvalidRequestError("speculation.method", f"{unserved[0]} is not served here, only {', '.join(methods)}")
+    rule = rules.of(request.speculation).name
+    wanted = request.speculation.methods or tuple(methods)
+    if rule in CHAIN_RULES and not set(wanted) & set(TIER_METHODS):
+        raise InvalidRequestError(
+            "speculation.acceptance",
+            f"{rule} needs the method {' or '.join(TIER_METHODS)}, and here it is {'+'.join(wanted)}",
+        )
     prompt_len, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     if prompt_len + max_tokens > max_model_len:
         raise InvalidRequestError(

@@ -4,20 +4,50 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.config import check_address, setting
 from paceline.core.allocator import Allocator, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
-from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MEDUSA, METHODS, NGRAM
+from paceline.core.params import (
+    ACCEPTANCE_RULES,
+    CHAIN_RULES,
+    COUPLED,
+    DRAFT_MODEL,
+    EAGLE3,
+    MAX_DRAFT_TOKENS,
+    MEDUSA,
+    METHODS,
+    NGRAM,
+    TIER_METHODS,
+    TYPICAL,
+)
+from paceline.core.rules import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules, Typical
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 POLICIES = ("goodput", "fixed")
 DEFAULT_DRAFT_TOKENS = 12
 # More than any model has.
 MOST_LAYERS = 1024
+KEYS = frozenset(
+    {
+        "method",
+        "model",
+        "num_speculative_tokens",
+        "policy",
+        "acceptance",
+        "lossy",
+        "posterior_threshold",
+        "posterior_alpha",
+        "medusa_model",
+        "eagle3_model",
+        "exit_layer",
+        "layers",
+    }
+)
+NAME = "--speculative-config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +91,11 @@ class VerifierConfig:
             f"JSON with vLLM's keys: method ({', '.join(METHODS)}, or several joined by +; default "
             "draft_model+ngram), num_speculative_tokens (most draft tokens verified per "
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
-            "(goodput, or fixed for comparison), medusa_model (folder of the heads of method medusa), exit_layer "
-            "(layer_skip drafts with so many first layers of the target; default a quarter of them) or layers (a list "
-            "of their indices)."
+            "(goodput, or fixed for comparison), medusa_model and eagle3_model (folders of the heads of these "
+            "methods), exit_layer (layer_skip drafts with so many first layers of the target; default a quarter of "
+            "them) or layers (a list of their indices), acceptance (rule of requests that name none: coupled, "
+            "rejection, block, or typical; default coupled), lossy (true serves the rule typical too, whose texts are "
+            "marked), posterior_threshold and posterior_alpha (of that rule, default 0.09 and 0.3)."
         ),
     )
     grace_s: float = setting(
@@ -82,65 +114,68 @@ class Speculation:
 
     Attributes:
         allocator: The policy.
-        methods: Ways to draft.
+        methods: Ways to draft that are served.
+        rules: Acceptance rules that are served.
         medusa_model: Folder of Medusa heads.
+        eagle3_model: Folder of the EAGLE-3 head that drafters have.
         layers: Layers of the target that draft, ascending; empty for as many first ones as are the default.
     """
 
     allocator: Allocator
     methods: tuple[str, ...]
+    rules: Rules = field(default_factory=Rules)
     medusa_model: Path | None = None
+    eagle3_model: Path | None = None
     layers: tuple[int, ...] = ()
 
 
-KEYS = ("exit_layer", "layers", "medusa_model", "method", "model", "num_speculative_tokens", "policy")
-
-
 def speculation_from(speculative_config: str) -> Speculation:
-    """Reads `--speculative-config`.
+    """Decodes `--speculative-config`.
 
     Raises:
         ConfigError: The JSON is broken or asks for what is not served.
     """
-    name = "--speculative-config"
     try:
         given = json.loads(speculative_config)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name}: not valid JSON ({error})") from error
+        raise ConfigError(f"{NAME}: not valid JSON ({error})") from error
     if not isinstance(given, dict):
-        raise ConfigError(f"{name}: must be a JSON object, got {type(given).__name__}")
-    unknown = sorted(set(given) - set(KEYS))
+        raise ConfigError(f"{NAME}: must be a JSON object, got {type(given).__name__}")
+    unknown = sorted(set(given) - KEYS)
     if unknown:
-        raise ConfigError(f"{name}: unknown key {unknown[0]!r}")
+        raise ConfigError(f"{NAME}: unknown key {unknown[0]!r}")
     methods = tuple(str(given.get("method", DEFAULT_METHODS)).split("+"))
     for method in methods:
-        _one_of(name, "method", method, METHODS)
-    policy = _one_of(name, "policy", given.get("policy", POLICIES[0]), POLICIES)
+        _one_of("method", method, METHODS)
+    policy = _one_of("policy", given.get("policy", POLICIES[0]), POLICIES)
     gamma = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
     if not isinstance(gamma, int) or isinstance(gamma, bool) or not 0 <= gamma <= MAX_DRAFT_TOKENS:
-        raise ConfigError(f"{name}: num_speculative_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {gamma!r}")
+        raise ConfigError(f"{NAME}: num_speculative_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {gamma!r}")
+    allocator = FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma)
     return Speculation(
-        allocator=FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma),
+        allocator=allocator,
         methods=methods,
-        medusa_model=_folder(name, "medusa_model", given, needed=MEDUSA in methods),
-        layers=_layers(name, given),
+        rules=_rules_from(given, methods),
+        medusa_model=_folder("medusa_model", given) if MEDUSA in methods else None,
+        eagle3_model=_folder("eagle3_model", given) if EAGLE3 in methods else None,
+        layers=_layers(given),
     )
 
 
-def _layers(name: str, given: Mapping[str, Any]) -> tuple[int, ...]:
+def _layers(given: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers by number or by list; how many the model has is checked where it is loaded."""
     if "exit_layer" in given and "layers" in given:
-        raise ConfigError(f"{name}: exit_layer and layers exclude one another")
+        raise ConfigError(f"{NAME}: exit_layer and layers exclude one another")
     if "exit_layer" in given:
         count = given["exit_layer"]
         if not _is_index(count) or count < 1:
-            raise ConfigError(f"{name}: exit_layer must be a number of layers, at least 1, got {count!r}")
+            raise ConfigError(f"{NAME}: exit_layer must be a number of layers, at least 1, got {count!r}")
         return tuple(range(count))
     layers = given.get("layers", [])
     if not isinstance(layers, list) or not all(map(_is_index, layers)) or layers != sorted(set(layers)):
-        raise ConfigError(f"{name}: layers must be a list of indices from 0, ascending, got {layers!r}")
+        raise ConfigError(f"{NAME}: layers must be a list of indices from 0, ascending, got {layers!r}")
     if "layers" in given and not layers:
-        raise ConfigError(f"{name}: layers must name at least one layer")
+        raise ConfigError(f"{NAME}: layers must name at least one layer")
     return tuple(layers)
 
 
@@ -148,17 +183,37 @@ def _is_index(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_LAYERS
 
 
-def _folder(name: str, key: str, given: Mapping[str, Any], *, needed: bool) -> Path | None:
-    """A folder of heads, where a method needs one."""
-    if not needed:
-        return None
+def _folder(key: str, given: Mapping[str, Any]) -> Path:
     value = given.get(key)
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name}: {key} must name the folder of the heads, got {value!r}")
+        raise ConfigError(f"{NAME}: {key} must name the folder of the heads, got {value!r}")
     return Path(value).expanduser()
 
 
-def _one_of(name: str, key: str, value: object, allowed: tuple[str, ...]) -> str:
+def _rules_from(given: Mapping[str, Any], methods: tuple[str, ...]) -> Rules:
+    default = _one_of("acceptance", given.get("acceptance", COUPLED), ACCEPTANCE_RULES)
+    lossy = given.get("lossy", False)
+    if not isinstance(lossy, bool):
+        raise ConfigError(f"{NAME}: lossy must be true or false, got {lossy!r}")
+    if default in CHAIN_RULES and not set(methods) & set(TIER_METHODS):
+        one = " or ".join(TIER_METHODS)
+        raise ConfigError(f"{NAME}: acceptance {default} needs the method {one}, got {'+'.join(methods)}")
+    if default == TYPICAL and not lossy:
+        raise ConfigError(f'{NAME}: acceptance {TYPICAL} is lossy, and needs "lossy": true')
+    typical = Typical(
+        posterior_threshold=_share("posterior_threshold", given.get("posterior_threshold", POSTERIOR_THRESHOLD)),
+        posterior_alpha=_share("posterior_alpha", given.get("posterior_alpha", POSTERIOR_ALPHA)),
+    )
+    return Rules(default=default, typical=typical if lossy else None)
+
+
+def _share(key: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value <= 1.0:
+        raise ConfigError(f"{NAME}: {key} must be a number above 0 and at most 1, got {value!r}")
+    return float(value)
+
+
+def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise ConfigError(f"{name}: {key} must be one of {', '.join(allowed)}, got {value!r}")
+        raise ConfigError(f"{NAME}: {key} must be one of {', '.join(allowed)}, got {value!r}")
     return str(value)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from paceline.core.admission import QueueClock, check_wait
 from paceline.core.errors import OverloadedError, PacelineError, StaleEpochError, UnavailableError
 from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
-from paceline.core.params import DRAFT_MODEL
+from paceline.core.params import EAGLE3, TIER_METHODS
+from paceline.core.rules import Rules
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread
 from paceline.engine.target import TargetEngine
@@ -25,7 +26,7 @@ from paceline.store.view import RegistryView
 from paceline.verifier.checks import check_request
 from paceline.verifier.links import DrafterLink
 from paceline.verifier.metrics import record_step
-from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter, spare_drafter
+from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter, of_methods, spare_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +43,11 @@ _Stream = asyncio.Queue[CommittedTokens | PacelineError]
 
 @dataclass(slots=True, kw_only=True)
 class _UnderWay:
-    """A session that runs here: under which epoch, and for which drafter."""
+    """A session that runs here: under which epoch, by which methods of the drafter tier, and for which drafter."""
 
     serial: int
     epoch: int
-    drafts: bool
+    methods: frozenset[str]
     drafter_address: str
 
 
@@ -59,6 +60,7 @@ class TargetHost:
         max_queue: Most sessions that wait or run.
         max_num_seqs: Most sessions that run at once.
         methods: Ways to draft that are served.
+        rules: Acceptance rules that are served.
         grace_s: Time that sessions get to finish when the verifier stops.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
@@ -73,6 +75,7 @@ class TargetHost:
         max_queue: int,
         max_num_seqs: int,
         methods: Sequence[str],
+        rules: Rules,
         grace_s: float,
         make_engine: Callable[[], TargetEngine],
         metrics: VerifierMetrics,
@@ -86,6 +89,7 @@ class TargetHost:
         self._max_num_seqs = max_num_seqs
         self._queue_clock = QueueClock()
         self._methods = tuple(methods)
+        self._rules = rules
         self._grace_s = grace_s
         self._metrics = metrics
         self._tls = tls
@@ -156,7 +160,7 @@ class TargetHost:
 
     async def _keep_paired(self, drafters: RegistryView) -> None:
         while True:
-            self._pair(able_drafters(drafters.replicas, self.identity.vocab_hash))
+            self._pair(able_drafters(drafters.replicas, self.identity))
             await asyncio.sleep(INTERVAL_S)
 
     def _pair(self, able: Mapping[str, Replica]) -> None:
@@ -166,12 +170,16 @@ class TargetHost:
         if self._spare_address:
             self._dial(self._spare_address)
         for session_id, each in self._under_way.items():
-            if not each.drafts:
+            if not each.methods:
                 continue
-            address = next_drafter(each.drafter_address, able, streams)
+            suited = of_methods(able, each.methods)
+            # One that serves another method is left even for none.
+            strange = each.drafter_address in able and each.drafter_address not in suited
+            address = next_drafter("" if strange else each.drafter_address, suited, streams)
             if address == each.drafter_address:
                 continue
-            self._dial(address)
+            if address:
+                self._dial(address)
             self._drafted[each.drafter_address] -= 1
             self._drafted[address] += 1
             each.drafter_address = address
@@ -190,9 +198,11 @@ class TargetHost:
             OverloadedError: Too many sessions.
             UnavailableError: The verifier shuts down or its engine died.
         """
-        check_request(request, self.identity, max_model_len=self._max_model_len, methods=self._methods)
+        check_request(
+            request, self.identity, max_model_len=self._max_model_len, methods=self._methods, rules=self._rules
+        )
         self._admit(request)
-        if DRAFT_MODEL not in (request.speculation.methods or self._methods):
+        if not self._tier_methods(request):
             request = replace(request, drafter_address="")
         if request.drafter_address and request.speculation.cap:
             self._dial(request.drafter_address)
@@ -204,6 +214,9 @@ class TargetHost:
                 yield committed
                 if committed.result is not None:
                     return
+
+    def _tier_methods(self, request: GenerateRequest) -> frozenset[str]:
+        return frozenset(request.speculation.methods or self._methods) & frozenset(TIER_METHODS)
 
     def _admit(self, request: GenerateRequest) -> None:
         if self._draining:
@@ -230,7 +243,7 @@ class TargetHost:
         mine = _UnderWay(
             serial=serial,
             epoch=request.epoch,
-            drafts=bool(request.speculation.cap) and DRAFT_MODEL in (request.speculation.methods or self._methods),
+            methods=self._tier_methods(request) if request.speculation.cap else frozenset(),
             drafter_address=request.drafter_address,
         )
         self._under_way[request.session_id] = mine
@@ -277,16 +290,18 @@ class TargetHost:
                     continue
                 logger.info("closing an unused stream", extra={"drafter": address})
                 link = self._links.pop(address)
-                self._link_changed(address, up=False)
+                self._link_changed(address, None)
                 await link.close()
             idle = unused
             self._drafted = +self._drafted
 
-    def _link_changed(self, address: str, up: bool) -> None:
-        if not up:
+    def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
+        if draft is None:
             self._metrics.fallbacks.labels("link_lost").inc()
+        wants_states = draft is not None and draft.draft_method == EAGLE3
+        change = LinkChanged(address=address, up=draft is not None, wants_states=wants_states)
         with suppress(UnavailableError):
-            self._engine.post(LinkChanged(address=address, up=up), always=True)
+            self._engine.post(change, always=True)
 
     def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
         # Drafts that find no place are lost; the next commit brings new ones.

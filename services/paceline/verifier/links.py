@@ -41,8 +41,8 @@ class DrafterLink:
 
     Args:
         address: Where the drafter listens, `host:port`.
-        target: Whom we verify for; a drafter for another vocabulary refuses.
-        on_change: Called with True when the stream is up, with False when it is lost.
+        target: Whom we verify for; a drafter that cannot draft for it refuses.
+        on_change: Called with the drafter's identity when the stream is up, with None when it is lost.
         on_messages: Called with what the drafter says.
         tls: Certificate to show; None: plain text.
     """
@@ -51,7 +51,7 @@ class DrafterLink:
         self,
         address: str,
         target: ModelIdentity,
-        on_change: Callable[[str, bool], None],
+        on_change: Callable[[str, ModelIdentity | None], None],
         on_messages: Callable[[str, Sequence[ToVerifier]], None],
         tls: FleetTls | None = None,
     ) -> None:
@@ -116,7 +116,7 @@ class DrafterLink:
         self._complained = True
         if was_up:
             self._down_since_s = asyncio.get_running_loop().time()
-            self._on_change(self.address, False)
+            self._on_change(self.address, None)
         return was_up
 
     async def _run_stream(self) -> None:
@@ -126,20 +126,21 @@ class DrafterLink:
             call = stub.Draft(self._requests(self._outbox))
             responses = aiter(call)
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                await self._greet(responses)
+                draft = await self._greet(responses)
             self._up, self._complained = True, False
             logger.info("stream to drafter is up", extra={"drafter": self.address})
-            self._on_change(self.address, True)
+            self._on_change(self.address, draft)
             async for response in responses:
                 if response is None:  # what gRPC hands on for bytes that are no message
                     raise RemoteProtocolError(f"drafter {self.address} sent bytes that are no message")
                 _, messages = draft_response_from_pb(response)
                 self._on_messages(self.address, messages)
 
-    async def _greet(self, responses: AsyncIterator[drafter_pb2.DraftResponse]) -> None:
+    async def _greet(self, responses: AsyncIterator[drafter_pb2.DraftResponse]) -> ModelIdentity:
         draft, _ = draft_response_from_pb(await anext(responses))
-        if draft is None or draft.vocab_hash != self._target.vocab_hash:
-            raise RemoteProtocolError(f"drafter {self.address} drafts for another vocabulary")
+        if draft is None or not draft.drafts_for(self._target):
+            raise RemoteProtocolError(f"drafter {self.address} drafts for another vocabulary, or from other states")
+        return draft
 
     async def _requests(
         self, outbox: asyncio.Queue[drafter_pb2.DraftRequest]

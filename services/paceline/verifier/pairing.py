@@ -6,9 +6,10 @@ the verifier knows which streams are up. Pure: replicas and streams in, one addr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.core.messages import ModelIdentity
 from paceline.store.base import Replica
 
 # A stream that is down for so long has lost its sessions to others; dialling takes a few milliseconds.
@@ -30,12 +31,21 @@ class Streams:
     num_sessions: Mapping[str, int]
 
 
-def able_drafters(replicas: Sequence[Replica], vocab_hash: str) -> dict[str, Replica]:
-    """Returns the drafters for a vocabulary that take sessions, by address."""
+def able_drafters(replicas: Sequence[Replica], target: ModelIdentity) -> dict[str, Replica]:
+    """Returns the drafters for a target that take sessions, by address."""
     return {
         replica.address: replica
         for replica in replicas
-        if not replica.draining and replica.identity is not None and replica.identity.vocab_hash == vocab_hash
+        if not replica.draining and replica.identity is not None and replica.identity.drafts_for(target)
+    }
+
+
+def of_methods(able: Mapping[str, Replica], methods: Collection[str]) -> dict[str, Replica]:
+    """Returns those of `able_drafters` that serve one of the methods, by address."""
+    return {
+        address: replica
+        for address, replica in able.items()
+        if replica.identity is not None and replica.identity.draft_method in methods
     }
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.core.errors import ConfigError
 from paceline.core.params import LAYER_SKIP, MEDUSA, NGRAM, SUFFIX
 from paceline.drafting.early_exit import EarlyExitSource
 from paceline.drafting.medusa import MedusaSource
 from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import Decoder, LlamaDecoder
+from paceline.engine.eagle3 import load_fusion
 from paceline.engine.medusa_heads import MedusaHeads
 from paceline.engine.sources import AnySource
-from paceline.engine.states import StateLayout
 from paceline.verifier.config import Speculation
 
 # Share of the layers that drafts unless others are named.
@@ -27,9 +29,11 @@ def make_sources(speculation: Speculation, decoder: Decoder) -> list[AnySource]:
     if MEDUSA in speculation.methods:
         assert speculation.medusa_model is not None, "checked with the other settings"
         sources.append(MedusaSource(MedusaHeads.load(speculation.medusa_model, decoder)))
-        decoder.keep_states(StateLayout(hidden_size=decoder.hidden_size, final=True))
+        decoder.keep_states(replace(decoder.states, hidden_size=decoder.hidden_size, final=True))
     if LAYER_SKIP in speculation.methods:
         sources.append(_early_exit(speculation.layers, decoder))
+    if speculation.eagle3_model is not None:
+        decoder.keep_states(load_fusion(speculation.eagle3_model, decoder))
     return sources
 
 

@@ -81,7 +81,7 @@ def speculation_to_pb(params: SpeculationParams) -> common_pb2.SpeculationParams
 
 
 def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationParams:
-    """Decodes what a request asks of speculation; an empty acceptance rule is the default one.
+    """Decodes what a request asks of speculation.
 
     Raises:
         InvalidRequestError: A field is outside its limits.
@@ -89,7 +89,7 @@ def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationPar
     return SpeculationParams(
         enabled=message.enabled,
         max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
-        acceptance=message.acceptance or "coupled",
+        acceptance=message.acceptance,
         method=message.method,
     )
 
@@ -103,6 +103,7 @@ def identity_to_pb(identity: ModelIdentity) -> common_pb2.ModelIdentity:
         context_len=identity.context_len,
         eos_token_ids=identity.eos_token_ids,
         weights_hash=identity.weights_hash,
+        states_hash=identity.states_hash,
     )
 
 
@@ -123,6 +124,7 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
         context_len=message.context_len,
         eos_token_ids=tuple(message.eos_token_ids),
         weights_hash=message.weights_hash,
+        states_hash=message.states_hash,
     )
 
 
@@ -137,6 +139,7 @@ def speculation_record_to_pb(record: SpeculationRecord) -> common_pb2.Speculatio
         mean_batch_size=record.mean_batch_size,
         num_hits=record.num_hits,
         num_misses=record.num_misses,
+        lossy=record.lossy,
     )
 
 
@@ -151,6 +154,7 @@ def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> Specula
         mean_batch_size=message.mean_batch_size,
         num_hits=message.num_hits,
         num_misses=message.num_misses,
+        lossy=message.lossy,
     )
 
 

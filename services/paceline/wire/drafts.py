@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from paceline.core.acceptance import DEFAULT_KEEP, MAX_WEIGHT, SparseDraft
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
     Commit,
+    CommittedStates,
     DraftNodes,
     LaggingSession,
     ModelIdentity,
@@ -17,6 +19,7 @@ from paceline.core.messages import (
     ToDrafter,
     ToVerifier,
 )
+from paceline.core.params import ACCEPTANCE_RULES, COUPLED
 from paceline.rpc.v1 import drafter_pb2
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
@@ -28,6 +31,9 @@ from paceline.wire.common import (
 )
 
 MAX_CONFIDENCE = 255
+# Far more than any model's hidden states have.
+MAX_STATE_WIDTH = 65_536
+BFLOAT16_BYTES = 2
 
 
 def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | None = None) -> drafter_pb2.DraftRequest:
@@ -41,19 +47,21 @@ def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | N
             for message in messages
             if isinstance(message, CloseSession)
         ],
+        states=[_states_to_pb(message) for message in messages if isinstance(message, CommittedStates)],
     )
 
 
 def draft_request_from_pb(
     message: drafter_pb2.DraftRequest,
 ) -> tuple[ModelIdentity | None, list[ToDrafter]]:
-    """Decodes what a verifier says: who dials, then opens, commits and closes in that order.
+    """Decodes what a verifier says: who dials, then opens, states, commits and closes in that order.
 
     Raises:
         RemoteProtocolError: A field is missing or outside its limits.
     """
     target = identity_from_pb(message.target) if message.HasField("target") else None
     decoded: list[ToDrafter] = [_open_from_pb(entry) for entry in message.opens]
+    decoded.extend(_states_from_pb(entry) for entry in message.states)
     decoded.extend(_commit_from_pb(entry) for entry in message.commits)
     decoded.extend(
         CloseSession(
@@ -110,6 +118,7 @@ def _open_to_pb(message: OpenSession) -> drafter_pb2.OpenSession:
         sampling=sampling_to_pb(message.sampling),
         price=message.price,
         room=message.room,
+        acceptance=message.acceptance,
     )
 
 
@@ -119,6 +128,11 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
     if not 1 <= entry.prompt_len <= len(entry.token_ids):
         raise RemoteProtocolError(
             f"OpenSession.prompt_len: must be from 1 to the {len(entry.token_ids)} tokens sent, got {entry.prompt_len}"
+        )
+    acceptance = entry.acceptance or COUPLED
+    if acceptance not in ACCEPTANCE_RULES:
+        raise RemoteProtocolError(
+            f"OpenSession.acceptance: must be one of {', '.join(ACCEPTANCE_RULES)}, got {acceptance!r}"
         )
     try:
         sampling = sampling_from_pb(entry.sampling)
@@ -132,6 +146,7 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
         sampling=sampling,
         price=_price("OpenSession", entry.price),
         room=entry.room,
+        acceptance=acceptance,
     )
 
 
@@ -157,6 +172,33 @@ def _commit_from_pb(entry: drafter_pb2.Commit) -> Commit:
     )
 
 
+def _states_to_pb(message: CommittedStates) -> drafter_pb2.CommittedStates:
+    return drafter_pb2.CommittedStates(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        start=message.start,
+        width=message.width,
+        values=message.values,
+    )
+
+
+def _states_from_pb(entry: drafter_pb2.CommittedStates) -> CommittedStates:
+    if not 1 <= entry.width <= MAX_STATE_WIDTH:
+        raise RemoteProtocolError(f"CommittedStates.width: must be from 1 to {MAX_STATE_WIDTH}, got {entry.width}")
+    if not entry.values or len(entry.values) % (BFLOAT16_BYTES * entry.width):
+        raise RemoteProtocolError(
+            f"CommittedStates.values: must hold whole positions of {entry.width} bfloat16 numbers, got "
+            f"{len(entry.values)} bytes"
+        )
+    return CommittedStates(
+        session_id=_named_session("CommittedStates", entry.session_id),
+        epoch=entry.epoch,
+        start=entry.start,
+        width=entry.width,
+        values=entry.values,
+    )
+
+
 def _nodes_to_pb(message: DraftNodes) -> drafter_pb2.DraftNodes:
     return drafter_pb2.DraftNodes(
         session_id=message.session_id,
@@ -166,25 +208,19 @@ def _nodes_to_pb(message: DraftNodes) -> drafter_pb2.DraftNodes:
         parent_ids=[node.parent_id for node in message.nodes],
         token_ids=[node.token_id for node in message.nodes],
         confidences=[round(MAX_CONFIDENCE * node.confidence) for node in message.nodes],
+        drafts=[
+            drafter_pb2.SparseDraft(token_ids=node.draft.token_ids, weights=node.draft.weights)
+            for node in message.nodes
+            if node.draft is not None
+        ],
     )
 
 
 def _nodes_from_pb(entry: drafter_pb2.DraftNodes) -> DraftNodes:
-    num_nodes = len(entry.node_ids)
-    for name, values in (
-        ("parent_ids", entry.parent_ids),
-        ("token_ids", entry.token_ids),
-        ("confidences", entry.confidences),
-    ):
-        if len(values) != num_nodes:
-            raise RemoteProtocolError(f"DraftNodes.{name}: has {len(values)} entries, node_ids has {num_nodes}")
-    if num_nodes and min(entry.node_ids) == 0:
-        raise RemoteProtocolError("DraftNodes.node_ids: must be at least 1, got 0")
-    if num_nodes and max(entry.confidences) > MAX_CONFIDENCE:
-        raise RemoteProtocolError(
-            f"DraftNodes.confidences: must be from 0 to {MAX_CONFIDENCE}, got {max(entry.confidences)}"
-        )
-    lists = zip(entry.node_ids, entry.parent_ids, entry.token_ids, entry.confidences, strict=True)
+    _check_lists(entry)
+    lists = zip(
+        entry.node_ids, entry.parent_ids, entry.token_ids, entry.confidences, _drafts_from_pb(entry), strict=True
+    )
     return DraftNodes(
         session_id=_named_session("DraftNodes", entry.session_id),
         epoch=entry.epoch,
@@ -195,10 +231,52 @@ def _nodes_from_pb(entry: drafter_pb2.DraftNodes) -> DraftNodes:
                 parent_id=parent_id,
                 token_id=token_id,
                 confidence=confidence / MAX_CONFIDENCE,
+                draft=draft,
             )
-            for node_id, parent_id, token_id, confidence in lists
+            for node_id, parent_id, token_id, confidence, draft in lists
         ),
     )
+
+
+def _check_lists(entry: drafter_pb2.DraftNodes) -> None:
+    num_nodes = len(entry.node_ids)
+    for name, size in (
+        ("parent_ids", len(entry.parent_ids)),
+        ("token_ids", len(entry.token_ids)),
+        ("confidences", len(entry.confidences)),
+        ("drafts", len(entry.drafts) or num_nodes),
+    ):
+        if size != num_nodes:
+            raise RemoteProtocolError(f"DraftNodes.{name}: has {size} entries, node_ids has {num_nodes}")
+    if num_nodes and min(entry.node_ids) == 0:
+        raise RemoteProtocolError("DraftNodes.node_ids: must be at least 1, got 0")
+    if num_nodes and max(entry.confidences) > MAX_CONFIDENCE:
+        raise RemoteProtocolError(
+            f"DraftNodes.confidences: must be from 0 to {MAX_CONFIDENCE}, got {max(entry.confidences)}"
+        )
+
+
+def _drafts_from_pb(entry: drafter_pb2.DraftNodes) -> Sequence[SparseDraft | None]:
+    if not entry.drafts:
+        return [None] * len(entry.node_ids)
+    return [_draft_from_pb(draft, token_id) for draft, token_id in zip(entry.drafts, entry.token_ids, strict=True)]
+
+
+def _draft_from_pb(draft: drafter_pb2.SparseDraft, token_id: int) -> SparseDraft:
+    size = len(draft.token_ids)
+    if not 1 <= size <= DEFAULT_KEEP:
+        raise RemoteProtocolError(f"SparseDraft.token_ids: must have from 1 to {DEFAULT_KEEP} entries, got {size}")
+    if len(draft.weights) != size:
+        raise RemoteProtocolError(f"SparseDraft.weights: has {len(draft.weights)} entries, token_ids has {size}")
+    if len(set(draft.token_ids)) != size:
+        raise RemoteProtocolError("SparseDraft.token_ids: names a token twice")
+    if token_id not in draft.token_ids:
+        raise RemoteProtocolError(f"SparseDraft.token_ids: the guess {token_id} is not among them")
+    if not 1 <= min(draft.weights) <= max(draft.weights) <= MAX_WEIGHT:
+        raise RemoteProtocolError(
+            f"SparseDraft.weights: must be from 1 to {MAX_WEIGHT}, got {min(draft.weights)} to {max(draft.weights)}"
+        )
+    return SparseDraft(token_ids=tuple(draft.token_ids), weights=tuple(draft.weights))
 
 
 def _named_session(message_name: str, session_id: str) -> str:

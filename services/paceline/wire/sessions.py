@@ -90,6 +90,7 @@ def committed_to_pb(committed: CommittedTokens) -> verifier_pb2.VerifierGenerate
         token_ids=committed.token_ids,
         logprobs=[_position_logprobs_to_pb(position) for position in committed.logprobs],
         result=None if committed.result is None else _result_to_pb(committed.result),
+        lossy=committed.lossy,
     )
 
 
@@ -108,6 +109,7 @@ def committed_from_pb(message: verifier_pb2.VerifierGenerateResponse) -> Committ
         token_ids=tuple(message.token_ids),
         logprobs=tuple(_position_logprobs_from_pb(position) for position in message.logprobs),
         result=_result_from_pb(message.result) if message.HasField("result") else None,
+        lossy=message.lossy,
     )
 
 

@@ -203,14 +203,14 @@ def test_a_target_of_ones_own_needs_a_draft_model_or_none_at_all(checkpoint: Pat
     with pytest.raises(ConfigError, match=r"--draft-model PATH beside it, or --no-drafter"):
         resolve_checkpoints(alone, {}, print)
     plain = fleet("--model", str(checkpoint), "--no-drafter")
-    assert resolve_checkpoints(plain, {}, print).draft is None
+    assert resolve_checkpoints(plain, {}, print).drafts == ()
 
 
 def test_the_draft_model_may_stand_in_vllms_json(checkpoint: Path) -> None:
     config = json.dumps({"method": "draft_model", "model": str(DEMO_DRAFTER)})
     shutil.copy(DEMO_DRAFTER / "tokenizer.json", checkpoint)
     spec = fleet("--model", str(checkpoint), "--speculative-config", config)
-    assert resolve_checkpoints(spec, {}, print).draft == DEMO_DRAFTER
+    assert resolve_checkpoints(spec, {}, print).drafts == (DEMO_DRAFTER,)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "8"])

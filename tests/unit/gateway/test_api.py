@@ -127,7 +127,7 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "not a field"),
         ({"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens", "from 0 to 64"),
-        ({"speculation": {"acceptance": "lucky"}}, "speculation.acceptance", '"coupled"'),
+        ({"speculation": {"acceptance": "lucky"}}, "speculation.acceptance", "coupled, rejection, block, typical"),
         ({"speculation": {"enable": True}}, "speculation.enable", "not a field"),
         ({"speculation": True}, "speculation", "must be"),
     ],
@@ -232,7 +232,7 @@ def test_all_sampling_fields_arrive() -> None:
         presence_penalty=-1, frequency_penalty=1, logit_bias=((7, -100.0),), min_tokens=2,
         stop_token_ids=(3,), ignore_eos=True, logprobs=0, seed=2**64 - 1,
     )  # fmt: skip
-    assert session.speculation == SpeculationParams(enabled=False, max_draft_tokens=4)
+    assert session.speculation == SpeculationParams(enabled=False, max_draft_tokens=4, acceptance="coupled")
     assert session.stops == ("END",)
 
 

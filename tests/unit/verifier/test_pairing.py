@@ -7,6 +7,7 @@ from paceline.store.base import Replica
 from paceline.verifier.pairing import DOWN_S, Streams, able_drafters, next_drafter, spare_drafter
 
 VOCABULARY = "v"
+TARGET = ModelIdentity(name="target", vocab_hash=VOCABULARY, vocab_size=300, context_len=64)
 
 
 def drafter(name: str, *, vocab_hash: str = VOCABULARY, draining: bool = False, num_sessions: int = 0) -> Replica:
@@ -23,7 +24,7 @@ def drafter(name: str, *, vocab_hash: str = VOCABULARY, draining: bool = False, 
 
 def paired(current: str, *drafters: Replica, down_s: dict[str, float] | None = None, **num_sessions: int) -> str:
     streams = Streams(down_s=down_s or {}, num_sessions=num_sessions)
-    return next_drafter(current, able_drafters(drafters, VOCABULARY), streams)
+    return next_drafter(current, able_drafters(drafters, TARGET), streams)
 
 
 def test_a_session_stays_where_it_is_as_long_as_it_is_well_there() -> None:
@@ -63,7 +64,7 @@ def test_a_drafter_of_another_vocabulary_is_never_taken() -> None:
 
 
 def spare(*drafters: Replica, **num_sessions: int) -> str:
-    return spare_drafter(able_drafters(drafters, VOCABULARY), Streams(down_s={}, num_sessions=num_sessions))
+    return spare_drafter(able_drafters(drafters, TARGET), Streams(down_s={}, num_sessions=num_sessions))
 
 
 def test_a_stream_is_kept_to_the_least_loaded_drafter_that_no_session_has() -> None:

@@ -47,7 +47,7 @@ def test_everything_may_be_asked_for():
     [
         ({"method": "medusa"}, "medusa_model must name the folder of the heads, got None"),
         ({"method": "medusa", "medusa_model": 3}, "medusa_model must name the folder of the heads, got 3"),
-        ({"method": "heads"}, "method must be one of draft_model, ngram, suffix, medusa, layer_skip"),
+        ({"method": "heads"}, "method must be one of draft_model, eagle3, ngram, suffix, medusa, layer_skip"),
         ({"exit_layer": 0}, "exit_layer must be a number of layers, at least 1, got 0"),
         ({"exit_layer": True}, "exit_layer must be a number of layers"),
         ({"exit_layer": 1, "layers": [0]}, "exit_layer and layers exclude one another"),

@@ -159,7 +159,9 @@ class SpeculationParams(google.protobuf.message.Message):
     max_draft_tokens: builtins.int
     """Most draft tokens verified for this session in one step; absent: the verifier decides."""
     acceptance: builtins.str
-    """Acceptance rule: "coupled"."""
+    """Acceptance rule: "coupled", "rejection", "block", or "typical" where lossy rules are served; empty: the verifier's
+    default.
+    """
     method: builtins.str
     """Ways to draft, joined by "+": "draft_model", "ngram", "suffix"; empty: all that the verifier serves."""
     def __init__(
@@ -190,6 +192,7 @@ class ModelIdentity(google.protobuf.message.Message):
     CONTEXT_LEN_FIELD_NUMBER: builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: builtins.int
+    STATES_HASH_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name under which users ask for the model."""
     vocab_hash: builtins.str
@@ -200,6 +203,8 @@ class ModelIdentity(google.protobuf.message.Message):
     """Longest prompt plus output, in tokens."""
     weights_hash: builtins.str
     """Fingerprint of configuration, weights and their type; equal ones mean equal tokens for equal seeds."""
+    states_hash: builtins.str
+    """Fingerprint of the hidden states that a verifier hands out, or that a drafter drafts from; empty: none."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token that ends a text, several for some models."""
@@ -213,8 +218,9 @@ class ModelIdentity(google.protobuf.message.Message):
         context_len: builtins.int = ...,
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         weights_hash: builtins.str = ...,
+        states_hash: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_len", b"context_len", "eos_token_ids", b"eos_token_ids", "name", b"name", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_len", b"context_len", "eos_token_ids", b"eos_token_ids", "name", b"name", "states_hash", b"states_hash", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]) -> None: ...
 
 Global___ModelIdentity: typing_extensions.TypeAlias = ModelIdentity
 
@@ -281,6 +287,7 @@ class SpeculationRecord(google.protobuf.message.Message):
     MEAN_BATCH_SIZE_FIELD_NUMBER: builtins.int
     NUM_HITS_FIELD_NUMBER: builtins.int
     NUM_MISSES_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
     num_steps: builtins.int
     """Steps of this session, rounds and plain steps alike."""
     num_spec_steps: builtins.int
@@ -295,6 +302,8 @@ class SpeculationRecord(google.protobuf.message.Message):
     """Rounds whose committed path was still in the tree afterwards."""
     num_misses: builtins.int
     """Rounds whose committed path had left the tree."""
+    lossy: builtins.bool
+    """A lossy acceptance rule had a part in the text: its law is not the target's."""
     @property
     def acceptance_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Entry k: rounds in which exactly k draft tokens matched."""
@@ -310,8 +319,9 @@ class SpeculationRecord(google.protobuf.message.Message):
         mean_batch_size: builtins.float = ...,
         num_hits: builtins.int = ...,
         num_misses: builtins.int = ...,
+        lossy: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acceptance_histogram", b"acceptance_histogram", "mean_batch_size", b"mean_batch_size", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_hits", b"num_hits", "num_misses", b"num_misses", "num_spec_steps", b"num_spec_steps", "num_steps", b"num_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance_histogram", b"acceptance_histogram", "lossy", b"lossy", "mean_batch_size", b"mean_batch_size", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_hits", b"num_hits", "num_misses", b"num_misses", "num_spec_steps", b"num_spec_steps", "num_steps", b"num_steps"]) -> None: ...
 
 Global___SpeculationRecord: typing_extensions.TypeAlias = SpeculationRecord
 

@@ -29,6 +29,7 @@ class DraftRequest(google.protobuf.message.Message):
     OPENS_FIELD_NUMBER: builtins.int
     COMMITS_FIELD_NUMBER: builtins.int
     CLOSES_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
     @property
     def target(self) -> paceline.rpc.v1.common_pb2.ModelIdentity:
         """First message of a stream only: who dials. A drafter for another vocabulary refuses the stream."""
@@ -45,6 +46,10 @@ class DraftRequest(google.protobuf.message.Message):
     def closes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CloseSession]:
         """Sessions that ended."""
 
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CommittedStates]:
+        """Hidden states of committed tokens, for drafters that draft from them; they come before the commits of the message."""
+
     def __init__(
         self,
         *,
@@ -52,9 +57,10 @@ class DraftRequest(google.protobuf.message.Message):
         opens: collections.abc.Iterable[Global___OpenSession] | None = ...,
         commits: collections.abc.Iterable[Global___Commit] | None = ...,
         closes: collections.abc.Iterable[Global___CloseSession] | None = ...,
+        states: collections.abc.Iterable[Global___CommittedStates] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["closes", b"closes", "commits", b"commits", "opens", b"opens", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["closes", b"closes", "commits", b"commits", "opens", b"opens", "states", b"states", "target", b"target"]) -> None: ...
 
 Global___DraftRequest: typing_extensions.TypeAlias = DraftRequest
 
@@ -71,6 +77,7 @@ class OpenSession(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     PRICE_FIELD_NUMBER: builtins.int
     ROOM_FIELD_NUMBER: builtins.int
+    ACCEPTANCE_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session."""
     epoch: builtins.int
@@ -81,13 +88,17 @@ class OpenSession(google.protobuf.message.Message):
     """Least survival worth drafting, in [0, 1]."""
     room: builtins.int
     """Most nodes ahead of the committed tokens; 0: stay warm, draft nothing."""
+    acceptance: builtins.str
+    """Acceptance rule; empty: "coupled". Under "rejection" and "block" the tree is a chain, and every guess is sampled
+    from the very distribution that is sent with it.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt and committed tokens so far."""
 
     @property
     def sampling(self) -> paceline.rpc.v1.common_pb2.SamplingParams:
-        """Parameters of the target's choice, seed included; they shape guesses, never results."""
+        """Parameters of the target's choice, seed included."""
 
     def __init__(
         self,
@@ -99,9 +110,10 @@ class OpenSession(google.protobuf.message.Message):
         sampling: paceline.rpc.v1.common_pb2.SamplingParams | None = ...,
         price: builtins.float = ...,
         room: builtins.int = ...,
+        acceptance: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance", b"acceptance", "epoch", b"epoch", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
@@ -144,6 +156,40 @@ class Commit(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["base_len", b"base_len", "epoch", b"epoch", "price", b"price", "room", b"room", "session_id", b"session_id", "token_ids", b"token_ids"]) -> None: ...
 
 Global___Commit: typing_extensions.TypeAlias = Commit
+
+@typing.final
+class CommittedStates(google.protobuf.message.Message):
+    """The target's fused hidden states at committed positions of one session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    session_id: builtins.str
+    """The session."""
+    epoch: builtins.int
+    """Ownership number."""
+    start: builtins.int
+    """First position."""
+    width: builtins.int
+    """Numbers a position."""
+    values: builtins.bytes
+    """bfloat16, little-endian, position by position."""
+    def __init__(
+        self,
+        *,
+        session_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+        start: builtins.int = ...,
+        width: builtins.int = ...,
+        values: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "session_id", b"session_id", "start", b"start", "values", b"values", "width", b"width"]) -> None: ...
+
+Global___CommittedStates: typing_extensions.TypeAlias = CommittedStates
 
 @typing.final
 class CloseSession(google.protobuf.message.Message):
@@ -202,7 +248,7 @@ Global___DraftResponse: typing_extensions.TypeAlias = DraftResponse
 
 @typing.final
 class DraftNodes(google.protobuf.message.Message):
-    """New nodes of one session's tree. The four lists have one entry a node, parents before children."""
+    """New nodes of one session's tree. The lists have one entry a node, parents before children."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -213,6 +259,7 @@ class DraftNodes(google.protobuf.message.Message):
     PARENT_IDS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     CONFIDENCES_FIELD_NUMBER: builtins.int
+    DRAFTS_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session."""
     epoch: builtins.int
@@ -235,6 +282,10 @@ class DraftNodes(google.protobuf.message.Message):
     def confidences(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Probability that the guess matches if its parent does, in 1/255."""
 
+    @property
+    def drafts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SparseDraft]:
+        """Distribution that each guess was sampled from, under the rules "rejection" and "block"; else no entries at all."""
+
     def __init__(
         self,
         *,
@@ -245,10 +296,37 @@ class DraftNodes(google.protobuf.message.Message):
         parent_ids: collections.abc.Iterable[builtins.int] | None = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         confidences: collections.abc.Iterable[builtins.int] | None = ...,
+        drafts: collections.abc.Iterable[Global___SparseDraft] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_len", b"base_len", "confidences", b"confidences", "epoch", b"epoch", "node_ids", b"node_ids", "parent_ids", b"parent_ids", "session_id", b"session_id", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_len", b"base_len", "confidences", b"confidences", "drafts", b"drafts", "epoch", b"epoch", "node_ids", b"node_ids", "parent_ids", b"parent_ids", "session_id", b"session_id", "token_ids", b"token_ids"]) -> None: ...
 
 Global___DraftNodes: typing_extensions.TypeAlias = DraftNodes
+
+@typing.final
+class SparseDraft(google.protobuf.message.Message):
+    """A draft distribution: the probability of a token is its weight by the sum of all; other tokens have none."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """At most 64 different tokens, the guess among them."""
+
+    @property
+    def weights(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One weight a token, from 1 to 65535."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        weights: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["token_ids", b"token_ids", "weights", b"weights"]) -> None: ...
+
+Global___SparseDraft: typing_extensions.TypeAlias = SparseDraft
 
 @typing.final
 class LaggingSession(google.protobuf.message.Message):

@@ -86,6 +86,9 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     RESULT_FIELD_NUMBER: builtins.int
+    LOSSY_FIELD_NUMBER: builtins.int
+    lossy: builtins.bool
+    """A lossy acceptance rule had a part in them."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Committed tokens, oldest first."""
@@ -104,9 +107,10 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
         result: Global___VerifierGenerateResult | None = ...,
+        lossy: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "result", b"result", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "lossy", b"lossy", "result", b"result", "token_ids", b"token_ids"]) -> None: ...
 
 Global___VerifierGenerateResponse: typing_extensions.TypeAlias = VerifierGenerateResponse
 

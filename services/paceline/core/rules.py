@@ -1,0 +1,205 @@
+"""Acceptance rules at work on a draft tree: verified nodes and the target's rows in, tokens out.
+
+A rule sees one round of one session. It knows neither models nor the wire; what it asks of the target comes through
+`TargetRows`. The mathematics is in `paceline.core.acceptance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.acceptance import (
+    FloatArray,
+    VerifyOutcome,
+    block_walk,
+    overlap,
+    reject_walk,
+    typical_threshold,
+)
+from paceline.core.errors import InvalidRequestError
+from paceline.core.params import BLOCK, CHAIN_RULES, COUPLED, REJECTION, TYPICAL, SpeculationParams
+from paceline.core.tree import Node, walk
+
+# Defaults of the authors' code (2401.10774): epsilon, and delta as its root.
+POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3
+
+
+class TargetRows(Protocol):
+    """What the target says in one round of one session, at the root and at the verified nodes."""
+
+    def choose(self, node: Node) -> int:
+        """The target's own choice after a node, by the session's noise."""
+        ...
+
+    def law(self, node: Node) -> FloatArray:
+        """Law of the token after a node, `[vocab]`: all processors applied, the node's path counted as output."""
+        ...
+
+    def uniforms(self, count: int) -> Sequence[float]:
+        """Numbers in [0, 1) that no other round and no draft has seen."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a round commits: accepted draft tokens, and the one that follows them.
+
+    Args:
+        token_ids: At least one.
+        chances: For each place in it, the probability that the guess there was accepted, where the rule knows it;
+            None: what was committed says it.
+    """
+
+    token_ids: tuple[int, ...]
+    chances: tuple[float, ...] | None = None
+
+
+class Rule(Protocol):
+    """One acceptance rule."""
+
+    @property
+    def name(self) -> str:
+        """As requests name it."""
+        ...
+
+    @property
+    def lossy(self) -> bool:
+        """True when the committed tokens do not have the target's law."""
+        ...
+
+    def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
+        """Decides one round.
+
+        Args:
+            root: Stands for the last committed token.
+            verified: Nodes below it whose rows this step computed, parents before children.
+            rows: The target's.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coupled:
+    """The target's own choices, followed down the tree (section 3 of docs/speculation.md)."""
+
+    name: str = COUPLED
+    lossy: bool = False
+
+    def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
+        """See `Rule`."""
+        return Verdict(token_ids=walk(root, verified, rows.choose))
+
+
+Walk = Callable[[Sequence[FloatArray], Sequence[FloatArray], Sequence[int], Sequence[float]], VerifyOutcome]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Draft tokens weighed by the distributions they were sampled from.
+
+    Args:
+        name: As requests name it.
+        walk: `reject_walk` or `block_walk`.
+    """
+
+    name: str
+    walk: Walk
+    lossy: bool = False
+
+    def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
+        """See `Rule`; nodes are a chain, each with its distribution."""
+        laws = [rows.law(node) for node in (root, *verified)]
+        token_ids = [node.token_id for node in verified]
+        outcome = self.walk(
+            laws, [_drawn_from(node, laws[0]) for node in verified], token_ids, rows.uniforms(len(verified) + 1)
+        )
+        path = (root, *verified[: outcome.num_accepted])
+        # Overlaps tell of the drafter what accepted and rejected tokens tell in the mean, and whether or not the next
+        # guess was verified.
+        chances = [
+            overlap(law, _drawn_from(child, law))
+            for node, law in zip(path, laws, strict=False)
+            for child in node.children.values()
+        ]
+        return Verdict(
+            token_ids=(*token_ids[: outcome.num_accepted], outcome.next_token_id),
+            chances=tuple(chances),
+        )
+
+
+def _drawn_from(node: Node, law: FloatArray) -> FloatArray:
+    assert node.draft is not None, "a session takes no guess without a distribution under such a rule"
+    return node.draft.probs(len(law))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Typical:
+    """The target's own choice where it was guessed, else a guess that is typical enough; lossy (2401.10774, 3.3.1).
+
+    The paper takes the longest run of typical guesses even where the target's choice is among the others; here a guess
+    stands in for that choice only where it saves a row.
+
+    Args:
+        posterior_threshold: Probability that is enough for any guess; epsilon in the paper.
+        posterior_alpha: Share of exp(-entropy) that is enough; delta in the paper.
+    """
+
+    posterior_threshold: float = POSTERIOR_THRESHOLD
+    posterior_alpha: float = POSTERIOR_ALPHA
+    name: str = TYPICAL
+    lossy: bool = True
+
+    def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
+        """See `Rule`."""
+        members = set(map(id, verified))
+        token_ids: list[int] = []
+        node = root
+        while True:
+            chosen = rows.choose(node)
+            guesses = {child.token_id: child for child in node.children.values() if id(child) in members}
+            step = guesses.get(chosen) or self._most_typical(list(guesses.values()), node, rows)
+            if step is None:
+                return Verdict(token_ids=(*token_ids, chosen))
+            token_ids.append(step.token_id)
+            node = step
+
+    def _most_typical(self, guesses: Sequence[Node], node: Node, rows: TargetRows) -> Node | None:
+        if not guesses:
+            return None
+        law = rows.law(node)
+        best = max(guesses, key=lambda guess: (law[guess.token_id], -guess.token_id))
+        threshold = typical_threshold(law, self.posterior_threshold, self.posterior_alpha)
+        return best if law[best.token_id] > threshold else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The rules that a verifier serves.
+
+    Args:
+        default: Name of the rule of requests that name none.
+        typical: None: no lossy rule is served.
+    """
+
+    default: str = COUPLED
+    typical: Typical | None = None
+
+    def of(self, speculation: SpeculationParams) -> Rule:
+        """Returns the rule of a session; without speculation there is nothing to accept, and all are the first one.
+
+        Raises:
+            InvalidRequestError: It is lossy, and lossy rules are not served.
+        """
+        name = speculation.acceptance or self.default
+        if speculation.cap == 0 or name == COUPLED:
+            return Coupled()
+        if name in CHAIN_RULES:
+            return Chain(name=name, walk={REJECTION: reject_walk, BLOCK: block_walk}[name])
+        if self.typical is None:
+            raise InvalidRequestError(
+                "speculation.acceptance",
+                f'{name} is lossy, and served only where the verifier\'s --speculative-config says "lossy": true',
+            )
+        return self.typical

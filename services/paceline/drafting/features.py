@@ -1,0 +1,90 @@
+"""The target's fused hidden states on their way into the KV of a drafter that drafts from them (EAGLE-3).
+
+The feature of a position is paired with the token after it: row i of such a drafter takes the token at i + 1 and the
+feature of position i, so its pages hold one row less than there are tokens, and the first token has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.core.errors import RemoteProtocolError
+from paceline.core.messages import CommittedStates
+
+Features = npt.NDArray[np.float32]
+
+
+class TokensAfterFirst(Sequence[int]):
+    """A view of all tokens but the first; it grows with them."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        """One less than there are tokens."""
+        return max(0, len(self._tokens) - 1)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        """Token or tokens, counted from the second."""
+        if isinstance(index, int):
+            return self._tokens[index + 1 if index >= 0 else index]
+        start, stop, _ = index.indices(len(self))
+        return self._tokens[start + 1 : stop + 1]
+
+
+class FeatureBuffer:
+    """Features of the positions `start` to `stop` - 1; those before were used, those after have not come.
+
+    Args:
+        width: Numbers a feature.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.start = 0
+        self._width = width
+        self._rows: Features = np.empty((0, width), np.float32)
+
+    @property
+    def stop(self) -> int:
+        """One more than the last position that is here."""
+        return self.start + len(self._rows)
+
+    def add(self, message: CommittedStates) -> None:
+        """Takes in the next features; those that are known already are passed over.
+
+        Raises:
+            RemoteProtocolError: They have another width, or some before them are missing.
+        """
+        if message.width != self._width:
+            raise RemoteProtocolError(f"CommittedStates.width: must be {self._width}, got {message.width}")
+        if message.start > self.stop:
+            raise RemoteProtocolError(f"CommittedStates.start: must be at most {self.stop}, got {message.start}")
+        fresh = decode_states(message)[self.stop - message.start :]
+        self._rows = np.concatenate([self._rows, fresh])
+
+    def rows(self, start: int, stop: int) -> Features:
+        """Features of positions `start` to `stop` - 1, float32 [n, width]."""
+        return self._rows[start - self.start : stop - self.start]
+
+    def drop_before(self, position: int) -> None:
+        """Those before a position will not be asked for again."""
+        if position > self.start:
+            self._rows = self._rows[position - self.start :].copy()
+            self.start = position
+
+
+def decode_states(message: CommittedStates) -> Features:
+    """The features of a message, float32 [n, width]."""
+    bits = torch.frombuffer(bytearray(message.values), dtype=torch.bfloat16)
+    return bits.float().view(-1, message.width).numpy()

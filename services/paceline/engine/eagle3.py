@@ -1,0 +1,321 @@
+"""EAGLE-3 heads (Li et al. 2503.01840): one layer that drafts from the target's own hidden states.
+
+A row takes the embedding of a token and a feature of the position before it: the target's low, middle and high hidden
+states, fused to one vector, or in a drafted row the head's own output for its parent. The fusion runs in the verifier,
+so that the wire carries one vector a token; the rest runs wherever drafts are made. Both published layouts are read:
+SafeAILab's (SpecForge's is the same) and that of speculators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PretrainedConfig
+
+from paceline.core.errors import ConfigError
+from paceline.core.messages import ModelIdentity
+from paceline.engine.batch import Batch
+from paceline.engine.checkpoint import Checkpoint
+from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
+from paceline.engine.decoder import Decoder, LlamaDecoder, choose_device, choose_dtype, warm_up
+from paceline.engine.identity import model_identity
+from paceline.engine.kernels import rms_norm_rows
+from paceline.engine.linear import HeadLinear, Linear
+from paceline.engine.llama import LlamaReader, LlamaWeights
+from paceline.engine.rope import rope_frequencies
+from paceline.engine.states import StateLayout
+from paceline.engine.torch_layers import TorchLayers, TorchRows
+from paceline.heads import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, described, describes_eagle3
+
+NUM_TAPS: Final = 3
+HASH_CHARS: Final = 32
+# Options of some checkpoints that change what is computed and are not served.
+_UNSERVED: Final = ("norm_before_fc", "norm_output", "fc_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """What a checkpoint folder says of its head.
+
+    Attributes:
+        folder: Where it lies.
+        sizes: Of its layer, as a Llama's config.json has them.
+        draft_vocab_size: Ids that it can guess.
+        layer_ids: Layers of the target whose outputs are fused; None: those of the paper.
+        prefix: Of its layer's tensors.
+        normed_residual: Whether its residual stream starts from the normalised feature.
+    """
+
+    folder: Path
+    sizes: dict[str, Any]
+    draft_vocab_size: int
+    layer_ids: tuple[int, ...] | None
+    prefix: str
+    normed_residual: bool
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> EagleConfig:
+        """Reads config.json.
+
+        Raises:
+            ConfigError: It is unreadable, of no EAGLE-3 head, or has an option that is not served.
+        """
+        config = described(folder)
+        if not describes_eagle3(config):
+            raise ConfigError(
+                f"{folder} is no EAGLE-3 head: its config.json names neither {EAGLE3_ARCHITECTURE} nor speculators"
+            )
+        unserved = [name for name in _UNSERVED if config.get(name)]
+        if unserved:
+            raise ConfigError(f"{unserved[0]}: EAGLE-3 heads with this option are not served ({folder})")
+        from_speculators = "transformer_layer_config" in config
+        sizes = config["transformer_layer_config"] if from_speculators else config
+        found = config if from_speculators else config.get("eagle_config") or {}
+        ids = found.get("eagle_aux_hidden_state_layer_ids")
+        # speculators counts the layers that take the streams, the others those that give them.
+        shift = 1 if from_speculators else 0
+        return cls(
+            folder=folder,
+            sizes=sizes,
+            draft_vocab_size=int(config.get("draft_vocab_size") or sizes["vocab_size"]),
+            layer_ids=None if ids is None else tuple(int(layer) - shift for layer in ids),
+            prefix="layers.0" if from_speculators else "midlayer",
+            normed_residual=bool(config.get("norm_before_residual")),
+        )
+
+    def taps(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of a target of so many whose outputs are fused.
+
+        Raises:
+            ConfigError: The target lacks one of them.
+        """
+        layers = (1, num_layers // 2 - 1, num_layers - 4) if self.layer_ids is None else self.layer_ids
+        if len(layers) != NUM_TAPS or not all(0 <= layer < num_layers for layer in layers):
+            raise ConfigError(
+                f"eagle_aux_hidden_state_layer_ids: must be {NUM_TAPS} of the target's {num_layers} layers, "
+                f"got {list(layers)} ({self.folder})"
+            )
+        return layers
+
+    def decoder_config(self, target: DecoderConfig) -> DecoderConfig:
+        """Sizes of the head as a decoder of one layer over the target's vocabulary."""
+        heads = int(self.sizes["num_attention_heads"])
+        return DecoderConfig(
+            model_type=SPECULATORS_TYPE,
+            architecture=EAGLE3_ARCHITECTURE,
+            vocab_size=target.vocab_size,
+            context_len=target.context_len,
+            eos_token_ids=target.eos_token_ids,
+            num_layers=1,
+            num_heads=heads,
+            num_kv_heads=int(self.sizes.get("num_key_value_heads") or heads),
+            head_dim=int(self.sizes.get("head_dim") or int(self.sizes["hidden_size"]) // heads),
+        )
+
+
+def states_hash(folder: Path) -> str:
+    """Fingerprint of the fusion: verifier and drafter must have the same.
+
+    Raises:
+        ConfigError: The folder holds no EAGLE-3 head.
+    """
+    config = EagleConfig.from_folder(folder)
+    fusion = Checkpoint(folder).tensor("fc.weight")
+    digest = hashlib.sha256(repr((config.layer_ids, tuple(fusion.shape))).encode())
+    digest.update(fusion.float().numpy().tobytes())
+    return digest.hexdigest()[:HASH_CHARS]
+
+
+def head_identity(folder: Path, target: Path, name: str = "", dtype: str = "auto") -> ModelIdentity:
+    """What a drafter of this head announces: its target's vocabulary, and the states that it drafts from.
+
+    Raises:
+        ConfigError: One of the folders is no such checkpoint.
+    """
+    of_target = model_identity(target, dtype=dtype)
+    return replace(of_target, name=name or folder.resolve().name, weights_hash="", states_hash=states_hash(folder))
+
+
+def load_fusion(folder: Path, target: Decoder) -> StateLayout:
+    """The verifier's part of a head: which hidden states the target keeps, and how they are fused.
+
+    Raises:
+        ConfigError: The folder holds no EAGLE-3 head, or one for another target.
+    """
+    config, hidden = EagleConfig.from_folder(folder), target.hidden_size
+    layers = config.taps(target.config.num_layers)
+    weight = Checkpoint(folder).tensor("fc.weight", (int(config.sizes["hidden_size"]), NUM_TAPS * hidden))
+    fuse = Linear(weight.to(device=target.device, dtype=target.dtype))
+    return replace(target.states, hidden_size=hidden, layers=layers, fuse=fuse)
+
+
+def load_eagle3(
+    folder: Path,
+    target: Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    num_threads: int | None = None,
+    *,
+    compiled: bool | None = None,
+) -> EagleDecoder:
+    """The drafter's part of a head.
+
+    Args:
+        folder: Of the head.
+        target: Checkpoint folder of the target, for embedding and rotary frequencies.
+        dtype: As in `load_decoder`; "auto" is the target's.
+        device: As in `load_decoder`.
+        num_threads: As in `load_decoder`.
+        compiled: As in `LlamaDecoder`.
+
+    Raises:
+        ConfigError: One of them is no such checkpoint, or they do not fit together.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    eagle, of_target = EagleConfig.from_folder(folder), read_transformers_config(target)
+    config = eagle.decoder_config(DecoderConfig.from_transformers(of_target, target))
+    shape = _shape(eagle, of_target, config.head_dim)
+    target_checkpoint, checkpoint = Checkpoint(target), Checkpoint(folder)
+    kind, place = choose_dtype(dtype, target_checkpoint), choose_device(device)
+    hidden = shape.hidden_size
+    reader = LlamaReader(checkpoint, config, shape, kind, place)
+    embeddings = LlamaReader(target_checkpoint, config, shape, kind, place)
+    draft_ids = _draft_ids(checkpoint, eagle, config.vocab_size)
+    weights = LlamaWeights(
+        embedding=embeddings.weight("model.embed_tokens.weight", (config.vocab_size, hidden)),
+        layers=(reader.layer(eagle.prefix, 2 * hidden),),
+        final_norm=reader.norm("norm.weight", hidden),
+        head=DraftHead(reader.weight("lm_head.weight", (eagle.draft_vocab_size, hidden)), draft_ids, config.vocab_size),
+    )
+    feature_norm = reader.norm(f"{eagle.prefix}.hidden_norm.weight", hidden)
+    decoder = EagleDecoder(
+        config, shape, weights, feature_norm, normed_residual=eagle.normed_residual, compiled=compiled
+    )
+    warm_up(decoder)
+    return decoder
+
+
+def _shape(eagle: EagleConfig, target: PretrainedConfig, head_dim: int) -> LlamaShape:
+    """Sizes of the head's layer; rotary frequencies are the target's, since configs of heads carry wrong ones."""
+    return LlamaShape(
+        hidden_size=int(eagle.sizes["hidden_size"]),
+        intermediate_size=int(eagle.sizes["intermediate_size"]),
+        rms_norm_eps=float(eagle.sizes["rms_norm_eps"]),
+        tied_head=False,
+        rope=rope_frequencies(target, head_dim),
+    )
+
+
+def _draft_ids(checkpoint: Checkpoint, eagle: EagleConfig, vocab_size: int) -> torch.Tensor | None:
+    """Ids [draft_vocab] of the target that the head guesses; None: all of them, in order.
+
+    Raises:
+        ConfigError: The maps contradict one another, or lead out of the vocabulary.
+    """
+    if not checkpoint.has("d2t"):
+        if eagle.draft_vocab_size != vocab_size:
+            raise ConfigError(f"{eagle.folder} lacks d2t, and guesses {eagle.draft_vocab_size} of {vocab_size} ids")
+        return None
+    offsets = checkpoint.tensor("d2t", (eagle.draft_vocab_size,)).to(torch.int64)
+    draft_ids = torch.arange(eagle.draft_vocab_size) + offsets
+    if int(draft_ids.min()) < 0 or int(draft_ids.max()) >= vocab_size:
+        raise ConfigError(f"d2t: leads to ids outside the vocabulary of {vocab_size} ({eagle.folder})")
+    if checkpoint.has("t2d"):
+        known = checkpoint.tensor("t2d").to(torch.bool).nonzero().flatten()
+        if not torch.equal(known, draft_ids):
+            raise ConfigError(f"t2d: contradicts d2t ({eagle.folder})")
+    return draft_ids
+
+
+class DraftHead:
+    """A head over part of a vocabulary; ids that it does not know get no probability.
+
+    Args:
+        weight: [draft_vocab, hidden].
+        draft_ids: int64 [draft_vocab], the ids it knows; None: all.
+        vocab_size: Of the target.
+    """
+
+    def __init__(self, weight: torch.Tensor, draft_ids: torch.Tensor | None, vocab_size: int) -> None:
+        self._head = HeadLinear(weight)
+        self._draft_ids = None if draft_ids is None else draft_ids.to(weight.device)
+        self._vocab_size = vocab_size
+        self.nbytes = self._head.nbytes
+
+    @torch.inference_mode()
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `paceline.engine.llama.Head`."""
+        known = self._head(rows)
+        if self._draft_ids is None:
+            return known
+        logits = torch.full((len(rows), self._vocab_size), -torch.inf, device=known.device)
+        return logits.index_copy_(1, self._draft_ids, known)
+
+
+class _EagleLayers(TorchLayers):
+    """The head's layer in torch operations."""
+
+    feature_norm: torch.Tensor
+    normed_residual: bool
+
+    def _enter(self, rows: TorchRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert rows.features is not None, "an EAGLE-3 head takes features"
+        embedded = torch.nn.functional.embedding(rows.token_ids, self._weights.embedding).float()
+        features = self._norm(rows.features, self.feature_norm)
+        entering = torch.cat([self._norm(embedded, self._weights.layers[0].input_norm), features], dim=-1)
+        return (features if self.normed_residual else rows.features), entering
+
+
+class EagleDecoder(LlamaDecoder):
+    """An EAGLE-3 head as a decoder; the states that it keeps are the features of the rows below.
+
+    Args:
+        config: Sizes; one layer, the target's vocabulary.
+        shape: More of them.
+        weights: With a `DraftHead`; the layer's norm of inputs is that of embeddings.
+        feature_norm: [hidden], of features.
+        normed_residual: Whether the residual stream starts from the normalised feature.
+        compiled: As in `LlamaDecoder`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        shape: LlamaShape,
+        weights: LlamaWeights,
+        feature_norm: torch.Tensor,
+        *,
+        normed_residual: bool = False,
+        compiled: bool | None = None,
+    ) -> None:
+        self._feature_norm = feature_norm
+        self._normed_residual = normed_residual
+        # Buffers of static steps have no place for features.
+        super().__init__(config, shape, weights, compiled=compiled, static=False)
+        self.feature_width = shape.hidden_size
+        self.keep_states(StateLayout(hidden_size=shape.hidden_size, layers=(0,)))
+
+    def _make_torch_layers(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> TorchLayers:
+        layers = _EagleLayers(config, shape, weights)
+        layers.feature_norm, layers.normed_residual = self._feature_norm, self._normed_residual
+        return layers
+
+    def _enter(self, batch: Batch) -> tuple[npt.NDArray[Any], torch.Tensor | None]:
+        assert batch.features is not None, "an EAGLE-3 head takes features"
+        embedded, _ = super()._enter(batch)
+        hidden, eps = self.feature_width, np.float32(self._eps)
+        entering, entering_rows = self._rows_buffer(batch.num_rows, 2 * hidden)
+        rms_norm_rows(embedded, self._layers[0].input_norm, eps, entering_rows[:, :hidden])
+        rms_norm_rows(batch.features, self._feature_norm.numpy(), eps, entering_rows[:, hidden:])
+        if not self._normed_residual:
+            return batch.features.copy(), entering
+        residual = np.empty_like(batch.features)
+        rms_norm_rows(batch.features, self._feature_norm.numpy(), eps, residual)
+        return residual, entering
