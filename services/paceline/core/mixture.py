@@ -23,7 +23,7 @@ from paceline.core.tree import DraftTree
 # Tokens that a source is taken to add before it was asked.
 FIRST_GAIN = 1.0
 # Weight of a new look in the times of calls, in the gain of all sessions, and in that of one.
-COST_SMOOTHING, MEAN_SMOOTHING, GAIN_SMOOTHING = 0.1, 0.05, 0.3
+COST_SMOOTHING, MEAN_SMOOTHING, GAIN_SMOOTHING = 0.1, 0.1, 0.3
 # Calls at first that are not learned from; how much slower than usual one may be; and how far numbers of sessions must
 # differ, as a share of their mean, before their times are believed.
 UNCOUNTED_CALLS, MOST_DELAY, DOUBT = 2, 4.0, 0.1
