@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.allocator import FixedGamma, Goodput
 from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
-from paceline.core.params import MEDUSA, NGRAM, SUFFIX, SamplingParams, SpeculationParams
+from paceline.core.params import LAYER_SKIP, MEDUSA, NGRAM, SUFFIX, SamplingParams, SpeculationParams
 from paceline.engine.target_events import DraftsArrived
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
 from tests.support.engines import DRAFTER, EnginePair
@@ -92,7 +92,7 @@ def test_sources_inside_the_verifier_leave_the_tokens_alone(pair_folders, plain,
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("methods", [(MEDUSA,), (NGRAM, MEDUSA)], ids="+".join)
+@pytest.mark.parametrize("methods", [(MEDUSA,), (LAYER_SKIP,), (NGRAM, MEDUSA, LAYER_SKIP)], ids="+".join)
 @pytest.mark.parametrize("drafter", [False, True], ids=["alone", "beside drafters"])
 def test_heads_and_layers_leave_the_tokens_alone(pair_folders, plain, random_heads, sampling, methods, drafter):
     pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=6), methods=methods, medusa_model=random_heads)
@@ -105,15 +105,15 @@ def test_heads_and_layers_leave_the_tokens_alone(pair_folders, plain, random_hea
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_switching_the_method_in_mid_session_leaves_the_tokens_alone(pair_folders, plain, random_heads, sampling):
-    pair = EnginePair(*pair_folders, methods=(NGRAM, SUFFIX, MEDUSA), medusa_model=random_heads)
+    pair = EnginePair(*pair_folders, methods=(NGRAM, SUFFIX, MEDUSA, LAYER_SKIP), medusa_model=random_heads)
     for index, prompt in enumerate(prompts(4)):
         so_far: list[int] = []
-        for method in ("draft_model", "medusa", "suffix", "ngram+draft_model"):
+        for method in ("draft_model", "medusa", "suffix", "layer_skip", "ngram+draft_model"):
             if len(so_far) == len(plain[sampling][index]):
                 break
             name = f"{index} by {method}"
             pair.submit(name, prompt, SAMPLINGS[sampling], SpeculationParams(method=method), committed=so_far)
-            while pair.target.has_work() and len(pair.sessions[name].token_ids) < 13:
+            while pair.target.has_work() and len(pair.sessions[name].token_ids) < 8:
                 pair.round()
             so_far = so_far + pair.sessions[name].token_ids
             if pair.target.has_work():
@@ -151,7 +151,7 @@ def test_a_session_taken_over_with_its_tokens_continues_the_same_text(pair_folde
     }
 
 
-@pytest.mark.parametrize("methods", [(), (NGRAM, MEDUSA)], ids=["drafter", "ngram+medusa"])
+@pytest.mark.parametrize("methods", [(), (NGRAM, MEDUSA, LAYER_SKIP)], ids=["drafter", "all sources"])
 def test_few_pages_mean_preemption_and_the_same_tokens(pair_folders, plain, random_heads, methods):
     options = {"methods": methods, "medusa_model": random_heads}
     pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4), num_blocks=20, **options)

@@ -1,15 +1,18 @@
-"""Heads that are right are believed: their guesses are accepted, whatever happens to a session's pages."""
+"""Heads that are right are believed, and a target that drafts with all its layers agrees with itself."""
 
 from __future__ import annotations
 
 import pytest
 
-from paceline.core.allocator import FixedGamma
-from paceline.core.params import MEDUSA, SamplingParams
+from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.params import LAYER_SKIP, MEDUSA, SamplingParams, SpeculationParams
+from paceline.drafting.early_exit import EarlyExitSource
+from paceline.engine.target_session import SHORT_REMAINDER
+from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair
-from tests.support.heads import CIRCLE, save_counting_medusa, save_counting_target
+from tests.support.heads import CIRCLE, random_medusa, save_counting_medusa, save_counting_target, save_medusa
 
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 PROMPTS = [[7], [3, 250, 251, 90], list(range(100, 160))]
 
 
@@ -21,10 +24,10 @@ def counting(tmp_path_factory):
 
 
 def counting_pair(counting, **options) -> EnginePair:
+    """An engine of the counting target that drafts with its heads."""
     target, heads = counting
-    pair = EnginePair(
-        target, target, allocator=FixedGamma(gamma=3), methods=(MEDUSA,), medusa_model=heads, **options
-    )  # fmt: skip
+    options.setdefault("allocator", FixedGamma(gamma=3))
+    pair = EnginePair(target, target, methods=(MEDUSA,), medusa_model=heads, **options)
     pair.kill_drafter()
     return pair
 
@@ -41,8 +44,8 @@ def test_right_heads_commit_a_token_a_head_and_one_more_each_step(counting):
     for index, prompt in enumerate(PROMPTS):
         assert pair.sessions[f"s{index}"].token_ids == counted_from(prompt)
         record = pair.sessions[f"s{index}"].result.speculation
-        # The first token comes alone, and 39 are left for steps of 4: most of the tree is the heads' best path.
-        assert record.num_steps <= 12
+        # The first token comes alone, then four a step, and the last ones alone again: they are not delayed for drafts.
+        assert record.num_steps <= 1 + 8 + SHORT_REMAINDER
 
 
 def test_they_are_right_after_preemption_and_from_cached_pages(counting):
@@ -67,9 +70,79 @@ def test_a_resumed_session_drafts_from_its_second_token_on(counting):
     assert pair.sessions["s"].result.speculation.num_accepted_draft_tokens > 20
 
 
-def test_heads_have_no_more_to_say_than_tokens_are_left(counting):
+def test_short_answers_are_not_delayed_for_drafts(counting):
     pair = counting_pair(counting)
-    pair.submit("s", PROMPTS[0], SamplingParams(max_tokens=3, temperature=0.0))
+    pair.submit("s", PROMPTS[0], SamplingParams(max_tokens=SHORT_REMAINDER, temperature=0.0))
     pair.run()
-    assert pair.sessions["s"].token_ids == counted_from(PROMPTS[0])[:3]
-    assert pair.sessions["s"].result.speculation.num_draft_tokens <= 1
+    assert pair.sessions["s"].token_ids == counted_from(PROMPTS[0])[:SHORT_REMAINDER]
+    assert not any(report.asked_of for report in pair.reports)
+
+
+def run_long(pair, count=4) -> None:
+    for index in range(count):
+        pair.submit(f"s{index}", [index + 3], SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True))
+    pair.run()
+
+
+def test_a_good_source_is_asked_after_every_step_that_leaves_it_enough_to_do(counting):
+    pair = counting_pair(counting, allocator=Goodput())
+    run_long(pair)
+    turns = 0
+    for session in pair.sessions.values():
+        said = 0
+        for message in session.messages:
+            said += len(message.token_ids)
+            turns += 400 - said >= SHORT_REMAINDER
+    assert sum(report.asked_of[MEDUSA] for report in pair.reports) == turns > 100
+
+
+def test_a_useless_source_ends_up_asked_next_to_never(tmp_path):
+    target, drafter = save_pair(tmp_path)
+    heads = save_medusa(tmp_path / "heads", random_medusa(), num_heads=3, num_blocks=1)
+    pair = EnginePair(target, drafter, methods=(MEDUSA,), medusa_model=heads)
+    pair.kill_drafter()
+    run_long(pair)
+    asked = [report.asked_of[MEDUSA] > 0 for report in pair.reports]
+    assert asked[1]
+    late = pair.reports[len(asked) // 2 :]
+    share = sum(report.asked_s.get(MEDUSA, 0.0) for report in late) / sum(report.seconds for report in late)
+    assert 0.0 < share < 0.01
+
+
+def test_of_two_sources_the_useless_one_is_asked_next_to_never(counting):
+    target, heads = counting
+    pair = EnginePair(target, target, methods=(MEDUSA, LAYER_SKIP), medusa_model=heads, layers=(0, 1))
+    pair.kill_drafter()
+    run_long(pair)
+    late = pair.reports[len(pair.reports) // 2 :]
+    assert all(report.asked_of[MEDUSA] for report in late[:-SHORT_REMAINDER])
+    # What its layers say is right, but the heads have said it already.
+    assert sum(report.asked_of[LAYER_SKIP] > 0 for report in late) < len(late) / 20
+
+
+ALL_LAYERS = (0, 1)
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.95, seed=11, frequency_penalty=0.4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("num_blocks", [64, 10], ids=["", "few pages"])
+def test_with_all_its_layers_a_target_always_accepts_its_own_drafts(tmp_path, sampling, num_blocks):
+    target, _ = save_pair(tmp_path)
+    pair = EnginePair(
+        target,
+        target,
+        allocator=FixedGamma(gamma=5),
+        sources=lambda decoder: [EarlyExitSource(decoder, ALL_LAYERS, cost=0.0, width=1)],
+        num_blocks=num_blocks,
+    )
+    pair.kill_drafter()
+    for index, prompt in enumerate(PROMPTS):
+        pair.submit(f"s{index}", prompt, sampling)
+        pair.submit(f"plain{index}", prompt, sampling, SpeculationParams(enabled=False))
+    pair.run()
+    assert (pair.num_preempted > 0) == (num_blocks == 10)
+    for index in range(len(PROMPTS)):
+        drafted, plain = pair.sessions[f"s{index}"], pair.sessions[f"plain{index}"]
+        assert drafted.token_ids == plain.token_ids
+        record = drafted.result.speculation
+        assert record.num_accepted_draft_tokens == record.num_draft_tokens > 20

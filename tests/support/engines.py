@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateRes
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.rules import Rules
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
-from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.decoder import Decoder, LlamaDecoder, load_decoder
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
+from paceline.engine.sources import AnySource
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Submit, TargetLimits
+from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, StepReport, Submit, TargetLimits
 from paceline.verifier.config import Speculation
 from paceline.verifier.sources import make_sources
 
@@ -61,6 +62,7 @@ class EnginePair:
         eagle3_model: Path | None = None,
         num_draft_blocks: int = 256,
         rules: Rules | None = None,
+        sources: Callable[[LlamaDecoder], list[AnySource]] | None = None,
         **heads: Any,
     ) -> None:
         self.clock = Clock()
@@ -75,7 +77,7 @@ class EnginePair:
             rules=rules or Rules(),
             **heads,
         )
-        self.sources = make_sources(speculation, decoder)
+        self.sources = make_sources(speculation, decoder) if sources is None else sources(decoder)
         self.target = TargetEngine(
             decoder=decoder,
             identity=identity,
@@ -93,6 +95,7 @@ class EnginePair:
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []
         self.num_preempted = 0
+        self.reports: list[StepReport] = []
         self.draft: DraftEngine | None = None
         self.start_drafter()
 
@@ -172,6 +175,7 @@ class EnginePair:
     def _target_step(self) -> None:
         output = self.target.step()
         self.num_preempted += output.report.num_preempted
+        self.reports.append(output.report)
         for serial, committed in output.committed:
             generated = self.sessions[self.names[serial - 1]]
             assert isinstance(committed, CommittedTokens)

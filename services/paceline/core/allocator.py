@@ -15,13 +15,14 @@ guesses are there in plain steps too, and what drafters bring is measured agains
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.mixture import num_worth_asking
 from paceline.core.patience import Prospect, worth_waiting
 from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepMode, StepTimes
 from paceline.core.tree import DraftTree, Node, best_first
@@ -110,6 +111,12 @@ class Allocator(Protocol):
         """True when the step should wait `wait_s` seconds for the next nodes rather than run now in `step_s`."""
         ...
 
+    def num_asked(
+        self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
+    ) -> int:
+        """For how many sessions, those of most gain first, a source that takes time is asked; see `core.mixture`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedGamma:
@@ -149,6 +156,13 @@ class FixedGamma:
         del wait_s, step_s
         return any(each.gain for each in prospects)
 
+    def num_asked(
+        self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
+    ) -> int:
+        """See `Allocator`; all of them."""
+        del expected, step_s, call_s
+        return len(gains)
+
 
 class Goodput:
     """The set of nodes that maximises expected committed tokens per second, by step times learned on the way.
@@ -185,6 +199,9 @@ class Goodput:
         goodputs = _expected(len(demands), survivals) / table.from_to(rows, rows + len(ranked))
         best = int(np.argmax(goodputs >= ENOUGH * goodputs.max()))
         self.least_survival = float(goodputs[best]) * table.slope(rows + best)
+        if best:
+            # Where times bend, one row more may cost a lot; what was worth its row is worth it again.
+            self.least_survival = min(self.least_survival, float(survivals[best - 1]))
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
@@ -201,6 +218,12 @@ class Goodput:
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
         """See `Allocator`; the same objective, applied to time."""
         return worth_waiting(prospects, wait_s=wait_s, step_s=step_s)
+
+    def num_asked(
+        self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
+    ) -> int:
+        """See `Allocator`; the same objective, applied to the time of a call."""
+        return num_worth_asking(gains, expected=expected, step_s=step_s, call_s=call_s)
 
     @property
     def _mode(self) -> StepMode:

@@ -13,10 +13,12 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_DRAFT_TOKENS = 64
 # Ways to draft: in the drafter tier a model of its own, or a head on the target's hidden states; inside the verifier
-# look-up in the session's own text, or in recent outputs of others too, and heads on the target's hidden states.
-DRAFT_MODEL, EAGLE3, NGRAM, SUFFIX, MEDUSA = "draft_model", "eagle3", "ngram", "suffix", "medusa"
+# look-up in the session's own text, or in recent outputs of others too, heads on the target's hidden states, and some
+# of the target's own layers.
+DRAFT_MODEL, EAGLE3, NGRAM, SUFFIX = "draft_model", "eagle3", "ngram", "suffix"
+MEDUSA, LAYER_SKIP = "medusa", "layer_skip"
 TIER_METHODS = (DRAFT_MODEL, EAGLE3)
-METHODS = (*TIER_METHODS, NGRAM, SUFFIX, MEDUSA)
+METHODS = (*TIER_METHODS, NGRAM, SUFFIX, MEDUSA, LAYER_SKIP)
 MAX_METHOD_CHARS = 64
 # Acceptance rules: which draft tokens become committed tokens.
 COUPLED, REJECTION, BLOCK, TYPICAL = "coupled", "rejection", "block", "typical"

@@ -6,7 +6,7 @@ A decoder knows nothing of sessions, trees or sampling: rows, slots and block ta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -185,6 +185,13 @@ class LlamaDecoder:
     def linears(self) -> list[Linear]:
         """Every packed linear of a step, in the order in which it runs them."""
         return [each for layer in self._weights.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+
+    def share(self, layers: Sequence[int]) -> float:
+        """Of the weights that a step reads, what a pass through some layers and the head reads."""
+        linears = self.linears()
+        per_layer = len(linears) // self.config.num_layers
+        read = sum(each.nbytes for index in layers for each in linears[per_layer * index :][:per_layer])
+        return (self.head.nbytes + read) / self.weight_bytes
 
     @torch.inference_mode()
     def prepare(self, max_rows: int) -> None:

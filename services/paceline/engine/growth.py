@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
-from paceline.core.allocator import Allocator
+from paceline.core.allocator import LEAST_SURVIVAL, Allocator
 from paceline.core.messages import GenerateRequest
+from paceline.core.mixture import Gain, SourceRecord, in_hand
 from paceline.core.params import CHAIN_RULES
 from paceline.core.rules import Rules
 from paceline.engine.sources import AnySource, Follower, Turn
+from paceline.engine.target_events import StepReport
 from paceline.engine.target_session import TargetSession
+
+# Weight of a step in the time of steps that calls are weighed against.
+STEP_SMOOTHING = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A session that a costly source may be asked for; it has `held` expected draft tokens in hand."""
+
+    session: TargetSession
+    known: Gain
+    held: float
 
 
 class Growth:
-    """All sources of an engine.
+    """All sources of an engine: free ones are asked for every session, others where that pays.
 
     Args:
-        sources: In the order in which they are asked.
+        sources: Free ones are asked in this order, the others best first.
         allocator: Says what guesses are worth.
         rules: Acceptance rules.
+        clock: Seconds, monotonic.
     """
 
-    def __init__(self, sources: Sequence[AnySource], allocator: Allocator, rules: Rules) -> None:
+    def __init__(
+        self, sources: Sequence[AnySource], allocator: Allocator, rules: Rules, clock: Callable[[], float]
+    ) -> None:
         self._sources = sources
         self._rules = rules
         self._allocator = allocator
+        self._clock = clock
+        self._records = {source.name: SourceRecord() for source in sources if not source.is_free}
         self._sessions: list[TargetSession] = []
+        self._step_s: float | None = None
 
     def sources_of(self, request: GenerateRequest) -> list[AnySource]:
         """Those that a request lets draft."""
@@ -41,18 +62,28 @@ class Growth:
         """A session got tokens in this step, and goes on."""
         self._sessions.append(session)
 
-    def grow(self) -> None:
-        """Has guesses hung into the trees of the sessions of this step."""
+    def grow(self, report: StepReport, seconds: float) -> None:
+        """Has guesses hung into the trees of the sessions of this step, which took so many seconds so far."""
         sessions, self._sessions = self._sessions, []
         for session in sessions:
             session.own_survivals = []
-        for source in self._sources if self._allocator.least_survival < 1.0 else ():
-            self._ask(source, [session for session in sessions if source.name in session.followers])
+        if self._step_s is None:
+            self._step_s = seconds
+        if not report.num_prefill_rows:
+            self._step_s += STEP_SMOOTHING * (seconds - self._step_s)
+        if self._allocator.least_survival >= 1.0:
+            return
+        for source in self._sources:
+            if source.is_free:
+                self._ask(source, [each for each in sessions if source.name in each.followers and self._cap(each)])
+        costly = [source for source in self._sources if not source.is_free]
+        for source in sorted(costly, key=lambda each: -self._records[each.name].merit):
+            self._ask_where_it_pays(source, sessions, self._step_s, report)
 
     def _ask(self, source: AnySource, sessions: Sequence[TargetSession]) -> None:
-        turns = [(session, self._turn(source, session)) for session in sessions if self._cap(session)]
-        grown = source.grow([turn for _, turn in turns]) if turns else ()
-        for (session, _), survivals in zip(turns, grown, strict=True):
+        turns = [self._turn(source, session) for session in sessions]
+        grown = source.grow(turns) if turns else ()
+        for session, survivals in zip(sessions, grown, strict=True):
             # Sources guess the same tokens more often than not: the surer one counts, rank by rank.
             pairs = zip_longest(session.own_survivals, survivals, fillvalue=0.0)
             session.own_survivals = [max(pair) for pair in pairs]
@@ -64,6 +95,47 @@ class Growth:
             limit=self._cap(session),
             least=self._allocator.least_survival,
         )
+
+    def _ask_where_it_pays(
+        self, source: AnySource, sessions: Sequence[TargetSession], step_s: float, report: StepReport
+    ) -> None:
+        record = self._records[source.name]
+        held = [self._in_hand(session) for session in sessions]
+        candidates = [
+            _Candidate(session=each, known=each.gains.setdefault(source.name, record.new_session()), held=in_hand_now)
+            for each, in_hand_now in zip(sessions, held, strict=True)
+            if source.name in each.followers and self._cap(each) and each.may_wait()
+        ]
+        if not candidates:
+            return
+        candidates.sort(key=lambda each: -each.known.of(each.held))
+        count = self._num_asked(record, candidates, len(sessions) + sum(held), step_s)
+        if count:
+            self._call(source, record, candidates[:count], report)
+        for each in candidates[count:]:
+            record.left_out(each.known, each.held)
+
+    def _num_asked(self, record: SourceRecord, candidates: Sequence[_Candidate], expected: float, step_s: float) -> int:
+        gains = [each.known.of(each.held) for each in candidates]
+        count = self._allocator.num_asked(gains, expected=expected, step_s=step_s, call_s=record.call_s)
+        if not count and record.is_due(len(gains), self._clock()):
+            return len(gains)
+        return count
+
+    def _call(
+        self, source: AnySource, record: SourceRecord, candidates: Sequence[_Candidate], report: StepReport
+    ) -> None:
+        started_s = self._clock()
+        self._ask(source, [each.session for each in candidates])
+        now_s = self._clock()
+        record.asked(len(candidates), seconds=now_s - started_s, now_s=now_s)
+        for each in candidates:
+            record.gained(each.known, each.held, self._in_hand(each.session) - each.held)
+        report.asked_of[source.name] += len(candidates)
+        report.asked_s[source.name] = now_s - started_s
+
+    def _in_hand(self, session: TargetSession) -> float:
+        return in_hand(session.draft.tree, self._cap(session), least=LEAST_SURVIVAL)
 
     def _cap(self, session: TargetSession) -> int:
         return min(session.cap(), self._allocator.max_nodes)

@@ -72,15 +72,12 @@ class MedusaHeads:
 
     Attributes:
         hidden_size: Width of the states.
-        nbytes: What a call reads, the target's own head not counted.
     """
 
     def __init__(self, blocks: Sequence[Sequence[Linear]], heads: Sequence[Head]) -> None:
         self._blocks = blocks
         self._heads = heads
         self.hidden_size = blocks[0][0].in_features
-        owned = [head.nbytes for head in heads if isinstance(head, HeadLinear)] if len(heads) > 1 else []
-        self.nbytes = sum(block.nbytes for head in blocks for block in head) + sum(owned)
 
     @classmethod
     def load(cls, folder: Path, decoder: Decoder) -> MedusaHeads:

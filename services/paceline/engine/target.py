@@ -116,7 +116,7 @@ class TargetEngine:
         self._allocator = allocator
         self._clock = clock
         self._rules = Rules() if rules is None else rules
-        self._growth = Growth(sources, allocator, self._rules)
+        self._growth = Growth(sources, allocator, self._rules, clock)
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
@@ -335,7 +335,7 @@ class TargetEngine:
                 committed.append(self._verify(each, logits, batch_size))
             for session, logit_index in finishing:
                 committed.append(self._first_token(session, logits[logit_index], batch_size))
-            self._growth.grow()
+            self._growth.grow(self._report, self._clock() - started_s)
             self._time_step(started_s, builder.num_rows, mode)
         return self._output(committed, builder.num_rows)
 

@@ -87,6 +87,9 @@ class StepReport:
     # Verified nodes, and those of them that matched, by the source that guessed them first.
     verified_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
+    # Sources that take time: the sessions each was asked for, and its seconds.
+    asked_of: Counter[str] = field(default_factory=Counter)
+    asked_s: dict[str, float] = field(default_factory=dict)
     num_hits: int = 0
     num_misses: int = 0
     num_late_nodes: int = 0

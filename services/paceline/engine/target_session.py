@@ -18,6 +18,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     Timings,
 )
+from paceline.core.mixture import Gain
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pace import LinkPace
 from paceline.core.rules import Rule, Verdict
@@ -99,6 +100,8 @@ class TargetSession:
         self.draft = VerifierSession(request, calibrations, rule.name)
         # Survivals of the guesses these have made since the last commit, best first.
         self.own_survivals: list[float] = []
+        # What costly sources add to its steps, by source.
+        self.gains: dict[str, Gain] = {}
         self.pages = KVSequence(self.draft.tokens, pool)
         self.drafter_address = request.drafter_address if request.speculation.cap else ""
         self.prefilled_to = 0

@@ -42,6 +42,18 @@ class VerifierMetrics:
             ("source", "fate"),
             registry=registry,
         )
+        self.source_seconds = Counter(
+            "paceline:source_seconds",
+            "Time that sources inside the verifier took which are not free.",
+            ("source",),
+            registry=registry,
+        )
+        self.source_turns = Counter(
+            "paceline:source_turns",
+            "Sessions that such sources were asked for, once a step.",
+            ("source",),
+            registry=registry,
+        )
         self.round_hits = Counter(
             "paceline:round_hits", "Rounds whose committed path stayed in the tree.", registry=registry
         )

@@ -31,6 +31,8 @@ POLICIES = ("goodput", "fixed")
 TIER, IN_VERIFIER = "tier", "verifier"
 PLACEMENTS = (TIER, IN_VERIFIER)
 DEFAULT_DRAFT_TOKENS = 12
+# More than any model has.
+MOST_LAYERS = 1024
 KEYS = frozenset(
     {
         "method",
@@ -44,6 +46,8 @@ KEYS = frozenset(
         "medusa_model",
         "eagle3_model",
         "placement",
+        "exit_layer",
+        "layers",
     }
 )
 NAME = "--speculative-config"
@@ -90,11 +94,12 @@ class VerifierConfig:
             f"JSON with vLLM's keys: method ({', '.join(METHODS)}, or several joined by +; default "
             "draft_model+ngram), num_speculative_tokens (most draft tokens verified per "
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
-            "(goodput, or fixed for comparison), placement (tier, or verifier: the draft model or head runs inside the "
-            "verifier, for comparison), medusa_model and eagle3_model (folders of the heads of these "
-            "methods), acceptance (rule of requests that name none: coupled, rejection, block, or typical; default "
-            "coupled), lossy (true serves the rule typical too, whose texts are marked), posterior_threshold and "
-            "posterior_alpha (of that rule, default 0.09 and 0.3)."
+            "(goodput, or fixed for comparison), placement (tier, or verifier: the draft model or head runs inside "
+            "the verifier, for comparison), medusa_model and eagle3_model (folders of the heads of these methods), "
+            "exit_layer (layer_skip drafts with so many first layers of the target; default a quarter of them) or "
+            "layers (a list of their indices), acceptance (rule of requests that name none: coupled, rejection, "
+            "block, or typical; default coupled), lossy (true serves the rule typical too, whose texts are marked), "
+            "posterior_threshold and posterior_alpha (of that rule, default 0.09 and 0.3)."
         ),
     )
     grace_s: float = setting(
@@ -118,6 +123,7 @@ class Speculation:
         medusa_model: Folder of Medusa heads.
         eagle3_model: Folder of the EAGLE-3 head that drafters have.
         own_draft: Folder of the draft model or head that drafts inside the verifier; None: drafters do.
+        layers: Layers of the target that draft, ascending; empty for as many first ones as are the default.
     """
 
     allocator: Allocator
@@ -126,6 +132,7 @@ class Speculation:
     medusa_model: Path | None = None
     eagle3_model: Path | None = None
     own_draft: Path | None = None
+    layers: tuple[int, ...] = ()
 
 
 def speculation_from(speculative_config: str) -> Speculation:
@@ -158,6 +165,7 @@ def speculation_from(speculative_config: str) -> Speculation:
         medusa_model=_folder("medusa_model", given) if MEDUSA in methods else None,
         eagle3_model=_folder("eagle3_model", given) if EAGLE3 in methods else None,
         own_draft=_own_draft(given, methods),
+        layers=_layers(given),
     )
 
 
@@ -169,6 +177,27 @@ def _own_draft(given: Mapping[str, Any], methods: tuple[str, ...]) -> Path | Non
         one = " or ".join(TIER_METHODS)
         raise ConfigError(f"{NAME}: placement {IN_VERIFIER} needs the method {one}, one of them, got {methods}")
     return _folder("eagle3_model" if served == [EAGLE3] else "model", given)
+
+
+def _layers(given: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers by number or by list; how many the model has is checked where it is loaded."""
+    if "exit_layer" in given and "layers" in given:
+        raise ConfigError(f"{NAME}: exit_layer and layers exclude one another")
+    if "exit_layer" in given:
+        count = given["exit_layer"]
+        if not _is_index(count) or count < 1:
+            raise ConfigError(f"{NAME}: exit_layer must be a number of layers, at least 1, got {count!r}")
+        return tuple(range(count))
+    layers = given.get("layers", [])
+    if not isinstance(layers, list) or not all(map(_is_index, layers)) or layers != sorted(set(layers)):
+        raise ConfigError(f"{NAME}: layers must be a list of indices from 0, ascending, got {layers!r}")
+    if "layers" in given and not layers:
+        raise ConfigError(f"{NAME}: layers must name at least one layer")
+    return tuple(layers)
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_LAYERS
 
 
 def _folder(key: str, given: Mapping[str, Any]) -> Path:

@@ -35,5 +35,8 @@ def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
         metrics.draft_nodes.labels(source, "accepted").inc(count)
     for source, count in (report.verified_by - report.accepted_by).items():
         metrics.draft_nodes.labels(source, "rejected").inc(count)
+    for source, seconds in report.asked_s.items():
+        metrics.source_seconds.labels(source).inc(seconds)
+        metrics.source_turns.labels(source).inc(report.asked_of[source])
     if report.num_late_nodes + report.num_stale_nodes:
         metrics.draft_nodes.labels(DRAFT_MODEL, "late").inc(report.num_late_nodes + report.num_stale_nodes)

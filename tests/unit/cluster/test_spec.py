@@ -19,7 +19,7 @@ from paceline.cluster.checkpoints import (
     facts_of,
     num_parameters,
 )
-from paceline.cluster.local import resolve_checkpoints
+from paceline.cluster.local import HEADS, resolve_checkpoints, with_heads
 from paceline.cluster.spec import (
     CpuShare,
     Endpoint,
@@ -218,6 +218,27 @@ def test_a_broken_speculative_config_is_named(text: str, checkpoint: Path) -> No
     spec = fleet("--model", str(checkpoint), "--speculative-config", text)
     with pytest.raises(ConfigError, match="--speculative-config must be a JSON object"):
         resolve_checkpoints(spec, {}, print)
+
+
+def test_folders_of_heads_go_to_the_verifiers_as_absolute_paths(checkpoint: Path, monkeypatch) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    asked = {"method": "ngram+medusa", "medusa_model": checkpoint.name}
+    spec = with_heads(fleet("--model", str(checkpoint), "--speculative-config", json.dumps(asked)))
+    assert json.loads(verifier_flags(spec)["--speculative-config"]) == {**asked, "medusa_model": str(checkpoint)}
+
+
+def test_the_demo_target_drafts_with_the_bundled_heads(checkpoint: Path, monkeypatch) -> None:
+    monkeypatch.setitem(HEADS, "medusa", ("medusa_model", checkpoint))
+    demo = with_heads(fleet("--speculative-config", '{"method": "medusa"}'))
+    assert json.loads(demo.speculative_config)["medusa_model"] == str(checkpoint)
+    other = with_heads(fleet("--model", str(checkpoint), "--speculative-config", '{"method": "medusa"}'))
+    assert "medusa_model" not in json.loads(other.speculative_config)
+
+
+def test_a_folder_of_heads_that_is_none_is_refused(checkpoint: Path) -> None:
+    asked = json.dumps({"method": "medusa", "medusa_model": "/nowhere"})
+    with pytest.raises(ConfigError, match="--speculative-config medusa_model /nowhere: no such folder"):
+        with_heads(fleet("--speculative-config", asked))
 
 
 @pytest.mark.parametrize(

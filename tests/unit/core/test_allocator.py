@@ -196,6 +196,14 @@ def test_guesses_without_a_drafter_are_worth_a_row_while_rows_are_cheap():
     assert many.least_survival >= 1.0
 
 
+def test_what_is_worth_its_row_is_worth_guessing_where_one_row_more_is_not():
+    bent = StepCost(rows=(1, 4, 5), seconds=(1.0, 1.01, 9.0))
+    policy = Goodput(StepTimes(bent))
+    allocation = policy.allocate([Demand(tree=tree_of(CHAIN), cap=8)], other_rows=0)
+    assert len(allocation.nodes[0]) == 3
+    assert policy.least_survival == pytest.approx(0.9 * 0.8 * 0.7)
+
+
 def test_sessions_that_opted_out_change_no_price():
     policy = settled(1, STEEP)
     before = policy.price

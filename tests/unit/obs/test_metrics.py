@@ -30,6 +30,8 @@ VERIFIER_NAMES = {
     "vllm:prefix_cache_hits_total",
     "paceline:draft_round_trip_seconds_count",
     'paceline:draft_nodes_total{fate="late",source="model"}',
+    'paceline:source_seconds_total{source="medusa"}',
+    'paceline:source_turns_total{source="medusa"}',
     "paceline:round_hits_total",
     "paceline:round_misses_total",
     "paceline:gamma_count",
@@ -52,6 +54,8 @@ def test_a_verifier_has_the_agreed_names() -> None:
     metrics.draft_nodes.labels(source="model", fate="late").inc()
     metrics.step.labels(rows=rows_label(5)).observe(0.004)
     metrics.fallbacks.labels(reason="lost").inc()
+    metrics.source_seconds.labels(source="medusa").inc(0.002)
+    metrics.source_turns.labels(source="medusa").inc(3)
     assert samples(registry).keys() >= VERIFIER_NAMES
 
 

@@ -1,0 +1,154 @@
+"""For which sessions a source inside the verifier is asked, when asking takes time: the goodput objective once more.
+
+Places in the tree need no arbiter: every commit scores the guesses of all sources (full information, as in 2510.20064),
+and calibrated survival gives the places to the best. What is left to decide is time. With `E` expected tokens of a step
+of `T` seconds, gains `g_1 >= g_2 >= ...` of sessions, and a call for `m` of them that takes `C(m)` seconds,
+
+    goodput(m) = (E + g_1 + ... + g_m) / (T + C(m)),      m* = the least argmax over all m.
+
+A gain is what a source's guesses add to the survivals for which a session's tree has room. A source that is not worth
+its time is tried again with all sessions when a call has become a small share of the time since the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.core.tree import DraftTree
+
+# Tokens that a source is taken to add before it was asked.
+FIRST_GAIN = 1.0
+# Weight of a new look in the times of calls, in the gain of all sessions, and in that of one.
+COST_SMOOTHING, MEAN_SMOOTHING, GAIN_SMOOTHING = 0.1, 0.1, 0.3
+# Calls at first that are not learned from; how much slower than usual one may be; and how far numbers of sessions must
+# differ, as a share of their mean, before their times are believed.
+UNCOUNTED_CALLS, MOST_DELAY, DOUBT = 2, 4.0, 0.1
+# A session that is not asked is believed to be like the others again after some such number of commits.
+FORGETTING = 1 / 32
+# Calls of a source that is worth none take no more of the time than this.
+PROBE_SHARE = 0.005
+
+
+def in_hand(tree: DraftTree, limit: int, *, least: float) -> float:
+    """Expected draft tokens of a tree: the sum of its best `limit` survivals, those below `least` left out."""
+    survivals = sorted((tree.survival(node) for node in tree.nodes()), reverse=True)[:limit]
+    return sum(survival for survival in survivals if survival >= least)
+
+
+def num_worth_asking(gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]) -> int:
+    """For how many sessions a source is worth asking; see the module docstring.
+
+    Args:
+        gains: Tokens that the source would add, of each session, best first.
+        expected: Tokens of the whole step without it.
+        step_s: Time of a step without it.
+        call_s: Time of asking for so many sessions at once.
+    """
+    tokens = expected + np.concatenate(([0.0], np.cumsum(gains)))
+    seconds = step_s + np.array([0.0, *(call_s(count) for count in range(1, len(gains) + 1))])
+    return int(np.argmax(tokens / seconds))
+
+
+class CallCost:
+    """Time of a call, a line through its number of sessions, learned online with forgetting.
+
+    Until calls of several sizes were seen, half of their time is taken to be the same for any number. The first calls
+    pay for compilation, and are not learned from; a call that the machine held up counts as a slow one only.
+    """
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._count = self._seconds = 0.0
+        self._variance = self._covariance = 0.0
+
+    def observe(self, count: int, seconds: float) -> None:
+        """A call for `count` sessions took `seconds`."""
+        self._num_calls += 1
+        if self._num_calls <= UNCOUNTED_CALLS:
+            return
+        if self._num_calls == UNCOUNTED_CALLS + 1:
+            self._count, self._seconds = float(count), seconds
+            return
+        seconds = min(seconds, MOST_DELAY * self(count))
+        off_count, off_seconds = count - self._count, seconds - self._seconds
+        self._count += COST_SMOOTHING * off_count
+        self._seconds += COST_SMOOTHING * off_seconds
+        keep = 1.0 - COST_SMOOTHING
+        self._variance = keep * (self._variance + COST_SMOOTHING * off_count * off_count)
+        self._covariance = keep * (self._covariance + COST_SMOOTHING * off_count * off_seconds)
+
+    def __call__(self, count: int) -> float:
+        """Expected seconds of a call for `count` sessions; 0 while nothing is known."""
+        if not self._count:
+            return 0.0
+        proportional = self._seconds / self._count
+        doubt = (DOUBT * self._count) ** 2
+        slope = (self._covariance + doubt * proportional / 2) / (self._variance + doubt)
+        slope = min(max(slope, 0.0), proportional)
+        return max(0.0, self._seconds + slope * (count - self._count))
+
+
+@dataclass(slots=True)
+class Gain:
+    """Tokens that a source adds to a step: to a session that is empty-handed, and to one with guesses in hand."""
+
+    empty_handed: float = FIRST_GAIN
+    otherwise: float = FIRST_GAIN
+
+    def of(self, held: float) -> float:
+        """The gain of a session with `held` expected draft tokens in hand."""
+        return self.otherwise if held else self.empty_handed
+
+    def move(self, held: float, toward: float, weight: float) -> None:
+        """Takes in what was gained with so much in hand."""
+        if held:
+            self.otherwise += weight * (toward - self.otherwise)
+        else:
+            self.empty_handed += weight * (toward - self.empty_handed)
+
+
+@dataclass(slots=True)
+class SourceRecord:
+    """What is known of a source that takes time.
+
+    Attributes:
+        mean: Gain of all sessions.
+        call_s: Time of a call.
+        asked_s: When it was asked last.
+    """
+
+    mean: Gain = field(default_factory=Gain)
+    call_s: CallCost = field(default_factory=CallCost)
+    asked_s: float = 0.0
+
+    @property
+    def merit(self) -> float:
+        """Tokens a second for an empty-handed session; sources of more are asked first."""
+        seconds = self.call_s(1)
+        return self.mean.empty_handed / seconds if seconds else math.inf
+
+    def new_session(self) -> Gain:
+        """A session is taken to be like the others."""
+        return Gain(self.mean.empty_handed, self.mean.otherwise)
+
+    def is_due(self, count: int, now_s: float) -> bool:
+        """Whether a call for `count` sessions would be a small share of the time since the last one."""
+        return self.call_s(count) <= PROBE_SHARE * (now_s - self.asked_s)
+
+    def asked(self, count: int, *, seconds: float, now_s: float) -> None:
+        """A call for `count` sessions ended."""
+        self.call_s.observe(count, seconds)
+        self.asked_s = now_s
+
+    def gained(self, session: Gain, held: float, gain: float) -> None:
+        """A session that held so much gained so much by the call."""
+        session.move(held, gain, GAIN_SMOOTHING)
+        self.mean.move(held, gain, MEAN_SMOOTHING)
+
+    def left_out(self, session: Gain, held: float) -> None:
+        """A session was not asked for: what is known of it grows old."""
+        session.move(held, self.mean.of(held), FORGETTING)

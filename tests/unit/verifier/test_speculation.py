@@ -1,0 +1,85 @@
+"""`--speculative-config`: what it may ask for, and sources made of it, or refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.errors import ConfigError
+from paceline.core.params import LAYER_SKIP, MEDUSA
+from paceline.engine.decoder import load_decoder
+from paceline.verifier.config import Speculation, speculation_from
+from paceline.verifier.sources import make_sources
+from tests.support.checkpoints import save_pair
+from tests.support.heads import random_medusa, save_medusa
+from tests.unit.engine.tiny_models import SIZES, save_tiny
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))[0]
+
+
+def asked(**settings) -> Speculation:
+    return speculation_from(json.dumps(settings))
+
+
+def test_nothing_asked_for_is_the_drafter_tier_and_look_up():
+    speculation = asked()
+    assert speculation.methods == ("draft_model", "ngram")
+    assert isinstance(speculation.allocator, Goodput)
+    assert speculation.layers == ()
+
+
+def test_everything_may_be_asked_for():
+    speculation = asked(method="ngram+medusa+layer_skip", medusa_model="/heads", exit_layer=3, policy="fixed")
+    assert speculation.methods == ("ngram", MEDUSA, LAYER_SKIP)
+    assert str(speculation.medusa_model) == "/heads"
+    assert speculation.layers == (0, 1, 2)
+    assert isinstance(speculation.allocator, FixedGamma)
+    assert asked(layers=[0, 2, 5]).layers == (0, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "medusa"}, "medusa_model must name the folder of the heads, got None"),
+        ({"method": "medusa", "medusa_model": 3}, "medusa_model must name the folder of the heads, got 3"),
+        ({"method": "heads"}, "method must be one of draft_model, eagle3, ngram, suffix, medusa, layer_skip"),
+        ({"exit_layer": 0}, "exit_layer must be a number of layers, at least 1, got 0"),
+        ({"exit_layer": True}, "exit_layer must be a number of layers"),
+        ({"exit_layer": 1, "layers": [0]}, "exit_layer and layers exclude one another"),
+        ({"layers": []}, "layers must name at least one layer"),
+        ({"layers": [1, 0]}, "layers must be a list of indices from 0, ascending"),
+        ({"layers": [-1]}, "layers must be a list of indices from 0, ascending"),
+        ({"layers": "0"}, "layers must be a list of indices from 0, ascending"),
+        ({"heads": 1}, "unknown key 'heads'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(settings, message):
+    with pytest.raises(ConfigError, match=f"--speculative-config: {message}"):
+        asked(**settings)
+
+
+def test_sources_are_made_in_the_order_of_what_they_cost(target, tmp_path):
+    heads = save_medusa(tmp_path, random_medusa(), num_heads=3, num_blocks=1)
+    speculation = asked(method="layer_skip+medusa+ngram", medusa_model=str(heads))
+    decoder = load_decoder(target, "float32", "cpu")
+    sources = make_sources(speculation, decoder)
+    assert [source.name for source in sources] == ["ngram", "medusa", "layer_skip"]
+    assert [source.is_free for source in sources] == [True, False, False]
+    assert decoder.new_cache(1).states.shape[1] == decoder.hidden_size
+
+
+def test_a_layer_beyond_the_target_is_refused(target):
+    decoder = load_decoder(target, "float32", "cpu")
+    with pytest.raises(ConfigError, match="layer 2 is beyond the target's 2 layers, 0 to 1"):
+        make_sources(asked(method="layer_skip", exit_layer=3), decoder)
+
+
+def test_models_served_by_transformers_modules_cannot_skip_layers(tmp_path):
+    decoder = save_tiny(tmp_path, "phi", SIZES).load()
+    with pytest.raises(ConfigError, match="PhiForCausalLM is served through transformers' own modules"):
+        make_sources(asked(method="layer_skip"), decoder)
