@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from hypothesis import strategies as st
 
 from paceline.core.messages import CommittedTokens, ModelIdentity
-from paceline.core.params import DRAFT_MODEL
+from paceline.core.params import BLOCK, COUPLED, DRAFT_MODEL, REJECTION, SpeculationParams
 from paceline.rpc.v1 import drafter_pb2
 from paceline.wire import committed_from_pb, draft_response_to_pb, generate_request_to_pb
 from tests.integration.conftest import running_verifier
@@ -109,12 +110,17 @@ async def hostile_drafter(identity: ModelIdentity) -> AsyncIterator[tuple[str, H
         await server.stop(0)
 
 
-async def steps_under(stub, address: str, drafter: HostileDrafter, script: Sequence[bytes | Guesses]) -> list[Steps]:
+async def steps_under(
+    stub, address: str, drafter: HostileDrafter, script: Sequence[bytes | Guesses], acceptance: str = COUPLED
+) -> list[Steps]:
     """Sessions until the drafter was heard in one of them; a stream that was lost takes time to come back."""
     drafter.script, drafter.num_said = script, 0
     sessions: list[Steps] = []
     while not drafter.num_said:
-        request = generate_request_to_pb(ask(drafter=address, max_tokens=NUM_TOKENS))
+        asked = replace(
+            ask(drafter=address, max_tokens=NUM_TOKENS), speculation=SpeculationParams(acceptance=acceptance)
+        )
+        request = generate_request_to_pb(asked)
         sessions.append([committed_from_pb(message) async for message in stub.Generate(request, timeout=ANSWER_S)])
         await asyncio.sleep(0.02)
     return sessions
@@ -157,6 +163,17 @@ def trees(size: int) -> st.SearchStrategy[Guesses]:
     )
 
 
+def drawn(guesses: Guesses, weights: list[list[int]]) -> Guesses:
+    """Guesses with distributions that pass the decoder, however untrue: what was guessed and some of the next ids."""
+    nodes = drafter_pb2.DraftNodes()
+    nodes.CopyFrom(guesses.nodes)
+    for index, some in enumerate(weights[: len(nodes.node_ids)]):
+        nodes.drafts.add(token_ids=[(nodes.token_ids[index] + rank) % 2**32 for rank in range(len(some))], weights=some)
+    # A guess that becomes the true token would not be in its distribution any more.
+    return replace(guesses, nodes=nodes, right=())
+
+
+WEIGHTS = st.lists(st.lists(st.integers(1, 65535), min_size=1, max_size=5), min_size=MOST_NODES, max_size=MOST_NODES)
 GUESSES = st.integers(1, MOST_NODES).flatmap(trees)
 BYTES = st.one_of(
     messages(drafter_pb2.DraftResponse, NEARLY_RIGHT).map(lambda message: message.SerializeToString()),
@@ -178,7 +195,7 @@ class Tally:
         self.num_accepted += steps[-1].result.speculation.num_accepted_draft_tokens
 
 
-async def tallied(folder: Path, lines: st.SearchStrategy[Any]) -> Tally:
+async def tallied(folder: Path, lines: st.SearchStrategy[Any], acceptance: str = COUPLED) -> Tally:
     """Runs sessions under scripts of such lines; nobody else drafts, so that what is verified is the hostile one's."""
     tally = Tally()
     async with (
@@ -188,7 +205,7 @@ async def tallied(folder: Path, lines: st.SearchStrategy[Any]) -> Tally:
         drafter.truth = plain = await tokens_of(stub, ask(max_tokens=NUM_TOKENS))
 
         async def undisturbed(script: list[bytes | Guesses]) -> None:
-            for steps in await steps_under(stub, address, drafter, script):
+            for steps in await steps_under(stub, address, drafter, script, acceptance):
                 tally.take(steps, plain)
 
         await holds_for_all(st.lists(lines, min_size=1, max_size=6), undisturbed, 40)
@@ -199,6 +216,22 @@ async def tallied(folder: Path, lines: st.SearchStrategy[Any]) -> Tally:
 async def test_no_guess_of_a_drafter_changes_a_token(tiny_pair) -> None:
     tally = await tallied(tiny_pair[0], GUESSES)
     assert 0 < tally.num_accepted < tally.num_verified
+
+
+@pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
+async def test_at_temperature_0_no_distribution_of_a_drafter_changes_a_token(tiny_pair, acceptance) -> None:
+    """A token that the target does not choose has no probability, and no distribution makes up for that."""
+    lines = st.builds(drawn, GUESSES, WEIGHTS)
+    tally = await tallied(tiny_pair[0], lines, acceptance)
+    assert tally.num_verified
+
+
+@pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
+async def test_guesses_without_a_distribution_or_any_bytes_end_the_stream_and_not_the_session(
+    tiny_pair, acceptance
+) -> None:
+    tally = await tallied(tiny_pair[0], st.one_of(GUESSES, BYTES), acceptance)
+    assert not tally.num_accepted
 
 
 async def test_no_bytes_of_a_drafter_change_a_token_or_keep_a_session_waiting(tiny_pair) -> None:

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import InvalidRequestError, SessionNotFoundError, UnavailableError
 from paceline.resuming import ResumingClient
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, joining_gateway, scripted_fleet
@@ -23,13 +24,16 @@ async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
         yield started
 
 
-def request(max_tokens: int = 10) -> gateway_pb2.GatewayGenerateRequest:
+def request(max_tokens: int = 10, **speculation: Any) -> gateway_pb2.GatewayGenerateRequest:
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens, seed=0)
-    return gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="x", sampling=sampling)
+    asked = gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="x", sampling=sampling)
+    if speculation:
+        asked.speculation.CopyFrom(common_pb2.SpeculationParams(enabled=True, **speculation))
+    return asked
 
 
-async def whole(client: ResumingClient) -> tuple[str, int]:
-    pieces = [piece async for piece in client.stream(request())]
+async def whole(client: ResumingClient, **speculation: Any) -> tuple[str, int]:
+    pieces = [piece async for piece in client.stream(request(**speculation))]
     assert [piece.HasField("result") for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     return "".join(piece.text for piece in pieces), sum(len(piece.token_ids) for piece in pieces)
 
@@ -113,6 +117,39 @@ async def test_a_new_beginning_that_breaks_off_before_it_got_as_far_is_resumed_w
         script(pause_after=None)
         await third.aclose()
         assert await asking == ("abcdefghij", 10)
+
+
+async def test_a_lost_session_is_not_begun_anew_under_a_rule_that_would_give_other_tokens(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unknown(session_id: str) -> None:
+        del session_id
+
+    for verifier in fleet.verifiers:
+        verifier.script = Script(pause_after=6)
+    async with joining_gateway(fleet) as other, ResumingClient([fleet.addresses.grpc, other]) as client:
+        asking = asyncio.create_task(whole(client, acceptance="rejection"))
+        waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        monkeypatch.setattr(fleet.store, "session", unknown)
+        fleet.stop.set()
+        await fleet.gateway
+        with pytest.raises(SessionNotFoundError):
+            await asking
+
+
+@pytest.mark.parametrize("acceptance", ["", "coupled", "block"])
+async def test_a_client_that_may_begin_anew_asks_for_the_rule_that_gives_the_same_tokens_unless_told_otherwise(
+    fleet: ScriptedFleet, acceptance: str
+) -> None:
+    async with ResumingClient([fleet.addresses.grpc]) as client:
+        await whole(client)
+        await whole(client, acceptance=acceptance)
+    asked = [each.speculation for verifier in fleet.verifiers for each in verifier.requests]
+    assert {each.acceptance for each in asked} == {"coupled", acceptance or "coupled"}
+    assert all(each.enabled for each in asked)
 
 
 async def test_without_any_gateway_it_gives_up_in_the_end() -> None:

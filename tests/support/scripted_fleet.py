@@ -63,6 +63,7 @@ class Script:
         pause_after: Waits after that many tokens for `ScriptedVerifier.resume`.
         fail_after: Raises `error` after that many tokens.
         error: What is raised then.
+        lossy: Says that a lossy acceptance rule had a part in it.
     """
 
     tokens: tuple[int, ...] | None = None
@@ -71,6 +72,7 @@ class Script:
     pause_after: int | None = None
     fail_after: int | None = None
     error: BaseException | None = None
+    lossy: bool = False
 
 
 class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
@@ -120,6 +122,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
                 token_ids=tuple(tokens),
                 logprobs=_logprobs(generate, tokens),
                 result=None if reason is None else _result(generate, reason, at),
+                lossy=script.lossy,
             )
             if reason is not None:
                 return

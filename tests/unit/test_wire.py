@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import wire
+from paceline.core.acceptance import SparseDraft
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
@@ -28,7 +29,7 @@ from paceline.core.messages import (
     SpeculationRecord,
     Timings,
 )
-from paceline.core.params import METHODS, SamplingParams, SpeculationParams
+from paceline.core.params import ACCEPTANCE_RULES, METHODS, SamplingParams, SpeculationParams
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 
 uint32 = st.integers(0, 2**32 - 1)
@@ -68,6 +69,7 @@ speculation_params = st.builds(
     SpeculationParams,
     enabled=st.booleans(),
     max_draft_tokens=st.none() | st.integers(0, 64),
+    acceptance=st.sampled_from(("", *ACCEPTANCE_RULES)),
     method=st.lists(st.sampled_from(METHODS), max_size=3).map("+".join),
 )
 identities = st.builds(
@@ -98,6 +100,7 @@ records = st.builds(
     mean_batch_size=float32,
     num_hits=uint32,
     num_misses=uint32,
+    lossy=st.booleans(),
 )
 timings = st.builds(Timings, queue_ns=uint64, prefill_ns=uint64, decode_ns=uint64)
 results = st.builds(
@@ -125,6 +128,7 @@ def committed_tokens(draw: st.DrawFn) -> CommittedTokens:
         token_ids=tokens,
         logprobs=tuple(draw(logprobs) for _ in tokens) if reported else (),
         result=draw(st.none() | results),
+        lossy=draw(st.booleans()),
     )
 
 
@@ -139,6 +143,7 @@ def opens(draw: st.DrawFn) -> OpenSession:
         sampling=draw(sampling_params()),
         price=draw(decimals(0, 1)),
         room=draw(uint32),
+        acceptance=draw(st.sampled_from(ACCEPTANCE_RULES)),
     )
 
 
@@ -159,12 +164,18 @@ guesses = st.builds(
     token_id=uint32,
     confidence=st.integers(0, 255).map(lambda level: level / 255),
 )
+sparse_drafts = st.dictionaries(uint32, st.integers(1, 65535), min_size=1, max_size=64).map(
+    lambda weights: SparseDraft(token_ids=tuple(weights), weights=tuple(weights.values()))
+)
+drawn_guesses = st.builds(
+    lambda guess, draft: replace(guess, token_id=draft.token_ids[-1], draft=draft), guesses, sparse_drafts
+)
 nodes = st.builds(
     DraftNodes,
     session_id=session_ids,
     epoch=uint64,
     base_len=uint32,
-    nodes=st.lists(guesses, max_size=4).map(tuple),
+    nodes=(st.lists(guesses, max_size=4) | st.lists(drawn_guesses, max_size=4)).map(tuple),
 )
 lagging = st.builds(LaggingSession, session_id=session_ids, epoch=uint64, have_len=uint32)
 
@@ -328,6 +339,32 @@ def test_a_malformed_tree_is_refused_by_field(lists: dict[str, list[int]]) -> No
         wire.draft_response_from_pb(draft_response(**lists))
 
 
+def test_a_distribution_is_wanted_for_every_node_or_for_none() -> None:
+    message = draft_response(node_ids=[1, 2], parent_ids=[0, 1], token_ids=[7, 7], confidences=[9, 9])
+    message.nodes[0].drafts.add(token_ids=[7], weights=[1])
+    with pytest.raises(RemoteProtocolError, match=r"DraftNodes\.drafts: has 1 entries, node_ids has 2"):
+        wire.draft_response_from_pb(message)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "weights", "problem"),
+    [
+        ([], [], "token_ids: must have from 1 to 64 entries, got 0"),
+        (list(range(65)), [1] * 65, "token_ids: must have from 1 to 64 entries, got 65"),
+        ([7, 8], [1], "weights: has 1 entries, token_ids has 2"),
+        ([7, 8, 7], [1, 1, 1], "token_ids: names a token twice"),
+        ([8, 9], [1, 1], "token_ids: the guess 7 is not among them"),
+        ([7, 8], [1, 0], "weights: must be from 1 to 65535, got 0 to 1"),
+        ([7, 8], [1, 65536], "weights: must be from 1 to 65535, got 1 to 65536"),
+    ],
+)
+def test_a_malformed_distribution_is_refused_by_field(token_ids: list[int], weights: list[int], problem: str) -> None:
+    message = draft_response()
+    message.nodes[0].drafts.add(token_ids=token_ids, weights=weights)
+    with pytest.raises(RemoteProtocolError, match=f"SparseDraft.{problem}"):
+        wire.draft_response_from_pb(message)
+
+
 OPEN = drafter_pb2.OpenSession(
     session_id="s",
     epoch=1,
@@ -367,6 +404,7 @@ def with_bad_sampling() -> drafter_pb2.OpenSession:
         (changed(prompt_len=0), "OpenSession.prompt_len"),
         (changed(price=float("nan")), "OpenSession.price"),
         (changed(price=1.5), "OpenSession.price"),
+        (changed(acceptance="lucky"), "OpenSession.acceptance"),
         (changed(session_id=""), "OpenSession.session_id"),
         (changed(session_id="x" * 257), "OpenSession.session_id"),
     ],

@@ -28,10 +28,12 @@ from paceline.core.acceptance import (
     accept_prob,
     block_keeps,
     block_walk,
+    overlap,
     pick,
     reject_walk,
     residual,
     sparse_draft,
+    typical_threshold,
 )
 from paceline.core.errors import LocalProtocolError
 from tests.unit.core.toy_models import (
@@ -39,7 +41,8 @@ from tests.unit.core.toy_models import (
     FloatArray,
     Law,
     Model,
-    Tokens,
+    block_cells,
+    cells,
     completed,
     laws,
     normalised,
@@ -47,6 +50,7 @@ from tests.unit.core.toy_models import (
     race_law,
     random_model,
     total_variation,
+    uniform_cells,
 )
 
 Walk = Callable[[Sequence[FloatArray], Sequence[FloatArray], Sequence[int], Sequence[float]], VerifyOutcome]
@@ -57,45 +61,6 @@ def model_pairs(draw: st.DrawFn) -> tuple[int, int, Model, Model]:
     vocab, gamma = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]))
     target = {prefix: draw(laws(vocab)) for prefix in prefixes(vocab, gamma)}
     return vocab, gamma, target, {prefix: draw(laws(vocab)) for prefix in prefixes(vocab, gamma - 1)}
-
-
-def cells(cuts: Sequence[float]) -> list[tuple[float, float]]:
-    """Representative and width of every interval between the cuts of [0, 1)."""
-    edges = [0.0, *sorted(cut for cut in cuts if 0.0 < cut < 1.0), 1.0]
-    pairs = [((low + high) / 2, high - low) for low, high in itertools.pairwise(edges)]
-    return [(middle, width) for middle, width in pairs if width > 1e-14]
-
-
-def excess_law(target_probs: FloatArray, draft_probs: FloatArray) -> FloatArray:
-    excess = np.maximum(target_probs - draft_probs, 0.0)
-    return excess / max(float(excess.sum()), 1e-300)
-
-
-def uniform_cells(
-    target_rows: Sequence[FloatArray], draft_rows: Sequence[FloatArray], tokens: Tokens
-) -> Iterator[tuple[list[float], float]]:
-    """All cells of the gamma + 1 uniforms on which a walk over these rows is constant, with their volumes."""
-    axes = [
-        cells([target[token] / draft[token]])
-        for target, draft, token in zip(target_rows, draft_rows, tokens, strict=False)
-    ]
-    last_laws = [*target_rows, *map(excess_law, target_rows, draft_rows)]
-    axes.append(cells(np.concatenate([np.cumsum(law) for law in last_laws]).tolist()))
-    for cell in itertools.product(*axes):
-        yield [middle for middle, _ in cell], math.prod(width for _, width in cell)
-
-
-def block_cells(
-    target_rows: Sequence[FloatArray], draft_rows: Sequence[FloatArray], tokens: Tokens
-) -> Iterator[tuple[list[float], float]]:
-    """The same for a walk that verifies the tokens as a block."""
-    covered, keeps = block_keeps(target_rows, draft_rows, tokens)
-    weighed = [share * row for share, row in zip(covered, target_rows, strict=True)]
-    last_laws = [*target_rows, *map(excess_law, weighed, draft_rows)]
-    axes = [cells([keep]) for keep in keeps]
-    axes.append(cells(np.concatenate([np.cumsum(law) for law in last_laws]).tolist()))
-    for cell in itertools.product(*axes):
-        yield [middle for middle, _ in cell], math.prod(width for _, width in cell)
 
 
 def rejection_law(
@@ -150,6 +115,7 @@ def test_accepted_and_recovered_mass_add_up_to_the_target(pair: tuple[FloatArray
     rejected = float(np.sum(draft * (1.0 - keep)))
     np.testing.assert_allclose(draft * keep + rejected * residual(target, draft), target, atol=1e-12)
     assert float(np.sum(draft * keep)) == pytest.approx(1.0 - 0.5 * np.abs(target - draft).sum(), abs=1e-12)
+    assert float(np.sum(draft * keep)) == pytest.approx(overlap(target, draft), abs=1e-12)
 
 
 @settings(deadline=None, max_examples=30)
@@ -207,6 +173,12 @@ def test_a_sparse_draft_keeps_the_64_best_in_sixteen_bits_lowest_id_first_among_
     assert sent.token_ids == (100, *range(63))
     assert max(sent.weights) == 65535
     assert sent.probs(101).sum() == pytest.approx(1.0, abs=1e-15)
+
+
+@given(st.integers(2, 12).flatmap(laws), st.integers(1, 12))
+def test_a_sparse_draft_keeps_the_best_of_the_whole_order(probs: FloatArray, keep: int) -> None:
+    best = [index for index in np.argsort(-probs, kind="stable")[:keep].tolist() if probs[index] > 0.0]
+    assert sparse_draft(probs, keep).token_ids == tuple(best)
 
 
 def test_a_sparse_draft_drops_ids_whose_weight_rounds_to_nothing() -> None:
@@ -374,3 +346,13 @@ def test_planted_bug_a_block_that_is_told_another_draft_distribution() -> None:
     sampled = {prefix: sparse_draft(probs, 2).probs(4) for prefix, probs in FIXED_DRAFT.items()}
     assert total_variation(block_law(2, FIXED_TARGET, sampled), FIXED_TARGET, 3) < 1e-12
     assert total_variation(block_law(2, FIXED_TARGET, sampled, reported=FIXED_DRAFT), FIXED_TARGET, 3) > DETECTED
+
+
+# Typical acceptance
+
+
+def test_a_certain_target_asks_for_the_threshold_and_an_uncertain_one_for_less() -> None:
+    """2401.10774, section 3.3.1."""
+    assert typical_threshold(normalised([1, 0, 0]), 0.09, 0.3) == 0.09
+    assert typical_threshold(normalised([1] * 100), 0.09, 0.3) == pytest.approx(0.3 / 100)
+    assert typical_threshold(normalised([1, 1]), 0.9, 0.3) == pytest.approx(0.15)

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.noise import MAX_GUMBEL, exact_exp, exact_log, gumbel, noise_words, philox4x32
+from paceline.core.noise import (
+    DRAFT_STREAM,
+    MAX_GUMBEL,
+    VERDICT_STREAM,
+    exact_exp,
+    exact_log,
+    gumbel,
+    noise_words,
+    philox4x32,
+    uniforms,
+)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -50,6 +60,33 @@ def test_seed_position_and_token_id_stand_where_the_contract_puts_them() -> None
     seed, position, token_id = 0x0123456789ABCDEF, 0xFEDCBA9876543210, 4 * 0x1234 + 3
     block = philox4x32(*words("00001234 76543210 fedcba98 00000000"), *words("89abcdef 01234567"))
     assert noise_words(seed, position, np.array([token_id]))[0] == block[3]
+
+
+def test_a_uniform_stands_where_the_contract_puts_it_and_holds_53_bits() -> None:
+    block = philox4x32(*words("00000065 00000064 00000007 00000002"), *words("89abcdef 01234567"))
+    first, second = uniforms(0x0123456789ABCDEF, VERDICT_STREAM, 101, 100, 7)
+    assert first * 2**53 == (int(block[0]) >> 5) * 2**26 + (int(block[1]) >> 6)
+    assert second * 2**53 == (int(block[2]) >> 5) * 2**26 + (int(block[3]) >> 6)
+
+
+def test_no_two_streams_positions_lengths_or_parents_share_a_uniform() -> None:
+    """The third error of public code: noise that was used before."""
+    places = [
+        (stream, position, base_len, parent_id)
+        for stream in (DRAFT_STREAM, VERDICT_STREAM)
+        for position in range(4)
+        for base_len in range(4)
+        for parent_id in range(4)
+    ]
+    drawn = {number for place in places for number in uniforms(3, *place)}
+    assert len(drawn) == 2 * len(places)
+    coupled = noise_words(3, 1, np.arange(4096))
+    assert not {int(number * 2**32) for number in drawn} & set(coupled.tolist())
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_a_uniform_is_at_least_0_and_below_1(seed: int, position: int, base_len: int) -> None:
+    assert all(0.0 <= number < 1.0 for number in uniforms(seed, DRAFT_STREAM, position, base_len))
 
 
 def relative_error(found: float, exact: Decimal) -> float:

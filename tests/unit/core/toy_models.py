@@ -12,6 +12,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 
+from paceline.core.acceptance import block_keeps
+
 FloatArray = npt.NDArray[np.float64]
 Tokens = tuple[int, ...]
 Model = dict[Tokens, FloatArray]
@@ -91,3 +93,42 @@ def race_law(draft: FloatArray, target: FloatArray) -> FloatArray:
                 1.0 / (slope * at_left) if right == math.inf else (right - left) / (at_left * (start + slope * right))
             )
     return joint
+
+
+def cells(cuts: Sequence[float]) -> list[tuple[float, float]]:
+    """Representative and width of every interval between the cuts of [0, 1)."""
+    edges = [0.0, *sorted(cut for cut in cuts if 0.0 < cut < 1.0), 1.0]
+    pairs = [((low + high) / 2, high - low) for low, high in itertools.pairwise(edges)]
+    return [(middle, width) for middle, width in pairs if width > 1e-14]
+
+
+def excess_law(target_probs: FloatArray, draft_probs: FloatArray) -> FloatArray:
+    excess = np.maximum(target_probs - draft_probs, 0.0)
+    return excess / max(float(excess.sum()), 1e-300)
+
+
+def uniform_cells(
+    target_rows: Sequence[FloatArray], draft_rows: Sequence[FloatArray], tokens: Tokens
+) -> Iterator[tuple[list[float], float]]:
+    """All cells of the gamma + 1 uniforms on which a walk over these rows is constant, with their volumes."""
+    axes = [
+        cells([target[token] / draft[token]])
+        for target, draft, token in zip(target_rows, draft_rows, tokens, strict=False)
+    ]
+    last_laws = [*target_rows, *map(excess_law, target_rows, draft_rows)]
+    axes.append(cells(np.concatenate([np.cumsum(law) for law in last_laws]).tolist()))
+    for cell in itertools.product(*axes):
+        yield [middle for middle, _ in cell], math.prod(width for _, width in cell)
+
+
+def block_cells(
+    target_rows: Sequence[FloatArray], draft_rows: Sequence[FloatArray], tokens: Tokens
+) -> Iterator[tuple[list[float], float]]:
+    """The same for a walk that verifies the tokens as a block."""
+    covered, keeps = block_keeps(target_rows, draft_rows, tokens)
+    weighed = [share * row for share, row in zip(covered, target_rows, strict=True)]
+    last_laws = [*target_rows, *map(excess_law, weighed, draft_rows)]
+    axes = [cells([keep]) for keep in keeps]
+    axes.append(cells(np.concatenate([np.cumsum(law) for law in last_laws]).tolist()))
+    for cell in itertools.product(*axes):
+        yield [middle for middle, _ in cell], math.prod(width for _, width in cell)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -158,6 +158,22 @@ def test_a_ranking_is_the_order_of_the_reference_scores_with_the_path_as_history
     assert token_ids == order
     shares = np.exp(scores - scores.max())
     np.testing.assert_allclose(confidences, (shares / shares.sum())[order], rtol=1e-4)
+    assert sampler.choose(case.logits, case.position) == coupled_choice(case.perturbed(), None)
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases().filter(usable), st.data())
+def test_law_and_choice_behind_a_path_are_those_of_the_reference(case: Case, data: st.DataObject) -> None:
+    path = tuple(data.draw(st.lists(st.integers(0, len(case.logits) - 1), max_size=3)))
+    outputs = (*case.history.output_token_ids, *path)
+    weights = process(case.logits, case.params, replace(case.history, output_token_ids=outputs))
+    if case.params.temperature < 1e-5:
+        expected = (np.arange(len(weights)) == np.argmax(weights)).astype(float)
+    else:
+        expected = np.exp(weights - weights.max())
+    sampler = case.sampler()
+    np.testing.assert_allclose(sampler.law(case.logits, path), expected / expected.sum(), rtol=1e-12)
+    assert sampler.choose(case.logits, case.position, path) == coupled_choice(case.perturbed(path), None)
     assert sampler.choose(case.logits, case.position) == coupled_choice(case.perturbed(), None)
 
 

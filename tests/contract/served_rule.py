@@ -1,0 +1,362 @@
+"""The rules that judge chains, exactly as served but for the models: every outcome of every random number is played.
+
+Both ends of a session, what goes over the wire, the samplers and the rules are the real ones; logits come from tables
+and the random numbers from the test. A play is run anew for every outcome, so the law of what it commits is an exact
+sum.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from paceline import wire
+from paceline.core.acceptance import SparseDraft, residual, sparse_draft
+from paceline.core.calibration import Calibrations
+from paceline.core.messages import Commit, DraftNodes, GenerateRequest, ModelIdentity
+from paceline.core.noise import DRAFT_STREAM
+from paceline.core.params import BLOCK, SamplingParams, SpeculationParams
+from paceline.core.rules import Rules
+from paceline.core.tree import Node, best_first
+from paceline.drafting import drafted_session
+from paceline.drafting.drafted_session import DraftedSession
+from paceline.engine import target_session
+from paceline.engine.blocks import BlockPool, SlotPool
+from paceline.engine.target_session import TargetSession
+from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, block_cells, cells, prefixes, uniform_cells
+
+T = TypeVar("T")
+PROMPT = (0,)
+LONGEST = 6
+
+
+class Chance:
+    """One of all ways things may turn out: the choices on record, then the first of every choice."""
+
+    def __init__(self, record: Sequence[int] = ()) -> None:
+        self.record = list(record)
+        self.sizes: list[int] = []
+        self.mass = 1.0
+
+    def pick(self, options: Sequence[tuple[T, float]]) -> T:
+        place = len(self.sizes)
+        if place == len(self.record):
+            self.record.append(0)
+        self.sizes.append(len(options))
+        value, mass = options[self.record[place]]
+        self.mass *= mass
+        return value
+
+    def next(self) -> Chance | None:
+        """The way after this one; None if it was the last."""
+        record = self.record
+        while record and record[-1] + 1 == self.sizes[len(record) - 1]:
+            record = record[:-1]
+        return Chance([*record[:-1], record[-1] + 1]) if record else None
+
+
+def law_of(play: Callable[[Chance], Tokens]) -> Law:
+    """The exact law of what a play commits."""
+    law: Law = defaultdict(float)
+    chance: Chance | None = Chance()
+    while chance is not None:
+        law[play(chance)] += chance.mass
+        chance = chance.next()
+    return law
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyModel:
+    """Logits by the tokens after the prompt."""
+
+    logits: dict[Tokens, npt.NDArray[np.float32]]
+
+    @classmethod
+    def random(cls, seed: int, vocab: int) -> ToyModel:
+        rng = np.random.default_rng(seed)
+        return cls(logits={p: rng.normal(0, 1.2, vocab).astype(np.float32) for p in prefixes(vocab, LONGEST)})
+
+    @cached_property
+    def laws(self) -> Model:
+        widened = {prefix: np.exp(row.astype(np.float64)) for prefix, row in self.logits.items()}
+        return {prefix: row / row.sum() for prefix, row in widened.items()}
+
+    @cached_property
+    def cuts(self) -> dict[int, list[float]]:
+        """Points at which any draft of this model changes its mind, by the number of tokens before it."""
+        found: dict[int, set[float]] = defaultdict(set)
+        for prefix, probs in self.laws.items():
+            found[len(prefix)].update(cuts_of(sparse_draft(probs)))
+        return {length: sorted(cuts) for length, cuts in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bugs:
+    """What public code has had; each is a way to be wrong.
+
+    Args:
+        num_sampled: Of the tokens of the distribution that is sent, so many are sampled from; None: all.
+        cut_below: The chain is cut before a token that the drafter found less probable.
+        redraws_with_old_noise: A position's draft noise is the same whatever was committed meanwhile.
+        recovers_with_draft_noise: The number that drew the first guess draws the recovered or bonus token too.
+    """
+
+    num_sampled: int | None = None
+    cut_below: float = 0.0
+    redraws_with_old_noise: bool = False
+    recovers_with_draft_noise: bool = False
+
+
+class Play:
+    """One session between one verifier and its drafter.
+
+    Args:
+        acceptance: The rule.
+        target: The target model.
+        draft: The draft model.
+        chance: How things turn out.
+        bugs: What is planted.
+    """
+
+    def __init__(
+        self,
+        acceptance: str,
+        target: ToyModel,
+        draft: ToyModel,
+        chance: Chance,
+        bugs: Bugs,
+    ) -> None:
+        self.target, self.draft, self.chance, self.bugs = target, draft, chance, bugs
+        self.vocab = len(target.logits[()])
+        self.drawn: dict[tuple[int, ...], float] = {}
+        self.last_draft: SparseDraft | None = None
+        self.verdict: list[float] = []
+        identity = ModelIdentity(name="toy", vocab_hash="toy", vocab_size=self.vocab, context_len=64)
+        self.identity, self.pool = identity, BlockPool(8)
+        speculation = SpeculationParams(acceptance=acceptance)
+        request = GenerateRequest(
+            session_id="s",
+            epoch=1,
+            prompt_token_ids=PROMPT,
+            sampling=SamplingParams(max_tokens=LONGEST + 1),
+            speculation=speculation,
+        )
+        self.session = TargetSession(
+            request, 1, identity, 64, self.pool, Calibrations(), (), Rules().of(speculation), 0.0
+        )
+        self.session.draft.room = 64
+        self.cells = block_cells if acceptance == BLOCK else uniform_cells
+        self.under_way: list[DraftNodes] = []
+        self.told_len = 0
+        self.restart()
+
+    @property
+    def committed(self) -> Tokens:
+        return tuple(self.session.draft.tokens[len(PROMPT) :])
+
+    def restart(self) -> None:
+        """A drafter starts, or another one does after the first has died."""
+        self.under_way.clear()
+        self.told_len = self.session.draft.committed_len
+        opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.draft.open()]))[1][0]
+        self.drafted = DraftedSession(opened, self.identity, self.pool, SlotPool(first_block=8, num_blocks=2))  # type: ignore[arg-type]
+
+    def grow(self, depth: int) -> None:
+        """The drafter grows its chain to a depth, and its message is under way."""
+        mirror = self.drafted.mirror
+        node, path = mirror.tree.root, tuple(mirror.tokens[len(PROMPT) :])
+        for _ in range(depth):
+            if not node.children:
+                self.drafted.expand(node, self.draft.logits[path], 1)
+            node = next(iter(node.children.values()))
+            path = (*path, node.token_id)
+        message = mirror.drain()
+        if message is not None:
+            self.under_way.append(message)
+
+    def deliver(self) -> None:
+        """The verifier receives what is under way."""
+        for message in self.under_way:
+            received = wire.draft_response_from_pb(wire.draft_response_to_pb([message]))[1][0]
+            assert isinstance(received, DraftNodes)
+            self.session.draft.receive(received)
+        self.under_way.clear()
+
+    def verify(self, gamma: int) -> None:
+        """One step of the verifier."""
+        tree = self.session.draft.tree
+        chain = best_first(tree, gamma)
+        for index, node in enumerate(chain):
+            assert node.draft is not None
+            if node.draft.probs(self.vocab)[node.token_id] < self.bugs.cut_below:
+                chain = chain[:index]
+                break
+        rows = {id(node): self._path(node) for node in (tree.root, *chain)}
+        drafts = [node.draft.probs(self.vocab) for node in chain if node.draft is not None]
+        tokens = tuple(node.token_id for node in chain)
+        self.verdict = self.chance.pick(list(self.cells([self.target.laws[p] for p in rows.values()], drafts, tokens)))
+        found = self.session.judge(chain, lambda node: self.target.logits[rows[id(node)]])
+        self.session.draft.commit(found.token_ids, found.chances)
+
+    def _path(self, node: Node) -> Tokens:
+        path: Tokens = ()
+        while node.parent is not None:
+            path, node = (node.token_id, *path), node.parent
+        return (*self.committed, *path)
+
+    def tell(self) -> None:
+        """The drafter hears of all commits."""
+        sent = self.session.draft.commit_message(self.told_len)
+        self.told_len = self.session.draft.committed_len
+        received = wire.draft_request_from_pb(wire.draft_request_to_pb([sent]))[1][0]
+        assert isinstance(received, Commit)
+        self.drafted.receive(received, None)  # type: ignore[arg-type]
+
+    # Random numbers
+
+    def uniforms(self, seed: int, stream: int, position: int, base_len: int, parent_id: int = 0) -> tuple[float, float]:
+        """Stands in for `paceline.core.noise.uniforms`: the same key gives the same number, another a fresh one."""
+        del seed
+        if stream != DRAFT_STREAM:
+            last = self.drawn[base_len, base_len, 0] if self.bugs.recovers_with_draft_noise else self.verdict[-1]
+            return self.verdict[position - base_len], last
+        key = (position,) if self.bugs.redraws_with_old_noise else (position, base_len, parent_id)
+        if key not in self.drawn:
+            self.drawn[key] = self.chance.pick(cells(self._draft_cuts(position - len(PROMPT))))
+        return self.drawn[key], 0.0
+
+    def _draft_cuts(self, depth: int) -> list[float]:
+        """Points at which anything that the number decides turns out another way."""
+        assert self.last_draft is not None
+        if self.bugs.redraws_with_old_noise:
+            return self.draft.cuts[depth]
+        cuts = cuts_of(self.last_draft)
+        if self.bugs.recovers_with_draft_noise:
+            first = self.target.laws[()]
+            lasts = [self.target.laws[(token,)] for token in range(self.vocab)]
+            for law in (first, residual(first, self.last_draft.probs(self.vocab)), *lasts):
+                cuts += np.cumsum(law).tolist()
+        return cuts
+
+    def sparse_draft(self, probs: FloatArray) -> SparseDraft:
+        """Watches `paceline.core.acceptance.sparse_draft`, or has a bug there."""
+        sent = self.last_draft = sparse_draft(probs)
+        if self.bugs.num_sampled is None:
+            return sent
+        self.last_draft = sparse_draft(probs, self.bugs.num_sampled)
+        return Misreported(token_ids=sent.token_ids, weights=sent.weights, sampled=self.last_draft)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misreported(SparseDraft):
+    """A distribution that is sent, and another one that is sampled from."""
+
+    sampled: SparseDraft
+
+    def sample(self, uniform: float) -> int:
+        return self.sampled.sample(uniform)
+
+
+def cuts_of(draft: SparseDraft) -> list[float]:
+    weights = np.cumsum(draft.weights)
+    return list(weights / weights[-1])
+
+
+def played(
+    monkeypatch: pytest.MonkeyPatch,
+    acceptance: str,
+    models: tuple[ToyModel, ToyModel],
+    story: Callable[[Play], None],
+    bugs: Bugs = Bugs(),
+) -> Law:
+    """The law of what a story commits."""
+
+    def play(chance: Chance) -> Tokens:
+        it = Play(acceptance, *models, chance, bugs)
+        with monkeypatch.context() as patch:
+            patch.setattr(drafted_session, "uniforms", it.uniforms)
+            patch.setattr(target_session, "uniforms", it.uniforms)
+            patch.setattr(drafted_session, "sparse_draft", it.sparse_draft)
+            story(it)
+        return it.committed
+
+    return law_of(play)
+
+
+def stories() -> Iterator[tuple[str, Callable[[Play], None]]]:
+    """What may happen between a verifier and its drafter, by name."""
+
+    def one_round(gamma: int) -> Callable[[Play], None]:
+        def story(play: Play) -> None:
+            play.grow(gamma)
+            play.deliver()
+            play.verify(gamma)
+
+        return story
+
+    for gamma in (1, 2, 3):
+        yield f"gamma {gamma}", one_round(gamma)
+
+    def goes_on(play: Play) -> None:
+        play.grow(2)
+        play.deliver()
+        play.verify(1)
+        play.tell()
+        play.grow(2)
+        play.deliver()
+        play.verify(2)
+
+    yield "what was not verified stays, and is drawn on", goes_on
+
+    def late(play: Play) -> None:
+        play.grow(2)
+        play.verify(0)
+        play.deliver()
+        play.verify(1)
+        play.tell()
+        play.grow(1)
+        play.deliver()
+        play.verify(1)
+
+    yield "late drafts", late
+
+    def dies(play: Play) -> None:
+        play.grow(3)
+        play.deliver()
+        play.verify(1)
+        play.verify(2)
+
+    yield "the drafter dies in mid-chain", dies
+
+    def restarts(play: Play) -> None:
+        play.grow(2)
+        play.deliver()
+        play.verify(1)
+        play.restart()
+        play.grow(2)
+        play.deliver()
+        play.verify(2)
+
+    yield "another drafter takes over in mid-chain", restarts
+
+    def forgets(play: Play) -> None:
+        play.grow(2)
+        play.deliver()
+        play.drafted.forget()
+        play.verify(1)
+        play.tell()
+        play.grow(2)
+        play.deliver()
+        play.verify(2)
+
+    yield "a drafter forgets its chain and draws another beside it", forgets
+
+
+STORIES = dict(stories())

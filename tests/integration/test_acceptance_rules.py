@@ -1,0 +1,106 @@
+"""The acceptance rules over a whole fleet, what is refused, and the mark of a lossy text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from paceline.cluster.local import LocalFleet
+from paceline.cluster.spec import FleetSpec
+from paceline.config import load
+from paceline.core.params import BLOCK, COUPLED, REJECTION, TYPICAL, SpeculationParams
+from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from tests.integration.conftest import running_verifier
+from tests.integration.test_local_fleet import arguments
+from tests.integration.test_verifier_service import ask, tokens_of
+from tests.support.scripted_fleet import MODEL, Script, scripted_fleet
+
+PROMPT = "hello, hello, hello"
+BODY = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+
+
+async def answered(http: httpx.AsyncClient, **speculation: Any) -> dict[str, Any]:
+    """The first answer that drafts were accepted for; a stream to a drafter takes its time to come up."""
+    async with asyncio.timeout(60):
+        while True:
+            response = await http.post("/v1/completions", json=BODY | {"speculation": speculation})
+            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                assert response.status_code == httpx.codes.OK, response.text
+                answer: dict[str, Any] = response.json()
+                if answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]:
+                    assert answer["usage"]["completion_tokens"] == 60
+                    return answer
+            await asyncio.sleep(0.05)
+
+
+async def lossy_over_grpc(address: str, model: str, acceptance: str) -> bool:
+    request = gateway_pb2.GatewayGenerateRequest(
+        model=model,
+        prompt=PROMPT,
+        sampling=common_pb2.SamplingParams(max_tokens=8, temperature=0.7, seed=3, ignore_eos=True),
+        speculation=common_pb2.SpeculationParams(enabled=True, acceptance=acceptance),
+    )
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(channel)
+        messages = [message async for message in stub.Generate(request, timeout=30)]
+    return bool(messages[-1].result.speculation.lossy)
+
+
+async def test_a_fleet_serves_every_rule_and_marks_lossy_texts(tiny_pair: tuple[Path, Path]) -> None:
+    """Its default is `block`; what a request says counts more."""
+    served = {"method": "draft_model", "policy": "fixed", "num_speculative_tokens": 4}
+    config = json.dumps(served | {"acceptance": "block", "lossy": True})
+    spec = load(FleetSpec, [*arguments(tiny_pair), "--speculative-config", config], {}, "up", "")
+    async with (
+        LocalFleet(spec, environ=os.environ) as fleet,
+        httpx.AsyncClient(base_url=fleet.gateway_url, trust_env=False, timeout=60) as http,
+    ):
+        asked: list[dict[str, Any]] = [{}, *({"acceptance": each} for each in (COUPLED, REJECTION, BLOCK, TYPICAL))]
+        marks = {each.get("acceptance", ""): (await answered(http, **each)) for each in asked}
+        lossy = {rule: answer["metrics"]["speculative_decoding"]["lossy"] for rule, answer in marks.items()}
+        assert lossy == {"": False, COUPLED: False, REJECTION: False, BLOCK: False, TYPICAL: True}
+        off = BODY | {"speculation": {"enabled": False, "acceptance": TYPICAL}}
+        plain = await http.post("/v1/completions", json=off)
+        assert plain.json()["choices"][0]["text"] == marks[COUPLED]["choices"][0]["text"]
+        assert not plain.json()["metrics"]["speculative_decoding"]["lossy"], "nothing was accepted"
+        address = fleet.endpoint("gateway").second_address
+        assert await lossy_over_grpc(address, fleet.model_name, TYPICAL)
+        assert not await lossy_over_grpc(address, fleet.model_name, REJECTION)
+
+
+async def test_the_typical_rule_is_refused_where_the_verifier_was_not_started_for_it(tiny_pair) -> None:
+    request = replace(ask(), speculation=SpeculationParams(acceptance=TYPICAL))
+    async with running_verifier(tiny_pair[0]) as (stub, _):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await tokens_of(stub, request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "speculation.acceptance: typical is lossy" in refused.value.details()
+
+
+@pytest.mark.parametrize("stop", [None, "e"], ids=["to the end", "stopped by a text"])
+async def test_a_lossy_text_is_marked_whoever_ends_it(tmp_path: Path, stop: str | None) -> None:
+    """At a stop string the gateway ends the session, and gets no record from the verifier."""
+    async with scripted_fleet(tmp_path) as fleet:
+        fleet.verifier.script = Script(lossy=True)
+        body = {"model": MODEL, "prompt": "x", "seed": 0, "max_tokens": 10, "stop": stop}
+        whole = (await fleet.http.post("/v1/completions", json=body)).json()
+        assert whole["choices"][0]["text"] == ("abcd" if stop else "abcdefghij")
+        assert whole["metrics"]["speculative_decoding"]["lossy"] is True
+        several = (await fleet.http.post("/v1/completions", json=body | {"n": 2})).json()
+        assert several["metrics"]["speculative_decoding"]["lossy"] is True
+        request = gateway_pb2.GatewayGenerateRequest(
+            model=MODEL,
+            prompt="x",
+            sampling=common_pb2.SamplingParams(max_tokens=10, seed=0),
+            stop=[stop] if stop else [],
+        )
+        messages = [message async for message in fleet.stub.Generate(request, timeout=30)]
+        assert messages[-1].result.speculation.lossy

@@ -1,0 +1,151 @@
+"""Rules at work on trees: which is taken, and what the lossy one does. Laws: tests/contract/test_served_rules.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from paceline.core.acceptance import FloatArray, SparseDraft, overlap
+from paceline.core.errors import InvalidRequestError, RemoteProtocolError
+from paceline.core.messages import DraftNodes, GenerateRequest, NodeGuess
+from paceline.core.params import BLOCK, COUPLED, REJECTION, TYPICAL, SamplingParams, SpeculationParams
+from paceline.core.rules import Rules, Typical
+from paceline.core.session import VerifierSession
+from paceline.core.tree import DraftTree, Node, best_first
+from tests.unit.core.toy_models import normalised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The target's rows by the node's token; -1 is the root's."""
+
+    laws: dict[int, FloatArray]
+    choices: dict[int, int]
+
+    def choose(self, node: Node) -> int:
+        return self.choices[node.token_id]
+
+    def law(self, node: Node) -> FloatArray:
+        return self.laws[node.token_id]
+
+    def uniforms(self, count: int) -> Sequence[float]:
+        return [0.5] * count
+
+
+def guess(node_id: int, parent_id: int, token_id: int, *weights: int) -> NodeGuess:
+    draft = SparseDraft(token_ids=tuple(range(len(weights))), weights=weights) if weights else None
+    return NodeGuess(node_id=node_id, parent_id=parent_id, token_id=token_id, confidence=0.75, draft=draft)
+
+
+def grown(*guesses: NodeGuess, chain: bool = False) -> DraftTree:
+    tree = DraftTree(1, chain=chain)
+    tree.graft(guesses, 1, [9])
+    return tree
+
+
+# Which rule
+
+
+def test_a_request_names_its_rule_and_else_it_is_the_verifiers() -> None:
+    rules = Rules(default=BLOCK)
+    assert rules.of(SpeculationParams()).name == BLOCK
+    assert rules.of(SpeculationParams(acceptance=REJECTION)).name == REJECTION
+    assert rules.of(SpeculationParams(acceptance=COUPLED)).name == COUPLED
+    assert Rules().of(SpeculationParams()).name == COUPLED
+
+
+def test_without_speculation_there_is_nothing_to_accept_and_tokens_are_those_of_the_coupled_rule() -> None:
+    assert Rules(default=REJECTION).of(SpeculationParams(enabled=False)).name == COUPLED
+    assert Rules(default=TYPICAL, typical=Typical()).of(SpeculationParams(max_draft_tokens=0)).name == COUPLED
+
+
+def test_only_the_typical_rule_is_lossy_and_it_is_served_only_where_the_verifier_says_so() -> None:
+    with pytest.raises(InvalidRequestError, match=r'speculation.acceptance: typical is lossy.*"lossy": true'):
+        Rules().of(SpeculationParams(acceptance=TYPICAL))
+    served = Rules(typical=Typical())
+    lossy = {name: served.of(SpeculationParams(acceptance=name)).lossy for name in (COUPLED, REJECTION, BLOCK, TYPICAL)}
+    assert lossy == {COUPLED: False, REJECTION: False, BLOCK: False, TYPICAL: True}
+
+
+# Chains
+
+
+def test_a_chain_takes_the_first_guess_below_a_node_and_nothing_beside_it() -> None:
+    tree = grown(guess(1, 0, 0, 1, 1), guess(2, 0, 1, 1, 1), guess(3, 2, 0, 1, 1), guess(4, 1, 1, 1, 1), chain=True)
+    assert [node.token_id for node in tree.nodes()] == [0, 1]
+    again = tree.graft([guess(5, 0, 0, 1, 3), guess(6, 5, 0, 1, 1)], 1, [9])
+    assert (again.num_added, again.num_stale) == (0, 1), "5 is 1 by another name, and has a child"
+    first = tree.root.children[0].draft
+    assert first is not None
+    assert first.weights == (1, 1), "what was said of it first counts"
+
+
+@pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
+def test_a_session_refuses_a_guess_that_does_not_say_what_it_was_drawn_from(acceptance: str) -> None:
+    request = GenerateRequest(
+        session_id="s",
+        epoch=1,
+        prompt_token_ids=(9,),
+        sampling=SamplingParams(max_tokens=9),
+        speculation=SpeculationParams(),
+    )
+    session = VerifierSession(request, acceptance=acceptance)
+    nodes = DraftNodes(session_id="s", epoch=1, base_len=1, nodes=(guess(1, 0, 0, 1), guess(2, 1, 1)))
+    with pytest.raises(RemoteProtocolError, match=rf"DraftNodes.drafts: .* rule {acceptance}"):
+        session.receive(nodes)
+    assert not list(session.tree.nodes())
+
+
+def test_what_is_learned_of_a_drafter_is_how_often_its_guess_is_accepted_whatever_it_was() -> None:
+    """1 - TV of each row on the committed path, the one below the last verified node included."""
+    target, draft = normalised([5, 3, 2]), normalised([1, 1, 2])
+    learned = set()
+    for token_id in range(3):
+        tree = grown(guess(1, 0, token_id, 1, 1, 2), guess(2, 1, 0, 2, 1, 1), chain=True)
+        rows = Rows(laws={-1: target, **dict.fromkeys(range(3), target)}, choices={})
+        chain = best_first(tree, 1)
+        verdict = Rules().of(SpeculationParams(acceptance=REJECTION)).judge(tree.root, chain, rows)
+        assert verdict.chances is not None
+        learned.add(verdict.chances[0])
+        if len(verdict.token_ids) == 2:
+            assert verdict.chances[1] == overlap(target, normalised([2, 1, 1]))
+    assert learned == {overlap(target, draft)}
+    assert overlap(target, draft) == pytest.approx(0.25 + 0.25 + 0.2)
+
+
+# The typical rule
+
+
+def tree_of_two() -> DraftTree:
+    return grown(guess(1, 0, 1), guess(2, 0, 2), guess(3, 2, 3))
+
+
+def test_the_targets_own_choice_comes_first() -> None:
+    rows = Rows(laws={-1: normalised([1, 1, 6, 2]), 1: normalised([1, 0, 0, 0])}, choices={-1: 1, 1: 0})
+    tree = tree_of_two()
+    assert Typical().judge(tree.root, best_first(tree, 3), rows).token_ids == (1, 0)
+
+
+def test_where_that_was_not_guessed_the_likeliest_guess_stands_in_if_it_is_typical() -> None:
+    likely = normalised([4, 2, 3, 1])
+    tree = tree_of_two()
+    rows = Rows(laws={-1: likely, 2: likely}, choices={-1: 0, 2: 0})
+    found = Typical(posterior_threshold=0.25, posterior_alpha=1.0).judge(tree.root, best_first(tree, 3), rows)
+    assert found.token_ids == (2, 0), "0.3 is above 0.25, 0.1 is not"
+    strict = Typical(posterior_threshold=0.35, posterior_alpha=2.0).judge(tree.root, best_first(tree, 3), rows)
+    assert strict.token_ids == (0,)
+
+
+def test_a_guess_that_was_not_verified_never_stands_in() -> None:
+    tree = tree_of_two()
+    rows = Rows(laws={-1: normalised([4, 2, 3, 1])}, choices={-1: 0})
+    assert Typical().judge(tree.root, (), rows).token_ids == (0,)
+
+
+def test_at_temperature_0_nothing_but_the_targets_choice_is_typical() -> None:
+    tree = tree_of_two()
+    rows = Rows(laws={-1: np.array([1.0, 0.0, 0.0, 0.0])}, choices={-1: 0})
+    assert Typical().judge(tree.root, best_first(tree, 3), rows).token_ids == (0,)
