@@ -16,6 +16,8 @@ from paceline.engine.target_events import DraftsArrived, LinkChanged, TargetEven
 # What stands for the drafter's address; no drafter of the tier can have it.
 LOCAL = "in this verifier"
 _LINK = 0
+# What a draft step is taken to last before one was seen, and the weight of a new one.
+FIRST_DRAFT_S, SMOOTHING = 1e-4, 0.1
 
 
 class ColocatedEngine:
@@ -34,6 +36,7 @@ class ColocatedEngine:
         self._target = target
         self._draft = draft
         self._clock = clock
+        self._draft_s = FIRST_DRAFT_S
         target.handle(LinkChanged(address=LOCAL, up=True, wants_states=wants_states))
 
     def handle(self, event: TargetEvent) -> None:
@@ -54,11 +57,16 @@ class ColocatedEngine:
 
     def step(self) -> TargetOutput:
         """Drafts as long as that pays, then runs a step of the target and tells the drafter what it committed."""
-        while self._draft.has_work() and self._target.patience_s() > 0.0:
-            for messages in self._draft.step().to_verifiers.values():
-                self._target.handle(DraftsArrived(address=LOCAL, messages=messages, arrived_s=self._clock()))
+        while self._draft.has_work() and self._target.drafts_pay(self._draft_s):
+            self._draft_once()
         output = self._target.step()
         told = output.to_drafters.pop(LOCAL, None)
         if told:
             self._draft.handle(VerifierSaid(link=_LINK, messages=told))
         return output
+
+    def _draft_once(self) -> None:
+        started_s = self._clock()
+        for messages in self._draft.step().to_verifiers.values():
+            self._target.handle(DraftsArrived(address=LOCAL, messages=messages, arrived_s=self._clock()))
+        self._draft_s += SMOOTHING * (self._clock() - started_s - self._draft_s)

@@ -288,25 +288,37 @@ class TargetEngine:
     def patience_s(self) -> float:
         """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
         now_s = self._clock()
+        waits = [self._wait_s(session, now_s) for session in self._delayable()]
+        return self._worth_waiting(waits, now_s)
+
+    def drafts_pay(self, draft_s: float) -> bool:
+        """Whether a draft step of so many seconds, for all sessions, is worth the delay; the same objective."""
+        waits = [draft_s if session.may_wait() else None for session in self._delayable()]
+        return self._worth_waiting(waits, self._clock()) > 0.0
+
+    def _delayable(self) -> list[TargetSession]:
+        """The decoding sessions; none when something else waits for the next step, or no drafts are to come."""
         decoding = [session for session in self._running if session.is_decoding]
-        if self._outgoing or self._waiting or not decoding or len(decoding) < len(self._running):
-            return 0.0
-        if self._mode() is StepMode.PLAIN:
-            return 0.0
-        if now_s - self._idle_since_s >= self._step_s:
+        if self._outgoing or self._waiting or len(decoding) < len(self._running):
+            return []
+        return [] if self._mode() is StepMode.PLAIN else decoding
+
+    def _worth_waiting(self, waits: Sequence[float | None], now_s: float) -> float:
+        """Seconds to wait, at most a step in all; by `_delayable` session those until its next nodes, None: never."""
+        left_s = self._step_s - (now_s - self._idle_since_s)
+        if not waits or left_s <= 0.0:
             return 0.0
         prospects: list[Prospect] = []
-        waits: list[float] = []
-        for session in decoding:
-            wait_s = self._wait_s(session, now_s)
+        gainful: list[float] = []
+        for session, wait_s in zip(self._delayable(), waits, strict=True):
             price = 1.0 if wait_s is None else session.draft.price
             look = prospect(session.draft.tree, self._cap(session), price=price)
             prospects.append(look)
             if wait_s is not None and look.gain:
-                waits.append(wait_s)
-        if not waits or not self._allocator.waits(prospects, wait_s=min(waits), step_s=self._step_s):
+                gainful.append(wait_s)
+        if not gainful or not self._allocator.waits(prospects, wait_s=min(gainful), step_s=self._step_s):
             return 0.0
-        return min(max(waits), self._step_s - (now_s - self._idle_since_s))
+        return min(max(gainful), left_s)
 
     def _wait_s(self, session: TargetSession, now_s: float) -> float | None:
         pace = self._links.get(session.drafter_address)

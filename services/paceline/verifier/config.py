@@ -175,7 +175,7 @@ def _own_draft(given: Mapping[str, Any], methods: tuple[str, ...]) -> Path | Non
     served = [method for method in methods if method in TIER_METHODS]
     if len(served) != 1:
         one = " or ".join(TIER_METHODS)
-        raise ConfigError(f"{NAME}: placement {IN_VERIFIER} needs the method {one}, one of them, got {methods}")
+        raise ConfigError(f"{NAME}: placement {IN_VERIFIER} needs the method {one}, and one alone, got {methods}")
     return _folder("eagle3_model" if served == [EAGLE3] else "model", given)
 
 

@@ -44,7 +44,10 @@ def test_lossy_serves_the_typical_rule_with_its_parameters() -> None:
         ('{"acceptance": "lucky"}', "acceptance must be one of coupled, rejection, block, typical, got 'lucky'"),
         ('{"acceptance": "typical"}', 'acceptance typical is lossy, and needs "lossy": true'),
         ('{"lossy": "yes"}', "lossy must be true or false, got 'yes'"),
-        ('{"acceptance": "block", "method": "ngram"}', "acceptance block needs the method draft_model, got ngram"),
+        (
+            '{"acceptance": "block", "method": "ngram"}',
+            "acceptance block needs the method draft_model or eagle3, got ngram",
+        ),
         ('{"lossy": true, "posterior_alpha": 0}', "posterior_alpha must be a number above 0 and at most 1, got 0"),
         ('{"posterior_threshold": 2}', "posterior_threshold must be a number above 0 and at most 1, got 2"),
     ],
@@ -74,6 +77,6 @@ def test_a_lossy_rule_is_refused_where_the_verifier_was_not_started_for_it() -> 
 
 
 def test_a_rule_for_chains_is_refused_without_the_method_that_draws_them() -> None:
-    wanted = "speculation.acceptance: rejection needs the method draft_model, and here it is ngram"
+    wanted = "speculation.acceptance: rejection needs the method draft_model or eagle3, and here it is ngram"
     assert refusal(SpeculationParams(acceptance=REJECTION), Rules(), (NGRAM,)) == wanted
     assert refusal(SpeculationParams(method=NGRAM), Rules(default=REJECTION)) == wanted

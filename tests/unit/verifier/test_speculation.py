@@ -40,13 +40,21 @@ def test_everything_may_be_asked_for():
     assert speculation.layers == (0, 1, 2)
     assert isinstance(speculation.allocator, FixedGamma)
     assert asked(layers=[0, 2, 5]).layers == (0, 2, 5)
+    assert str(asked(method="eagle3+ngram", eagle3_model="/head").eagle3_model) == "/head"
+
+
+def test_a_draft_model_or_a_head_may_run_inside():
+    assert asked(model="/draft").own_draft is None
+    assert str(asked(model="/draft", placement="verifier").own_draft) == "/draft"
+    inside = asked(method="eagle3", eagle3_model="/head", model="/draft", placement="verifier")
+    assert str(inside.own_draft) == "/head"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "medusa"}, "medusa_model must name the folder of the heads, got None"),
-        ({"method": "medusa", "medusa_model": 3}, "medusa_model must name the folder of the heads, got 3"),
+        ({"method": "medusa"}, "medusa_model must name a checkpoint folder, got None"),
+        ({"method": "medusa", "medusa_model": 3}, "medusa_model must name a checkpoint folder, got 3"),
         ({"method": "heads"}, "method must be one of draft_model, eagle3, ngram, suffix, medusa, layer_skip"),
         ({"exit_layer": 0}, "exit_layer must be a number of layers, at least 1, got 0"),
         ({"exit_layer": True}, "exit_layer must be a number of layers"),
@@ -56,6 +64,10 @@ def test_everything_may_be_asked_for():
         ({"layers": [-1]}, "layers must be a list of indices from 0, ascending"),
         ({"layers": "0"}, "layers must be a list of indices from 0, ascending"),
         ({"heads": 1}, "unknown key 'heads'"),
+        ({"method": "eagle3"}, "eagle3_model must name a checkpoint folder, got None"),
+        ({"placement": "gateway"}, "placement must be one of tier, verifier, got 'gateway'"),
+        ({"placement": "verifier"}, "model must name a checkpoint folder, got None"),
+        ({"placement": "verifier", "method": "ngram"}, "placement verifier needs the method draft_model or eagle3"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(settings, message):
