@@ -10,7 +10,7 @@ import torch
 
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
-from paceline.engine.decoder import Decoder, LlamaDecoder
+from paceline.engine.decoder import Decoder, Layers, LlamaDecoder
 from paceline.engine.graphs import Unrecorded
 from paceline.engine.kv import KVCache
 from paceline.engine.linear import HeadLinear, Linear
@@ -159,15 +159,17 @@ class ImposedDecoder:
     def __init__(self, inner: Decoder, agreement: float) -> None:
         self.config, self.device, self.weight_bytes = inner.config, inner.device, inner.weight_bytes
         self.new_cache, self.prepare, self.rows_computed = inner.new_cache, inner.prepare, inner.rows_computed
+        self.states, self.keep_states, self.feature_width = inner.states, inner.keep_states, inner.feature_width
+        self.dtype, self.hidden_size, self.head = inner.dtype, inner.hidden_size, inner.head
         self._inner = inner
         self._agreement = agreement
         # Logits of standard deviation 1 have a log-sum-exp of ln(vocab) + 1/2: the raised one's share is right.
         odds = min(agreement, 0.999) / (1.0 - min(agreement, 0.999))
         self._logit = math.log(self.config.vocab_size) + 0.5 + math.log(max(odds, 1e-3))
 
-    def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:
         """See `Decoder`; the logits come on the host."""
-        logits = self._inner.forward(batch, cache).cpu()
+        logits = self._inner.forward(batch, cache, layers).cpu()
         rows = batch.logit_rows
         named = mix(batch.token_ids[rows], batch.positions[rows], 1) % self.config.vocab_size
         coins = mix(batch.token_ids[rows], batch.positions[rows], 2) % 10_000

@@ -44,7 +44,7 @@ def test_a_missing_shard_is_named(tmp_path):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "weights.pkl"])
 def test_pickled_weights_are_refused_without_being_opened(tmp_path, name):
     (tmp_path / name).write_bytes(b"not even a pickle")
-    with pytest.raises(ConfigError, match=rf"holds pickled weights only \({re.escape(name)}\).*convert them"):
+    with pytest.raises(ConfigError, match=rf"holds pickled weights only \({re.escape(name)}\).*convert models with"):
         Checkpoint(tmp_path)
 
 

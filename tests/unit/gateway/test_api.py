@@ -77,7 +77,11 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
         ({"min_tokens": 20}, "min_tokens", "max_tokens (16)"),
         ({"logprobs": 21}, "logprobs", "from 0 to 20"),
-        ({"speculation": {"method": "magic"}}, "speculation.method", "draft_model, ngram, suffix"),
+        (
+            {"speculation": {"method": "magic"}},
+            "speculation.method",
+            "draft_model, eagle3, ngram, suffix, medusa, layer_skip",
+        ),
         ({"speculation": {"method": "ngram+" * 1000}}, "speculation.method", "at most 64 characters"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 129}, "n", "limit of 128"),
