@@ -1,14 +1,19 @@
 """Every way to draft on the same prompts: `make bench NAME=methods`.
 
-One stream, verifier on one core, drafter on the other; requests name their method, so one fleet serves them all, and
-every text must be that of plain decoding. Three kinds of prompts: openings of code that the pair never saw, prose from
-docstrings it never saw, and tables that repeat themselves. By method and temperature the table shows
+One stream, verifier on one core, a drafter with the distilled draft model and one with the EAGLE-3 head on the rest;
+requests name their method, so one fleet serves them all, and every text must be that of plain decoding. Three kinds of
+prompts: openings of code that the pair never saw, prose from docstrings it never saw, and tables that repeat
+themselves. By method and temperature the table shows
 
   a         acceptance rate per position that was checked (a path counts as one chain)
   length    mean acceptance length, 1 + accepted / rounds
   formula   what (1 - a^(g+1)) / (1 - a) says for the mean number of draft tokens g of a round (a tree's siblings are no
             deeper, so trees stay below it)
   ratio     decode tokens/s over plain decoding of the same prompts
+
+With `--nodes N` every round verifies the N best nodes whatever that costs: the methods at equal node budget.
+`rejection` and `block` are the draft model under the other acceptance rules, whose texts are not those of plain
+decoding.
 
 Last comes a drafter with random weights. Speculation must cost nothing then: at least 0.98 of plain, and no session
 may have verified draft tokens in more than 20 rounds. `suffix` looks at outputs of earlier requests as well; each
@@ -36,16 +41,30 @@ from tqdm import tqdm
 from loadtest.client import Ask, Completion, complete
 from loadtest.fleet import bench_fleet, machine, widened_target
 from loadtest.single import OWN_HARDWARE
-from paceline.cluster.checkpoints import DEMO_DRAFTER
+from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, DEMO_TARGET
 from paceline.core.gains import expected_tokens
 from paceline.training.corpus import load_corpus, unseen_prompts
 from paceline.training.export import Card, export_model
 from paceline.training.models import load_model, new_model
 
 PLAIN = "plain"
-METHODS = ("draft_model", "ngram", "suffix", "draft_model+ngram")
-ALL_METHODS = "draft_model+ngram+suffix"
 RANDOM = "random drafter"
+# What requests of a case ask for.
+CASES: dict[str, dict[str, Any]] = {
+    "draft_model": {"method": "draft_model"},
+    "eagle3": {"method": "eagle3"},
+    "medusa": {"method": "medusa"},
+    "layer_skip": {"method": "layer_skip"},
+    "ngram": {"method": "ngram"},
+    "suffix": {"method": "suffix"},
+    "draft_model+ngram": {"method": "draft_model+ngram"},
+    "rejection": {"method": "draft_model", "acceptance": "rejection"},
+    "block": {"method": "draft_model", "acceptance": "block"},
+    RANDOM: {"method": "draft_model"},
+}
+METHODS = tuple(name for name in CASES if name != RANDOM)
+ALL_METHODS = "draft_model+eagle3+ngram+suffix+medusa+layer_skip"
+OF_OTHER_LAW = ("rejection", "block")
 TEMPERATURES = (0.0, 1.0)
 LEAST_WITH_RANDOM, MOST_ROUNDS_WITH_RANDOM = 0.98, 20
 PROSE_CHARS = 320
@@ -79,7 +98,8 @@ class Case:
             "tokens_per_s": round(speed(self.done), 1),
             "ratio": round(speed(self.done) / speed(self.plain), 3),
             "batch_size": round(statistics.fmean(each.record["mean_batch_size"] for each in self.done), 2),
-            "same_texts": [each.text for each in self.done] == [each.text for each in self.plain],
+            "same_texts": self.method in OF_OTHER_LAW
+            or [each.text for each in self.done] == [each.text for each in self.plain],
         }
 
 
@@ -116,6 +136,14 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each kind (default 8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt (default 128)")
+    parser.add_argument(
+        "--nodes", type=int, help="nodes that every round verifies; without it the goodput policy decides"
+    )
+    parser.add_argument("--methods", default="+".join(METHODS), help="cases to run, joined by + (default all)")
+    parser.add_argument(
+        "--target", choices=("98m", "400m", "demo"), default="98m", help="widening of the demo target (default 98m)"
+    )
+    parser.add_argument("--dtype", default="auto", help="weight type (default auto)")
     raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
 
 
@@ -126,12 +154,14 @@ async def measure(arguments: argparse.Namespace) -> bool:
         "prose": prose_prompts(arguments.prompts),
         "tables": table_prompts(arguments.prompts),
     }
-    config = {"method": ALL_METHODS}
-    settings = {**widened_target("98m"), **OWN_HARDWARE, "speculative_config": json.dumps(config)}
+    settings = fleet_settings(arguments)
+    chosen = [name for name in METHODS if name in arguments.methods.split("+")]
     with tempfile.TemporaryDirectory() as folder:
-        cases = await _measure_fleet(settings, kinds, METHODS, arguments)
-        settings["draft_model"] = random_drafter(Path(folder) / "random-drafter")
-        cases += await _measure_fleet(settings, {"code": kinds["code"]}, (RANDOM,), arguments)
+        cases = await _measure_fleet(settings, kinds, chosen, arguments) if chosen else []
+        if arguments.nodes is None:
+            settings |= {"draft_model": random_drafter(Path(folder) / "random-drafter"), "num_drafters": 1}
+            settings["speculative_config"] = json.dumps({"method": "draft_model"})
+            cases += await _measure_fleet(settings, {"code": kinds["code"]}, (RANDOM,), arguments)
     rows = [case.figures() for case in cases]
     for row in rows:
         print(_line(row))
@@ -139,9 +169,32 @@ async def measure(arguments: argparse.Namespace) -> bool:
     ok = all(row["same_texts"] for row in rows) and all(
         row["ratio"] >= LEAST_WITH_RANDOM and row["most_rounds"] <= MOST_ROUNDS_WITH_RANDOM for row in strangers
     )
-    print(f"{arguments.prompts} prompts of a kind x {arguments.max_tokens} tokens, batch size 1; {machine()}")
-    print(json.dumps({"bench": "methods", "machine": machine(), "cases": rows, "ok": ok}))
+    policy = "goodput policy" if arguments.nodes is None else f"{arguments.nodes} nodes a round"
+    print(
+        f"{arguments.prompts} prompts of a kind x {arguments.max_tokens} tokens, batch size 1, {policy}, "
+        f"target {arguments.target} in {arguments.dtype}; {machine()}"
+    )
+    given = {name: getattr(arguments, name) for name in ("prompts", "max_tokens", "nodes", "target", "dtype")}
+    print(json.dumps({"bench": "methods", "machine": machine(), **given, "cases": rows, "ok": ok}))
     return ok
+
+
+def fleet_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """`FleetSpec` settings of a fleet that serves every method."""
+    config: dict[str, Any] = {
+        "method": ALL_METHODS,
+        "medusa_model": str(DEMO_MEDUSA),
+        "eagle3_model": str(DEMO_EAGLE3),
+    }
+    if arguments.nodes is not None:
+        config |= {"policy": "fixed", "num_speculative_tokens": arguments.nodes}
+    models = (
+        {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER}
+        if arguments.target == "demo"
+        else widened_target(arguments.target)
+    )
+    rest = {"dtype": arguments.dtype, "num_drafters": 2, "speculative_config": json.dumps(config)}
+    return {**models, **OWN_HARDWARE, **rest}
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -177,8 +230,7 @@ async def _measure_kind(
         await _complete(client, url, replace(ask, max_tokens=4), {"enabled": False})
         plain = await _complete(client, url, ask, {"enabled": False})
         for case in cases:
-            method = "draft_model" if case.method == RANDOM else case.method
-            case.done.append(await _complete(client, url, ask, {"method": method}))
+            case.done.append(await _complete(client, url, ask, CASES[case.method]))
             case.plain.append(plain)
     return cases
 
