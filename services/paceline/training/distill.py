@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from paceline.training.loop import pick_device, seeded
-from paceline.training.models import head_weight, load_model, moved, new_model
+from paceline.training.models import head_weight, moved, new_model
 from paceline.training.rollout import hidden_states
-from paceline.training.runs import Batch, Lesson, RunConfig, TextSource, train_drafter
+from paceline.training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +44,7 @@ def distill(config: DistillConfig) -> PreTrainedModel:
         FileNotFoundError: no target there, or no checkpoint to resume from.
         ValueError: the target has fewer layers than `config.layers`.
     """
-    seeded(config.seed)
-    target = moved(load_model(config.target), pick_device())
+    target = frozen_target(config)
     drafter = first_layers(target, config.layers)
 
     def lessons(batch: Batch) -> list[Lesson]:

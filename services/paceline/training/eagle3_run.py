@@ -7,9 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.training.eagle3 import Eagle3, default_aux_layers, eagle3_config
-from paceline.training.loop import pick_device, seeded
-from paceline.training.models import head_weight, load_model, moved
-from paceline.training.runs import Batch, Lesson, RunConfig, TextSource, train_drafter
+from paceline.training.models import head_weight
+from paceline.training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +32,7 @@ def train_eagle3(config: Eagle3Config) -> Eagle3:
         FileNotFoundError: no target there, or no checkpoint to resume from.
         ValueError: a size or a layer the target does not have.
     """
-    seeded(config.seed)
-    target = moved(load_model(config.target), pick_device())
+    target = frozen_target(config)
     aux_layers = config.aux_layers or default_aux_layers(int(target.config.num_hidden_layers))
     shape = eagle3_config(target, config.draft_vocab_size, aux_layers)
     text = TextSource(config, target, aux_layers)

@@ -161,8 +161,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: MixedOptimizer) -
     Raises:
         FileNotFoundError: the folder holds no checkpoint.
     """
-    if not has_checkpoint(folder):
-        raise FileNotFoundError(f"{folder} holds no {CHECKPOINT_NAME} to resume from")
+    require_checkpoint(folder)
     state = torch.load(folder / CHECKPOINT_NAME, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -173,6 +172,16 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: MixedOptimizer) -
 def has_checkpoint(folder: Path) -> bool:
     """Whether there is something to resume in this folder."""
     return (folder / CHECKPOINT_NAME).is_file()
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Refuse to resume where there is nothing.
+
+    Raises:
+        FileNotFoundError: the folder holds no checkpoint.
+    """
+    if not has_checkpoint(folder):
+        raise FileNotFoundError(f"{folder} holds no {CHECKPOINT_NAME} to resume from")
 
 
 def finished_steps(folder: Path) -> int:

@@ -15,9 +15,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from paceline.training.chains import Drafted
-from paceline.training.loop import pick_device, seeded
-from paceline.training.models import head_weight, load_model, moved
-from paceline.training.runs import Batch, Lesson, RunConfig, TextSource, train_drafter
+from paceline.training.models import head_weight
+from paceline.training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
 
 ARCHITECTURE = "MedusaModel"
 
@@ -127,8 +126,7 @@ def train_medusa(config: MedusaConfig) -> MedusaHeads:
     Raises:
         FileNotFoundError: no target there, or no checkpoint to resume from.
     """
-    seeded(config.seed)
-    target = moved(load_model(config.target), pick_device())
+    target = frozen_target(config)
     heads = MedusaHeads(target, config.heads, config.blocks, config.own_heads).to(target.device)
     target_head = head_weight(target).detach()
 

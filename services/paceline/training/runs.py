@@ -24,10 +24,14 @@ from paceline.training.loop import (
     Schedule,
     has_fast_bfloat16,
     load_checkpoint,
+    pick_device,
     precision,
+    require_checkpoint,
     save_checkpoint,
+    seeded,
     walk,
 )
+from paceline.training.models import load_model, moved
 from paceline.training.objective import DistillationResult, distillation
 from paceline.training.rollout import continue_rows, hidden_states, sampling_chooser
 from paceline.training.tokenizer import load_tokenizer
@@ -177,6 +181,18 @@ class TextSource:
         )
         kept = torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
         return Batch(ids=ids[:, :-1], states=states.to(kept), temperatures=temperatures)
+
+
+def frozen_target(config: RunConfig) -> PreTrainedModel:
+    """The run's target on its device; seeds torch for what is made next.
+
+    Raises:
+        FileNotFoundError: no target there, or no checkpoint to resume from.
+    """
+    if config.resume:
+        require_checkpoint(config.out)
+    seeded(config.seed)
+    return moved(load_model(config.target), pick_device())
 
 
 def train_drafter(

@@ -1,6 +1,7 @@
 """Medusa heads and EAGLE-3: layouts, lessons, tiny runs and their figures."""
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tqdm import tqdm
+from transformers import LlamaConfig, PreTrainedModel
 
 from paceline.training.chains import ChainDrafter, Drafted, ModelChain
 from paceline.training.cli import acceptance_table
@@ -18,8 +20,9 @@ from paceline.training.eagle3_run import Eagle3Config, eagle3_lessons, most_freq
 from paceline.training.evaluate import accepted_runs, encode_prompts, measure
 from paceline.training.export import Card, export_heads
 from paceline.training.layouts import load_drafter
+from paceline.training.loop import walk
 from paceline.training.medusa import MedusaConfig, MedusaHeads, load_medusa, train_medusa
-from paceline.training.models import head_weight, load_model
+from paceline.training.models import head_weight, load_model, rotations
 from paceline.training.rollout import hidden_states
 from paceline.training.runs import Batch, RunConfig
 from paceline.training.tokenizer import load_tokenizer
@@ -94,7 +97,6 @@ def test_a_training_resumes_exactly_and_its_seed_matters(kind: str, request: pyt
     config: RunConfig = request.getfixturevalue(kind)
     whole = train(config).state_dict()
     other = train(replace(config, seed=1, steps=1)).state_dict()
-    # The checkpoint of three steps must have been made under the schedule of six.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.training.runs.walk", ending_after(3))
         half = train(config).state_dict()
@@ -106,13 +108,9 @@ def test_a_training_resumes_exactly_and_its_seed_matters(kind: str, request: pyt
         assert torch.equal(resumed[name], value)
 
 
-def ending_after(steps: int):  # type: ignore[no-untyped-def]
-    from paceline.training.loop import walk
-
-    def shortened(first: int, _: int, minutes: float | None):  # type: ignore[no-untyped-def]
-        return walk(first, steps, minutes)
-
-    return shortened
+def ending_after(steps: int) -> Callable[[int, int, float | None], Iterator[tuple[int, float, tqdm]]]:
+    """A walk that ends early, as an interrupted run does, under the schedule of the whole run."""
+    return lambda first, _, minutes: walk(first, steps, minutes)
 
 
 @pytest.mark.parametrize("kind", ["medusa_run", "eagle3_run"])
@@ -283,8 +281,6 @@ def test_a_chain_is_what_drafting_token_by_token_gives(target: PreTrainedModel) 
 
 def whole_sequence(head: Eagle3, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """One plain causal pass of the layer."""
-    from paceline.training.models import rotations
-
     embedded = nn.functional.embedding(tokens, head.embeddings)
     return head.midlayer(embedded, features, rotations(head.config, tokens.shape[1]), [])
 
