@@ -24,6 +24,9 @@ NEW_WEIGHT_STD = 0.02
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one step, each `[batch, heads, rows, head_dim]`."""
 
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a step's positions, each `[rows, head_dim]`."""
+
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     """The layers of the target whose outputs are read: one early, one middle, one late.
@@ -76,12 +79,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * hidden, kv_heads * self._head_dim, bias=False)
         self.o_proj = nn.Linear(heads * self._head_dim, hidden, bias=False)
 
-    def forward(self, inputs: torch.Tensor, rotation: KeysAndValues, past: list[KeysAndValues]) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, rotation: Rotation, past: list[KeysAndValues]) -> torch.Tensor:
         """Attend, and append this step's keys and values to `past`.
 
         Args:
             inputs: `[batch, rows, 2 * hidden]`.
-            rotation: cosines and sines `[rows, head_dim]` of the rows' positions.
+            rotation: of the rows' positions.
             past: the steps before, with at least as many rows.
         """
         rows = inputs.shape[1]
@@ -104,7 +107,7 @@ class Attention(nn.Module):
         return joined.view(batch, rows, -1, self._head_dim).transpose(1, 2)
 
 
-def _rotated(states: torch.Tensor, rotation: KeysAndValues) -> torch.Tensor:
+def _rotated(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotary embedding of `[batch, heads, rows, head_dim]` (halves paired, as in Llama checkpoints)."""
     low, high = states.chunk(2, dim=-1)
     return states * rotation[0] + torch.cat([-high, low], dim=-1) * rotation[1]
@@ -139,7 +142,7 @@ class MidLayer(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(
-        self, embedded: torch.Tensor, feature: torch.Tensor, rotation: KeysAndValues, past: list[KeysAndValues]
+        self, embedded: torch.Tensor, feature: torch.Tensor, rotation: Rotation, past: list[KeysAndValues]
     ) -> torch.Tensor:
         """The next feature `[batch, rows, hidden]`, from embeddings and features of that shape."""
         inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], dim=-1)
