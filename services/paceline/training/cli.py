@@ -1,17 +1,23 @@
-"""`paceline train`: makes the demo pair, or a drafter for a checkpoint you have."""
+"""`paceline train`: makes the demo pair, or a drafter or heads for a checkpoint you have."""
 
 import argparse
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from paceline.training.corpus import unseen_prompts
 from paceline.training.demo import DemoConfig, held_out_loss, prepare, target_config, train_target
 from paceline.training.distill import DistillConfig, distill
+from paceline.training.eagle3_run import Eagle3Config, train_eagle3
 from paceline.training.evaluate import TEMPERATURES, encode_prompts, measure, table
-from paceline.training.export import Card, export_model
-from paceline.training.loop import has_checkpoint, load_weights
+from paceline.training.export import Card, export_heads, export_model
+from paceline.training.layouts import load_drafter
+from paceline.training.loop import finished_steps, has_checkpoint, load_weights
+from paceline.training.medusa import MedusaConfig, train_medusa
 from paceline.training.models import load_model, new_model
+from paceline.training.runs import RunConfig
 from paceline.training.tokenizer import load_tokenizer
 
 TARGET_SHARE = 0.6
@@ -21,7 +27,9 @@ EPILOG = """examples:
   paceline train demo --out runs/demo              tokenizer, target, drafter, figures
   paceline train demo --out runs/demo --resume     go on after an interruption
   paceline train distill --target ~/models/llama --layers 2 --out ~/models/llama-drafter
-  paceline train evaluate --target A --drafter B   acceptance of any pair
+  paceline train medusa --target ~/models/llama --out ~/models/llama-medusa
+  paceline train eagle3 --target ~/models/llama --out ~/models/llama-eagle3
+  paceline train evaluate --target A --drafter B   acceptance of any drafter, heads too
 
 The demo pair learns from the source of the Python standard library on this machine; nothing is
 downloaded. A CUDA GPU is used if there is one; on two CPU cores `demo` takes one to two hours.
@@ -29,19 +37,21 @@ downloaded. A CUDA GPU is used if there is one; on two CPU cores `demo` takes on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the three commands of `paceline train`."""
+    """Declare the commands of `paceline train`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     commands = parser.add_subparsers(dest="train_command", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train tokenizer, target and drafter from nothing"))
     _add_distill(commands.add_parser("distill", help="make a drafter for a Llama-family target"))
-    _add_evaluate(commands.add_parser("evaluate", help="print a pair's acceptance table"))
+    _add_medusa(commands.add_parser("medusa", help="train Medusa heads on a frozen target"))
+    _add_eagle3(commands.add_parser("eagle3", help="train an EAGLE-3 head on a frozen target"))
+    _add_evaluate(commands.add_parser("evaluate", help="print a drafter's acceptance table"))
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the chosen command; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    actions = {"demo": _demo, "distill": _distill, "evaluate": _evaluate}
+    actions = {"demo": _demo, "distill": _distill, "medusa": _medusa, "eagle3": _eagle3, "evaluate": _evaluate}
     try:
         actions[args.train_command](args)
     except (FileNotFoundError, ValueError) as error:
@@ -70,13 +80,58 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_distill(parser: argparse.ArgumentParser) -> None:
     defaults = DistillConfig(target=Path(), out=Path())
-    parser.add_argument("--target", type=Path, required=True, help="Hugging Face checkpoint folder of the target")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the drafter")
     parser.add_argument(
         "--layers", type=int, default=defaults.layers, help="layers the drafter keeps (default: %(default)s)"
     )
+    _add_run(parser, defaults)
+
+
+def _add_medusa(parser: argparse.ArgumentParser) -> None:
+    defaults = MedusaConfig(target=Path(), out=Path())
+    parser.add_argument("--heads", type=int, default=defaults.heads, help="tokens guessed (default: %(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=defaults.steps, help="steps of 8,192 tokens (default: %(default)s)"
+        "--blocks", type=int, default=defaults.blocks, help="residual blocks of a head (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--own-heads", action="store_true", help="a vocabulary matrix for each head, not the target's for all"
+    )
+    _add_run(parser, defaults)
+
+
+def _add_eagle3(parser: argparse.ArgumentParser) -> None:
+    defaults = Eagle3Config(target=Path(), out=Path())
+    parser.add_argument(
+        "--unrolled-steps",
+        type=int,
+        default=defaults.unrolled_steps,
+        help="drafts of a chain that training follows (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        default=defaults.draft_vocab_size,
+        help="token ids it can guess, the most frequent ones (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--aux-layers",
+        type=int,
+        nargs=3,
+        default=None,
+        metavar="LAYER",
+        help="layers of the target whose outputs it reads (default for L layers: 1, L//2-1, L-4)",
+    )
+    _add_run(parser, defaults)
+
+
+def _add_run(parser: argparse.ArgumentParser, defaults: RunConfig) -> None:
+    parser.add_argument("--target", type=Path, required=True, help="Hugging Face checkpoint folder of the target")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the drafter")
+    parser.add_argument("--steps", type=int, default=defaults.steps, help="most steps (default: %(default)s)")
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=defaults.batch_tokens,
+        help="tokens of a step, a multiple of 1024 (default: %(default)s)",
     )
     parser.add_argument(
         "--corpus", type=Path, default=None, help="folder of *.py files (default: the standard library)"
@@ -97,7 +152,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder of the target")
-    parser.add_argument("--drafter", type=Path, required=True, help="checkpoint folder of the drafter")
+    parser.add_argument("--drafter", type=Path, required=True, help="folder of the drafter or the heads")
     parser.add_argument("--prompts", type=int, default=40, help="held-out prompts (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens written after each (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and noise (default: %(default)s)")
@@ -150,21 +205,55 @@ def export_target(work: Path, out: Path, seed: int) -> None:
 
 
 def _distill(args: argparse.Namespace) -> None:
-    config = DistillConfig(
-        target=args.target,
-        out=args.out.with_name(args.out.name + "-run"),
-        layers=args.layers,
-        steps=args.steps,
-        seed=args.seed,
-        resume=args.resume,
-        minutes=args.minutes,
-        corpus=args.corpus,
-    )
+    config = DistillConfig(layers=args.layers, **_run_settings(args))
     distill_into(config, args.out, f"Drafter for {args.target.name}")
 
 
+def _medusa(args: argparse.Namespace) -> None:
+    config = MedusaConfig(heads=args.heads, blocks=args.blocks, own_heads=args.own_heads, **_run_settings(args))
+    heads = train_medusa(config)
+    title = f"Medusa heads for {args.target.name}"
+    summary = (
+        f"{args.heads} Medusa heads (arXiv 2401.10774) on the frozen `{args.target.name}`, "
+        f"{'with output heads of their own' if args.own_heads else 'which share its output head'}, trained "
+        "on its probabilities over the corpus and over text it wrote, by `paceline train medusa`."
+    )
+    publish(config, args.out, title, summary, lambda card: export_heads(heads, heads.layout, args.out, card))
+
+
+def _eagle3(args: argparse.Namespace) -> None:
+    config = Eagle3Config(
+        unrolled_steps=args.unrolled_steps,
+        draft_vocab_size=args.draft_vocab_size,
+        aux_layers=None if args.aux_layers is None else tuple(args.aux_layers),
+        **_run_settings(args),
+    )
+    head = train_eagle3(config)
+    title = f"EAGLE-3 head for {args.target.name}"
+    summary = (
+        f"An EAGLE-3 head (arXiv 2503.01840) on the frozen `{args.target.name}`: reads the outputs of its "
+        f"layers {', '.join(map(str, head.taps))}, guesses among {args.draft_vocab_size} token ids, trained on "
+        "its probabilities over the corpus and over text it wrote, by `paceline train eagle3`."
+    )
+    publish(config, args.out, title, summary, lambda card: export_heads(head, head.layout, args.out, card))
+
+
+def _run_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings that all trainings on a frozen target have."""
+    return {
+        "target": args.target,
+        "out": args.out.with_name(args.out.name + "-run"),
+        "steps": args.steps,
+        "batch_tokens": args.batch_tokens,
+        "seed": args.seed,
+        "resume": args.resume,
+        "minutes": args.minutes,
+        "corpus": args.corpus,
+    }
+
+
 def distill_into(config: DistillConfig, out: Path, title: str) -> None:
-    """Distil, export, measure, and export again with the figures in the card.
+    """Distil, export and measure.
 
     Raises:
         FileNotFoundError: no target there, or no checkpoint to resume from.
@@ -175,16 +264,20 @@ def distill_into(config: DistillConfig, out: Path, title: str) -> None:
         f"Drafter for `{config.target.name}`: its first {config.layers} layers, distilled on its "
         "probabilities over the corpus and over text the target wrote, by `paceline train distill`."
     )
+    publish(config, out, title, summary, lambda card: export_model(drafter, config.target, out, card))
+
+
+def publish(config: RunConfig, out: Path, title: str, summary: str, export: Callable[[Card], object]) -> None:
+    """Export to `out`, measure what ships, and export again with the figures in the card."""
     # Figures are measured on the weights as they ship, rounded to bfloat16.
-    export_model(drafter, config.target, out, Card(title=title, summary=summary, figures=""))
+    export(Card(title=title, summary=summary, figures=""))
     figures = acceptance_table(config.target, out, num_prompts=40, num_new=128, seed=0)
     sys.stdout.write(figures + "\n")
-    steps = load_weights(config.out, drafter)
     text = (
         f"Acceptance along the target's own text, 40 held-out prompts x 128 tokens, float32, after "
-        f"{steps} steps of {config.batch_tokens:,} tokens (seed {config.seed}):\n\n{figures}"
+        f"{finished_steps(config.out)} steps of {config.batch_tokens:,} tokens (seed {config.seed}):\n\n{figures}"
     )
-    export_model(drafter, config.target, out, Card(title=title, summary=summary, figures=text))
+    export(Card(title=title, summary=summary, figures=text))
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -193,16 +286,14 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def acceptance_table(target_folder: Path, drafter_folder: Path, num_prompts: int, num_new: int, seed: int) -> str:
-    """The pair's acceptance on held-out prompts, as a Markdown table.
+    """A drafter's acceptance on held-out prompts, as a Markdown table.
 
     Raises:
-        FileNotFoundError: a folder lacks config.json or tokenizer.json.
-        ValueError: the vocabularies differ in size, or there are too few held-out prompts.
+        FileNotFoundError: a folder lacks config.json, weights or tokenizer.json.
+        ValueError: the two do not fit, or there are too few held-out prompts.
     """
-    target, drafter = load_model(target_folder), load_model(drafter_folder)
-    sizes = (target.config.vocab_size, drafter.config.vocab_size)
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"vocabulary of the target is {sizes[0]}, of the drafter {sizes[1]}")
+    target = load_model(target_folder)
+    drafter = load_drafter(drafter_folder, target)
     prompts = encode_prompts(load_tokenizer(target_folder), unseen_prompts(num_prompts, seed))
     return table([measure(target, drafter, prompts, value, num_new, seed) for value in TEMPERATURES])
 

@@ -132,7 +132,7 @@ def train_target(config: DemoConfig, shape: LlamaConfig | None = None) -> PreTra
     seeded(config.seed)
     device = pick_device()
     model = moved(new_model(shape or target_config()), device)
-    optimizer = MixedOptimizer(model, config.muon_lr, config.adamw_lr)
+    optimizer = MixedOptimizer(model, int(model.config.vocab_size), config.muon_lr, config.adamw_lr)
     first = load_checkpoint(config.out, model, optimizer)[0] if config.resume else 0
     _run_steps(config, model, optimizer, train, held_out, first)
     return model

@@ -1,20 +1,15 @@
 """Measures how often a drafter's token is the target's, along the target's own text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from paceline.training.chains import ChainDrafter, Drafted
 from paceline.training.models import head_weight
-from paceline.training.rollout import (
-    MIN_TEMPERATURE,
-    continue_rows,
-    gumbel,
-    gumbel_chooser,
-    hidden_states,
-)
+from paceline.training.rollout import MIN_TEMPERATURE, continue_rows, gumbel, gumbel_chooser
 
 PROMPT_TOKENS = 64
 CHAINS = (3, 5, 7)
@@ -23,17 +18,18 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Shares of drafted tokens at one temperature.
+    """What becomes of chains of drafts that begin at every place of a text, at one temperature.
 
-    `coupled`: both models choose with the same Gumbel noise (at 0: both greedy). `classic_bound`:
-    mean of 1 - TV, the most any rule can accept. `top_2`, `top_4`: the target's token is among the
-    drafter's best perturbed scores. `mean_length`: per chain length, tokens committed a round, the
+    `accepted`: per position of a chain, the share of chains whose drafts up to there are all the
+    target's tokens; both choose with the same Gumbel noise (at 0: both greedy). Of first drafts:
+    `classic_bound`, mean of 1 - TV, the most any rule can accept; `top_2`, `top_4`, the target's token
+    is among the best perturbed scores. `mean_length`: per chain length, tokens committed a round, the
     target's own included.
     """
 
     temperature: float
     num_tokens: int
-    coupled: float
+    accepted: tuple[float, ...]
     classic_bound: float
     top_2: float
     top_4: float
@@ -50,101 +46,146 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> torch.Tensor
 @torch.no_grad()
 def measure(
     target: PreTrainedModel,
-    drafter: PreTrainedModel,
+    drafter: ChainDrafter,
     prompts: torch.Tensor,
     temperature: float,
     num_new: int = 128,
     seed: int = 0,
 ) -> Acceptance:
-    """Let the target continue the prompts, then ask the drafter at every place of that text.
+    """Let the target continue the prompts, then ask the drafter for a chain at every place of that text.
 
     Args:
         target: float32.
-        drafter: float32, same vocabulary.
-        prompts: ids `[prompts, length]`.
+        drafter: float32, for this target.
+        prompts: ids `[prompts, length]`, of two tokens or more.
         temperature: 0 is greedy.
         num_new: tokens written after each prompt.
         seed: of the noise both models share.
     """
     prompts = prompts.to(target.device)
     noise_source = torch.Generator().manual_seed(seed)
-    ids, target_hidden = continue_rows(target, prompts, num_new, gumbel_chooser(temperature, noise_source))
-    first = prompts.shape[1] - 1
-    draft_hidden = hidden_states(drafter, ids[:, :-1])[:, first:]
-    noise_source.manual_seed(seed)
-    tallies, kept = [], []
-    for place in range(num_new):
-        target_logits = target_hidden[:, first + place] @ head_weight(target).T
-        draft_logits = draft_hidden[:, place] @ head_weight(drafter).T
-        noise = gumbel((target_logits.shape[0], target_logits.shape[1]), noise_source)
-        noise = noise.to(target.device) if temperature else torch.zeros_like(target_logits)
-        wanted = ids[:, first + 1 + place]
-        tallies.append(_tally(target_logits, draft_logits, noise, wanted, temperature))
-        kept.append(tallies[-1][:, 0])
-    means = torch.stack(tallies).mean(dim=(0, 1)).tolist()
-    accepted = torch.stack(kept, dim=1).bool().tolist()
+    chooser = gumbel_chooser(temperature, noise_source)
+    ids, states = continue_rows(target, prompts, num_new, chooser, drafter.taps)
+    head, before = head_weight(target), prompts.shape[1]
+    text = _Text(
+        written=ids[:, before:],
+        states=states[:, before - 1 :, : head.shape[1]],
+        target_head=head,
+        temperature=temperature,
+        seed=seed,
+    )
+    chains = drafter.chain(ids[:, :-1], states, max(CHAINS))
+    # Place 0 guesses token 2.
+    tallies = [
+        text.tally(replace(drafted, states=drafted.states[:, before - 2 :]), position, drafter.draft_ids)
+        for position, drafted in enumerate(chains)
+    ]
+    runs = accepted_runs([tally[..., 0].bool() for tally in tallies])
+    first = tallies[0].mean(dim=(0, 1)).tolist()
+    lengths = sorted({min(gamma, len(chains)) for gamma in CHAINS})
     return Acceptance(
         temperature=temperature,
         num_tokens=num_new * prompts.shape[0],
-        coupled=means[0],
-        top_2=means[1],
-        top_4=means[2],
-        classic_bound=means[3],
-        mean_length={gamma: mean_chain_length(accepted, gamma) for gamma in CHAINS},
+        accepted=tuple(float((runs[:, : num_new - k] > k).float().mean()) for k in range(len(chains))),
+        top_2=first[1],
+        top_4=first[2],
+        classic_bound=first[3],
+        mean_length={gamma: mean_chain_length(runs.tolist(), gamma) for gamma in lengths},
     )
 
 
-def _tally(
-    target_logits: torch.Tensor,
-    draft_logits: torch.Tensor,
-    noise: torch.Tensor,
-    wanted: torch.Tensor,
-    temperature: float,
-) -> torch.Tensor:
-    """`[rows, 4]`: in the drafter's top 1, 2, 4, and 1 - TV."""
-    scale = max(temperature, MIN_TEMPERATURE)
-    best = (draft_logits / scale + noise).topk(4, dim=-1).indices
-    hits = best == wanted.unsqueeze(1)
-    target_probs = torch.softmax(target_logits / scale, dim=-1)
-    draft_probs = torch.softmax(draft_logits / scale, dim=-1)
-    overlap = torch.minimum(target_probs, draft_probs).sum(dim=-1)
-    columns = [hits[:, :1].any(1), hits[:, :2].any(1), hits.any(1)]
-    return torch.stack([*(column.float() for column in columns), overlap], dim=1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Text:
+    """What the target wrote: ids `[rows, places]`, the states `[rows, places, hidden]` that chose them."""
+
+    written: torch.Tensor
+    states: torch.Tensor
+    target_head: torch.Tensor
+    temperature: float
+    seed: int
+
+    def tally(self, drafted: Drafted, skipped: int, draft_ids: torch.Tensor | None) -> torch.Tensor:
+        """`[rows, places, 4]` of one position's guesses: in the drafter's top 1, 2, 4, and 1 - TV.
+
+        Args:
+            drafted: states from the place on that guesses the first written token.
+            skipped: written tokens before the first guessed one, the position in the chain.
+            draft_ids: as `ChainDrafter.draft_ids`.
+        """
+        noise_source = torch.Generator().manual_seed(self.seed)
+        columns = []
+        for place in range(self.written.shape[1]):
+            noise = gumbel((len(self.written), len(self.target_head)), noise_source).to(self.written.device)
+            if place >= skipped:
+                draft_logits = drafted.states[:, place - skipped] @ drafted.head.T
+                columns.append(self._tally_place(place, draft_logits, noise, draft_ids))
+        return torch.stack(columns, dim=1)
+
+    def _tally_place(
+        self, place: int, draft_logits: torch.Tensor, noise: torch.Tensor, draft_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        scale = max(self.temperature, MIN_TEMPERATURE)
+        target_probs = torch.softmax(self.states[:, place] @ self.target_head.T / scale, dim=-1)
+        wanted = self.written[:, place, None]
+        if draft_ids is not None:
+            target_probs, noise = target_probs[:, draft_ids], noise[:, draft_ids]
+        scores = draft_logits / scale + (noise if self.temperature else 0.0)
+        best = scores.topk(4, dim=-1).indices
+        hits = (best if draft_ids is None else draft_ids[best]) == wanted
+        overlap = torch.minimum(target_probs, torch.softmax(draft_logits / scale, dim=-1)).sum(dim=-1)
+        columns = [hits[:, :1].any(1), hits[:, :2].any(1), hits.any(1)]
+        return torch.stack([*(column.float() for column in columns), overlap], dim=1)
 
 
-def mean_chain_length(accepted: Sequence[Sequence[bool]], gamma: int) -> float:
+def accepted_runs(matches: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Accepted drafts `[rows, places]` of the chain that begins at each place.
+
+    Args:
+        matches: per position of a chain, whether its guess is the target's token, `[rows, places left]`;
+            chains near the text's end are cut short by it.
+    """
+    alive = torch.ones_like(matches[0])
+    runs = torch.zeros_like(matches[0], dtype=torch.int64)
+    for found in matches:
+        left = found.shape[1]
+        alive[:, :left] &= found
+        runs[:, :left] += alive[:, :left]
+    return runs
+
+
+def mean_chain_length(runs: Sequence[Sequence[int]], gamma: int) -> float:
     """Tokens committed a round when chains of `gamma` drafts walk along each row.
 
     Args:
-        accepted: per row and place, whether the drafter had the target's token.
+        runs: per row and place, accepted drafts of a chain that begins there (of `gamma` or longer ones).
         gamma: drafts a round.
     """
     rounds = committed = 0
-    for row in accepted:
+    for row in runs:
         place = 0
         # A round that the row's end cuts short would count too few: it is left out.
         while place + gamma < len(row):
-            run = 0
-            while run < gamma and row[place + run]:
-                run += 1
-            place += run + 1
-            committed += run + 1
+            tokens = min(row[place], gamma) + 1
+            place += tokens
+            committed += tokens
             rounds += 1
     return committed / rounds if rounds else 0.0
 
 
 def table(results: Sequence[Acceptance]) -> str:
     """A Markdown table, one row a temperature."""
-    chains = " / ".join(str(gamma) for gamma in CHAINS)
+    positions = " / ".join(str(1 + k) for k in range(len(results[0].accepted)))
+    chains = " / ".join(str(gamma) for gamma in results[0].mean_length)
     lines = [
-        "| temperature | coupled | classic bound (1 - TV) | target in draft top 2 / 4 "
+        f"| temperature | accepted up to draft {positions} | classic bound (1 - TV) | target in draft top 2 / 4 "
         f"| mean length, chain {chains} | tokens |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for result in results:
-        lengths = " / ".join(f"{result.mean_length[gamma]:.2f}" for gamma in CHAINS)
+        accepted = " / ".join(f"{share:.3f}" for share in result.accepted)
+        lengths = " / ".join(f"{length:.2f}" for length in result.mean_length.values())
         lines.append(
-            f"| {result.temperature:g} | {result.coupled:.3f} | {result.classic_bound:.3f} "
+            f"| {result.temperature:g} | {accepted} | {result.classic_bound:.3f} "
             f"| {result.top_2:.3f} / {result.top_4:.3f} | {lengths} | {result.num_tokens} |"
         )
     return "\n".join(lines)

@@ -1,13 +1,16 @@
-"""Writes a trained model as a plain Hugging Face folder with bfloat16 weights and a model card."""
+"""Writes trained models and heads as folders with bfloat16 weights and a model card."""
 
 import copy
+import json
 import platform
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -52,17 +55,53 @@ def export_model(model: PreTrainedModel, tokenizer_folder: Path, out: Path, card
         source = tokenizer_folder / name
         if source.is_file() and source.resolve() != (out / name).resolve():
             shutil.copyfile(source, out / name)
-    (out / "README.md").write_text(_card_text(card, model), encoding="utf-8")
+    config = model.config
+    facts = {
+        "parameters": f"{_count(model):,} (embeddings and head tied: {bool(config.tie_word_embeddings)})",
+        "shape": f"hidden {config.hidden_size}, {config.num_hidden_layers} layers, vocabulary {config.vocab_size}",
+        "context": f"{config.max_position_embeddings} tokens (rows of at most 1,024 in training)",
+        "weights": "bfloat16 safetensors",
+    }
+    (out / "README.md").write_text(_card_text(card, "transformers", facts), encoding="utf-8")
     return sum(path.stat().st_size for path in out.glob("*.safetensors"))
 
 
-def _card_text(card: Card, model: PreTrainedModel) -> str:
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    config = model.config
+def export_heads(heads: nn.Module, layout: Mapping[str, object], out: Path, card: Card) -> int:
+    """Write weights, config.json and README.md of heads that work on a target's states.
+
+    Args:
+        heads: left as they are; a bfloat16 copy of all that is floating is saved.
+        layout: content of config.json.
+        out: created where missing; files of the same names are replaced.
+        card: the model card.
+
+    Returns:
+        Bytes of the weights.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: (value.bfloat16() if value.is_floating_point() else value).cpu().contiguous()
+        for name, value in heads.state_dict().items()
+    }
+    path = out / "model.safetensors"
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+    (out / "config.json").write_text(json.dumps(layout, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    facts = {"parameters": f"{_count(heads):,}", "weights": "bfloat16 safetensors"}
+    (out / "README.md").write_text(_card_text(card, "paceline", facts), encoding="utf-8")
+    return path.stat().st_size
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _card_text(card: Card, library: str, facts: Mapping[str, str]) -> str:
+    rows = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
     return f"""---
 license: apache-2.0
 language: code
-library_name: transformers
+library_name: {library}
 ---
 # {card.title}
 
@@ -70,10 +109,7 @@ library_name: transformers
 
 | | |
 | --- | --- |
-| parameters | {parameters:,} (embeddings and head tied: {bool(config.tie_word_embeddings)}) |
-| shape | hidden {config.hidden_size}, {config.num_hidden_layers} layers, vocabulary {config.vocab_size} |
-| context | {config.max_position_embeddings} tokens (rows of at most 1,024 in training) |
-| weights | bfloat16 safetensors |
+{rows}
 
 ## Data
 
@@ -91,6 +127,6 @@ The weights are under the Apache License 2.0, like the rest of Paceline.
 
 ## What it is for
 
-Demonstrations and benches of speculative decoding without a download. It writes text that looks
-like Python; it is not a useful programming assistant.
+Demonstrations and benches of speculative decoding without a download. The demo target
+writes text that looks like Python; it is not a useful programming assistant.
 """

@@ -1,4 +1,4 @@
-"""What both training runs share: optimizers, learning-rate schedule, checkpoints, precision."""
+"""What all training runs share: optimizers, learning-rate schedule, checkpoints, precision."""
 
 import os
 import time
@@ -79,17 +79,18 @@ class MixedOptimizer:
     """Muon for the hidden matrices, AdamW for embeddings, heads and norms.
 
     Args:
-        model: parameters named `*layers*` with two dimensions go to Muon.
+        model: its matrices go to Muon, apart from those with a row for each token id.
+        num_ids: rows of its embeddings and of its head.
         muon_lr: base rate of Muon (Keller's scaling).
         adamw_lr: base rate of AdamW.
     """
 
-    def __init__(self, model: nn.Module, muon_lr: float, adamw_lr: float) -> None:
+    def __init__(self, model: nn.Module, num_ids: int, muon_lr: float, adamw_lr: float) -> None:
         hidden: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
-        for name, parameter in model.named_parameters():
-            is_matrix = parameter.ndim == 2 and "layers" in name
-            (hidden if is_matrix else rest).append(parameter)
+        for parameter in model.parameters():
+            is_hidden = parameter.ndim == 2 and parameter.shape[0] != num_ids
+            (hidden if is_hidden else rest).append(parameter)
         self.parameters = hidden + rest
         self._muon = torch.optim.Muon(hidden, lr=muon_lr, weight_decay=0.02, momentum=0.95)
         self._adamw = torch.optim.AdamW(rest, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -160,8 +161,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: MixedOptimizer) -
     Raises:
         FileNotFoundError: the folder holds no checkpoint.
     """
-    if not has_checkpoint(folder):
-        raise FileNotFoundError(f"{folder} holds no {CHECKPOINT_NAME} to resume from")
+    require_checkpoint(folder)
     state = torch.load(folder / CHECKPOINT_NAME, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -172,6 +172,21 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: MixedOptimizer) -
 def has_checkpoint(folder: Path) -> bool:
     """Whether there is something to resume in this folder."""
     return (folder / CHECKPOINT_NAME).is_file()
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Refuse to resume where there is nothing.
+
+    Raises:
+        FileNotFoundError: the folder holds no checkpoint.
+    """
+    if not has_checkpoint(folder):
+        raise FileNotFoundError(f"{folder} holds no {CHECKPOINT_NAME} to resume from")
+
+
+def finished_steps(folder: Path) -> int:
+    """Finished steps of the run whose checkpoint is there."""
+    return int(torch.load(folder / CHECKPOINT_NAME, map_location="cpu", weights_only=True)["step"])
 
 
 def load_weights(folder: Path, model: nn.Module) -> int:

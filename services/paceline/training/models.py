@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -34,6 +35,18 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 def head_weight(model: PreTrainedModel) -> nn.Parameter:
     """Weight `[vocab, hidden]` of the output head, which may be the embedding's."""
     return cast(nn.Parameter, cast(Any, model).get_output_embeddings().weight)
+
+
+def embedding_weight(model: PreTrainedModel) -> nn.Parameter:
+    """Weight `[vocab, hidden]` of the token embeddings."""
+    return cast(nn.Parameter, cast(Any, model).get_input_embeddings().weight)
+
+
+def rotations(config: PretrainedConfig, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines `[positions, head_dim]` of a Llama config's rotary embedding."""
+    rotary = cast(Any, LlamaRotaryEmbedding)(config)
+    cosines, sines = rotary(torch.empty(0), torch.arange(num_positions).unsqueeze(0))
+    return cosines[0], sines[0]
 
 
 def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

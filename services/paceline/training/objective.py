@@ -17,7 +17,7 @@ class DistillationResult:
     """Means over tokens, and gradients of the mean loss.
 
     `grad_hidden` is `[tokens, hidden]`, `grad_head` is `[vocab, hidden]`; `agreement` is the share
-    of tokens where both models have the same most likely id.
+    of tokens where both models have the same most likely id. `grad_head` is None for a frozen head.
     """
 
     loss: float
@@ -25,7 +25,7 @@ class DistillationResult:
     tv: float
     agreement: float
     grad_hidden: torch.Tensor
-    grad_head: torch.Tensor
+    grad_head: torch.Tensor | None
 
 
 @torch.no_grad()
@@ -37,6 +37,7 @@ def distillation(
     temperatures: torch.Tensor,
     tv_weight: float,
     matmul_dtype: torch.dtype = torch.float32,
+    head_learns: bool = True,
 ) -> DistillationResult:
     """Mean of `(1 - tv_weight) * KL(target || draft) + tv_weight * TV` at each token's temperature.
 
@@ -48,12 +49,13 @@ def distillation(
         temperatures: `[tokens]`, above 0; both distributions are taken at it.
         tv_weight: in [0, 1].
         matmul_dtype: of the two gradient products; logits are always float32.
+        head_learns: whether the draft head's gradient is wanted.
     """
     tokens, vocab = draft_hidden.shape[0], draft_head.shape[0]
     draft_head, target_head = draft_head.float(), target_head.float()
     low_head = draft_head.to(matmul_dtype)
     grad_hidden = torch.empty_like(draft_hidden, dtype=torch.float32)
-    grad_head = torch.zeros_like(draft_head)
+    grad_head = torch.zeros_like(draft_head) if head_learns else None
     sums = torch.zeros(3, dtype=torch.float64)
     size = max(1, SLICE_ELEMENTS // vocab)
     for start in range(0, tokens, size):
@@ -68,7 +70,8 @@ def distillation(
         sums += found
         low_grad = (grad_logits / tokens).to(matmul_dtype)
         grad_hidden[part] = (low_grad @ low_head).float()
-        grad_head += (low_grad.T @ hidden.to(matmul_dtype)).float()
+        if grad_head is not None:
+            grad_head += (low_grad.T @ hidden.to(matmul_dtype)).float()
     kl, tv, agreement = (sums / tokens).tolist()
     return DistillationResult(
         loss=(1 - tv_weight) * kl + tv_weight * tv,

@@ -17,7 +17,7 @@ def test_help_shows_the_commands_and_an_example(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="0"):
         run("--help")
     text = capsys.readouterr().out
-    assert all(word in text for word in ("demo", "distill", "evaluate", "examples:"))
+    assert all(word in text for word in ("demo", "distill", "medusa", "eagle3", "evaluate", "examples:"))
 
 
 def test_a_target_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,3 +45,25 @@ def test_a_pair_of_two_vocabularies_is_refused(
     words = ("--target", str(target_folder), "--drafter", str(tmp_path / "other"))
     assert run("evaluate", *words) == 2
     assert "vocabulary of the target is 320, of the drafter 400" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "guesses"),
+    [("medusa --heads 2", "1 / 2"), ("eagle3 --aux-layers 0 1 1 --draft-vocab-size 200", "1 / 2")],
+)
+def test_heads_are_trained_exported_and_measured(
+    command: str, guesses: str, target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.py").write_text("def add(left, right):\n    return left + right\n\n" * 200, "utf-8")
+    out = tmp_path / "heads"
+    folders = ("--target", str(target_folder), "--corpus", str(tmp_path / "corpus"), "--out", str(out))
+    assert run(*command.split(), *folders, "--steps", "1", "--batch-tokens", "1024") == 0
+    shown = capsys.readouterr().out
+    assert f"| temperature | accepted up to draft {guesses}" in shown
+    assert shown in (out / "README.md").read_text("utf-8")
+    assert "after 1 steps of 1,024 tokens" in (out / "README.md").read_text("utf-8")
+    assert (out / "model.safetensors").is_file()
+    few = ("--prompts", "2", "--tokens", "8")
+    assert run("evaluate", "--target", str(target_folder), "--drafter", str(out), *few) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == shown.splitlines()[:2]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.training import demo
 from paceline.training.batches import encode_for, save_store
+from paceline.training.chains import ModelChain
 from paceline.training.corpus import SourceFile
 from paceline.training.demo import DemoConfig, train_target
 from paceline.training.distill import DistillConfig, distill, first_layers
@@ -36,7 +37,7 @@ def tiny_run(tmp_path: Path, target_folder: Path) -> DemoConfig:
 @pytest.fixture(autouse=True)
 def float32_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same arithmetic on every machine."""
-    for name in ("demo", "distill"):
+    for name in ("demo", "runs"):
         monkeypatch.setattr(f"paceline.training.{name}.has_fast_bfloat16", lambda device: False)
 
 
@@ -132,10 +133,10 @@ def test_distillation_raises_acceptance_and_resumes_exactly(tmp_path: Path, targ
     config = make_distillation(tmp_path, target_folder)
     target = load_model(target_folder).eval()
     prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
-    before = measure(target, first_layers(target, 1).eval(), prompts, 1.0, num_new=64)
+    before = measure(target, ModelChain(first_layers(target, 1).eval()), prompts, 1.0, num_new=64)
     distill(replace(config, steps=4))
     whole = distill(replace(config, steps=8))
-    after = measure(target, whole.eval(), prompts, 1.0, num_new=64)
+    after = measure(target, ModelChain(whole.eval()), prompts, 1.0, num_new=64)
     assert after.classic_bound > before.classic_bound
     again = distill(replace(config, resume=True)).state_dict()
     for name, value in whole.state_dict().items():
@@ -146,15 +147,15 @@ def test_a_model_agrees_with_itself_at_every_temperature(target_folder: Path) ->
     target = load_model(target_folder).eval()
     prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
     for temperature in (0.0, 1.0):
-        found = measure(target, target, prompts, temperature, num_new=24)
-        assert found.coupled == pytest.approx(1.0)
+        found = measure(target, ModelChain(target), prompts, temperature, num_new=24)
+        assert found.accepted == pytest.approx((1.0,) * 7)
         assert found.classic_bound == pytest.approx(1.0, abs=1e-4)
         assert found.mean_length[3] == pytest.approx(4.0)
         assert f"| {temperature:g} |" in table([found])
 
 
 def test_chain_lengths_count_the_targets_own_token() -> None:
-    assert mean_chain_length([[True, True, False, True, False, False, True, True]], 2) == 2.0
+    assert mean_chain_length([[2, 1, 0, 1, 0, 0, 2, 1]], 2) == 2.0
 
 
 def test_an_export_is_bfloat16_and_loads_with_transformers(target_folder: Path) -> None:

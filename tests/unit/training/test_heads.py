@@ -1,0 +1,382 @@
+"""Medusa heads and EAGLE-3: layouts, lessons, tiny runs and their figures."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from tqdm import tqdm
+from transformers import LlamaConfig, PreTrainedModel
+
+from paceline.training.chains import ChainDrafter, Drafted, ModelChain
+from paceline.training.cli import acceptance_table
+from paceline.training.eagle3 import Attention, Eagle3, default_aux_layers, eagle3_config, load_eagle3
+from paceline.training.eagle3_run import Eagle3Config, eagle3_lessons, most_frequent, train_eagle3
+from paceline.training.evaluate import accepted_runs, encode_prompts, measure
+from paceline.training.export import Card, export_heads
+from paceline.training.layouts import load_drafter
+from paceline.training.loop import walk
+from paceline.training.medusa import MedusaConfig, MedusaHeads, load_medusa, train_medusa
+from paceline.training.models import head_weight, load_model, rotations
+from paceline.training.rollout import hidden_states
+from paceline.training.runs import Batch, RunConfig
+from paceline.training.tokenizer import load_tokenizer
+
+TEXT = "".join(f"def add_{n}(left, right):\n    return left + right * {n}\n\n" for n in range(200))
+CARD = Card(title="tiny", summary="For tests.", figures="none")
+AUX = (0, 1, 2)
+DRAFT_IDS = torch.tensor([1, 3, 4, 5, 8, *range(40, 200)])
+
+
+@pytest.fixture
+def tiny_config(tiny_config: LlamaConfig) -> LlamaConfig:
+    """One layer more: three to read below the last."""
+    return LlamaConfig(**(tiny_config.to_dict() | {"num_hidden_layers": 4, "layer_types": None}))
+
+
+@pytest.fixture(autouse=True)
+def float32_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.training.runs.has_fast_bfloat16", lambda device: False)
+
+
+@pytest.fixture
+def target(target_folder: Path) -> PreTrainedModel:
+    return load_model(target_folder)
+
+
+@pytest.fixture
+def settings(tmp_path: Path, target_folder: Path) -> dict[str, object]:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.py").write_text(TEXT, encoding="utf-8")
+    return {
+        "target": target_folder,
+        "out": tmp_path / "run",
+        "steps": 6,
+        "batch_tokens": 1024,
+        "row_tokens": 64,
+        "round_rows": 16,
+        "steps_per_round": 2,
+        "rounds_kept": 2,
+        "checkpoint_every": 3,
+        "corpus": corpus,
+    }
+
+
+@pytest.fixture
+def medusa_run(settings: dict[str, object]) -> MedusaConfig:
+    return MedusaConfig(**settings, heads=3, blocks=2)
+
+
+@pytest.fixture
+def eagle3_run(settings: dict[str, object]) -> Eagle3Config:
+    return Eagle3Config(**settings, unrolled_steps=3, draft_vocab_size=200, aux_layers=AUX)
+
+
+def new_head(target: PreTrainedModel, draft_ids: torch.Tensor = DRAFT_IDS) -> Eagle3:
+    torch.manual_seed(3)
+    head = Eagle3(eagle3_config(target, len(draft_ids), AUX), target, draft_ids)
+    head.begin_from(target)
+    return head
+
+
+def train(config: RunConfig) -> nn.Module:
+    return train_medusa(config) if isinstance(config, MedusaConfig) else train_eagle3(config)
+
+
+# Runs
+
+
+@pytest.mark.parametrize("kind", ["medusa_run", "eagle3_run"])
+def test_a_training_resumes_exactly_and_its_seed_matters(kind: str, request: pytest.FixtureRequest) -> None:
+    config: RunConfig = request.getfixturevalue(kind)
+    whole = train(config).state_dict()
+    other = train(replace(config, seed=1, steps=1)).state_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.training.runs.walk", ending_after(3))
+        half = train(config).state_dict()
+    resumed = train(replace(config, resume=True)).state_dict()
+    names = [name for name, value in whole.items() if value.is_floating_point()]
+    assert any(not torch.equal(whole[name], half[name]) for name in names)
+    assert any(not torch.equal(whole[name], other[name]) for name in names)
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value)
+
+
+def ending_after(steps: int) -> Callable[[int, int, float | None], Iterator[tuple[int, float, tqdm]]]:
+    """A walk that ends early, as an interrupted run does, under the schedule of the whole run."""
+    return lambda first, _, minutes: walk(first, steps, minutes)
+
+
+@pytest.mark.parametrize("kind", ["medusa_run", "eagle3_run"])
+def test_training_raises_acceptance(kind: str, request: pytest.FixtureRequest, target_folder: Path) -> None:
+    config: RunConfig = request.getfixturevalue(kind)
+    target = load_model(target_folder)
+    prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
+    bounds = [
+        measure(target, train(replace(config, steps=steps)).eval(), prompts, 1.0, num_new=48).classic_bound
+        for steps in (0, 16)
+    ]
+    assert bounds[1] > bounds[0]
+
+
+def test_text_is_read_at_the_layers_that_were_named(target: PreTrainedModel) -> None:
+    seen: list[torch.Tensor] = []
+    layers = target.get_decoder().layers
+    hooks = [layers[at].register_forward_hook(lambda *call: seen.append(call[-1])) for at in AUX]
+    states = hidden_states(target, torch.arange(5, 37).unsqueeze(0), AUX)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(states[..., 32:], torch.cat(seen, dim=-1))
+
+
+# Medusa
+
+
+@pytest.mark.parametrize("own_heads", [False, True])
+def test_medusa_has_the_published_layout(tmp_path: Path, target: PreTrainedModel, own_heads: bool) -> None:
+    heads = MedusaHeads(target, heads=3, blocks=2, own_heads=own_heads)
+    nn.init.normal_(heads[1][0].linear.weight)
+    export_heads(heads, heads.layout, tmp_path / "heads", CARD)
+    weights = load_file(tmp_path / "heads" / "model.safetensors")
+    expected = {f"{k}.{r}.linear.{part}" for k in range(3) for r in range(2) for part in ("weight", "bias")}
+    assert weights.keys() == expected | ({f"{k}.2.weight" for k in range(3)} if own_heads else set())
+    assert weights["1.0.linear.weight"].shape == (32, 32)
+    assert weights["1.0.linear.weight"].dtype == torch.bfloat16
+    layout = json.loads((tmp_path / "heads" / "config.json").read_text("utf-8"))
+    assert (layout["medusa_num_heads"], layout["medusa_num_layers"]) == (3, 2)
+    assert (layout["hidden_size"], layout["vocab_size"]) == (32, 320)
+    assert layout["base_model_name_or_path"] == "target"
+    loaded = load_medusa(tmp_path / "heads", target)
+    for name, value in heads.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.bfloat16().float())
+
+
+def test_a_medusa_head_is_residual_blocks_and_an_output_head(target: PreTrainedModel) -> None:
+    heads = MedusaHeads(target, heads=2, blocks=2, own_heads=True)
+    for parameter in heads.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ids = torch.arange(5, 25).unsqueeze(0)
+    states = hidden_states(target, ids)
+    drafted = heads.chain(ids, states, 7)
+    assert len(drafted) == 2
+    x = states[:, :18]
+    for block in (heads[1][0].linear, heads[1][1].linear):
+        y = x @ block.weight.T + block.bias
+        x = x + y * torch.sigmoid(y)
+    torch.testing.assert_close(drafted[1].states, x)
+    assert drafted[1].head is heads[1][2].weight
+
+
+def test_a_frozen_head_stays_the_targets(medusa_run: MedusaConfig, target_folder: Path) -> None:
+    assert torch.equal(train_medusa(medusa_run).target_head, head_weight(load_model(target_folder)))
+
+
+def test_heads_of_another_target_are_refused(tmp_path: Path, target: PreTrainedModel) -> None:
+    heads = MedusaHeads(target, heads=1, blocks=1, own_heads=False)
+    export_heads(heads, heads.layout | {"hidden_size": 64}, tmp_path / "heads", CARD)
+    with pytest.raises(ValueError, match="hidden_size of the heads is 64, of the target 32"):
+        load_drafter(tmp_path / "heads", target)
+
+
+# EAGLE-3
+
+
+def test_eagle3_has_the_published_layout(tmp_path: Path, target: PreTrainedModel) -> None:
+    head = new_head(target)
+    export_heads(head, head.layout, tmp_path / "head", CARD)
+    weights = load_file(tmp_path / "head" / "model.safetensors")
+    layer = "midlayer."
+    assert {name: tuple(value.shape) for name, value in weights.items()} == {
+        "fc.weight": (32, 96),
+        layer + "input_layernorm.weight": (32,),
+        layer + "hidden_norm.weight": (32,),
+        layer + "self_attn.q_proj.weight": (32, 64),
+        layer + "self_attn.k_proj.weight": (16, 64),
+        layer + "self_attn.v_proj.weight": (16, 64),
+        layer + "self_attn.o_proj.weight": (32, 32),
+        layer + "post_attention_layernorm.weight": (32,),
+        layer + "mlp.gate_proj.weight": (48, 32),
+        layer + "mlp.up_proj.weight": (48, 32),
+        layer + "mlp.down_proj.weight": (32, 48),
+        "norm.weight": (32,),
+        "lm_head.weight": (len(DRAFT_IDS), 32),
+        "d2t": (len(DRAFT_IDS),),
+        "t2d": (320,),
+    }
+    assert (weights["d2t"].dtype, weights["t2d"].dtype) == (torch.int64, torch.bool)
+    assert weights["t2d"].sum() == len(DRAFT_IDS)
+    assert torch.equal(weights["t2d"].nonzero().squeeze(1), torch.arange(len(DRAFT_IDS)) + weights["d2t"])
+    layout = json.loads((tmp_path / "head" / "config.json").read_text("utf-8"))
+    wanted = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": len(DRAFT_IDS),
+        "vocab_size": 320,
+        "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
+        "rope_parameters": target.config.to_dict()["rope_parameters"],
+    }
+    assert {name: layout[name] for name in wanted} == wanted
+    loaded = load_eagle3(tmp_path / "head", target).state_dict()
+    for name, value in head.state_dict().items():
+        assert torch.equal(loaded[name], value.bfloat16().float() if value.is_floating_point() else value)
+
+
+def test_vocabulary_maps_that_disagree_are_refused(tmp_path: Path, target: PreTrainedModel) -> None:
+    head = new_head(target)
+    head.d2t[3] += 1
+    export_heads(head, head.layout, tmp_path / "head", CARD)
+    with pytest.raises(ValueError, match="d2t and t2d"):
+        load_drafter(tmp_path / "head", target)
+
+
+def test_the_unrolled_attention_is_that_of_a_naive_loop(tiny_config: LlamaConfig) -> None:
+    torch.manual_seed(0)
+    attention, rows, steps = Attention(tiny_config).double(), 6, 3
+    inputs = [torch.randn(1, rows - step, 64, dtype=torch.float64) for step in range(steps)]
+    no_rotation = [(torch.ones(n, 8, dtype=torch.float64), torch.zeros(n, 8, dtype=torch.float64)) for n in (6, 5, 4)]
+    past: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(steps):
+        found = attention(inputs[step], no_rotation[step], past)
+        for row in range(rows - step):
+            seen = [inputs[0][0, at] for at in range(row + 1)] + [inputs[s][0, row] for s in range(1, step + 1)]
+            torch.testing.assert_close(found[0, row], naive_attention(attention, inputs[step][0, row], seen))
+
+
+def naive_attention(attention: Attention, query_row: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+    """Two query heads share each of two key heads."""
+    mixed = []
+    for head in range(4):
+        query = attention.q_proj(query_row)[8 * head : 8 * head + 8]
+        own = slice(8 * (head // 2), 8 * (head // 2) + 8)
+        scores = torch.stack([query @ attention.k_proj(row)[own] / 8**0.5 for row in seen])
+        weights = torch.softmax(scores, dim=0)
+        mixed.append(sum(w * attention.v_proj(row)[own] for w, row in zip(weights, seen, strict=True)))
+    return attention.o_proj(torch.cat(mixed))
+
+
+def test_a_chain_is_what_drafting_token_by_token_gives(target: PreTrainedModel) -> None:
+    """As serving does it: the layer runs over the true rows, then over one drafted row after another."""
+    head = new_head(target)
+    ids = torch.randint(5, 300, (1, 12), generator=torch.Generator().manual_seed(1))
+    states = hidden_states(target, ids, AUX)
+    drafted = head.chain(ids, states, 3)
+    for row in range(8):
+        true_rows = row + 1
+        features = head.fc(states[:, :true_rows, 32:])
+        tokens = ids[:, 1 : true_rows + 1]
+        for step in range(3):
+            out = whole_sequence(head, tokens, features)
+            torch.testing.assert_close(drafted[step].states[:, row], head.norm(out[:, -1]))
+            features = torch.cat([features, out[:, -1:]], dim=1)
+            tokens = ids[:, 1 : true_rows + 2 + step]
+
+
+def whole_sequence(head: Eagle3, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """One plain causal pass of the layer."""
+    embedded = nn.functional.embedding(tokens, head.embeddings)
+    return head.midlayer(embedded, features, rotations(head.config, tokens.shape[1]), [])
+
+
+def test_a_head_begins_with_the_targets_last_layer(target: PreTrainedModel) -> None:
+    head, state = new_head(target), target.state_dict()
+    assert torch.equal(head.midlayer.mlp.up_proj.weight, state["model.layers.3.mlp.up_proj.weight"])
+    assert torch.equal(head.midlayer.self_attn.k_proj.weight[:, 32:], state["model.layers.3.self_attn.k_proj.weight"])
+    assert torch.equal(head.midlayer.hidden_norm.weight, state["model.layers.3.input_layernorm.weight"])
+    assert torch.equal(head.lm_head.weight, head_weight(target)[DRAFT_IDS])
+
+
+def test_lessons_leave_out_places_whose_best_token_cannot_be_guessed(
+    eagle3_run: Eagle3Config, target: PreTrainedModel
+) -> None:
+    head, ids = new_head(target), torch.arange(5, 45).view(2, 20)
+    states = hidden_states(target, ids, AUX).detach()
+    lessons = eagle3_lessons(eagle3_run, head, target, Batch(ids=ids, states=states, temperatures=torch.ones(2)))
+    best = (states[..., :32] @ head_weight(target).T).argmax(dim=-1)
+    assert [lesson.weight for lesson in lessons] == pytest.approx([1, 0.8, 0.64])
+    for step, lesson in enumerate(lessons):
+        assert lesson.kept is not None
+        assert lesson.draft.shape[:2] == lesson.kept.shape == (2, 19 - step)
+        assert torch.equal(lesson.target, states[:, 1 + step :, :32])
+        assert torch.equal(lesson.kept, torch.isin(best[:, 1 + step :], DRAFT_IDS))
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_ids_in_order() -> None:
+    assert most_frequent(np.array([0.1, 0.3, 0.1, 0.0, 0.5]), 3).tolist() == [0, 1, 4]
+
+
+def test_layers_and_sizes_that_a_target_lacks_are_refused(target: PreTrainedModel) -> None:
+    assert default_aux_layers(8) == (1, 3, 4)
+    with pytest.raises(ValueError, match="3 layers, needs at least 4"):
+        default_aux_layers(3)
+    with pytest.raises(ValueError, match=r"aux_layers are \(1, 2, 3\), must be in 0..2"):
+        eagle3_config(target, 100, (1, 2, 3))
+    with pytest.raises(ValueError, match="draft_vocab_size is 400"):
+        eagle3_config(target, 400, AUX)
+
+
+# Figures
+
+
+class Oracle:
+    """Knows the target's own states at every place, or knows nothing."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, target: PreTrainedModel, draft_ids: torch.Tensor | None, sign: float) -> None:
+        self.draft_ids, self._target, self._sign = draft_ids, target, sign
+
+    def chain(self, ids: torch.Tensor, states: torch.Tensor, positions: int) -> list[Drafted]:
+        head = head_weight(self._target)
+        rows = head if self.draft_ids is None else head[self.draft_ids]
+        return [Drafted(states=self._sign * states[:, 1 + k :], head=rows) for k in range(positions)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_perfect_head_is_always_accepted_and_a_useless_one_never(
+    target: PreTrainedModel, target_folder: Path, temperature: float
+) -> None:
+    prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
+
+    def found(drafter: ChainDrafter) -> tuple[float, ...]:
+        result = measure(target, drafter, prompts, temperature, num_new=24)
+        return (*result.accepted, result.mean_length[7])
+
+    assert found(Oracle(target, None, 1.0)) == pytest.approx((1.0,) * 7 + (8.0,))
+    every_id = torch.arange(320)
+    assert found(Oracle(target, every_id, 1.0)) == pytest.approx((1.0,) * 7 + (8.0,))
+    if temperature == 0:
+        assert found(Oracle(target, None, -1.0)) == pytest.approx((0.0,) * 7 + (1.0,))
+
+
+def test_tokens_outside_the_draft_vocabulary_are_never_accepted(target: PreTrainedModel, target_folder: Path) -> None:
+    prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
+    half = torch.arange(0, 320, 2)
+    whole = measure(target, Oracle(target, None, 1.0), prompts, 1.0, num_new=48)
+    part = measure(target, Oracle(target, half, 1.0), prompts, 1.0, num_new=48)
+    assert 0.0 < part.accepted[0] < whole.accepted[0]
+    assert 0.0 < part.classic_bound < 0.95
+
+
+def test_a_chain_ends_where_a_guess_fails() -> None:
+    matches = [[True, False, True, True], [True, True, False], [False, True]]
+    assert accepted_runs([torch.tensor([row]) for row in matches]).tolist() == [[2, 0, 1, 1]]
+
+
+def test_every_kind_of_drafter_is_recognised(tmp_path: Path, target: PreTrainedModel, target_folder: Path) -> None:
+    heads, head = MedusaHeads(target, 3, 2, own_heads=False), new_head(target)
+    export_heads(heads, heads.layout, tmp_path / "medusa", CARD)
+    export_heads(head, head.layout, tmp_path / "eagle3", CARD)
+    kinds = {target_folder: ModelChain, tmp_path / "medusa": MedusaHeads, tmp_path / "eagle3": Eagle3}
+    for folder, kind in kinds.items():
+        assert isinstance(load_drafter(folder, target), kind)
+    assert "| temperature | accepted up to draft 1 / 2 / 3 |" in acceptance_table(
+        target_folder, tmp_path / "medusa", num_prompts=2, num_new=8, seed=0
+    )
