@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.core.patience import CHILD_SHARE
+
 # Weight of a new observation.
 SMOOTHING = 0.2
 # Nodes are overdue after so many times the usual delay.
@@ -21,11 +23,18 @@ class LinkPace:
         response_s: From a commit that emptied the tree to the first nodes beyond it.
         interval_s: Between two messages with nodes of one session.
         silent: A response was overdue; nobody waits for this link until it is heard again.
+        child_share: Survival that the best first guess after a commit has usually had: nobody waits for what is worth
+            nothing.
     """
 
     response_s: float = 0.004
     interval_s: float = 0.002
     silent: bool = False
+    child_share: float = CHILD_SHARE
+
+    def heard_guess(self, survival: float) -> None:
+        """The best first guess after a commit has this survival."""
+        self.child_share += SMOOTHING * (survival - self.child_share)
 
     def heard_response(self, delay_s: float) -> None:
         """First nodes after a commit took `delay_s`."""

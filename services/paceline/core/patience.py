@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from paceline.core.tree import DraftTree
 
-# Share of a promising leaf's survival that its best child keeps: the mean confidence of a fair drafter's first guess.
+# Share of a promising leaf's survival that its best child keeps, until a drafter's first guesses say what it is: the
+# mean confidence of a fair one.
 CHILD_SHARE = 0.75
 
 
@@ -30,18 +31,19 @@ class Prospect:
     gain: float
 
 
-def prospect(tree: DraftTree, cap: int, *, price: float) -> Prospect:
+def prospect(tree: DraftTree, cap: int, *, price: float, child_share: float = CHILD_SHARE) -> Prospect:
     """Looks at a tree: survivals in hand, and the best leaf that the drafter is extending right now.
 
     Args:
         tree: The session's tree.
         cap: Most nodes it may have verified.
         price: Least survival worth verifying; 1 for a session that must not be delayed for drafts.
+        child_share: Survival of a node's best child over that of the node, with this drafter.
     """
     survivals = sorted((tree.survival(node) for node in tree.nodes()), reverse=True)[:cap]
     in_hand = 1.0 + sum(survivals)
     leaves = (tree.survival(node) for node in tree.nodes() if not node.children)
-    best_child = CHILD_SHARE * max(leaves, default=1.0)
+    best_child = child_share * max(leaves, default=1.0)
     # With as many nodes as it may use, a session gains what the new node has over the weakest one.
     replaced = survivals[-1] if survivals and len(survivals) >= cap else 0.0
     gain = max(0.0, best_child - replaced) if cap and best_child > price else 0.0

@@ -30,7 +30,7 @@ from paceline.core.messages import (
 )
 from paceline.core.pace import LinkPace
 from paceline.core.params import DRAFT_MODEL, EAGLE3, TIER_METHODS
-from paceline.core.patience import Prospect, prospect
+from paceline.core.patience import CHILD_SHARE, Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.rules import Rules
 from paceline.core.step_cost import StepCost, StepMode
@@ -268,6 +268,8 @@ class TargetEngine:
             round_trip_s = session.heard(arrived_s, pace)
             if round_trip_s is not None:
                 self._report.round_trips_s.append(round_trip_s)
+                tree = session.draft.tree
+                pace.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
 
     def _say(self, session: TargetSession, message: ToDrafter) -> None:
         if session.drafter_address in self._links:
@@ -293,7 +295,10 @@ class TargetEngine:
 
     def drafts_pay(self, draft_s: float) -> bool:
         """Whether a draft step of so many seconds, for all sessions, is worth the delay; the same objective."""
-        waits = [draft_s if session.may_wait() else None for session in self._delayable()]
+        waits = [
+            draft_s if session.may_wait() and session.drafter_address in self._links else None
+            for session in self._delayable()
+        ]
         return self._worth_waiting(waits, self._clock()) > 0.0
 
     def _delayable(self) -> list[TargetSession]:
@@ -312,7 +317,9 @@ class TargetEngine:
         gainful: list[float] = []
         for session, wait_s in zip(self._delayable(), waits, strict=True):
             price = 1.0 if wait_s is None else session.draft.price
-            look = prospect(session.draft.tree, self._cap(session), price=price)
+            pace = self._links.get(session.drafter_address)
+            share = CHILD_SHARE if pace is None else pace.child_share
+            look = prospect(session.draft.tree, self._cap(session), price=price, child_share=share)
             prospects.append(look)
             if wait_s is not None and look.gain:
                 gainful.append(wait_s)

@@ -116,6 +116,7 @@ def test_nobody_waits_for_a_session_that_must_not_be_delayed_or_has_all_it_may_u
     assert prospect(DraftTree(5), 8, price=1.0).gain == 0.0
     assert prospect(tree_of(CHAIN), 0, price=0.0).gain == 0.0
     assert prospect(tree_of(CHAIN), 1, price=0.0).gain == 0.0
+    assert prospect(tree_of(CHAIN), 8, price=0.0, child_share=0.0).gain == 0.0
     assert prospect(tree_of(CHAIN), 8, price=0.0) == Prospect(
         expected=pytest.approx(1 + 0.9 + 0.72 + 0.504 + 0.3024), gain=pytest.approx(0.75 * 0.3024)
     )
@@ -124,6 +125,20 @@ def test_nobody_waits_for_a_session_that_must_not_be_delayed_or_has_all_it_may_u
 def test_one_hungry_session_among_many_fed_ones_is_not_waited_for():
     fed = [prospect(tree_of(CHAIN), 1, price=0.0)] * 15
     assert not worth_waiting([*fed, prospect(DraftTree(5), 8, price=0.0)], wait_s=0.003, step_s=0.010)
+
+
+def test_drafters_whose_first_guesses_are_worth_nothing_are_waited_for_less_and_less():
+    pace = LinkPace()
+    gains = []
+    for _ in range(20):
+        gains.append(prospect(DraftTree(5), 8, price=0.05, child_share=pace.child_share).gain)
+        pace.heard_guess(0.01)
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > 0.7
+    assert gains[-1] == 0.0
+    for _ in range(20):
+        pace.heard_guess(0.8)
+    assert prospect(DraftTree(5), 8, price=0.05, child_share=pace.child_share).gain > 0.7
 
 
 def test_a_links_pace_follows_what_is_heard_and_overdue_nodes_are_not_expected():
