@@ -303,3 +303,15 @@ def test_eos_is_not_chosen_before_min_tokens(pair_folders):
     pair.run()
     assert pair.sessions["s"].token_ids[-1] == EOS_TOKEN_ID
     assert len(pair.sessions["s"].token_ids) == 13
+
+
+@pytest.mark.parametrize(("max_tokens", "waits"), [(40, True), (10, False)])
+def test_only_sessions_that_gain_by_it_are_delayed_for_drafts(pair_folders, max_tokens, waits):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+    assert pair.target.patience_s() == 0.0, "its first token is due"
+    pair.round(draft_steps=0)
+    # One token is out; with fewer than ten to go nothing is worth waiting for.
+    assert (pair.target.patience_s() > 0.0) is waits
+    pair.submit("opted out", prompts(2)[1], SAMPLINGS["greedy"], SpeculationParams(enabled=False))
+    assert pair.target.patience_s() == 0.0, "another one's first token is due"
