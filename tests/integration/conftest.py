@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.allocator import FixedGamma
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX
+from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX, TIER_METHODS
 from paceline.core.rules import Rules
 from paceline.credentials import FleetTls, channel, folder_of, load_tls, only_for
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
+from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.drafting.suffix import TextSource
-from paceline.engine.decoder import load_decoder
+from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.eagle3 import load_fusion, states_hash
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import TargetLimits
@@ -55,10 +58,11 @@ async def running_verifier(
     max_num_seqs: int = 4,
     tls_dir: Path | None = None,
     rules: Rules | None = None,
+    eagle3_model: Path | None = None,
 ) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
     """A verifier service and a stub to call it; `tls_dir` is a folder as `paceline dev-ca` makes it."""
     async with (
-        verifier_at(folder, methods, max_num_seqs, tls_dir, rules) as (address, host),
+        verifier_at(folder, methods, max_num_seqs, tls_dir, rules, eagle3_model) as (address, host),
         channel(address, tls=load_tls(folder_of(tls_dir, GATEWAY), GATEWAY), role=VERIFIER) as opened,
     ):
         yield verifier_pb2_grpc.VerifierStub(opened), host
@@ -71,11 +75,20 @@ async def verifier_at(
     max_num_seqs: int = 4,
     tls_dir: Path | None = None,
     rules: Rules | None = None,
+    eagle3_model: Path | None = None,
 ) -> AsyncIterator[tuple[str, TargetHost]]:
     """A verifier service; yields its address."""
     tls = load_tls(folder_of(tls_dir, VERIFIER), VERIFIER)
-    identity = model_identity(folder, "tiny")
+    handed_out = "" if eagle3_model is None else states_hash(eagle3_model)
+    identity = replace(model_identity(folder, "tiny"), states_hash=handed_out)
     rules = rules or Rules()
+
+    def target_decoder() -> Decoder:
+        decoder = load_decoder(folder, "float32", "cpu", 1)
+        if eagle3_model is not None:
+            decoder.keep_states(load_fusion(eagle3_model, decoder))
+        return decoder
+
     host = TargetHost(
         methods=methods,
         rules=rules,
@@ -85,13 +98,13 @@ async def verifier_at(
         max_num_seqs=max_num_seqs,
         grace_s=30.0,
         make_engine=lambda: TargetEngine(
-            decoder=load_decoder(folder, "float32", "cpu", 1),
+            decoder=target_decoder(),
             identity=identity,
             num_blocks=128,
             limits=TargetLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN),
             allocator=FixedGamma(gamma=4),
             clock=time.monotonic,
-            sources=[TextSource(method) for method in methods if method != DRAFT_MODEL],
+            sources=[TextSource(method) for method in methods if method not in TIER_METHODS],
             rules=rules,
         ),
         metrics=VerifierMetrics(CollectorRegistry()),
@@ -114,14 +127,15 @@ async def verifier_at(
 
 @asynccontextmanager
 async def running_drafter(
-    folder: Path, port: int = 0, tls_dir: Path | None = None
+    folder: Path, port: int = 0, tls_dir: Path | None = None, target: Path | None = None
 ) -> AsyncIterator[tuple[str, DraftHost]]:
-    """A drafter service; yields its address."""
-    identity = model_identity(folder, "tiny-drafter")
+    """A drafter service, of a head for the target if one is given; yields its address."""
+    checkpoint = DraftCheckpoint(folder=folder, target=target, name="tiny-drafter", dtype="float32", device="cpu")
+    identity = checkpoint.identity()
     host = DraftHost(
         identity=identity,
         make_engine=lambda: DraftEngine(
-            decoder=load_decoder(folder, "float32", "cpu", 1),
+            decoder=checkpoint.load(1),
             identity=identity,
             num_blocks=128,
             limits=DraftLimits(width=2, max_rows=8, max_rows_per_session=2, max_num_batched_tokens=64, max_num_seqs=8),

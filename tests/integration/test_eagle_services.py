@@ -1,0 +1,113 @@
+"""EAGLE-3 over real gRPC: hidden states reach the drafter, its drafts change no token, and strangers are not paired."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from paceline.core.messages import CommittedStates
+from paceline.core.params import DRAFT_MODEL, EAGLE3, SpeculationParams
+from paceline.store.base import Replica
+from paceline.store.memory import MemoryStore
+from paceline.wire import generate_request_to_pb
+from paceline.wire.sessions import committed_from_pb
+from tests.integration.conftest import running_drafter, running_verifier
+from tests.integration.test_drafter_service import opened, stream_to
+from tests.integration.test_verifier_service import ask, tokens_of
+from tests.support.eagle import save_eagle3
+
+
+@pytest.fixture(scope="module")
+def head(tiny_pair, tmp_path_factory):
+    return save_eagle3(tmp_path_factory.mktemp("head") / "head", tiny_pair[0], layer_ids=(0, 0, 0), draft_vocab=200)
+
+
+async def drafted(stub, address: str, method: str = "") -> list[int]:
+    """Tokens of the first session that had something to verify; the stream takes its time to come up."""
+    async with asyncio.timeout(60):
+        while True:
+            tokens: list[int] = []
+            speculation = SpeculationParams(method=method)
+            request = replace(ask(drafter=address, max_tokens=100), speculation=speculation)
+            async for message in stub.Generate(generate_request_to_pb(request), timeout=30):
+                last = committed_from_pb(message)
+                tokens += last.token_ids
+            if last.result.speculation.num_draft_tokens:
+                return tokens
+
+
+async def test_a_head_on_another_host_drafts_from_the_states_it_is_sent(tiny_pair, head):
+    target = tiny_pair[0]
+    async with (
+        running_drafter(head, target=target) as (address, drafter),
+        running_verifier(target, methods=(EAGLE3,), eagle3_model=head) as (stub, _),
+    ):
+        plain = await tokens_of(stub, replace(ask(max_tokens=100), speculation=SpeculationParams(enabled=False)))
+        assert await drafted(stub, address) == plain
+        assert drafter.identity.states_hash
+
+
+async def test_a_verifier_that_hands_out_no_states_or_others_is_refused_by_the_drafter(tiny_pair, head):
+    async with running_drafter(head, target=tiny_pair[0]) as (address, host):
+        for states_hash in ("", "others"):
+            stranger = replace(host.identity, states_hash=states_hash)
+            async with stream_to(address, None) as stream:
+                await stream.say(target=stranger)
+                assert await stream.ended() is not grpc.StatusCode.OK
+                assert "that the verifier of" in (await stream.call.details())
+
+
+BAD = {
+    "a gap": CommittedStates(session_id="s", epoch=1, start=3, width=64, values=bytes(128)),
+    "another width": CommittedStates(session_id="s", epoch=1, start=0, width=32, values=bytes(64)),
+    "half a position": CommittedStates(session_id="s", epoch=1, start=0, width=64, values=bytes(64)),
+    "nothing": CommittedStates(session_id="s", epoch=1, start=0, width=64, values=b""),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+async def test_states_that_break_the_protocol_end_the_stream_of_their_verifier_alone(tiny_pair, head, what):
+    async with (
+        running_drafter(head, target=tiny_pair[0]) as (address, host),
+        stream_to(address, host.identity) as other,
+        stream_to(address, host.identity) as stream,
+    ):
+        await stream.say(opened(), BAD[what])
+        assert await stream.ended() is not grpc.StatusCode.OK
+        assert "CommittedStates." in (await stream.call.details())
+        good = CommittedStates(session_id="t", epoch=1, start=0, width=64, values=bytes(128 * 9))
+        await other.say(opened("t"), good)
+        assert (await other.hear())[0].session_id == "t"
+
+
+async def test_a_session_that_names_a_method_goes_to_a_drafter_that_serves_it(tiny_pair, head):
+    target, draft_model = tiny_pair
+    async with (
+        running_drafter(head, target=target) as (of_head, first),
+        running_drafter(draft_model) as (of_model, second),
+        running_verifier(target, methods=(EAGLE3, DRAFT_MODEL), eagle3_model=head) as (stub, host),
+    ):
+        store = MemoryStore()
+        for address, drafter in ((of_head, first), (of_model, second)):
+            replica = Replica(replica_id=address, role="drafter", address=address, identity=drafter.identity)
+            await store.announce(replica, 3600)
+        following = asyncio.create_task(host.follow(store))
+        try:
+            for method, own, wrong in ((EAGLE3, of_head, of_model), (DRAFT_MODEL, of_model, of_head)):
+                assert await drafters_of(stub, host, method, wrong, until=own)
+        finally:
+            following.cancel()
+
+
+async def drafters_of(stub, host, method: str, first: str, *, until: str) -> bool:
+    """Runs sessions that begin at one drafter until one goes on at another; the registry is read once a second."""
+    async with asyncio.timeout(60):
+        while True:
+            speculation = SpeculationParams(method=method)
+            request = replace(ask(method, drafter=first, max_tokens=200), speculation=speculation)
+            async for _ in stub.Generate(generate_request_to_pb(request), timeout=30):
+                if until in {each.drafter_address for each in host._under_way.values()}:
+                    return True
