@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from paceline.core.allocator import Allocation, Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
-from paceline.core.errors import PacelineError, RemoteProtocolError
+from paceline.core.errors import PacelineError
 from paceline.core.messages import (
     CloseSession,
-    CommittedStates,
     CommittedTokens,
-    DraftNodes,
     GenerateRequest,
-    LaggingSession,
     ModelIdentity,
-    OpenSession,
-    ToDrafter,
-    ToVerifier,
 )
-from paceline.core.pace import LinkPace
-from paceline.core.params import DRAFT_MODEL, EAGLE3, TIER_METHODS
+from paceline.core.params import TIER_METHODS
 from paceline.core.patience import CHILD_SHARE, Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.rules import Rules
@@ -54,6 +46,7 @@ from paceline.engine.target_events import (
     TargetOutput,
 )
 from paceline.engine.target_session import TargetSession
+from paceline.engine.tier import DrafterTier
 
 # Smoothing of the step time that waiting is weighed against.
 STEP_SMOOTHING = 0.1
@@ -61,10 +54,6 @@ STEP_SMOOTHING = 0.1
 MAX_SOURCES = 256
 # Nodes a drafter may keep ahead of the committed tokens, per node that may be verified.
 ROOM_PER_NODE = 8
-# Hidden states that a step hands to drafters at most, far within one message; and what a number of them takes.
-STATE_BYTES, WIRE_BYTES = 4 * 1024 * 1024, 2
-# While drafters rest they are told of so many tokens at a time: that keeps them warm, and costs next to nothing.
-TOLD_AT_REST = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,20 +109,14 @@ class TargetEngine:
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
-        self._states = decoder.states
+        self._tier = DrafterTier(identity.vocab_size, self._cache, decoder.states)
         self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
         for source in sources:
             source.attach(self._cache, self._scratch)
         self._waiting: deque[TargetSession] = deque()
         self._running: list[TargetSession] = []
         self._sessions: dict[str, TargetSession] = {}
-        self._links: dict[str, LinkPace] = {}
-        # Those that draft from hidden states.
-        self._stateful: set[str] = set()
         self._calibrations: dict[tuple[str, bool, str], Calibration] = {}
-        self._outgoing: dict[str, list[ToDrafter]] = {}
-        self._broken: dict[str, RemoteProtocolError] = {}
-        self._answered: list[TargetSession] = []
         self._report = StepReport()
         self._prefix_totals = (0, 0)
         self._step_s = 0.01
@@ -158,17 +141,9 @@ class TargetEngine:
                 if session is not None and session.serial == event.serial:
                     self._drop(session)
             case DraftsArrived():
-                self._receive(event)
-            case LinkChanged(up=True):
-                self._links[event.address] = LinkPace()
-                if event.wants_states:
-                    self._stateful.add(event.address)
-                for session in self._sessions.values():
-                    if session.drafter_address == event.address:
-                        self._say(session, session.open())
+                self._tier.receive(event, self._sessions, self._report)
             case LinkChanged():
-                self._links.pop(event.address, None)
-                self._stateful.discard(event.address)
+                self._tier.change(event, self._sessions)
             case Paired():
                 session = self._sessions.get(event.session_id)
                 if session is not None and session.serial == event.serial:
@@ -191,15 +166,15 @@ class TargetEngine:
         self._waiting.append(session)
         session.draft.price = self._allocator.price
         session.draft.room = ROOM_PER_NODE * self._cap(session)
-        self._say(session, session.open())
+        self._tier.say(session, session.open())
 
     def _pair(self, session: TargetSession, address: str) -> None:
         """Closes a session at its drafter and opens it at another; what the first may still send is not heard."""
         request = session.draft.request
-        self._say(session, CloseSession(session_id=request.session_id, epoch=request.epoch))
+        self._tier.say(session, CloseSession(session_id=request.session_id, epoch=request.epoch))
         session.drafter_address = address
         session.draft.calibrations = self._calibrations_for(request, address, self._growth.sources_of(request))
-        self._say(session, session.open())
+        self._tier.say(session, session.open())
 
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
@@ -223,57 +198,7 @@ class TargetEngine:
             self._running.remove(session)
         else:
             self._waiting.remove(session)
-        self._say(session, CloseSession(session_id=session.draft.session_id, epoch=session.draft.epoch))
-
-    def _receive(self, event: DraftsArrived) -> None:
-        pace = self._links.get(event.address)
-        if pace is None:
-            return
-        pace.silent = False
-        try:
-            for message in event.messages:
-                session = self._sessions.get(message.session_id)
-                if session is not None and session.drafter_address == event.address:
-                    self._receive_one(session, message, event.arrived_s, pace)
-        except RemoteProtocolError as error:
-            self._broken[event.address] = error
-            self._links.pop(event.address, None)
-
-    def _receive_one(self, session: TargetSession, message: ToVerifier, arrived_s: float, pace: LinkPace) -> None:
-        match message:
-            case DraftNodes():
-                self._graft(session, message, arrived_s, pace)
-            case LaggingSession():
-                # Once a step is enough; a drafter that asks more often gets no more work out of us.
-                if session not in self._answered:
-                    self._answered.append(session)
-                    answer = session.draft.catch_up(message)
-                    if isinstance(answer, OpenSession):
-                        session.told_states = 0
-                    if answer is not None:
-                        session.told_len = session.draft.committed_len
-                        self._say(session, answer)
-
-    def _graft(self, session: TargetSession, message: DraftNodes, arrived_s: float, pace: LinkPace) -> None:
-        vocab_size = self._identity.vocab_size
-        known = tuple(node for node in message.nodes if node.within(vocab_size))
-        source = EAGLE3 if session.drafter_address in self._stateful else DRAFT_MODEL
-        outcome = session.draft.receive(replace(message, nodes=known), source)
-        self._report.num_late_nodes += outcome.num_late
-        self._report.num_stale_nodes += outcome.num_stale + len(message.nodes) - len(known)
-        if message.epoch != session.draft.epoch or not message.nodes:
-            return
-        session.heard_len = max(session.heard_len, message.base_len)
-        if message.base_len == session.draft.committed_len:
-            round_trip_s = session.heard(arrived_s, pace)
-            if round_trip_s is not None:
-                self._report.round_trips_s.append(round_trip_s)
-                tree = session.draft.tree
-                pace.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
-
-    def _say(self, session: TargetSession, message: ToDrafter) -> None:
-        if session.drafter_address in self._links:
-            self._outgoing.setdefault(session.drafter_address, []).append(message)
+        self._tier.say(session, CloseSession(session_id=session.draft.session_id, epoch=session.draft.epoch))
 
     def profile(self, mode: StepMode) -> StepCost:
         """Measures steps of so many rows, for the allocator to start from; takes seconds, with no session about."""
@@ -285,7 +210,7 @@ class TargetEngine:
 
     def has_work(self) -> bool:
         """True while sessions wait or run, or something is left to say."""
-        return bool(self._sessions or self._outgoing or self._broken)
+        return bool(self._sessions) or self._tier.has_work
 
     def patience_s(self) -> float:
         """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
@@ -296,15 +221,14 @@ class TargetEngine:
     def drafts_pay(self, draft_s: float) -> bool:
         """Whether a draft step of so many seconds, for all sessions, is worth the delay; the same objective."""
         waits = [
-            draft_s if session.may_wait() and session.drafter_address in self._links else None
-            for session in self._delayable()
+            draft_s if session.may_wait() and self._tier.drafts_for(session) else None for session in self._delayable()
         ]
         return self._worth_waiting(waits, self._clock()) > 0.0
 
     def _delayable(self) -> list[TargetSession]:
         """The decoding sessions; none when something else waits for the next step, or no drafts are to come."""
         decoding = [session for session in self._running if session.is_decoding]
-        if self._outgoing or self._waiting or len(decoding) < len(self._running):
+        if self._tier.has_work or self._waiting or len(decoding) < len(self._running):
             return []
         return [] if self._mode() is StepMode.PLAIN else decoding
 
@@ -317,7 +241,7 @@ class TargetEngine:
         gainful: list[float] = []
         for session, wait_s in zip(self._delayable(), waits, strict=True):
             price = 1.0 if wait_s is None else session.draft.price
-            pace = self._links.get(session.drafter_address)
+            pace = self._tier.pace_of(session)
             share = CHILD_SHARE if pace is None else pace.child_share
             look = prospect(session.draft.tree, self._cap(session), price=price, child_share=share)
             prospects.append(look)
@@ -328,7 +252,7 @@ class TargetEngine:
         return min(max(gainful), left_s)
 
     def _wait_s(self, session: TargetSession, now_s: float) -> float | None:
-        pace = self._links.get(session.drafter_address)
+        pace = self._tier.pace_of(session)
         if pace is None or not session.may_wait():
             return None
         wait_s = pace.wait_s(now_s=now_s, committed_s=session.committed_s, heard_s=session.heard_s)
@@ -359,7 +283,7 @@ class TargetEngine:
         return self._output(committed, builder.num_rows)
 
     def _mode(self) -> StepMode:
-        drafted = (self._cap(each) for each in self._sessions.values() if each.drafter_address in self._links)
+        drafted = (self._cap(each) for each in self._sessions.values() if self._tier.drafts_for(each))
         rest = self._allocator.price >= 1.0 or not any(drafted)
         return StepMode.PLAIN if rest else StepMode.DRAFTING
 
@@ -398,7 +322,7 @@ class TargetEngine:
             Demand(
                 tree=each.draft.tree,
                 cap=min(self._cap(each), share),
-                drafted=each.drafter_address in self._links,
+                drafted=self._tier.drafts_for(each),
                 own=each.own_survivals,
             )
             for each in decoding
@@ -528,65 +452,27 @@ class TargetEngine:
             self._drop(session)
         else:
             self._growth.add(session)
-            self._tell(session)
+            self._tier.tell(session)
         return session.serial, committed
-
-    def _tell(self, session: TargetSession) -> None:
-        """Tells a session's drafter what it does not know yet; while drafters rest, not at every step."""
-        draft = session.draft
-        if draft.price < 1.0 or session.told_price < 1.0 or draft.committed_len - session.told_len >= TOLD_AT_REST:
-            self._say(session, draft.commit_message(session.told_len))
-            session.told_len, session.told_price = draft.committed_len, draft.price
-
-    def _tell_states(self) -> None:
-        """Hands hidden states to drafters that draft from them, so many bytes a step; the rest follows."""
-        width = self._states.fused_width
-        left = STATE_BYTES // max(1, WIRE_BYTES * width)
-        for session in self._running:
-            if session.drafter_address not in self._stateful or left <= 0:
-                continue
-            positions = session.next_states(left)
-            left -= len(positions)
-            if positions:
-                slots = torch.tensor([session.pages.slot(position) for position in positions])
-                states = self._cache.states[slots.to(self._cache.device), :width]
-                self._say(session, _committed_states(session, positions.start, states))
 
     def _output(self, committed: list[_Outcome], num_rows: int) -> TargetOutput:
         for session in self._running:
             if session.prefilled_to > session.pages.num_computed:
                 session.pages.mark_computed(session.prefilled_to)
-        self._tell_states()
+        self._tier.tell_states(self._running)
         report, self._report = self._report, StepReport()
         report.num_rows = num_rows
         report.num_decoding = len(report.gammas)
         report.num_running = len(self._running)
         report.num_waiting = len(self._waiting)
-        report.lag_tokens = max(
-            (
-                each.draft.committed_len - each.heard_len
-                for each in self._running
-                if each.drafter_address in self._links
-            ),
-            default=0,
-        )
+        report.lag_tokens = self._tier.lag_tokens(self._running)
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         totals = (self.pool.num_queries, self.pool.num_hits)
         report.prefix_queries = totals[0] - self._prefix_totals[0]
         report.prefix_hits = totals[1] - self._prefix_totals[1]
         self._prefix_totals = totals
-        to_drafters, self._outgoing = self._outgoing, {}
-        broken, self._broken = self._broken, {}
-        self._answered.clear()
+        to_drafters, broken = self._tier.take()
         return TargetOutput(committed=committed, to_drafters=to_drafters, broken_links=broken, report=report)
-
-
-def _committed_states(session: TargetSession, start: int, states: torch.Tensor) -> CommittedStates:
-    values = states.to(device="cpu", dtype=torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
-    draft = session.draft
-    return CommittedStates(
-        session_id=draft.session_id, epoch=draft.epoch, start=start, width=states.shape[1], values=values
-    )
 
 
 def _ancestors(node: Node, slots: dict[int, int]) -> list[int]:

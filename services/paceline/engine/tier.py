@@ -1,0 +1,190 @@
+"""The drafter tier as a target engine sees it: links that are up, what they say, and what they are still to be told.
+
+It knows sessions and messages as plain values, never a socket; it runs in the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from paceline.core.errors import RemoteProtocolError
+from paceline.core.messages import (
+    CommittedStates,
+    DraftNodes,
+    LaggingSession,
+    OpenSession,
+    ToDrafter,
+    ToVerifier,
+)
+from paceline.core.pace import LinkPace
+from paceline.core.params import DRAFT_MODEL, EAGLE3
+from paceline.engine.kv import KVCache
+from paceline.engine.states import StateLayout
+from paceline.engine.target_events import DraftsArrived, LinkChanged, StepReport
+from paceline.engine.target_session import TargetSession
+
+# Hidden states that a step hands to drafters at most, far within one message; and what a number of them takes.
+STATE_BYTES, WIRE_BYTES = 4 * 1024 * 1024, 2
+# While drafters rest they are told of so many tokens at a time: that keeps them warm, and costs next to nothing.
+TOLD_AT_REST = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class _Link:
+    """A drafter whose stream is up.
+
+    Attributes:
+        wants_states: Whether it drafts from hidden states.
+        pace: How fast it answers.
+    """
+
+    wants_states: bool
+    pace: LinkPace = field(default_factory=LinkPace)
+
+    @property
+    def source(self) -> str:
+        """The method that its guesses are known by."""
+        return EAGLE3 if self.wants_states else DRAFT_MODEL
+
+
+class DrafterTier:
+    """All drafters of an engine.
+
+    Args:
+        vocab_size: Of the target.
+        cache: Where hidden states lie.
+        layout: What they are made of.
+    """
+
+    def __init__(self, vocab_size: int, cache: KVCache, layout: StateLayout) -> None:
+        self._vocab_size = vocab_size
+        self._cache = cache
+        self._width = layout.fused_width
+        self._links: dict[str, _Link] = {}
+        self._outgoing: dict[str, list[ToDrafter]] = {}
+        self._broken: dict[str, RemoteProtocolError] = {}
+        self._answered: list[TargetSession] = []
+
+    @property
+    def has_work(self) -> bool:
+        """True while something is left to say, or a link to be reported as broken."""
+        return bool(self._outgoing or self._broken)
+
+    def drafts_for(self, session: TargetSession) -> bool:
+        """Whether the session has a drafter, and its link is up."""
+        return session.drafter_address in self._links
+
+    def pace_of(self, session: TargetSession) -> LinkPace | None:
+        """How fast the session's drafter answers; None without one."""
+        link = self._links.get(session.drafter_address)
+        return None if link is None else link.pace
+
+    def change(self, event: LinkChanged, sessions: Mapping[str, TargetSession]) -> None:
+        """A drafter was reached, and its sessions are opened anew, or lost."""
+        if not event.up:
+            self._links.pop(event.address, None)
+            return
+        self._links[event.address] = _Link(wants_states=event.wants_states)
+        for session in sessions.values():
+            if session.drafter_address == event.address:
+                self.say(session, session.open())
+
+    def say(self, session: TargetSession, message: ToDrafter) -> None:
+        """Queues a message for the session's drafter, if there is one."""
+        if self.drafts_for(session):
+            self._outgoing.setdefault(session.drafter_address, []).append(message)
+
+    def receive(self, event: DraftsArrived, sessions: Mapping[str, TargetSession], report: StepReport) -> None:
+        """Takes in what a drafter said; one that breaks the protocol is heard no more."""
+        link = self._links.get(event.address)
+        if link is None:
+            return
+        link.pace.silent = False
+        try:
+            for message in event.messages:
+                session = sessions.get(message.session_id)
+                if session is not None and session.drafter_address == event.address:
+                    self._receive_one(session, message, event.arrived_s, link, report)
+        except RemoteProtocolError as error:
+            self._broken[event.address] = error
+            self._links.pop(event.address, None)
+
+    def _receive_one(
+        self, session: TargetSession, message: ToVerifier, arrived_s: float, link: _Link, report: StepReport
+    ) -> None:
+        match message:
+            case DraftNodes():
+                self._graft(session, message, arrived_s, link, report)
+            case LaggingSession() if session not in self._answered:
+                # Once a step is enough; a drafter that asks more often gets no more work out of us.
+                self._answered.append(session)
+                answer = session.draft.catch_up(message)
+                if isinstance(answer, OpenSession):
+                    session.told_states = 0
+                if answer is not None:
+                    session.told_len = session.draft.committed_len
+                    self.say(session, answer)
+            case LaggingSession():
+                pass
+
+    def _graft(
+        self, session: TargetSession, message: DraftNodes, arrived_s: float, link: _Link, report: StepReport
+    ) -> None:
+        known = tuple(node for node in message.nodes if node.within(self._vocab_size))
+        outcome = session.draft.receive(replace(message, nodes=known), link.source)
+        report.num_late_nodes += outcome.num_late
+        report.num_stale_nodes += outcome.num_stale + len(message.nodes) - len(known)
+        if message.epoch != session.draft.epoch or not message.nodes:
+            return
+        session.heard_len = max(session.heard_len, message.base_len)
+        if message.base_len == session.draft.committed_len:
+            round_trip_s = session.heard(arrived_s, link.pace)
+            if round_trip_s is not None:
+                report.round_trips_s.append(round_trip_s)
+                tree = session.draft.tree
+                link.pace.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
+
+    def tell(self, session: TargetSession) -> None:
+        """Tells a session's drafter what it does not know yet; while drafters rest, not at every step."""
+        draft = session.draft
+        if draft.price < 1.0 or session.told_price < 1.0 or draft.committed_len - session.told_len >= TOLD_AT_REST:
+            self.say(session, draft.commit_message(session.told_len))
+            session.told_len, session.told_price = draft.committed_len, draft.price
+
+    def tell_states(self, sessions: Sequence[TargetSession]) -> None:
+        """Hands hidden states to drafters that draft from them, so many bytes a step; the rest follows."""
+        left = STATE_BYTES // max(1, WIRE_BYTES * self._width)
+        for session in sessions:
+            link = self._links.get(session.drafter_address)
+            if link is None or not link.wants_states:
+                continue
+            positions = session.next_states(left)
+            left -= len(positions)
+            if positions:
+                self.say(session, self._states(session, positions))
+
+    def _states(self, session: TargetSession, positions: range) -> CommittedStates:
+        slots = torch.tensor([session.pages.slot(position) for position in positions])
+        states = self._cache.states[slots.to(self._cache.device), : self._width]
+        values = states.to(device="cpu", dtype=torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+        return CommittedStates(
+            session_id=session.draft.session_id,
+            epoch=session.draft.epoch,
+            start=positions.start,
+            width=self._width,
+            values=values,
+        )
+
+    def lag_tokens(self, sessions: Sequence[TargetSession]) -> int:
+        """Committed tokens that a drafter has not answered, of the session where these are most."""
+        return max((each.lag_tokens for each in sessions if self.drafts_for(each)), default=0)
+
+    def take(self) -> tuple[dict[str, list[ToDrafter]], dict[str, RemoteProtocolError]]:
+        """What is to be said after a step, and the links that are to be reset."""
+        to_drafters, self._outgoing = self._outgoing, {}
+        broken, self._broken = self._broken, {}
+        self._answered.clear()
+        return to_drafters, broken
