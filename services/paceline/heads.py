@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
+from paceline.json_file import read_object
 
 EAGLE3_ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
 SPECULATORS_TYPE: Final = "eagle3"
 
 
-def described(folder: Path) -> dict[str, Any]:
-    """Reads config.json.
-
-    Raises:
-        ConfigError: It is missing, or no JSON object.
-    """
-    path = folder / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content
-
-
 def is_eagle3(folder: Path) -> bool:
     """Whether a checkpoint folder holds an EAGLE-3 head, in SafeAILab's layout or that of speculators."""
-    return (folder / "config.json").is_file() and describes_eagle3(described(folder))
+    return (folder / "config.json").is_file() and describes_eagle3(read_object(folder / "config.json"))
 
 
 def describes_eagle3(config: dict[str, Any]) -> bool:

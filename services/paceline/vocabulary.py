@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.json_file import read_object
 
 
 def vocab_hash(folder: Path) -> str:
@@ -22,7 +22,7 @@ def vocab_hash(folder: Path) -> str:
             f"{folder} has no tokenizer.json: save one with "
             "AutoTokenizer.from_pretrained(<original>).save_pretrained(<folder>), a fast tokenizer is needed"
         )
-    content = _read(path)
+    content = read_object(path)
     vocab = (content.get("model") or {}).get("vocab")
     if isinstance(vocab, list):
         vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
@@ -32,13 +32,3 @@ def vocab_hash(folder: Path) -> str:
     tokens.update({int(token["id"]): str(token["content"]) for token in content.get("added_tokens") or []})
     digest = hashlib.sha256(json.dumps(sorted(tokens.items()), ensure_ascii=True).encode("ascii"))
     return digest.hexdigest()[:32]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content

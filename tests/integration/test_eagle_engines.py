@@ -198,7 +198,7 @@ def states(start, count, width=4, epoch=1) -> CommittedStates:
 
 
 def test_features_come_in_order_once_and_go_when_used():
-    buffer = FeatureBuffer(4)
+    buffer = FeatureBuffer(4, most=8)
     buffer.add(states(0, 5))
     buffer.add(states(3, 4))
     assert (buffer.start, buffer.stop) == (0, 7)
@@ -210,6 +210,8 @@ def test_features_come_in_order_once_and_go_when_used():
         buffer.add(states(9, 1))
     with pytest.raises(RemoteProtocolError, match=r"CommittedStates.width: must be 4, got 3"):
         buffer.add(states(7, 1, width=3))
+    with pytest.raises(RemoteProtocolError, match="a session has at most 8 positions"):
+        buffer.add(states(7, 2))
 
 
 def test_the_view_of_tokens_grows_with_them():

@@ -63,7 +63,7 @@ class DraftedSession:
         feature_width: int = 0,
     ) -> None:
         self.mirror = DrafterSession(opened)
-        self.features = FeatureBuffer(feature_width) if feature_width else None
+        self.features = FeatureBuffer(feature_width, identity.context_len) if feature_width else None
         self.pages = self._make_pages(pool)
         self.slots: dict[int, int] = {}
         # Guesses below computed nodes that are not worth a place in the tree until a commit comes closer to them.

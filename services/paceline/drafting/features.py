@@ -48,11 +48,13 @@ class FeatureBuffer:
 
     Args:
         width: Numbers a feature.
+        most: Positions that a session can have.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, most: int) -> None:
         self.start = 0
         self._width = width
+        self._most = most
         self._rows: Features = np.empty((0, width), np.float32)
 
     @property
@@ -71,6 +73,8 @@ class FeatureBuffer:
         if message.start > self.stop:
             raise RemoteProtocolError(f"CommittedStates.start: must be at most {self.stop}, got {message.start}")
         fresh = decode_states(message)[self.stop - message.start :]
+        if self.stop + len(fresh) > self._most:
+            raise RemoteProtocolError(f"CommittedStates: a session has at most {self._most} positions")
         self._rows = np.concatenate([self._rows, fresh])
 
     def rows(self, start: int, stop: int) -> Features:

@@ -7,15 +7,15 @@ here, by name.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from transformers import AutoConfig, PretrainedConfig
 
 from paceline.core.errors import ConfigError
 from paceline.engine.rope import RopeFrequencies, rope_frequencies
+from paceline.json_file import read_object
 
 LEAN_ARCHITECTURES: Final = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -151,19 +151,9 @@ def _eos_token_ids(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
     found = config.eos_token_id
     path = folder / "generation_config.json"
     if path.is_file():
-        generation = _read_json(path)
+        generation = read_object(path)
         if generation.get("eos_token_id") is not None:
             found = generation["eos_token_id"]
     if found is None:
         return ()
     return tuple(int(token_id) for token_id in found) if isinstance(found, list | tuple) else (int(found),)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content

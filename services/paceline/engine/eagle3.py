@@ -31,7 +31,8 @@ from paceline.engine.llama import LlamaReader, LlamaWeights
 from paceline.engine.rope import rope_frequencies
 from paceline.engine.states import StateLayout
 from paceline.engine.torch_layers import TorchLayers, TorchRows
-from paceline.heads import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, described, describes_eagle3
+from paceline.heads import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3
+from paceline.json_file import read_object
 
 NUM_TAPS: Final = 3
 HASH_CHARS: Final = 32
@@ -66,7 +67,7 @@ class EagleConfig:
         Raises:
             ConfigError: It is unreadable, of no EAGLE-3 head, or has an option that is not served.
         """
-        config = described(folder)
+        config = read_object(folder / "config.json")
         if not describes_eagle3(config):
             raise ConfigError(
                 f"{folder} is no EAGLE-3 head: its config.json names neither {EAGLE3_ARCHITECTURE} nor speculators"

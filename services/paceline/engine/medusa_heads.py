@@ -5,7 +5,6 @@ Reads a checkpoint folder and computes logits; which state to give and what to g
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from paceline.core.params import MAX_DRAFT_TOKENS
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.decoder import Decoder
 from paceline.engine.linear import HeadLinear, Linear
+from paceline.json_file import read_object
 
 MODEL_TYPE: Final = "medusa"
 ARCHITECTURE: Final = "MedusaModel"
@@ -46,7 +46,7 @@ class MedusaShape:
         Raises:
             ConfigError: It holds no Medusa heads, or those of another target; names the field.
         """
-        described = _read_config(folder)
+        described = read_object(folder / "config.json")
         if described.get("model_type") != MODEL_TYPE and ARCHITECTURE not in (described.get("architectures") or []):
             raise ConfigError(f"{folder} holds no Medusa heads: model_type in its config.json is not {MODEL_TYPE!r}")
         for field, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
@@ -126,17 +126,6 @@ def _through(blocks: Sequence[Linear], rows: torch.Tensor) -> torch.Tensor:
     for block in blocks:
         rows = rows + torch.nn.functional.silu(block(rows))
     return rows
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(described, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return described
 
 
 def _count(described: dict[str, Any], field: str, folder: Path, most: int) -> int:
