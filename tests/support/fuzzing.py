@@ -23,6 +23,7 @@ _SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_FLOAT: st.one_of(st.floats(0, 2, width=32), st.floats(width=32)),
     FieldDescriptor.TYPE_BOOL: st.booleans(),
     FieldDescriptor.TYPE_STRING: st.text(max_size=12),
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=24),
     FieldDescriptor.TYPE_ENUM: st.integers(0, 3),
 }
 
