@@ -52,8 +52,7 @@ def eagle3_config(target: PreTrainedModel, draft_vocab_size: int, aux_layers: Se
     if any(not 0 <= layer < layers - 1 for layer in aux_layers):
         # The output of the last layer is the final state, which the target shows normed only.
         raise ValueError(f"aux_layers are {tuple(aux_layers)}, must be in 0..{layers - 2}")
-    for name in ("layer_types", "transformers_version"):
-        shape.pop(name, None)
+    shape.pop("layer_types", None)
     shape |= {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -180,8 +179,10 @@ class Eagle3(nn.Module):
     @property
     def layout(self) -> dict[str, object]:
         """What config.json says of the head."""
-        shape: dict[str, object] = self.config.to_dict()
-        return shape
+        # Only what differs from transformers' general defaults, and no word of where the target lay.
+        shape: dict[str, object] = self.config.to_diff_dict()
+        shape.pop("_name_or_path", None)
+        return shape | {"model_type": "llama", "tie_word_embeddings": False}
 
     @property
     def draft_ids(self) -> torch.Tensor:
