@@ -75,7 +75,7 @@ def test_the_medusa_heads_say_in_service_what_they_said_in_training(target, prom
     final = streams(target, ids)[-1]
     with torch.no_grad():
         expected = [each.states[0] @ each.head.T for each in trained.chain(torch.tensor([ids]), final[None], 4)]
-    served = MedusaHeads.load(DEMO_MEDUSA, load_decoder(DEMO_TARGET, "float32", "cpu"))(final)
+    served = MedusaHeads.load(DEMO_MEDUSA, load_decoder(DEMO_TARGET, "float32", "cpu"))(final, len(expected))
     for head, rows in enumerate(expected):
         torch.testing.assert_close(served[head][: len(rows)], rows, atol=2e-3, rtol=2e-3)
 
