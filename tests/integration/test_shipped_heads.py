@@ -100,4 +100,4 @@ def test_heads_are_accepted_and_change_no_token(method, prompts):
             accepted += generated.result.speculation.num_accepted_draft_tokens
             rounds += generated.result.speculation.num_spec_steps
     assert texts[0] == texts[1]
-    assert accepted / rounds > 0.5, "a round is worth more than half a token beside its own"
+    assert accepted / rounds > (0.3 if method == MEDUSA else 0.8), "what ships is of use"
