@@ -23,8 +23,13 @@ ARCHITECTURE = "MedusaModel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig(RunConfig):
-    """One training of heads; `head_decay ** k` is the weight of head `k`'s loss (section 2.2.1)."""
+    """One training of heads; `head_decay ** k` is the weight of head `k`'s loss (section 2.2.1).
 
+    Rates are above those of other drafters, because blocks begin at 0 and have far to go.
+    """
+
+    muon_lr: float = 0.05
+    adamw_lr: float = 0.005
     heads: int = 4
     blocks: int = 2
     own_heads: bool = False
