@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument(
         "--nodes", type=int, help="nodes that every round verifies; without it the goodput policy decides"
     )
-    parser.add_argument("--methods", default="+".join(METHODS), help="cases to run, joined by + (default all)")
+    parser.add_argument("--methods", default=",".join(METHODS), help="cases to run, with commas between (default all)")
     parser.add_argument(
         "--target", choices=("98m", "400m", "demo"), default="98m", help="widening of the demo target (default 98m)"
     )
@@ -155,7 +155,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
         "tables": table_prompts(arguments.prompts),
     }
     settings = fleet_settings(arguments)
-    chosen = [name for name in METHODS if name in arguments.methods.split("+")]
+    chosen = [name for name in METHODS if name in arguments.methods.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         cases = await _measure_fleet(settings, kinds, chosen, arguments) if chosen else []
         if arguments.nodes is None:
