@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from paceline.core.allocator import FixedGamma
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.messages import CommittedStates, LaggingSession
+from paceline.core.messages import Commit, CommittedStates, LaggingSession, OpenSession
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.drafting.draft_model import VerifierSaid
 from paceline.drafting.features import FeatureBuffer, TokensAfterFirst
@@ -188,6 +188,35 @@ def test_guesses_are_known_by_the_name_of_their_source(folders):
     assert {node.first_source for node in session.draft.tree.nodes()} == {EAGLE3}
     pair.target.handle(Paired(session_id="s", serial=1, address=""))
     pair.run()
+
+
+def test_features_of_no_use_are_not_asked_for_again_and_again(folders):
+    engine = make(folders).draft
+    opened = OpenSession(
+        session_id="s",
+        epoch=1,
+        token_ids=tuple(range(10)),
+        prompt_len=10,
+        sampling=SamplingParams(max_tokens=40, temperature=0.0),
+        price=0.0,
+        room=8,
+    )
+    engine.handle(VerifierSaid(link=1, messages=[opened, features(0, torch.zeros(9, 64))]))
+    said = []
+    for length in range(10, 14):
+        while engine.has_work():
+            said += engine.step().to_verifiers.get(1, [])
+        commit = Commit(session_id="s", epoch=1, base_len=length, token_ids=(7,), price=0.0, room=8)
+        worthless = features(length - 1, torch.full((1, 64), torch.nan))
+        engine.handle(VerifierSaid(link=1, messages=[worthless, commit]))
+    said += engine.step().to_verifiers.get(1, [])
+    assert said, "the first features were of use"
+    assert not [message for message in said if isinstance(message, LaggingSession)]
+
+
+def features(start, values) -> CommittedStates:
+    encoded = values.bfloat16().view(torch.uint8).numpy().tobytes()
+    return CommittedStates(session_id="s", epoch=1, start=start, width=values.shape[1], values=encoded)
 
 
 def states(start, count, width=4, epoch=1) -> CommittedStates:

@@ -251,7 +251,7 @@ class DraftEngine:
     def _ask_again(self, key: tuple[int, str], session: DraftedSession, message: Commit) -> None:
         """Only the verifier has the features of what was given up; it is not asked for them while there is no place."""
         needed = len(session.mirror.tokens) // BLOCK_SIZE + 1
-        if self.pool.num_used + needed <= self.pool.num_blocks:
+        if not session.given_up and self.pool.num_used + needed <= self.pool.num_blocks:
             self._close(key)
             self._say(key[0], LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
 
@@ -372,6 +372,7 @@ class DraftEngine:
         except UnusableLogitsError:
             logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
             each.session.forget()
+            each.session.given_up = True
 
     def _output(self, started_s: float, num_rows: int) -> DraftOutput:
         report, self._report = self._report, DraftReport()

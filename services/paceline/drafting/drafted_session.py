@@ -71,6 +71,8 @@ class DraftedSession:
         self.computed_to = 0
         self.touched_s = 0.0
         self.parked = False
+        # The draft model gave nothing to choose from: features are not asked for again.
+        self.given_up = False
         self._steps_since_commit = 0
         self._push_at = 1
         self._scratch = scratch
