@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -135,21 +136,26 @@ async def test_an_epoch_under_way_is_refused_and_a_full_verifier_says_when_to_co
 
 async def test_a_request_that_would_wait_longer_than_it_may_is_refused_and_one_that_goes_on_is_not(tiny_pair):
     async with running_verifier(tiny_pair[0], max_num_seqs=1) as (stub, host):
-        lengths = (8, 8, 200, 200)
-        running = [
-            asyncio.create_task(tokens_of(stub, ask(f"s{index}", max_tokens=length)))
-            for index, length in enumerate(lengths)
-        ]
-        # Two sessions that end while others wait tell how long a place takes.
-        while host.num_sessions != 2 or not running[1].done():  # noqa: ASYNC110 - the host tells nobody
-            await asyncio.sleep(0)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await tokens_of(stub, replace(ask("impatient"), max_wait_s=0.0))
+        over = asyncio.Event()
+
+        async def busy(name: str) -> None:
+            for index in itertools.count():
+                assert len(await tokens_of(stub, ask(f"{name}{index}"))) == 24
+                if over.is_set():
+                    return
+
+        # Sessions that end while another waits tell how long a place takes: from then on somebody always waits.
+        crowd = [asyncio.create_task(busy(name)) for name in "ab"]
+        async with asyncio.timeout(60):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                for index in itertools.count():
+                    await tokens_of(stub, replace(ask(f"impatient{index}"), max_wait_s=0.0))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "the request may wait 0.0 s" in refused.value.details()
         goes_on = replace(ask("goes on"), committed_token_ids=(1,), max_wait_s=0.0)
         assert len(await tokens_of(stub, goes_on)) == 23
-        assert [len(await task) for task in running] == list(lengths)
+        over.set()
+        await asyncio.gather(*crowd)
 
 
 async def test_a_newer_owner_goes_on_and_the_stream_of_the_older_one_ends(tiny_pair):
