@@ -135,7 +135,7 @@ async def test_an_epoch_under_way_is_refused_and_a_full_verifier_says_when_to_co
 
 
 async def test_a_request_that_would_wait_longer_than_it_may_is_refused_and_one_that_goes_on_is_not(tiny_pair):
-    async with running_verifier(tiny_pair[0], max_num_seqs=1) as (stub, host):
+    async with running_verifier(tiny_pair[0], max_num_seqs=1) as (stub, _):
         over = asyncio.Event()
 
         async def busy(name: str) -> None:
