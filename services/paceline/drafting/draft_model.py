@@ -273,6 +273,7 @@ class DraftEngine:
     def step(self) -> DraftOutput:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
         started_s = self._clock()
+        self._report.lag_tokens = self._lag_tokens()
         builder = BatchBuilder()
         # What a commit asked for goes out first: a verifier may be waiting for it.
         expansions = [] if self._outgoing else self._plan_catching_up(builder) + self._plan_growth(builder)
@@ -375,7 +376,6 @@ class DraftEngine:
         report.seconds = self._clock() - started_s
         report.num_rows = num_rows
         report.num_sessions = self._num_reported = len(self._sessions)
-        report.lag_tokens = self._lag_tokens()
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         report.prefix_queries, report.prefix_hits = self.pool.take_counts()
         outgoing, self._outgoing = self._outgoing, {}

@@ -26,7 +26,7 @@ from paceline.core.patience import CHILD_SHARE, Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.rules import Rules
 from paceline.core.step_cost import StepCost, StepMode
-from paceline.core.tree import Node
+from paceline.core.tree import Node, NodeState
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import Decoder
@@ -415,7 +415,9 @@ class TargetEngine:
         self._report.gammas.append(len(each.nodes))
         if each.nodes:
             self._report.accepted.append(len(accepted))
-            self._report.verified_by.update(node.first_source for node in each.nodes)
+            # Those still alive lie beyond the end of the text: nothing was chosen in their place.
+            judged = [node for node in each.nodes if node.state is not NodeState.LIVE]
+            self._report.verified_by.update(node.first_source for node in judged)
             self._report.accepted_by.update(node.first_source for node in accepted)
             self._report.num_hits += pruning.hit
             self._report.num_misses += not pruning.hit

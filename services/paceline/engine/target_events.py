@@ -84,7 +84,7 @@ class StepReport:
     price: float = 1.0
     gammas: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    # Verified nodes, and those of them that matched, by the source that guessed them first.
+    # Nodes that were judged, and those of them that matched, by the source that guessed them first.
     verified_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
     # Sources that take time: the sessions each was asked for, and its seconds.

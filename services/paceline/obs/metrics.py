@@ -169,7 +169,7 @@ class DrafterMetrics:
         self.num_streams = Gauge("paceline:drafter_streams", "Verifiers connected.", registry=registry)
         self.lag = Gauge(
             "paceline:drafter_lag_tokens",
-            "Committed tokens not yet in the draft KV cache, of the session with most.",
+            "Committed tokens not yet in the draft KV cache when a step began, of the session with most.",
             registry=registry,
         )
         self.step = _step_seconds("Time of one draft step.", registry)
