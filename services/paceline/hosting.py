@@ -23,6 +23,7 @@ from paceline.core.messages import ModelIdentity
 from paceline.credentials import CLIENT_ROLE_OF, FleetTls, only_for
 from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
+from paceline.obs.families import tell_replica
 from paceline.obs.metrics import start_metrics_server
 from paceline.serving import GrpcServer, grpc_server, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
@@ -149,7 +150,7 @@ async def serve_model(
                 if following is not None:
                     following.add_done_callback(_tell_of_end)
                 try:
-                    await _serve_announced(host, config, role, server, store)
+                    await _serve_announced(host, config, role, server, store, registry)
                 finally:
                     if following is not None:
                         following.cancel()
@@ -157,7 +158,12 @@ async def serve_model(
 
 
 async def _serve_announced(
-    host: ModelHost, config: ModelServiceConfig, role: str, server: GrpcServer, store: Store
+    host: ModelHost,
+    config: ModelServiceConfig,
+    role: str,
+    server: GrpcServer,
+    store: Store,
+    registry: CollectorRegistry,
 ) -> None:
     draining = False
 
@@ -172,6 +178,8 @@ async def _serve_announced(
             draining=draining,
         )
 
+    me = replica()
+    tell_replica(registry, role=role, replica_id=me.replica_id, address=me.address, model=host.identity.name)
     await server.ready()
     async with announced(store, replica):
         await until_stopped(host.engine_ended())

@@ -149,3 +149,11 @@ def test_a_full_drafter_takes_no_more_sessions_and_says_nothing_of_them(tiny_pai
     engine.handle(said(opened("first", 10), opened("second", 10), commit("second", 10)))
     assert run_until_quiet(engine) == {"first"}
     assert engine.num_sessions == 1
+
+
+def test_lag_is_what_the_step_found_to_catch_up_with_and_none_once_it_is_done(tiny_pair, clock):
+    engine = engine_with(tiny_pair[1], clock, num_blocks=16)
+    engine.handle(said(opened("long", 100), opened("short", 10)))
+    # 64 rows a step.
+    lags = [engine.step().report.lag_tokens for _ in range(3)]
+    assert lags == [100, 36, 0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from paceline.core.allocator import FixedGamma, Goodput
 from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
-from paceline.core.params import LAYER_SKIP, MEDUSA, NGRAM, SUFFIX, SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, LAYER_SKIP, MEDUSA, NGRAM, SUFFIX, SamplingParams, SpeculationParams
+from paceline.core.tree import DraftTree
 from paceline.engine.target_events import DraftsArrived
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
 from tests.support.engines import DRAFTER, EnginePair
@@ -191,6 +193,37 @@ def test_cancelling_frees_pages_on_both_tiers_within_one_step(pair_folders):
     pair.round()
     assert pair.draft.pool.num_used == 0
     assert pair.draft.num_sessions == 0
+
+
+def test_a_verifier_that_its_last_client_leaves_reports_that_it_is_idle(pair_folders):
+    pair = EnginePair(*pair_folders)
+    pair.kill_drafter()
+    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
+    pair.round()
+    pair.cancel("s")
+    pair.run()
+    assert [(report.num_running, report.kv_usage > 0.0) for report in pair.reports] == [(1, True), (0, False)]
+
+
+def test_every_node_of_a_tree_has_one_fate(pair_folders, monkeypatch):
+    added: Counter[str] = Counter()
+    suggest = DraftTree.suggest
+
+    def counted(tree, parent, token_id, confidence, source):
+        # Trees of drafters take every source at its word; they mirror those that are meant here.
+        if tree._probability is not None and token_id not in parent.children:
+            added[source] += 1
+        return suggest(tree, parent, token_id, confidence, source)
+
+    monkeypatch.setattr(DraftTree, "suggest", counted)
+    pair = EnginePair(*pair_folders, methods=(DRAFT_MODEL, SUFFIX), allocator=FixedGamma(gamma=3))
+    for _ in range(2):
+        texts(pair, SAMPLINGS["sampled"], 4)
+    fates: Counter[str] = Counter()
+    for report in pair.reports:
+        fates.update(report.verified_by + report.unverified_by)
+    assert fates == added
+    assert min(added[DRAFT_MODEL], added[SUFFIX]) > 0
 
 
 def test_a_verifier_that_leaves_takes_its_sessions_from_the_drafter(pair_folders):

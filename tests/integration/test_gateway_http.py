@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -303,6 +304,41 @@ async def test_health_and_metrics_answer(fleet: ScriptedFleet) -> None:
     assert "vllm:spec_decode_num_accepted_tokens_total 6.0" in metrics
     assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 3.0' in metrics
     assert "vllm:time_to_first_token_seconds_count 1.0" in metrics
+
+
+async def test_every_request_that_fails_is_counted_by_the_type_of_its_error(fleet: ScriptedFleet) -> None:
+    for body in ({"prompt": 3.5}, {"prompt": "x", "model": "strange"}, {"prompt": "x", "n": 1000}):
+        assert (await fleet.http.post("/v1/completions", json=body)).status_code in (400, 404)
+    lines = (await fleet.http.get("/metrics")).text.splitlines()
+    counts = {line for line in lines if line.startswith("paceline:request_errors_total") and not line.endswith(" 0.0")}
+    assert counts == {
+        'paceline:request_errors_total{type="InvalidRequestError"} 2.0',
+        'paceline:request_errors_total{type="ModelNotFoundError"} 1.0',
+    }
+
+
+async def gauges(fleet: ScriptedFleet) -> tuple[str, str]:
+    """Sessions that run and that wait, as a scraper sees them."""
+    lines = (await fleet.http.get("/metrics")).text.splitlines()
+    values = dict(line.split() for line in lines if line.startswith("vllm:num_requests"))
+    return values["vllm:num_requests_running"], values["vllm:num_requests_waiting"]
+
+
+@pytest.mark.parametrize(("pause_after", "shown"), [(0, ("1.0", "1.0")), (3, ("1.0", "0.0"))])
+async def test_a_session_waits_until_its_first_token(
+    fleet: ScriptedFleet, pause_after: int, shown: tuple[str, str]
+) -> None:
+    fleet.verifier.script = Script(pause_after=pause_after)
+    asking = asyncio.create_task(fleet.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 9}))
+    session_id = await fleet.verifier.paused.get()
+    while (found := await gauges(fleet)) != shown and pause_after:
+        # The tokens of its first step may still be on their way.
+        assert found == ("1.0", "1.0")
+    assert found == shown
+    fleet.verifier.script = Script()
+    fleet.verifier.resume(session_id)
+    assert (await asking).status_code == 200
+    assert await gauges(fleet) == ("0.0", "0.0")
 
 
 async def test_a_session_record_is_written_in_the_background(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from paceline.core.params import COUPLED, DRAFT_MODEL, EAGLE3, SamplingParams, S
 
 # Roles of replicas, in the registry and in certificates.
 GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
+REPLICA_ROLES = (GATEWAY, VERIFIER, DRAFTER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.core.acceptance import SparseDraft
@@ -89,9 +89,10 @@ class GraftOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruning:
-    """What a commit did: the nodes it met, oldest first, and whether all its tokens were in the tree."""
+    """What a commit did: the nodes it met, oldest first, those that fell off, and whether all its tokens were there."""
 
     matched: tuple[Node, ...]
+    dead: tuple[Node, ...]
     hit: bool
 
 
@@ -257,12 +258,13 @@ class DraftTree:
     def advance(self, token_ids: Sequence[int]) -> Pruning:
         """Walks newly committed tokens down from the root; the subtree reached is the new tree, or an empty one."""
         matched: list[Node] = []
+        dead: list[Node] = []
         node = self.root
         for token_id in token_ids:
             child = node.children.get(token_id)
             if child is None:
                 break
-            self._bury_siblings(node, child)
+            dead += _bury(each for each in node.children.values() if each is not child)
             child.state = NodeState.COMMITTED
             matched.append(child)
             node = child
@@ -271,23 +273,10 @@ class DraftTree:
             self.root = node
             node.parent = None
         else:
-            self._bury_below(node)
+            dead += _bury(node.children.values())
             self.root = self._bare_root(self.committed_len + len(token_ids))
         self._forget()
-        return Pruning(matched=tuple(matched), hit=hit)
-
-    def _bury_siblings(self, node: Node, survivor: Node) -> None:
-        for child in node.children.values():
-            if child is not survivor:
-                child.state = NodeState.DEAD
-                self._bury_below(child)
-
-    def _bury_below(self, node: Node) -> None:
-        stack = list(node.children.values())
-        while stack:
-            below = stack.pop()
-            below.state = NodeState.DEAD
-            stack.extend(below.children.values())
+        return Pruning(matched=tuple(matched), dead=tuple(dead), hit=hit)
 
     def _forget(self) -> None:
         oldest = self.root.position - REMEMBERED_POSITIONS
@@ -297,6 +286,16 @@ class DraftTree:
             if node.state is NodeState.LIVE or (node.state is NodeState.COMMITTED and node.position >= oldest)
         }
         self.num_nodes = sum(1 for _ in self.nodes())
+
+
+def _bury(nodes: Iterable[Node]) -> list[Node]:
+    """Marks nodes and all that hangs below them as dead; returns them all."""
+    buried = list(nodes)
+    for node in buried:
+        node.state = NodeState.DEAD
+        # The list grows while it is walked.
+        buried.extend(node.children.values())
+    return buried
 
 
 def best_first(tree: DraftTree, limit: int) -> list[Node]:

@@ -8,8 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry
-
 from paceline.config import loggable, parse
 from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.credentials import load_tls
@@ -21,6 +19,7 @@ from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.engine.budget import draft_scratch_blocks
 from paceline.engine.process import prepare_process
 from paceline.hosting import log_memory, serve_model
+from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
 from paceline.rpc.v1 import drafter_pb2_grpc
@@ -50,7 +49,7 @@ async def serve(config: DrafterConfig) -> None:
     tls = load_tls(config.tls_dir, DRAFTER)
     prepare_process(config.cpus, idle=config.idle_priority)
     identity = checkpoint_of(config).identity()
-    registry = CollectorRegistry()
+    registry = service_registry(DRAFTER)
     host = DraftHost(
         identity=identity,
         make_engine=lambda: make_engine(config, identity),

@@ -125,7 +125,9 @@ class DraftHost:
         report = output.report
         self.num_sessions = report.num_sessions
         self._metrics.num_sessions.set(report.num_sessions)
-        self._metrics.engine.kv_cache_usage.set(report.kv_usage)
+        self._metrics.cache.usage.set(report.kv_usage)
+        self._metrics.cache.prefix_queries.inc(report.prefix_queries)
+        self._metrics.cache.prefix_hits.inc(report.prefix_hits)
         self._metrics.lag.set(report.lag_tokens)
         self._metrics.nodes_sent.inc(report.num_nodes)
         if report.num_rows:

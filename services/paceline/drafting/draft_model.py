@@ -88,9 +88,9 @@ class DraftReport:
     num_nodes: int = 0
     num_sessions: int = 0
     lag_tokens: int = 0
-    num_hits: int = 0
-    num_misses: int = 0
     kv_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,12 +241,9 @@ class DraftEngine:
             case LaggingSession() as lagging:
                 self._say(key[0], lagging)
             case Pruning(hit=True):
-                self._report.num_hits += 1
                 released = session.mirror.drain()
                 if released is not None:
                     self._say(key[0], released)
-            case Pruning():
-                self._report.num_misses += 1
 
     def _ask_again(self, key: tuple[int, str], session: DraftedSession, message: Commit) -> None:
         """Only the verifier has the features of what was given up; it is not asked for them while there is no place."""
@@ -276,6 +273,7 @@ class DraftEngine:
     def step(self) -> DraftOutput:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
         started_s = self._clock()
+        self._report.lag_tokens = self._lag_tokens()
         builder = BatchBuilder()
         # What a commit asked for goes out first: a verifier may be waiting for it.
         expansions = [] if self._outgoing else self._plan_catching_up(builder) + self._plan_growth(builder)
@@ -308,7 +306,6 @@ class DraftEngine:
                 session.pages, start, stop, wants_logits=wanted, features=session.prefix_features(start, stop)
             )
             session.computed_to = stop
-            self._report.lag_tokens = max(self._report.lag_tokens, session.pages.num_missing)
             if logit_index is not None:
                 root = session.mirror.tree.root
                 expansions.append(_Expansion(session=session, node=root, logit_index=logit_index))
@@ -380,8 +377,14 @@ class DraftEngine:
         report.num_rows = num_rows
         report.num_sessions = self._num_reported = len(self._sessions)
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
+        report.prefix_queries, report.prefix_hits = self.pool.take_counts()
         outgoing, self._outgoing = self._outgoing, {}
         said = [message for messages in outgoing.values() for message in messages]
         report.num_nodes = sum(len(message.nodes) for message in said if isinstance(message, DraftNodes))
         broken, self._broken = self._broken, {}
         return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)
+
+    def _lag_tokens(self) -> int:
+        """Committed tokens still to be computed, of the session with most; what cannot be computed is not counted."""
+        lagging = [each.pages.num_missing for each in self._sessions.values() if each.lags(self._identity.context_len)]
+        return max(lagging, default=0)

@@ -30,8 +30,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_queries = 0
-        self.num_hits = 0
+        self._num_queries = 0
+        self._num_hits = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
@@ -57,7 +57,7 @@ class BlockPool:
             before: Names what lies before them, as for `register`; None: nothing.
 
         Returns:
-            Its blocks and their hashes; `num_queries` and `num_hits` count tokens.
+            Its blocks and their hashes; `take_counts` tells how many tokens were asked for, and found.
         """
         blocks: list[int] = []
         hashes: list[bytes] = []
@@ -69,9 +69,15 @@ class BlockPool:
             self._hold(block)
             blocks.append(block)
             hashes.append(key)
-        self.num_queries += len(token_ids)
-        self.num_hits += len(blocks) * BLOCK_SIZE
+        self._num_queries += len(token_ids)
+        self._num_hits += len(blocks) * BLOCK_SIZE
         return blocks, hashes
+
+    def take_counts(self) -> tuple[int, int]:
+        """Returns the tokens looked up and those of them found since the last call."""
+        counts = (self._num_queries, self._num_hits)
+        self._num_queries = self._num_hits = 0
+        return counts
 
     def allocate(self, count: int) -> list[int] | None:
         """Takes fresh blocks, forgetting cached ones nobody holds if need be; None, and none taken, if too few."""

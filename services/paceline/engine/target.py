@@ -26,7 +26,7 @@ from paceline.core.patience import CHILD_SHARE, Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.rules import Rules
 from paceline.core.step_cost import StepCost, StepMode
-from paceline.core.tree import Node
+from paceline.core.tree import Node, NodeState
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import Decoder
@@ -118,7 +118,7 @@ class TargetEngine:
         self._sessions: dict[str, TargetSession] = {}
         self._calibrations: dict[tuple[str, bool, str], Calibration] = {}
         self._report = StepReport()
-        self._prefix_totals = (0, 0)
+        self._num_reported = 0
         self._step_s = 0.01
         self._idle_since_s = clock()
         # Since when the engine has had the present step to do; None while it has nothing to decode.
@@ -193,6 +193,7 @@ class TargetEngine:
 
     def _drop(self, session: TargetSession) -> None:
         del self._sessions[session.draft.session_id]
+        self._report.unverified_by.update(node.first_source for node in session.draft.tree.nodes())
         session.close()
         if session in self._running:
             self._running.remove(session)
@@ -209,8 +210,8 @@ class TargetEngine:
     # Stepping
 
     def has_work(self) -> bool:
-        """True while sessions wait or run, or something is left to say."""
-        return bool(self._sessions) or self._tier.has_work
+        """True while sessions wait or run, or something is left to say or to report."""
+        return bool(self._sessions) or self._tier.has_work or self._num_reported > 0
 
     def patience_s(self) -> float:
         """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
@@ -401,6 +402,8 @@ class TargetEngine:
             return self._fail(session, error)
         pruning = session.draft.commit(verdict.token_ids, verdict.chances)
         accepted = [node for node in pruning.matched if id(node) in each.slots]
+        unverified = [node for node in (*pruning.matched, *pruning.dead) if id(node) not in each.slots]
+        self._report.unverified_by.update(node.first_source for node in unverified)
         self._compact(session, accepted, each)
         session.pages.mark_computed(base_len + len(accepted))
         session.draft.tally.count(
@@ -412,7 +415,9 @@ class TargetEngine:
         self._report.gammas.append(len(each.nodes))
         if each.nodes:
             self._report.accepted.append(len(accepted))
-            self._report.verified_by.update(node.first_source for node in each.nodes)
+            # Those still alive lie beyond the end of the text: nothing was chosen in their place.
+            judged = [node for node in each.nodes if node.state is not NodeState.LIVE]
+            self._report.verified_by.update(node.first_source for node in judged)
             self._report.accepted_by.update(node.first_source for node in accepted)
             self._report.num_hits += pruning.hit
             self._report.num_misses += not pruning.hit
@@ -467,10 +472,8 @@ class TargetEngine:
         report.num_waiting = len(self._waiting)
         report.lag_tokens = self._tier.lag_tokens(self._running)
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
-        totals = (self.pool.num_queries, self.pool.num_hits)
-        report.prefix_queries = totals[0] - self._prefix_totals[0]
-        report.prefix_hits = totals[1] - self._prefix_totals[1]
-        self._prefix_totals = totals
+        report.prefix_queries, report.prefix_hits = self.pool.take_counts()
+        self._num_reported = len(self._sessions)
         to_drafters, broken = self._tier.take()
         return TargetOutput(committed=committed, to_drafters=to_drafters, broken_links=broken, report=report)
 

@@ -84,7 +84,7 @@ class StepReport:
     price: float = 1.0
     gammas: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    # Verified nodes, and those of them that matched, by the source that guessed them first.
+    # Nodes that were judged, and those of them that matched, by the source that guessed them first.
     verified_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
     # Sources that take time: the sessions each was asked for, and its seconds.
@@ -92,8 +92,10 @@ class StepReport:
     asked_s: dict[str, float] = field(default_factory=dict)
     num_hits: int = 0
     num_misses: int = 0
-    num_late_nodes: int = 0
-    num_stale_nodes: int = 0
+    # Nodes that fell off or went with their session before a step verified them, by the source that guessed them first.
+    unverified_by: Counter[str] = field(default_factory=Counter)
+    # Guesses that came when other tokens were committed, or that hang below none we know.
+    late_by: Counter[str] = field(default_factory=Counter)
     num_preempted: int = 0
     num_silenced: int = 0
     round_trips_s: list[float] = field(default_factory=list)

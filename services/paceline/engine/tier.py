@@ -135,8 +135,9 @@ class DrafterTier:
     ) -> None:
         known = tuple(node for node in message.nodes if node.within(self._vocab_size))
         outcome = session.draft.receive(replace(message, nodes=known), link.source)
-        report.num_late_nodes += outcome.num_late
-        report.num_stale_nodes += outcome.num_stale + len(message.nodes) - len(known)
+        num_lost = outcome.num_late + outcome.num_stale + len(message.nodes) - len(known)
+        if num_lost:
+            report.late_by[link.source] += num_lost
         if message.epoch != session.draft.epoch or not message.nodes:
             return
         session.heard_len = max(session.heard_len, message.base_len)

@@ -26,11 +26,20 @@ OPEN_PATHS = frozenset({"/health"})
 
 
 class Access:
-    """Knows callers by their keys and counts their requests."""
+    """Knows callers by their keys and counts their requests.
 
-    def __init__(self, ring: KeyRing, rate_limit: RateLimit) -> None:
+    Args:
+        ring: The keys.
+        rate_limit: Counts.
+        on_refused: Told of every request that may not come in.
+    """
+
+    def __init__(
+        self, ring: KeyRing, rate_limit: RateLimit, on_refused: Callable[[PacelineError], None] = lambda _: None
+    ) -> None:
         self._ring = ring
         self._rate_limit = rate_limit
+        self._on_refused = on_refused
 
     async def admit(self, authorization: str | None) -> None:
         """Makes the sender of an `Authorization` header the current caller.
@@ -39,6 +48,13 @@ class Access:
             UnauthenticatedError: There is no such header, or no such key.
             OverloadedError: The key has had its requests of the last minute.
         """
+        try:
+            become(await self._caller(authorization))
+        except PacelineError as error:
+            self._on_refused(error)
+            raise
+
+    async def _caller(self, authorization: str | None) -> Caller:
         if authorization is None:
             raise UnauthenticatedError("an API key is required: send Authorization: Bearer KEY")
         scheme, _, presented = authorization.strip().partition(" ")
@@ -48,7 +64,7 @@ class Access:
         if key is None:
             raise UnauthenticatedError("the API key is not known here")
         await self._rate_limit.count(key)
-        become(Caller(name=key.name, max_sessions=key.max_sessions, num_keys=len(self._ring)))
+        return Caller(name=key.name, max_sessions=key.max_sessions, num_keys=len(self._ring))
 
     def interceptor(self) -> CheckInterceptor:
         """Returns what asks every gRPC call but health for its key."""

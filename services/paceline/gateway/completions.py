@@ -76,7 +76,8 @@ class CompletionEndpoint:
         """Answers one request; errors become error objects, nothing is raised to the server."""
         exchange = _Exchange(send)
         try:
-            order = await self._read_order(Request(scope, receive))
+            with self._sessions.errors_counted():
+                order = await self._read_order(Request(scope, receive))
             await until_disconnect(receive, self._answer(order, exchange))
         except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
             await exchange.fail(error)
@@ -117,7 +118,7 @@ class CompletionEndpoint:
 
     async def _answer(self, order: _Order, exchange: _Exchange) -> None:
         try:
-            with self._sessions.admitted(len(order.requests), current_caller()):
+            with self._sessions.errors_counted(), self._sessions.admitted(len(order.requests), current_caller()):
                 runs = [self._sessions.run(request) for request in order.requests]
                 async with aclosing(merged(runs)) as events:
                     if order.body.stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 
 from paceline.certificates import read_certificates, read_key, utc_now
+from paceline.core.errors import PacelineError
 from paceline.gateway.access import Access
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.keys import KeyRing
@@ -50,8 +51,12 @@ def load_door_tls(config: GatewayConfig) -> DoorTls | None:
 
 
 @asynccontextmanager
-async def guard(config: GatewayConfig) -> AsyncIterator[Access | None]:
+async def guard(config: GatewayConfig, on_refused: Callable[[PacelineError], None]) -> AsyncIterator[Access | None]:
     """Asks callers for API keys while a block runs, and keeps the keys fresh; None where nobody is asked.
+
+    Args:
+        config: Settings.
+        on_refused: Told of every request that may not come in.
 
     Raises:
         ConfigError: The file of keys cannot be read, or a line of it is wrong.
@@ -65,7 +70,7 @@ async def guard(config: GatewayConfig) -> AsyncIterator[Access | None]:
         _log.warning("API keys and prompts cross the network in plain text; use --tls-cert, or a proxy that does TLS")
     refreshing = asyncio.create_task(ring.keep_fresh(), name="API keys")
     try:
-        yield Access(ring, rate_limit)
+        yield Access(ring, rate_limit, on_refused)
     finally:
         refreshing.cancel()
         await asyncio.gather(refreshing, return_exceptions=True)

@@ -6,16 +6,16 @@ import asyncio
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import uvicorn
-from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigError
-from paceline.core.messages import GATEWAY
+from paceline.core.messages import GATEWAY, REPLICA_ROLES
 from paceline.credentials import load_tls
 from paceline.gateway.access import Access, GuardedApp
 from paceline.gateway.completions import BodyLimits
@@ -31,6 +31,7 @@ from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.text import TextCodec
 from paceline.gateway.verifier_client import Deadlines, VerifierClient
+from paceline.obs.families import service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
 from paceline.rpc.v1 import gateway_pb2_grpc
 from paceline.serving import GrpcServer, start_grpc_server
@@ -71,7 +72,7 @@ async def serve(
     Raises:
         ConfigError: A port is in use, or a certificate or API key cannot be used.
     """
-    registry = CollectorRegistry()
+    registry = service_registry(GATEWAY)
     # Known before any port is, since records name their owner.
     replica_id = config.replica_id or f"{GATEWAY}-{uuid.uuid4().hex[:12]}"
     fleet = Fleet(store, codecs)
@@ -90,6 +91,7 @@ async def serve(
     )
 
     def follow_fleet() -> None:
+        _count_fleet(metrics, fleet)
         sessions.drain(draining=fleet.is_draining(replica_id))
         placer.move_away()
 
@@ -103,12 +105,20 @@ async def serve(
     servicer = GatewayServicer(sessions, fleet, Resumption(store, fleet, replica_id))
     async with (
         _background(config, fleet, client, records, follow_fleet),
-        guard(config) as access,
+        guard(config, sessions.count_error) as access,
         _doors(config, app, servicer, sessions, access) as addresses,
         announced(store, lambda: _replica(replica_id, config, addresses, sessions)),
     ):
+        tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)
         on_ready(addresses)
         await stop.wait()
+
+
+def _count_fleet(metrics: GatewayMetrics, fleet: Fleet) -> None:
+    metrics.store_up.set(fleet.store_error is None)
+    num_active = Counter(each.role for each in fleet.replicas if not each.draining)
+    for role in REPLICA_ROLES:
+        metrics.replicas.labels(role).set(num_active[role])
 
 
 def _placer(config: GatewayConfig, fleet: Fleet, client: VerifierClient, metrics: GatewayMetrics) -> Placer:
@@ -237,6 +247,7 @@ async def _background(
 ) -> AsyncIterator[None]:
     """Keeps the fleet fresh and writes records while a block runs; writes what is left at its end."""
     await fleet.refresh()
+    on_refreshed()
     tasks = [
         asyncio.create_task(fleet.keep_fresh(config.refresh_s, client, on_refreshed), name="fleet"),
         asyncio.create_task(records.keep_writing(config.record_interval_s), name="records"),

@@ -50,8 +50,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GatewayGenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         """Streams one completion; a client that sets a deadline is not made to wait beyond it for its turn."""
-        session = replace(self._session(request), max_wait_s=context.time_remaining())
-        with self._sessions.admitted(1, current_caller()):
+        with self._sessions.errors_counted():
+            session = replace(self._session(request), max_wait_s=context.time_remaining())
+        with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
             async with aclosing(self._stream(session)) as responses:
                 async for response in responses:
                     yield response
@@ -62,7 +63,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Streams what is left of a completion."""
         del context
         # A gateway that has no place for the session must not take it from whoever runs it.
-        with self._sessions.admitted(1, current_caller()):
+        with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
             session = await self._resumption.claim(request.session_id, request.offset, current_caller().name)
             async with aclosing(self._stream(session)) as responses:
                 async for response in responses:

@@ -86,6 +86,19 @@ class Sessions:
         return self._fleet.model(name)
 
     @contextmanager
+    def errors_counted(self) -> Iterator[None]:
+        """Counts by type what ends a block of one request; goes around all that can refuse or fail it."""
+        try:
+            yield
+        except Exception as error:
+            self.count_error(error)
+            raise
+
+    def count_error(self, error: Exception) -> None:
+        """Counts a request that an error has ended."""
+        self._metrics.request_errors.labels(type(error).__name__.lstrip("_")).inc()
+
+    @contextmanager
     def admitted(self, num_sessions: int, caller: Caller) -> Iterator[None]:
         """Holds places for all sessions of a request.
 
@@ -137,13 +150,10 @@ class Sessions:
         Raises:
             PacelineError: The session could not be run to its end.
         """
-        try:
-            async with aclosing(self._events(request)) as events:
+        with Stopwatch(self._metrics, self._clock) as stopwatch:
+            async with aclosing(self._events(request, stopwatch)) as events:
                 async for event in events:
                     yield event
-        except PacelineError as error:
-            self._metrics.request_errors.labels(type(error).__name__).inc()
-            raise
 
     def drain(self, *, draining: bool) -> None:
         """Refuses new sessions while an operator wants it so; health tells."""
@@ -177,11 +187,11 @@ class Sessions:
         else:
             self._idle.set()
 
-    async def _events(self, request: SessionRequest) -> AsyncGenerator[Event, None]:
+    async def _events(self, request: SessionRequest, stopwatch: Stopwatch) -> AsyncGenerator[Event, None]:
         trail = self._records.open(request, partial(self._taken_over, request))
         state = SessionState.LEFT
         try:
-            async with aclosing(self._pieces(request, trail)) as events:
+            async with aclosing(self._pieces(request, trail, stopwatch)) as events:
                 async for event in events:
                     if isinstance(event, Ending):
                         state = SessionState(event.finish_reason.value)
@@ -200,10 +210,11 @@ class Sessions:
         error = StaleEpochError(f"session {request.session_id} goes on at another gateway")
         self._client.end(lambda call: call.session_id == request.session_id and call.epoch <= last_epoch, error)
 
-    async def _pieces(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[Event, None]:
+    async def _pieces(
+        self, request: SessionRequest, trail: SessionTrail, stopwatch: Stopwatch
+    ) -> AsyncGenerator[Event, None]:
         """Yields the answer beyond the tokens that the client has, and how it ended."""
         text_stream = TextStream(request)
-        stopwatch = Stopwatch(self._metrics, self._clock)
         self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
         num_generated = 0
         result: GenerateResult | None = None

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 from paceline.gateway.pieces import Ending
 from paceline.obs.metrics import GatewayMetrics
 
 
 class Stopwatch:
-    """Observes one session; starts running when built."""
+    """Observes one session; starts running when built, and counts as waiting from entry to its first token."""
 
     def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._clock = clock
         self._started_s = clock()
         self._last_s: float | None = None
+
+    def __enter__(self) -> Self:
+        self._metrics.num_requests_waiting.inc()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._last_s is None:
+            self._metrics.num_requests_waiting.dec()
 
     def tokens(self, num_tokens: int) -> None:
         """Counts tokens that arrived now."""
@@ -24,6 +33,7 @@ class Stopwatch:
         now_s = self._clock()
         self._metrics.generation_tokens.inc(num_tokens)
         if self._last_s is None:
+            self._metrics.num_requests_waiting.dec()
             self._metrics.time_to_first_token.observe(now_s - self._started_s)
         else:
             for _ in range(num_tokens):

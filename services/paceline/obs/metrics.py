@@ -14,7 +14,18 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    RemoteProtocolError,
+    StaleEpochError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from paceline.core.messages import REPLICA_ROLES, FinishReason
+from paceline.obs.families import Family
 
 LATENCY_BUCKETS_S = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
@@ -23,6 +34,19 @@ ROUND_TRIP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.0
 STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1.0)
 GAMMA_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+# Why sessions go on without their drafter: its stream is lost, it broke the protocol, it is silent, or it has gone.
+FALLBACK_REASONS = ("link_lost", "protocol_error", "drafter_silent", "drafter_changed")
+REQUEST_ERRORS = (
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    RemoteProtocolError,
+    StaleEpochError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+FAILOVER_REASONS = (OverloadedError, UnavailableError)
 
 
 def rows_label(num_rows: int) -> str:
@@ -35,24 +59,31 @@ class VerifierMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.speculation = SpeculationTotals(registry)
-        self.engine = EngineMetrics(registry)
-        self.draft_nodes = Counter(
-            "paceline:draft_nodes",
-            "Draft nodes received, by source and by what became of them.",
-            ("source", "fate"),
-            registry=registry,
+        self.cache = CacheMetrics(registry)
+        self.sessions = SessionMetrics(registry)
+        self.draft_nodes = Family(
+            Counter(
+                "paceline:draft_nodes",
+                "Draft nodes, by the source that guessed them first and by what became of them.",
+                ("source", "fate"),
+                registry=registry,
+            )
         )
-        self.source_seconds = Counter(
-            "paceline:source_seconds",
-            "Time that sources inside the verifier took which are not free.",
-            ("source",),
-            registry=registry,
+        self.source_seconds = Family(
+            Counter(
+                "paceline:source_seconds",
+                "Time that sources inside the verifier took which are not free.",
+                ("source",),
+                registry=registry,
+            )
         )
-        self.source_turns = Counter(
-            "paceline:source_turns",
-            "Sessions that such sources were asked for, once a step.",
-            ("source",),
-            registry=registry,
+        self.source_turns = Family(
+            Counter(
+                "paceline:source_turns",
+                "Sessions that such sources were asked for, once a step.",
+                ("source",),
+                registry=registry,
+            )
         )
         self.round_hits = Counter(
             "paceline:round_hits", "Rounds whose committed path stayed in the tree.", registry=registry
@@ -60,11 +91,14 @@ class VerifierMetrics:
         self.round_misses = Counter(
             "paceline:round_misses", "Rounds whose committed path left the tree.", registry=registry
         )
-        self.fallbacks = Counter(
-            "paceline:fallbacks",
-            "Sessions that went on without their drafter, by reason.",
-            ("reason",),
-            registry=registry,
+        self.fallbacks = Family(
+            Counter(
+                "paceline:fallbacks",
+                "Times that sessions went on without their drafter, or with another, by reason.",
+                ("reason",),
+                registry=registry,
+            ),
+            known=[(reason,) for reason in FALLBACK_REASONS],
         )
         self.gamma = Histogram(
             "paceline:gamma",
@@ -73,13 +107,9 @@ class VerifierMetrics:
             registry=registry,
         )
         self.price = Gauge("paceline:price", "Least survival worth verifying at this load.", registry=registry)
-        self.step = Histogram(
-            "paceline:step_seconds",
-            "Time of one forward step.",
-            ("rows",),
-            buckets=STEP_BUCKETS_S,
-            registry=registry,
-        )
+        # What the allocator starts from: nothing is drafted yet.
+        self.price.set(1.0)
+        self.step = _step_seconds("Time of one forward step.", registry)
         self.draft_round_trip = Histogram(
             "paceline:draft_round_trip_seconds",
             "From sending commits to the first node that builds on them.",
@@ -88,26 +118,46 @@ class VerifierMetrics:
         )
         self.drafter_lag = Gauge(
             "paceline:drafter_lag_tokens",
-            "Committed tokens that drafters have not answered.",
+            "Committed tokens that a drafter has not answered, of the session with most.",
             registry=registry,
         )
 
 
-class EngineMetrics:
-    """What every service with a model counts: sessions, pages, prefix cache."""
+class SessionMetrics:
+    """What a verifier counts of sessions: how many there are, and where the time of those that ended went."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.num_requests_running = Gauge("vllm:num_requests_running", "Sessions in steps.", registry=registry)
-        self.num_requests_waiting = Gauge("vllm:num_requests_waiting", "Sessions queued.", registry=registry)
-        self.kv_cache_usage = Gauge(
-            "vllm:kv_cache_usage_perc", "Used part of the KV cache, from 0 to 1.", registry=registry
+        self.num_running = Gauge("vllm:num_requests_running", "Sessions in steps.", registry=registry)
+        self.num_waiting = Gauge("vllm:num_requests_waiting", "Sessions that wait for a place.", registry=registry)
+        self.num_preemptions = Counter(
+            "vllm:num_preemptions", "Sessions whose pages were taken for others.", registry=registry
         )
-        self.prefix_cache_queries = Counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", registry=registry
+        self.generation_tokens = Counter("vllm:generation_tokens", "Tokens committed.", registry=registry)
+        self.queue_time = _latency(
+            "vllm:request_queue_time_seconds", "From a session's arrival to its first step.", registry
         )
-        self.prefix_cache_hits = Counter(
-            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", registry=registry
+        self.prefill_time = _latency(
+            "vllm:request_prefill_time_seconds", "From a session's first step to its first token.", registry
         )
+        self.decode_time = _latency(
+            "vllm:request_decode_time_seconds", "From a session's first token to its last.", registry
+        )
+        self.time_per_output_token = _latency(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per token after a session's first, once a session.",
+            registry,
+        )
+
+
+class CacheMetrics:
+    """What every service with a model counts of its pages."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.usage = Gauge("vllm:kv_cache_usage_perc", "Used part of the KV cache, from 0 to 1.", registry=registry)
+        self.prefix_queries = Counter(
+            "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", registry=registry
+        )
+        self.prefix_hits = Counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", registry=registry)
 
 
 class DrafterMetrics:
@@ -119,55 +169,65 @@ class DrafterMetrics:
         self.num_streams = Gauge("paceline:drafter_streams", "Verifiers connected.", registry=registry)
         self.lag = Gauge(
             "paceline:drafter_lag_tokens",
-            "Committed tokens not yet in the draft KV cache.",
+            "Committed tokens not yet in the draft KV cache when a step began, of the session with most.",
             registry=registry,
         )
-        self.step = Histogram(
-            "paceline:step_seconds",
-            "Time of one draft step.",
-            ("rows",),
-            buckets=STEP_BUCKETS_S,
-            registry=registry,
-        )
-        self.engine = EngineMetrics(registry)
+        self.step = _step_seconds("Time of one draft step.", registry)
+        self.cache = CacheMetrics(registry)
 
 
 class GatewayMetrics:
     """What a gateway counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.time_to_first_token = self._latency(
+        self.time_to_first_token = _latency(
             "vllm:time_to_first_token_seconds", "From the request to its first token.", registry
         )
-        self.inter_token_latency = self._latency(
+        self.inter_token_latency = _latency(
             "vllm:inter_token_latency_seconds", "Between tokens, shared evenly within a step.", registry
         )
-        self.e2e_request_latency = self._latency(
+        self.e2e_request_latency = _latency(
             "vllm:e2e_request_latency_seconds", "From the request to its end.", registry
         )
-        self.num_requests_running = Gauge("vllm:num_requests_running", "Requests running.", registry=registry)
+        self.num_requests_running = Gauge("vllm:num_requests_running", "Sessions admitted.", registry=registry)
         self.num_requests_waiting = Gauge(
-            "vllm:num_requests_waiting", "Requests waiting for a place.", registry=registry
+            "vllm:num_requests_waiting", "Those of them without a token yet.", registry=registry
         )
         self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens taken in.", registry=registry)
         self.generation_tokens = Counter("vllm:generation_tokens", "Tokens generated.", registry=registry)
-        self.request_success = Counter(
-            "vllm:request_success", "Requests ended well, by reason.", ("finished_reason",), registry=registry
+        self.request_success = Family(
+            Counter("vllm:request_success", "Sessions ended well, by reason.", ("finished_reason",), registry=registry),
+            known=[(reason.value,) for reason in FinishReason],
         )
-        self.request_errors = Counter(
-            "paceline:request_errors", "Requests ended by an error, by type.", ("type",), registry=registry
+        self.request_errors = Family(
+            Counter("paceline:request_errors", "Requests ended by an error, by type.", ("type",), registry=registry),
+            known=[(kind.__name__,) for kind in REQUEST_ERRORS],
         )
-        self.failovers = Counter(
-            "paceline:failovers",
-            "Sessions that left a verifier for another, by reason.",
-            ("reason",),
-            registry=registry,
+        self.failovers = Family(
+            Counter(
+                "paceline:failovers",
+                "Sessions that left a verifier for another, by reason.",
+                ("reason",),
+                registry=registry,
+            ),
+            known=[(kind.__name__,) for kind in FAILOVER_REASONS],
         )
+        self.replicas = Family(
+            Gauge("paceline:replicas", "Replicas in the registry that do not drain.", ("role",), registry=registry),
+            known=[(role,) for role in REPLICA_ROLES],
+        )
+        self.store_up = Gauge("paceline:store_up", "Whether registry and records answer, 0 or 1.", registry=registry)
         self.speculation = SpeculationTotals(registry)
 
-    @staticmethod
-    def _latency(name: str, documentation: str, registry: CollectorRegistry) -> Histogram:
-        return Histogram(name, documentation, buckets=LATENCY_BUCKETS_S, registry=registry)
+
+def _latency(name: str, documentation: str, registry: CollectorRegistry) -> Histogram:
+    return Histogram(name, documentation, buckets=LATENCY_BUCKETS_S, registry=registry)
+
+
+def _step_seconds(documentation: str, registry: CollectorRegistry) -> Family[Histogram]:
+    return Family(
+        Histogram("paceline:step_seconds", documentation, ("rows",), buckets=STEP_BUCKETS_S, registry=registry)
+    )
 
 
 class SpeculationTotals:
@@ -181,29 +241,33 @@ class SpeculationTotals:
         self.num_accepted_tokens = Counter(
             "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", registry=registry
         )
-        self.num_accepted_tokens_per_pos = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by position in the draft.",
-            ("position",),
-            registry=registry,
+        self.num_accepted_tokens_per_pos = Family(
+            Counter(
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Draft tokens accepted, by position in the draft.",
+                ("position",),
+                registry=registry,
+            )
         )
 
-    def add_round(self, *, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Counts one round of one session."""
-        self.num_drafts.inc()
-        self.num_draft_tokens.inc(num_draft_tokens)
-        self.num_accepted_tokens.inc(num_accepted_tokens)
-        for position in range(num_accepted_tokens):
-            self.num_accepted_tokens_per_pos.labels(str(position)).inc()
+    def add_rounds(self, *, num_draft_tokens: int, num_accepted_tokens: Sequence[int]) -> None:
+        """Counts a round each of several sessions, those without a draft left out."""
+        histogram = [0] * (max(num_accepted_tokens, default=-1) + 1)
+        for num_accepted in num_accepted_tokens:
+            histogram[num_accepted] += 1
+        self.add_session(num_draft_tokens=num_draft_tokens, acceptance_histogram=histogram)
 
     def add_session(self, *, num_draft_tokens: int, acceptance_histogram: Sequence[int]) -> None:
         """Counts all rounds of a session; histogram entry k: rounds in which exactly k tokens matched."""
-        self.num_drafts.inc(sum(acceptance_histogram))
+        num_rounds = sum(acceptance_histogram)
+        self.num_drafts.inc(num_rounds)
         self.num_draft_tokens.inc(num_draft_tokens)
-        for position in range(len(acceptance_histogram) - 1):
-            reached = sum(acceptance_histogram[position + 1 :])
-            self.num_accepted_tokens.inc(reached)
+        num_accepted, reached = 0, num_rounds
+        for position, num_ended_here in enumerate(acceptance_histogram[:-1]):
+            reached -= num_ended_here
+            num_accepted += reached
             self.num_accepted_tokens_per_pos.labels(str(position)).inc(reached)
+        self.num_accepted_tokens.inc(num_accepted)
 
 
 class MetricsServer:

@@ -9,8 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from prometheus_client import CollectorRegistry
-
 from paceline.config import loggable, parse
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, GenerateRequest, ModelIdentity
@@ -30,6 +28,7 @@ from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Submit, TargetLimits
 from paceline.hosting import log_memory, serve_model
+from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
 from paceline.rpc.v1 import verifier_pb2_grpc
@@ -68,7 +67,7 @@ async def serve(config: VerifierConfig) -> None:
     # What others may ask for is what fits here, not what the model could do.
     head = speculation.eagle3_model
     identity = replace(own_identity, context_len=max_model_len, states_hash="" if head is None else states_hash(head))
-    registry = CollectorRegistry()
+    registry = service_registry(VERIFIER)
     host = TargetHost(
         identity=identity,
         max_model_len=max_model_len,

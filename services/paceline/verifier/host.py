@@ -24,7 +24,7 @@ from paceline.store.base import Replica, Store
 from paceline.store.view import RegistryView
 from paceline.verifier.checks import check_request
 from paceline.verifier.links import DrafterLink
-from paceline.verifier.metrics import record_step
+from paceline.verifier.metrics import record_output
 from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter, of_methods, spare_drafter
 
 logger = logging.getLogger(__name__)
@@ -328,4 +328,4 @@ class TargetHost:
             self._metrics.fallbacks.labels("protocol_error").inc()
             if address in self._links:
                 self._links[address].reset(str(error))
-        asyncio.get_running_loop().call_soon(record_step, self._metrics, output.report)
+        asyncio.get_running_loop().call_soon(record_output, self._metrics, output)

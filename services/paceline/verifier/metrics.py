@@ -1,42 +1,70 @@
-"""Turns the engine's step reports into metrics."""
+"""Turns what the engine puts out into metrics; off the path of tokens, after they have been handed on."""
 
 from __future__ import annotations
 
-from paceline.core.params import DRAFT_MODEL
-from paceline.engine.target_events import StepReport
+from paceline.core.messages import CommittedTokens, GenerateResult
+from paceline.engine.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics, rows_label
+
+NS_PER_S = 1e9
+
+
+def record_output(metrics: VerifierMetrics, output: TargetOutput) -> None:
+    """Counts one step and what it committed."""
+    record_step(metrics, output.report)
+    committed = [each for _, each in output.committed if isinstance(each, CommittedTokens)]
+    metrics.sessions.generation_tokens.inc(sum(len(each.token_ids) for each in committed))
+    for each in committed:
+        if each.result is not None:
+            record_session(metrics, each.result)
+
+
+def record_session(metrics: VerifierMetrics, result: GenerateResult) -> None:
+    """Counts where the time of a session went that has ended."""
+    sessions, timings = metrics.sessions, result.timings
+    decode_s = timings.decode_ns / NS_PER_S
+    sessions.queue_time.observe(timings.queue_ns / NS_PER_S)
+    sessions.prefill_time.observe(timings.prefill_ns / NS_PER_S)
+    sessions.decode_time.observe(decode_s)
+    if result.num_generated_tokens > 1:
+        sessions.time_per_output_token.observe(decode_s / (result.num_generated_tokens - 1))
 
 
 def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
     """Counts one step."""
-    engine = metrics.engine
-    engine.num_requests_running.set(report.num_running)
-    engine.num_requests_waiting.set(report.num_waiting)
-    engine.kv_cache_usage.set(report.kv_usage)
-    engine.prefix_cache_queries.inc(report.prefix_queries)
-    engine.prefix_cache_hits.inc(report.prefix_hits)
+    metrics.sessions.num_running.set(report.num_running)
+    metrics.sessions.num_waiting.set(report.num_waiting)
+    metrics.cache.usage.set(report.kv_usage)
+    metrics.drafter_lag.set(report.lag_tokens)
     if report.num_silenced:
         metrics.fallbacks.labels("drafter_silent").inc(report.num_silenced)
     for round_trip_s in report.round_trips_s:
         metrics.draft_round_trip.observe(round_trip_s)
-    metrics.drafter_lag.set(report.lag_tokens)
+    _record_nodes(metrics, report)
     if not report.num_rows:
         return
+    metrics.cache.prefix_queries.inc(report.prefix_queries)
+    metrics.cache.prefix_hits.inc(report.prefix_hits)
+    metrics.sessions.num_preemptions.inc(report.num_preempted)
     metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)
     metrics.price.set(report.price)
-    metrics.round_hits.inc(report.num_hits)
-    metrics.round_misses.inc(report.num_misses)
     for gamma in report.gammas:
         metrics.gamma.observe(gamma)
-    drafted = [gamma for gamma in report.gammas if gamma]
-    for gamma, accepted in zip(drafted, report.accepted, strict=True):
-        metrics.speculation.add_round(num_draft_tokens=gamma, num_accepted_tokens=accepted)
-    for source, count in report.accepted_by.items():
-        metrics.draft_nodes.labels(source, "accepted").inc(count)
-    for source, count in (report.verified_by - report.accepted_by).items():
-        metrics.draft_nodes.labels(source, "rejected").inc(count)
+    if report.accepted:
+        metrics.speculation.add_rounds(num_draft_tokens=sum(report.gammas), num_accepted_tokens=report.accepted)
+        metrics.round_hits.inc(report.num_hits)
+        metrics.round_misses.inc(report.num_misses)
     for source, seconds in report.asked_s.items():
         metrics.source_seconds.labels(source).inc(seconds)
         metrics.source_turns.labels(source).inc(report.asked_of[source])
-    if report.num_late_nodes + report.num_stale_nodes:
-        metrics.draft_nodes.labels(DRAFT_MODEL, "late").inc(report.num_late_nodes + report.num_stale_nodes)
+
+
+def _record_nodes(metrics: VerifierMetrics, report: StepReport) -> None:
+    for fate, counts in (
+        ("accepted", report.accepted_by),
+        ("rejected", report.verified_by - report.accepted_by),
+        ("unverified", report.unverified_by),
+        ("late", report.late_by),
+    ):
+        for source, count in counts.items():
+            metrics.draft_nodes.labels(source, fate).inc(count)

@@ -46,6 +46,7 @@ def test_a_hit_keeps_the_subtree_and_its_survival_starts_anew():
     pruning = tree.advance([10])
     assert pruning.hit
     assert [node.token_id for node in pruning.matched] == [10]
+    assert [node.token_id for node in pruning.dead] == [20]
     assert tree.committed_len == 4
     assert tokens(tree) == [11, 13, 12]
     assert tree.survival(tree.root.children[11]) == pytest.approx(0.5)
@@ -57,6 +58,7 @@ def test_a_miss_empties_the_tree_but_tells_what_matched():
     pruning = tree.advance([10, 99])
     assert not pruning.hit
     assert [each.token_id for each in pruning.matched] == [10]
+    assert sorted(each.token_id for each in pruning.dead) == [11, 12, 13, 20]
     assert tokens(tree) == []
     assert tree.committed_len == 5
     assert node.state is NodeState.DEAD

@@ -37,7 +37,7 @@ VERIFIER_NAMES = {
     "paceline:gamma_count",
     "paceline:price",
     'paceline:step_seconds_count{rows="8"}',
-    'paceline:fallbacks_total{reason="lost"}',
+    'paceline:fallbacks_total{reason="link_lost"}',
     "paceline:drafter_lag_tokens",
 }
 
@@ -50,12 +50,11 @@ def samples(registry: CollectorRegistry) -> dict[str, float]:
 def test_a_verifier_has_the_agreed_names() -> None:
     registry = CollectorRegistry()
     metrics = VerifierMetrics(registry)
-    metrics.speculation.add_round(num_draft_tokens=4, num_accepted_tokens=2)
-    metrics.draft_nodes.labels(source="model", fate="late").inc()
-    metrics.step.labels(rows=rows_label(5)).observe(0.004)
-    metrics.fallbacks.labels(reason="lost").inc()
-    metrics.source_seconds.labels(source="medusa").inc(0.002)
-    metrics.source_turns.labels(source="medusa").inc(3)
+    metrics.speculation.add_rounds(num_draft_tokens=4, num_accepted_tokens=[2])
+    metrics.draft_nodes.labels("model", "late").inc()
+    metrics.step.labels(rows_label(5)).observe(0.004)
+    metrics.source_seconds.labels("medusa").inc(0.002)
+    metrics.source_turns.labels("medusa").inc(3)
     assert samples(registry).keys() >= VERIFIER_NAMES
 
 
@@ -76,8 +75,9 @@ def test_a_drafter_shares_the_engine_names() -> None:
 def test_sessions_and_rounds_count_the_same() -> None:
     by_round, by_session = CollectorRegistry(), CollectorRegistry()
     rounds = SpeculationTotals(by_round)
-    for num_accepted in (0, 3, 1, 3):
-        rounds.add_round(num_draft_tokens=4, num_accepted_tokens=num_accepted)
+    rounds.add_rounds(num_draft_tokens=8, num_accepted_tokens=[0, 3])
+    rounds.add_rounds(num_draft_tokens=0, num_accepted_tokens=[])
+    rounds.add_rounds(num_draft_tokens=8, num_accepted_tokens=[1, 3])
     SpeculationTotals(by_session).add_session(num_draft_tokens=16, acceptance_histogram=(1, 1, 0, 2))
     counted = [
         {name: value for name, value in samples(registry).items() if "_created" not in name}
@@ -85,6 +85,7 @@ def test_sessions_and_rounds_count_the_same() -> None:
     ]
     assert counted[0] == counted[1]
     assert counted[0]["vllm:spec_decode_num_accepted_tokens_total"] == 7
+    assert counted[0]['vllm:spec_decode_num_accepted_tokens_per_pos_total{position="2"}'] == 2
 
 
 @pytest.mark.parametrize(("num_rows", "label"), [(1, "1"), (2, "2"), (3, "4"), (512, "512"), (513, "more")])
