@@ -133,7 +133,7 @@ async def serve_model(
     """
     async with open_store(config.redis_url) as store:
         await require(store)
-        with start_metrics_server(registry, config.host, config.metrics_port):
+        with start_metrics_server(registry, config.host, config.metrics_port) as metrics:
             async with grpc_server(
                 host=config.host,
                 port=config.port,
@@ -149,7 +149,7 @@ async def serve_model(
                 if following is not None:
                     following.add_done_callback(_tell_of_end)
                 try:
-                    await _serve_announced(host, config, role, server, store)
+                    await _serve_announced(host, config, role, server, store, metrics.port)
                 finally:
                     if following is not None:
                         following.cancel()
@@ -157,19 +157,22 @@ async def serve_model(
 
 
 async def _serve_announced(
-    host: ModelHost, config: ModelServiceConfig, role: str, server: GrpcServer, store: Store
+    host: ModelHost, config: ModelServiceConfig, role: str, server: GrpcServer, store: Store, metrics_port: int
 ) -> None:
     draining = False
+    address = config.announce or server.address
 
     def replica() -> Replica:
         return Replica(
             replica_id=config.replica_id or f"{role}-{server.address}",
             role=role,
-            address=config.announce or server.address,
+            address=address,
             identity=host.identity,
             max_sessions=config.max_num_seqs,
             num_sessions=host.num_sessions,
             draining=draining,
+            # The same host, whatever stands between: the port is not translated.
+            metrics_address=f"{address.rpartition(':')[0]}:{metrics_port}",
         )
 
     await server.ready()

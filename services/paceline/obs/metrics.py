@@ -91,6 +91,12 @@ class VerifierMetrics:
             "Committed tokens that drafters have not answered.",
             registry=registry,
         )
+        self.drafted_sessions = Gauge(
+            "paceline:drafted_sessions",
+            "Sessions of this verifier by the address of the drafter that drafts for them.",
+            ("drafter",),
+            registry=registry,
+        )
 
 
 class EngineMetrics:

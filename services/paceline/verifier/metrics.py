@@ -7,6 +7,14 @@ from paceline.engine.target_events import StepReport
 from paceline.obs.metrics import VerifierMetrics, rows_label
 
 
+def record_served_by(metrics: VerifierMetrics, drafter: str, num_sessions: int) -> None:
+    """Shows how many sessions a drafter drafts for; one that has none is not shown, as addresses come and go."""
+    if num_sessions:
+        metrics.drafted_sessions.labels(drafter).set(num_sessions)
+    else:
+        metrics.drafted_sessions.remove(drafter)
+
+
 def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
     """Counts one step."""
     engine = metrics.engine
