@@ -9,6 +9,7 @@ BENCHES = {
     "acceptance": "acceptance rate and mean acceptance length of the demo pair, through the fleet",
     "chaos": "kills, freezes, drains and cuts off services while streams run, and compares every token",
     "concurrency": "speculative against plain decoding at 1 to 64 streams, with one configuration",
+    "console": "screenshots of the console in Chromium, of a fleet under load, for the docs",
     "controller": "the controller against three oracles on a replayed load of 1 to 64 sessions",
     "demo": "the fleet at work on a few prompts, with and without speculation, and a table",
     "failover": "pauses when a verifier or a drafter dies, and guesses after a session has moved",

@@ -24,7 +24,7 @@ from paceline.credentials import CLIENT_ROLE_OF, FleetTls, only_for
 from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
 from paceline.obs.families import tell_replica
-from paceline.obs.metrics import start_metrics_server
+from paceline.obs.metrics import MetricsServer, start_metrics_server
 from paceline.serving import GrpcServer, grpc_server, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, open_store, require
@@ -134,7 +134,7 @@ async def serve_model(
     """
     async with open_store(config.redis_url) as store:
         await require(store)
-        with start_metrics_server(registry, config.host, config.metrics_port):
+        with start_metrics_server(registry, config.host, config.metrics_port) as metrics:
             async with grpc_server(
                 host=config.host,
                 port=config.port,
@@ -150,7 +150,7 @@ async def serve_model(
                 if following is not None:
                     following.add_done_callback(_tell_of_end)
                 try:
-                    await _serve_announced(host, config, role, server, store, registry)
+                    await _serve_announced(host, config, role, server, store, metrics)
                 finally:
                     if following is not None:
                         following.cancel()
@@ -163,23 +163,26 @@ async def _serve_announced(
     role: str,
     server: GrpcServer,
     store: Store,
-    registry: CollectorRegistry,
+    metrics: MetricsServer,
 ) -> None:
     draining = False
+    address = config.announce or server.address
 
     def replica() -> Replica:
         return Replica(
             replica_id=config.replica_id or f"{role}-{server.address}",
             role=role,
-            address=config.announce or server.address,
+            address=address,
             identity=host.identity,
             max_sessions=config.max_num_seqs,
             num_sessions=host.num_sessions,
             draining=draining,
+            # The same host, whatever stands between: the port is not translated.
+            metrics_address=f"{address.rpartition(':')[0]}:{metrics.port}",
         )
 
     me = replica()
-    tell_replica(registry, role=role, replica_id=me.replica_id, address=me.address, model=host.identity.name)
+    tell_replica(metrics.registry, role=role, replica_id=me.replica_id, address=me.address, model=host.identity.name)
     await server.ready()
     async with announced(store, replica):
         await until_stopped(host.engine_ended())

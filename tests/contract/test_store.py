@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from paceline.cluster.valkey import answers_ping, find_server, free_port, server_command
 from paceline.core.errors import ConfigError, UnavailableError
@@ -29,11 +31,18 @@ from paceline.store.base import (
     Written,
     open_store,
 )
-from paceline.store.redis import RedisStore
+from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
 
 HOST = "127.0.0.1"
 IDENTITY = ModelIdentity(name="demo", vocab_hash="abc", vocab_size=4096, context_len=1024, eos_token_ids=(0, 3))
-VERIFIER = Replica(replica_id="v1", role="verifier", address="127.0.0.1:8101", identity=IDENTITY, max_sessions=16)
+VERIFIER = Replica(
+    replica_id="v1",
+    role="verifier",
+    address="127.0.0.1:8101",
+    identity=IDENTITY,
+    max_sessions=16,
+    metrics_address="127.0.0.1:8102",
+)
 DRAFTER = Replica(replica_id="d1", role="drafter", address="127.0.0.1:8201", identity=IDENTITY)
 GATEWAY = Replica(replica_id="g1", role="gateway", address="127.0.0.1:8001")
 SESSION = SessionRecord(
@@ -104,6 +113,46 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 async def test_an_announced_replica_is_found_as_it_was(store: Store) -> None:
     await store.announce(VERIFIER, ttl_s=60)
     assert await store.replicas() == [VERIFIER]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewerIdentity(ModelIdentity):
+    """As a later version may announce it."""
+
+    rope_scaling: str = "yarn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewerReplica(Replica):
+    """As a later version may announce it."""
+
+    zone: str = "eu-1"
+    peers: tuple[str, ...] = ("v2",)
+
+
+async def test_a_newer_replica_is_found_by_what_is_known_of_it(store: Store) -> None:
+    identity = NewerIdentity(**asdict(IDENTITY))
+    said = {**{field.name: getattr(VERIFIER, field.name) for field in fields(VERIFIER)}, "identity": identity}
+    await store.announce(NewerReplica(**said), ttl_s=60)
+    [found] = await store.replicas()
+    assert known(found) == known(VERIFIER)
+
+
+def known(replica: Replica) -> dict[str, object]:
+    values = {field.name: getattr(replica, field.name) for field in fields(Replica)}
+    assert replica.identity is not None
+    values["identity"] = {field.name: getattr(replica.identity, field.name) for field in fields(ModelIdentity)}
+    return values
+
+
+async def test_an_older_replica_that_says_nothing_of_metrics_is_found(store_url: str, store: Store) -> None:
+    if store_url.startswith("memory:"):
+        pytest.skip("no bytes of an older version lie in memory")
+    entry = {"replica_id": "old", "role": "drafter", "address": "h:1", "identity": None}
+    async with Redis.from_url(store_url) as client:
+        await client.set(f"{REPLICA_PREFIX}old", json.dumps(entry), px=60_000)
+        await client.sadd(REPLICA_INDEX, "old")
+    assert await store.replicas() == [Replica(replica_id="old", role="drafter", address="h:1")]
 
 
 async def test_replicas_are_listed_by_role_and_sorted_by_id(store: Store) -> None:

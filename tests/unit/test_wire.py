@@ -28,6 +28,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     SpeculationRecord,
     Timings,
+    TokenFate,
 )
 from paceline.core.params import ACCEPTANCE_RULES, METHODS, SamplingParams, SpeculationParams
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
@@ -129,6 +130,7 @@ def committed_tokens(draw: st.DrawFn) -> CommittedTokens:
         logprobs=tuple(draw(logprobs) for _ in tokens) if reported else (),
         result=draw(st.none() | results),
         lossy=draw(st.booleans()),
+        fates=draw(st.just(()) | st.tuples(*[st.sampled_from(TokenFate)] * len(tokens))),
     )
 
 
@@ -429,4 +431,14 @@ def test_log_probabilities_must_be_one_a_token() -> None:
 def test_a_result_without_finish_reason_is_refused() -> None:
     message = verifier_pb2.VerifierGenerateResponse(result=verifier_pb2.VerifierGenerateResult())
     with pytest.raises(RemoteProtocolError, match="finish_reason"):
+        wire.committed_from_pb(message)
+
+
+@pytest.mark.parametrize(
+    ("fates", "problem"),
+    [([verifier_pb2.TOKEN_FATE_PLAIN], "1 entries for 2 tokens"), ([verifier_pb2.TOKEN_FATE_PLAIN, 77], "got 77")],
+)
+def test_fates_must_be_known_and_as_many_as_tokens(fates: list[int], problem: str) -> None:
+    message = verifier_pb2.VerifierGenerateResponse(token_ids=[4, 5], token_fates=fates)
+    with pytest.raises(RemoteProtocolError, match=f"VerifierGenerateResponse.token_fates: .*{problem}"):
         wire.committed_from_pb(message)

@@ -211,14 +211,29 @@ class GenerateResult:
     timings: Timings = field(default_factory=Timings)
 
 
+class TokenFate(enum.Enum):
+    """How a committed token came about: a draft token that matched, or the target's own.
+
+    That is recovered where none of the draft tokens verified in its place matched, bonus after the last one had, and
+    plain where the step verified none.
+    """
+
+    ACCEPTED = "accepted"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+    PLAIN = "plain"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedTokens:
     """Tokens of one session as one step committed them; the last message of a session carries its result.
 
     `lossy`: by a lossy acceptance rule; a gateway that ends the session itself gets no result to learn it from.
+    `fates`: one a token, or none where they are not known.
     """
 
     token_ids: tuple[int, ...]
+    fates: tuple[TokenFate, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     result: GenerateResult | None = None
     lossy: bool = False

@@ -19,6 +19,7 @@ from paceline.core.acceptance import (
     typical_threshold,
 )
 from paceline.core.errors import InvalidRequestError
+from paceline.core.messages import TokenFate
 from paceline.core.params import BLOCK, CHAIN_RULES, COUPLED, REJECTION, TYPICAL, SpeculationParams
 from paceline.core.tree import Node, walk
 
@@ -54,6 +55,28 @@ class Verdict:
 
     token_ids: tuple[int, ...]
     chances: tuple[float, ...] | None = None
+
+
+def token_fates(root: Node, verified: Sequence[Node], token_ids: Sequence[int]) -> tuple[TokenFate, ...]:
+    """Returns how each token of a round came about.
+
+    Args:
+        root: Stands for the last committed token; its tree as the round found it.
+        verified: Nodes below it whose rows this step computed.
+        token_ids: What the round commits; all but the last are verified nodes.
+    """
+    members = set(map(id, verified))
+    fates: list[TokenFate] = []
+    node = root
+    for token_id in token_ids:
+        child = node.children.get(token_id)
+        if child is None or id(child) not in members:
+            rivals = any(id(each) in members for each in node.children.values())
+            own = TokenFate.RECOVERED if rivals else TokenFate.BONUS
+            return (*fates, own if members else TokenFate.PLAIN)
+        fates.append(TokenFate.ACCEPTED)
+        node = child
+    return tuple(fates)
 
 
 class Rule(Protocol):

@@ -17,11 +17,12 @@ from paceline.core.messages import (
     OpenSession,
     PositionLogprobs,
     Timings,
+    TokenFate,
 )
 from paceline.core.mixture import Gain
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pace import LinkPace
-from paceline.core.rules import Rule, Verdict
+from paceline.core.rules import Rule, Verdict, token_fates
 from paceline.core.session import VerifierSession
 from paceline.core.tree import Node
 from paceline.engine.blocks import BlockPool
@@ -128,6 +129,7 @@ class TargetSession:
         self._resumed_len = self.draft.committed_len
         self._finish: FinishReason | None = None
         self._logprobs: list[PositionLogprobs] = []
+        self._fates: tuple[TokenFate, ...] = ()
         self._submitted_s = now_s
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
@@ -237,6 +239,7 @@ class TargetSession:
             if self._ends(token_id):
                 break
             node = node.children.get(token_id)
+        self._fates = token_fates(root, verified, kept)
         return replace(verdict, token_ids=tuple(kept))
 
     def _take(self, token_id: int, row: np.ndarray) -> None:
@@ -262,7 +265,13 @@ class TargetSession:
             self._first_token_s = now_s
         self.committed_s, self.heard_s = now_s, None
         logprobs, self._logprobs = tuple(self._logprobs), []
-        return CommittedTokens(token_ids=tokens, logprobs=logprobs, result=self._result(now_s), lossy=self._rule.lossy)
+        return CommittedTokens(
+            token_ids=tokens,
+            fates=self._fates,
+            logprobs=logprobs,
+            result=self._result(now_s),
+            lossy=self._rule.lossy,
+        )
 
     def _result(self, now_s: float) -> GenerateResult | None:
         if self._finish is None:

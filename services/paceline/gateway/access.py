@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.core.errors import PacelineError, UnauthenticatedError
 from paceline.gateway.callers import Caller, become
+from paceline.gateway.console.pages import FILE_PATHS
 from paceline.gateway.errors import to_http
 from paceline.gateway.keys import KeyRing
 from paceline.gateway.rate_limit import RateLimit
@@ -21,8 +22,9 @@ from paceline.interceptors import CheckInterceptor
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"
-# Load balancers ask for health before anything else, and have no key.
-OPEN_PATHS = frozenset({"/health"})
+# Load balancers ask for health before anything else, and have no key; nor has a browser that fetches the console's
+# files, which say nothing of this fleet.
+OPEN_PATHS = frozenset({"/health"}) | FILE_PATHS
 
 
 class Access:

@@ -13,6 +13,7 @@ from paceline.core.messages import PositionLogprobs, SpeculationRecord
 from paceline.gateway.pieces import Ending, Piece, sum_of_records
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.text import TextCodec
+from paceline.gateway.token_texts import TokenText
 
 Json = dict[str, Any]
 
@@ -27,6 +28,7 @@ class ChoiceState:
     request: SessionRequest
     texts: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
+    tokens: list[TokenText] = field(default_factory=list)
     num_generated_tokens: int = 0
     text_offset: int = 0
     ending: Ending | None = None
@@ -56,6 +58,7 @@ class Answer:
         choice = self._choices[index]
         choice.texts.append(piece.text)
         choice.logprobs += piece.logprobs
+        choice.tokens += piece.tokens
         choice.num_generated_tokens += len(piece.token_ids)
 
     def add_ending(self, index: int, ending: Ending) -> None:
@@ -75,9 +78,11 @@ class Answer:
         choice = self._choices[index]
         choice.num_generated_tokens += len(piece.token_ids)
         logprobs = self._logprobs(choice, piece.logprobs)
-        if not piece.text and logprobs is None:
+        if not piece.text and not piece.tokens and logprobs is None:
             return None
-        return self._chunk(index, {"content": piece.text}, logprobs, None)
+        chunk = self._chunk(index, {"content": piece.text}, logprobs, None)
+        chunk["choices"][0] |= _fates(choice, piece.tokens)
+        return chunk
 
     def ending_chunk(self, index: int, ending: Ending) -> Json:
         """Returns the last chunk of a choice, with its speculation record."""
@@ -142,6 +147,7 @@ class Answer:
             **body,
             "logprobs": self._logprobs(choice, choice.logprobs),
             "finish_reason": choice.ending.finish_reason.value,
+            **_fates(choice, choice.tokens),
         }
 
     def _logprobs(self, choice: ChoiceState, positions: Sequence[PositionLogprobs]) -> Json | None:
@@ -171,6 +177,17 @@ def metrics(record: SpeculationRecord | None) -> Json:
             "num_misses": record.num_misses,
             "lossy": record.lossy,
         }
+    }
+
+
+def _fates(choice: ChoiceState, tokens: Sequence[TokenText]) -> Json:
+    """Returns how tokens came about, as a field of a choice, where that was asked for."""
+    if not choice.request.token_fates:
+        return {}
+    return {
+        "token_fates": [
+            {"text": token.text, "fate": None if token.fate is None else token.fate.value} for token in tokens
+        ]
     }
 
 

@@ -79,6 +79,7 @@ class SpeculationBody(_Strict):
     max_draft_tokens: int | None = None
     acceptance: str = ""
     method: str = ""
+    token_fates: bool = False
 
 
 class CommonBody(_Strict):

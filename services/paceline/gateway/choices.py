@@ -119,6 +119,7 @@ def _sessions(
                     sampling=sampling,
                     speculation=speculation,
                     stops=stops,
+                    token_fates=body.speculation.token_fates,
                 )
             )
     return sessions

@@ -1,20 +1,16 @@
 """The two completion endpoints as ASGI applications: from bytes of a body to bytes of an answer.
 
-Everything about transport that they need stands here: status before the first byte, server-sent events,
-errors after the first byte, clients that leave.
+What they say stands in `paceline.gateway.answers`, how it is sent in `paceline.gateway.exchange`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -24,7 +20,7 @@ from paceline.gateway.api import ChatBody, CommonBody, CompletionBody, StreamOpt
 from paceline.gateway.body import parse_json_object, read_body
 from paceline.gateway.callers import current_caller
 from paceline.gateway.choices import chat_sessions, completion_sessions
-from paceline.gateway.errors import to_http
+from paceline.gateway.exchange import DONE, JSON_HEADERS, STREAM_HEADERS, Exchange, to_json
 from paceline.gateway.merge import merged, until_disconnect
 from paceline.gateway.pieces import Ending, Event
 from paceline.gateway.requests import SessionRequest
@@ -32,17 +28,6 @@ from paceline.gateway.sessions import Sessions
 
 # Larger bodies are read in a thread, so that no stream waits for a tokenizer.
 MAX_INLINE_BYTES = 16 * 1024
-# A client that reads nothing for that long holds places and KV pages of others.
-SEND_TIMEOUT_S = 60.0
-DONE = b"data: [DONE]\n\n"
-JSON_HEADERS = {"content-type": "application/json"}
-STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
-
-_log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[tuple[int, Event], None]
 
@@ -74,7 +59,7 @@ class CompletionEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; errors become error objects, nothing is raised to the server."""
-        exchange = _Exchange(send)
+        exchange = Exchange(send)
         try:
             with self._sessions.errors_counted():
                 order = await self._read_order(Request(scope, receive))
@@ -116,7 +101,7 @@ class CompletionEndpoint:
         )
         return _Order(body=body, requests=requests, answer=answer)
 
-    async def _answer(self, order: _Order, exchange: _Exchange) -> None:
+    async def _answer(self, order: _Order, exchange: Exchange) -> None:
         try:
             with self._sessions.errors_counted(), self._sessions.admitted(len(order.requests), current_caller()):
                 runs = [self._sessions.run(request) for request in order.requests]
@@ -129,63 +114,19 @@ class CompletionEndpoint:
             await exchange.fail(error)
 
 
-class _ClientStalledError(Exception):
-    """The client is there but reads nothing."""
-
-
-class _Exchange:
-    """One response under way: knows whether it has begun."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._begun = False
-
-    async def begin(self, status: int, headers: dict[str, str]) -> None:
-        """Sends status and headers."""
-        self._begun = True
-        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
-
-    async def write(self, body: bytes, *, last: bool = False) -> None:
-        """Sends a part of the body."""
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._send({"type": "http.response.body", "body": body, "more_body": not last})
-        except TimeoutError:
-            raise _ClientStalledError from None
-
-    async def event(self, data: Json) -> None:
-        """Sends one server-sent event."""
-        await self.write(b"data: " + _json(data) + b"\n\n")
-
-    async def fail(self, error: Exception) -> None:
-        """Tells the client of an error: by status before the first byte, by an event after it."""
-        if isinstance(error, _ClientStalledError):
-            _log.info("a client has stopped reading its stream", extra={"timeout_s": SEND_TIMEOUT_S})
-            return
-        described = to_http(error)
-        if self._begun:
-            await self.write(b"data: " + described.to_bytes() + b"\n\n" + DONE, last=True)
-            return
-        body = described.to_bytes()
-        headers = {**JSON_HEADERS, **described.headers(), "content-length": str(len(body))}
-        await self.begin(described.status, headers)
-        await self.write(body, last=True)
-
-
-async def _collect(order: _Order, events: Events, exchange: _Exchange) -> None:
+async def _collect(order: _Order, events: Events, exchange: Exchange) -> None:
     answer = order.answer
     async for index, event in events:
         if isinstance(event, Ending):
             answer.add_ending(index, event)
         else:
             answer.add_piece(index, event)
-    body = _json(answer.whole())
+    body = to_json(answer.whole())
     await exchange.begin(200, {**JSON_HEADERS, "content-length": str(len(body))})
     await exchange.write(body, last=True)
 
 
-async def _stream(order: _Order, events: Events, exchange: _Exchange) -> None:
+async def _stream(order: _Order, events: Events, exchange: Exchange) -> None:
     answer = order.answer
     options = order.body.stream_options or StreamOptions()
     begun = False
@@ -213,7 +154,3 @@ def _with_usage(chunk: Json, answer: Answer, options: StreamOptions) -> Json:
     elif options.include_usage:
         chunk["usage"] = None
     return chunk
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()

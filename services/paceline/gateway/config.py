@@ -65,6 +65,9 @@ class GatewayConfig:
     refresh_s: float = setting(0.5, help="Pause between two readings of the registry.", unit="s", low=0.05)
     record_interval_s: float = setting(0.5, help="Pause between two writings of session records.", unit="s", low=0.05)
     record_ttl_s: float = setting(600.0, help="Life of a session record after its last change.", unit="s", low=1)
+    console: bool = setting(
+        True, help="Serve the console at /: live figures of the fleet, and a playground; --no-console does not."
+    )
     grace_s: float = setting(
         15.0, help="Time that running sessions get to finish on SIGTERM.", unit="s", low=0, high=3600
     )

@@ -41,6 +41,11 @@ class Detokenizer:
         self._window = context
         self._num_given = len(context)
 
+    @property
+    def holds_text(self) -> bool:
+        """Whether tokens wait for the rest of a character."""
+        return len(self._window) > self._num_given
+
     def feed(self, token_ids: Sequence[int]) -> str:
         """Takes new tokens and returns the text that is certain by now."""
         fresh = [token_id for token_id in token_ids if self._codec.is_visible(token_id)]

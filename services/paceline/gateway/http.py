@@ -14,6 +14,8 @@ from starlette.routing import Route
 from paceline.core.errors import ModelNotFoundError, PacelineError
 from paceline.core.messages import DRAFTER, VERIFIER
 from paceline.gateway.completions import BodyLimits, CompletionEndpoint
+from paceline.gateway.console.feed import ConsoleFeed
+from paceline.gateway.console.pages import console_routes
 from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
@@ -23,7 +25,13 @@ OWNER = "paceline"
 
 
 def create_app(
-    *, sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, limits: BodyLimits, started_s: int
+    *,
+    sessions: Sessions,
+    fleet: Fleet,
+    registry: CollectorRegistry,
+    limits: BodyLimits,
+    started_s: int,
+    console: ConsoleFeed | None = None,
 ) -> FastAPI:
     """Returns the application.
 
@@ -33,12 +41,15 @@ def create_app(
         registry: Metrics to show.
         limits: Bounds of request bodies.
         started_s: Unix time that models are shown with.
+        console: Figures of the console; None: it is not served.
     """
     app = FastAPI(title="Paceline gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
         endpoint = CompletionEndpoint(sessions, limits, chat=chat)
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
 
+    if console is not None:
+        app.router.routes += console_routes(console)
     description = json.dumps(openapi_document()).encode()
 
     @app.get(PATH)

@@ -21,6 +21,9 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}.
+* `speculation.token_fates` asks how each token came about: `accepted` is a draft token that matched; the target's own
+  is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
+  stands there once, also one without text of its own; text then waits for the end of its token.
 * A stream that fails after its first byte ends with an event that holds the error object.
 * Methods that a path does not have are answered with 405, unknown paths with 404, both with the error object.
 """

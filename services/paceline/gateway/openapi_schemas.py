@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from paceline.core.messages import TokenFate
 from paceline.core.params import (
     ACCEPTANCE_RULES,
     MAX_DRAFT_TOKENS,
@@ -177,6 +178,8 @@ def _answer_schemas() -> Json:
     text_chunk = _object(**chunk_choice, text=TEXT, logprobs=_or_null(text_logprobs))
     delta = {**_object(role={"enum": ["assistant"]}, content=TEXT), "required": []}
     chat_chunk = _object(**chunk_choice, delta=delta, logprobs=_or_null(chat_logprobs))
+    for each in (text_choice, chat_choice, text_chunk, chat_chunk):
+        each["properties"] |= {"token_fates": _token_fates()}
     return {
         "CompletionChunk": _chunk(**answer, object={"enum": ["text_completion"]}, choices=_list(text_chunk)),
         "ChatCompletionChunk": _chunk(**answer, object={"enum": ["chat.completion.chunk"]}, choices=_list(chat_chunk)),
@@ -213,6 +216,13 @@ def _chunk(**fields: Json) -> Json:
     chunk = _object(**fields)
     chunk["properties"] |= {"usage": _or_null(reference("Usage")), "metrics": reference("Metrics")}
     return chunk
+
+
+def _token_fates() -> Json:
+    """Returns the schema of what a choice says where `speculation.token_fates` asks for it."""
+    fates = _list(_object(text=TEXT, fate={"enum": [*(fate.value for fate in TokenFate), None]}))
+    fates["description"] = "Tokens behind the text, whose texts join to it; fate is null where it is not known."
+    return fates
 
 
 def _speculation_record() -> Json:

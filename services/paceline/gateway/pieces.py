@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord, Timings
+from paceline.gateway.token_texts import TokenText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """New text and the tokens committed meanwhile; text lags behind tokens where it is not certain yet."""
+    """New text and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
+
+    `tokens`, where the request asks for it, are those behind the text: their texts join to it.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
+    tokens: tuple[TokenText, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

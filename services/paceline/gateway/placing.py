@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -70,6 +70,11 @@ class Placer:
         self._on_failover = on_failover
         self._clock = clock
         self._in_flight: Counter[str] = Counter()
+
+    @property
+    def in_flight(self) -> Mapping[str, int]:
+        """Sessions of this gateway by the replica ids of their verifiers and drafters."""
+        return self._in_flight
 
     async def committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
         """Yields what verifiers commit beyond the trail, and puts it there; its last message has a result.

@@ -47,6 +47,7 @@ class SessionRequest:
         epoch: First ownership number that this gateway may use.
         committed_token_ids: Generated tokens that an earlier owner has logged.
         offset: Generated tokens that the client has already.
+        token_fates: Whether to say how each token came about.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
     """
 
@@ -62,6 +63,7 @@ class SessionRequest:
     epoch: int = 1
     committed_token_ids: tuple[int, ...] = ()
     offset: int = 0
+    token_fates: bool = False
     finished: FinishReason | None = None
 
 

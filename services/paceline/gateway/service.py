@@ -12,14 +12,17 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigError
-from paceline.core.messages import GATEWAY, REPLICA_ROLES
+from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
 from paceline.credentials import load_tls
 from paceline.gateway.access import Access, GuardedApp
 from paceline.gateway.completions import BodyLimits
 from paceline.gateway.config import GatewayConfig
+from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
+from paceline.gateway.console.frames import OwnCounts
 from paceline.gateway.doors import DoorTls, guard, load_door_tls
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.http import create_app
@@ -95,12 +98,14 @@ async def serve(
         sessions.drain(draining=fleet.is_draining(replica_id))
         placer.move_away()
 
+    console = _console(config, replica_id, fleet, sessions, placer, registry)
     app = create_app(
         sessions=sessions,
         fleet=fleet,
         registry=registry,
         limits=BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s),
         started_s=int(time.time()),
+        console=console,
     )
     servicer = GatewayServicer(sessions, fleet, Resumption(store, fleet, replica_id))
     async with (
@@ -108,6 +113,8 @@ async def serve(
         guard(config, sessions.count_error) as access,
         _doors(config, app, servicer, sessions, access) as addresses,
         announced(store, lambda: _replica(replica_id, config, addresses, sessions)),
+        # Streams without an end would hold up the HTTP server's.
+        closed_at_end(console),
     ):
         tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)
         on_ready(addresses)
@@ -130,6 +137,26 @@ def _placer(config: GatewayConfig, fleet: Fleet, client: VerifierClient, metrics
         max_wait_s=config.max_wait_s,
         on_failover=lambda reason: metrics.failovers.labels(reason).inc(),
     )
+
+
+def _console(
+    config: GatewayConfig,
+    replica_id: str,
+    fleet: Fleet,
+    sessions: Sessions,
+    placer: Placer,
+    registry: CollectorRegistry,
+) -> ConsoleFeed | None:
+    def own_counts() -> OwnCounts:
+        verifiers = {replica.replica_id for replica in fleet.replicas if replica.role == VERIFIER}
+        return OwnCounts(
+            replica_id=replica_id,
+            num_sessions=sessions.num_running,
+            sessions_at={name: count for name, count in placer.in_flight.items() if count and name in verifiers},
+            tokens=registry.get_sample_value("vllm:generation_tokens_total") or 0.0,
+        )
+
+    return ConsoleFeed(lambda: fleet.replicas, own_counts) if config.console else None
 
 
 def _replica(replica_id: str, config: GatewayConfig, addresses: Addresses, sessions: Sessions) -> Replica:

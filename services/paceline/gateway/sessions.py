@@ -224,16 +224,19 @@ class Sessions:
                 lossy |= step.lossy
                 num_known = min(max(0, request.offset - num_generated), len(step.token_ids))
                 known = text_stream.feed(step.token_ids[:num_known])
-                fed = known if known.stopped else text_stream.feed(step.token_ids[num_known:])
+                fed = known
+                if not known.stopped:
+                    fed = text_stream.feed(step.token_ids[num_known:], step.fates[num_known:])
                 num_new = 0 if known.stopped else fed.num_tokens
                 num_generated += known.num_tokens + num_new
                 stopwatch.tokens(num_new)
                 text, result, stopped = "" if known.stopped else fed.text, step.result, fed.stopped
+                tokens = fed.tokens
                 if result is not None and not stopped:
                     rest = text_stream.finish()
-                    text, stopped = text + rest.text, rest.stopped
+                    text, tokens, stopped = text + rest.text, tokens + rest.tokens, rest.stopped
                 new = slice(num_known, num_known + num_new)
-                yield Piece(text=text, token_ids=step.token_ids[new], logprobs=step.logprobs[new])
+                yield Piece(text=text, token_ids=step.token_ids[new], logprobs=step.logprobs[new], tokens=tokens)
                 if stopped:
                     break
         ending = _ending(request, num_generated, result, stopped=stopped, lossy=lossy)

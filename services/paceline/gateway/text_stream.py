@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.core.messages import TokenFate
 from paceline.gateway.detokenizer import Detokenizer
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.stops import StopMatcher
+from paceline.gateway.token_texts import TokenText, TokenTexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +23,13 @@ class Fed:
         text: New text that is certain to belong to the answer.
         num_tokens: Tokens of the step that belong to the answer; fewer than were fed only when `stopped`.
         stopped: A stop string was completed; the session is over for the client.
+        tokens: Where the request asks for it, the tokens behind `text`, whose texts join to it.
     """
 
     text: str
     num_tokens: int
     stopped: bool = False
+    tokens: tuple[TokenText, ...] = ()
 
 
 class TextStream:
@@ -38,28 +42,45 @@ class TextStream:
         self._stop_token_ids = frozenset((*sampling.stop_token_ids, *eos_token_ids))
         self._detokenizer = Detokenizer(request.model.codec, request.prompt_token_ids)
         self._matcher = StopMatcher(request.stops)
-        self._one_by_one = bool(request.stops)
+        self._token_texts = TokenTexts() if request.token_fates else None
+        self._one_by_one = bool(request.stops) or request.token_fates
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
 
-    def feed(self, token_ids: Sequence[int]) -> Fed:
-        """Takes the tokens of one step."""
+    def feed(self, token_ids: Sequence[int], fates: Sequence[TokenFate] = ()) -> Fed:
+        """Takes the tokens of one step, and how they came about as far as that is known: a fate a token, or none."""
         if not self._one_by_one:
             self._num_tokens += len(token_ids)
             return Fed(text=self._text_of(token_ids), num_tokens=len(token_ids))
         pieces: list[str] = []
         for index, token_id in enumerate(token_ids):
             self._num_tokens += 1
-            text, stopped = self._pass(self._text_of((token_id,)))
+            decoded = self._text_of((token_id,))
+            text, stopped = self._pass(decoded)
             pieces.append(text)
+            if self._token_texts is not None:
+                self._token_texts.add(fates[index] if fates else None, decoded, text)
             if stopped:
-                return Fed(text="".join(pieces), num_tokens=index + 1, stopped=True)
-        return Fed(text="".join(pieces), num_tokens=len(token_ids))
+                tokens = () if self._token_texts is None else self._token_texts.finish("", "")
+                return self._fed("".join(pieces), tokens, num_tokens=index + 1, stopped=True)
+        tokens = ()
+        if self._token_texts is not None:
+            tokens = self._token_texts.take(keep_last=self._detokenizer.holds_text)
+        return self._fed("".join(pieces), tokens, num_tokens=len(token_ids))
 
     def finish(self) -> Fed:
         """Gives out what was held back; the verifier has ended the session."""
-        text, stopped = self._pass(self._detokenizer.flush())
-        return Fed(text=text if stopped else text + self._matcher.flush(), num_tokens=0, stopped=stopped)
+        decoded = self._detokenizer.flush()
+        text, stopped = self._pass(decoded)
+        if not stopped:
+            text += self._matcher.flush()
+        tokens = () if self._token_texts is None else self._token_texts.finish(decoded, text)
+        return self._fed(text, tokens, num_tokens=0, stopped=stopped)
+
+    def _fed(self, text: str, tokens: tuple[TokenText, ...], *, num_tokens: int, stopped: bool = False) -> Fed:
+        # Text waits for the end of its token where tokens are asked for.
+        shown = text if self._token_texts is None else "".join(each.text for each in tokens)
+        return Fed(text=shown, num_tokens=num_tokens, stopped=stopped, tokens=tokens)
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
         return self._detokenizer.feed([t for t in token_ids if t not in self._stop_token_ids])

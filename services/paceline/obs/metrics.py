@@ -121,6 +121,12 @@ class VerifierMetrics:
             "Committed tokens that a drafter has not answered, of the session with most.",
             registry=registry,
         )
+        self.drafted_sessions = Gauge(
+            "paceline:drafted_sessions",
+            "Sessions of this verifier by the address of the drafter that drafts for them.",
+            ("drafter",),
+            registry=registry,
+        )
 
 
 class SessionMetrics:
@@ -271,9 +277,10 @@ class SpeculationTotals:
 
 
 class MetricsServer:
-    """A running scrape server; a context manager that stops it."""
+    """A running scrape server and what it shows; a context manager that stops it."""
 
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+    def __init__(self, registry: CollectorRegistry, server: WSGIServer, thread: threading.Thread) -> None:
+        self.registry = registry
         self._server = server
         self._thread = thread
         self.port = int(server.server_port)
@@ -303,4 +310,4 @@ def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> M
         raise ConfigError(
             f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another with --metrics-port"
         ) from error
-    return MetricsServer(server, thread)
+    return MetricsServer(registry, server, thread)

@@ -20,7 +20,12 @@ from paceline.core.messages import ModelIdentity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One running service as others find it; `address` is `host:port` of its gRPC server."""
+    """One running service as others find it.
+
+    Attributes:
+        address: Where its gRPC server is reached, `host:port`.
+        metrics_address: Where its Prometheus page is reached, `host:port`; empty: not told.
+    """
 
     replica_id: str
     role: str
@@ -29,6 +34,7 @@ class Replica:
     max_sessions: int = 0
     num_sessions: int = 0
     draining: bool = False
+    metrics_address: str = ""
 
 
 class SessionState(enum.StrEnum):

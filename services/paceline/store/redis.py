@@ -110,6 +110,8 @@ return 1
 _TOKEN_TYPE = np.dtype("<u4")
 _WRITTEN = (Written.DONE, Written.TAKEN_OVER, Written.MISSING)
 _INTEGER_FIELDS = frozenset({"epoch", "seed", "prompt_len", "committed_len"})
+_REPLICA_FIELDS = frozenset(field.name for field in fields(Replica))
+_IDENTITY_FIELDS = frozenset(field.name for field in fields(ModelIdentity))
 _SESSION_FIELDS = tuple(field.name for field in fields(SessionRecord))
 
 _log = logging.getLogger(__name__)
@@ -298,8 +300,14 @@ def _replica_from_json(text: bytes, *, draining: bool) -> Replica | None:
         identity = values.pop("identity")
         if identity is not None:
             identity["eos_token_ids"] = tuple(identity["eos_token_ids"])
-            identity = ModelIdentity(**identity)
-        return replace(Replica(identity=identity, **values), draining=draining or values["draining"])
+            identity = ModelIdentity(**_known(identity, _IDENTITY_FIELDS))
+        replica = Replica(identity=identity, **_known(values, _REPLICA_FIELDS))
+        return replace(replica, draining=draining or replica.draining)
     except (ValueError, TypeError, KeyError, AttributeError):
         _log.warning("registry entry cannot be read", extra={"entry": repr(text[:200])})
         return None
+
+
+def _known(values: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    """Returns the fields that are known here; newer replicas may say more."""
+    return {name: value for name, value in values.items() if name in names}

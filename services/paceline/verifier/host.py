@@ -24,7 +24,7 @@ from paceline.store.base import Replica, Store
 from paceline.store.view import RegistryView
 from paceline.verifier.checks import check_request
 from paceline.verifier.links import DrafterLink
-from paceline.verifier.metrics import record_output
+from paceline.verifier.metrics import record_output, record_served_by
 from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter, of_methods, spare_drafter
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,8 @@ class TargetHost:
         self._under_way: dict[str, _UnderWay] = {}
         self._links: dict[str, DrafterLink] = {}
         self._drafted: Counter[str] = Counter()
+        # The same without sessions that want no drafts.
+        self._served_by: Counter[str] = Counter()
         self._spare_address = ""
         self._sweeper: asyncio.Task[None] | None = None
         self._draining = False
@@ -184,9 +186,9 @@ class TargetHost:
                 continue
             if address:
                 self._dial(address)
-            self._drafted[each.drafter_address] -= 1
-            self._drafted[address] += 1
+            self._count_drafted(each, -1)
             each.drafter_address = address
+            self._count_drafted(each, +1)
             self._metrics.fallbacks.labels("drafter_changed").inc()
             with suppress(UnavailableError):
                 self._engine.post(Paired(session_id=session_id, serial=each.serial, address=address), always=True)
@@ -252,7 +254,7 @@ class TargetHost:
             drafter_address=request.drafter_address,
         )
         self._under_way[request.session_id] = mine
-        self._drafted[request.drafter_address] += 1
+        self._count_drafted(mine, +1)
         self._empty.clear()
         try:
             self._engine.post(Submit(request=request, serial=serial))
@@ -262,12 +264,19 @@ class TargetHost:
             del self._streams[serial]
             if self._under_way.get(request.session_id) is mine:
                 del self._under_way[request.session_id]
-            self._drafted[mine.drafter_address] -= 1
+            self._count_drafted(mine, -1)
             if not self._streams:
                 self._empty.set()
             # A session that ended by itself is gone from the engine already; cancelling it again does nothing.
             with suppress(UnavailableError):
                 self._engine.post(Cancel(session_id=request.session_id, serial=serial), always=True)
+
+    def _count_drafted(self, session: _UnderWay, change: int) -> None:
+        address = session.drafter_address
+        self._drafted[address] += change
+        if session.methods and address:
+            self._served_by[address] += change
+            record_served_by(self._metrics, address, self._served_by[address])
 
     def _fence(self, request: GenerateRequest) -> None:
         """Ends the stream of an owner that has lost the session; its last tokens reach nobody."""
@@ -299,6 +308,7 @@ class TargetHost:
                 await link.close()
             idle = unused
             self._drafted = +self._drafted
+            self._served_by = +self._served_by
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         if draft is None:

@@ -30,6 +30,14 @@ def record_session(metrics: VerifierMetrics, result: GenerateResult) -> None:
         sessions.time_per_output_token.observe(decode_s / (result.num_generated_tokens - 1))
 
 
+def record_served_by(metrics: VerifierMetrics, drafter: str, num_sessions: int) -> None:
+    """Shows how many sessions a drafter drafts for; one that has none is not shown, as addresses come and go."""
+    if num_sessions:
+        metrics.drafted_sessions.labels(drafter).set(num_sessions)
+    else:
+        metrics.drafted_sessions.remove(drafter)
+
+
 def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
     """Counts one step."""
     metrics.sessions.num_running.set(report.num_running)

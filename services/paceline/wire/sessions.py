@@ -9,6 +9,7 @@ from paceline.core.messages import (
     GenerateRequest,
     GenerateResult,
     PositionLogprobs,
+    TokenFate,
 )
 from paceline.core.params import SpeculationParams
 from paceline.rpc.v1 import common_pb2, verifier_pb2
@@ -30,6 +31,13 @@ _FINISH_REASON_TO_PB = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_REASON_FROM_PB = {value: reason for reason, value in _FINISH_REASON_TO_PB.items()}
+_FATE_TO_PB = {
+    TokenFate.ACCEPTED: verifier_pb2.TOKEN_FATE_ACCEPTED,
+    TokenFate.RECOVERED: verifier_pb2.TOKEN_FATE_RECOVERED,
+    TokenFate.BONUS: verifier_pb2.TOKEN_FATE_BONUS,
+    TokenFate.PLAIN: verifier_pb2.TOKEN_FATE_PLAIN,
+}
+_FATE_FROM_PB = {int(value): fate for fate, value in _FATE_TO_PB.items()}
 
 NS_PER_S = 1e9
 
@@ -91,6 +99,7 @@ def committed_to_pb(committed: CommittedTokens) -> verifier_pb2.VerifierGenerate
         logprobs=[_position_logprobs_to_pb(position) for position in committed.logprobs],
         result=None if committed.result is None else _result_to_pb(committed.result),
         lossy=committed.lossy,
+        token_fates=[_FATE_TO_PB[fate] for fate in committed.fates],
     )
 
 
@@ -98,19 +107,29 @@ def committed_from_pb(message: verifier_pb2.VerifierGenerateResponse) -> Committ
     """Decodes the tokens one step committed.
 
     Raises:
-        RemoteProtocolError: Log probabilities and tokens differ in number, or the finish reason is unknown.
+        RemoteProtocolError: Log probabilities or fates and tokens differ in number, or a fate or the finish reason is
+            unknown.
     """
-    if message.logprobs and len(message.logprobs) != len(message.token_ids):
-        raise RemoteProtocolError(
-            f"VerifierGenerateResponse.logprobs: has {len(message.logprobs)} entries "
-            f"for {len(message.token_ids)} tokens"
-        )
+    num_tokens = len(message.token_ids)
+    for name, entries in (("logprobs", message.logprobs), ("token_fates", message.token_fates)):
+        if entries and len(entries) != num_tokens:
+            raise RemoteProtocolError(
+                f"VerifierGenerateResponse.{name}: has {len(entries)} entries for {num_tokens} tokens"
+            )
     return CommittedTokens(
         token_ids=tuple(message.token_ids),
+        fates=tuple(_fate_from_pb(value) for value in message.token_fates),
         logprobs=tuple(_position_logprobs_from_pb(position) for position in message.logprobs),
         result=_result_from_pb(message.result) if message.HasField("result") else None,
         lossy=message.lossy,
     )
+
+
+def _fate_from_pb(value: int) -> TokenFate:
+    fate = _FATE_FROM_PB.get(value)
+    if fate is None:
+        raise RemoteProtocolError(f"VerifierGenerateResponse.token_fates: got {value}")
+    return fate
 
 
 def _position_logprobs_to_pb(position: PositionLogprobs) -> common_pb2.PositionLogprobs:

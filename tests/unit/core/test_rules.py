@@ -10,9 +10,9 @@ import pytest
 
 from paceline.core.acceptance import FloatArray, SparseDraft, overlap
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
-from paceline.core.messages import DraftNodes, GenerateRequest, NodeGuess
+from paceline.core.messages import DraftNodes, GenerateRequest, NodeGuess, TokenFate
 from paceline.core.params import BLOCK, COUPLED, REJECTION, TYPICAL, SamplingParams, SpeculationParams
-from paceline.core.rules import Rules, Typical
+from paceline.core.rules import Rules, Typical, token_fates
 from paceline.core.session import VerifierSession
 from paceline.core.tree import DraftTree, Node, best_first
 from tests.unit.core.toy_models import normalised
@@ -149,3 +149,28 @@ def test_at_temperature_0_nothing_but_the_targets_choice_is_typical() -> None:
     tree = tree_of_two()
     rows = Rows(laws={-1: np.array([1.0, 0.0, 0.0, 0.0])}, choices={-1: 0})
     assert Typical().judge(tree.root, best_first(tree, 3), rows).token_ids == (0,)
+
+
+# How tokens came about
+
+
+@pytest.mark.parametrize(
+    ("verified", "token_ids", "fates"),
+    [
+        ((), (1,), "plain"),
+        ((1,), (0,), "recovered"),
+        ((1,), (1, 0), "accepted bonus"),
+        ((1,), (1, 2), "accepted bonus"),
+        ((1, 2), (1, 2, 0), "accepted accepted bonus"),
+        ((1, 2), (1, 0), "accepted recovered"),
+        ((1, 2, 3), (3, 0), "accepted bonus"),
+        # An end token that was drafted ends a round without a token of the target's own.
+        ((1, 2), (1, 2), "accepted accepted"),
+    ],
+)
+def test_the_last_token_is_plain_recovered_or_bonus_and_those_before_it_are_accepted(
+    verified: tuple[int, ...], token_ids: tuple[int, ...], fates: str
+) -> None:
+    tree = grown(guess(1, 0, 1), guess(2, 1, 2), guess(3, 0, 3))
+    nodes = [node for node in tree.nodes() if node.token_id in verified]
+    assert token_fates(tree.root, nodes, token_ids) == tuple(map(TokenFate, fates.split()))

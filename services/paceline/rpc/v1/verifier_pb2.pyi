@@ -7,6 +7,7 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import paceline.rpc.v1.common_pb2
 import sys
@@ -18,6 +19,38 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _TokenFate:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TokenFateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TokenFate.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TOKEN_FATE_UNSPECIFIED: _TokenFate.ValueType  # 0
+    """Never sent."""
+    TOKEN_FATE_ACCEPTED: _TokenFate.ValueType  # 1
+    """A draft token that matched."""
+    TOKEN_FATE_RECOVERED: _TokenFate.ValueType  # 2
+    """The target's own, where no draft token verified there matched."""
+    TOKEN_FATE_BONUS: _TokenFate.ValueType  # 3
+    """The target's own, after the last draft token had matched."""
+    TOKEN_FATE_PLAIN: _TokenFate.ValueType  # 4
+    """The target's own, in a step that verified no draft token of the session."""
+
+class TokenFate(_TokenFate, metaclass=_TokenFateEnumTypeWrapper):
+    """How a committed token came about."""
+
+TOKEN_FATE_UNSPECIFIED: TokenFate.ValueType  # 0
+"""Never sent."""
+TOKEN_FATE_ACCEPTED: TokenFate.ValueType  # 1
+"""A draft token that matched."""
+TOKEN_FATE_RECOVERED: TokenFate.ValueType  # 2
+"""The target's own, where no draft token verified there matched."""
+TOKEN_FATE_BONUS: TokenFate.ValueType  # 3
+"""The target's own, after the last draft token had matched."""
+TOKEN_FATE_PLAIN: TokenFate.ValueType  # 4
+"""The target's own, in a step that verified no draft token of the session."""
+Global___TokenFate: typing_extensions.TypeAlias = TokenFate
 
 @typing.final
 class VerifierGenerateRequest(google.protobuf.message.Message):
@@ -87,6 +120,7 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     RESULT_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
+    TOKEN_FATES_FIELD_NUMBER: builtins.int
     lossy: builtins.bool
     """A lossy acceptance rule had a part in them."""
     @property
@@ -101,6 +135,10 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
     def result(self) -> Global___VerifierGenerateResult:
         """Set in the last message only."""
 
+    @property
+    def token_fates(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___TokenFate.ValueType]:
+        """One entry per token: how each came about. None: not known."""
+
     def __init__(
         self,
         *,
@@ -108,9 +146,10 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
         logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
         result: Global___VerifierGenerateResult | None = ...,
         lossy: builtins.bool = ...,
+        token_fates: collections.abc.Iterable[Global___TokenFate.ValueType] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "lossy", b"lossy", "result", b"result", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "lossy", b"lossy", "result", b"result", "token_fates", b"token_fates", "token_ids", b"token_ids"]) -> None: ...
 
 Global___VerifierGenerateResponse: typing_extensions.TypeAlias = VerifierGenerateResponse
 

@@ -1,0 +1,76 @@
+"""One HTTP response under way, as raw ASGI: status before the first byte, server-sent events, errors after it.
+
+It knows no request and no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from starlette.types import Send
+
+from paceline.gateway.errors import to_http
+
+# A client that reads nothing for that long holds places and KV pages of others.
+SEND_TIMEOUT_S = 60.0
+DONE = b"data: [DONE]\n\n"
+JSON_HEADERS = {"content-type": "application/json"}
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+_log = logging.getLogger(__name__)
+
+
+class ClientStalledError(Exception):
+    """The client is there but reads nothing."""
+
+
+class Exchange:
+    """One response under way: knows whether it has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._begun = False
+
+    async def begin(self, status: int, headers: dict[str, str]) -> None:
+        """Sends status and headers."""
+        self._begun = True
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, body: bytes, *, last: bool = False) -> None:
+        """Sends a part of the body."""
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._send({"type": "http.response.body", "body": body, "more_body": not last})
+        except TimeoutError:
+            raise ClientStalledError from None
+
+    async def event(self, data: Any) -> None:
+        """Sends one server-sent event."""
+        await self.write(b"data: " + to_json(data) + b"\n\n")
+
+    async def fail(self, error: Exception) -> None:
+        """Tells the client of an error: by status before the first byte, by an event after it."""
+        if isinstance(error, ClientStalledError):
+            _log.info("a client has stopped reading its stream", extra={"timeout_s": SEND_TIMEOUT_S})
+            return
+        described = to_http(error)
+        if self._begun:
+            await self.write(b"data: " + described.to_bytes() + b"\n\n" + DONE, last=True)
+            return
+        body = described.to_bytes()
+        headers = {**JSON_HEADERS, **described.headers(), "content-length": str(len(body))}
+        await self.begin(described.status, headers)
+        await self.write(body, last=True)
+
+
+def to_json(value: Any) -> bytes:
+    """Returns a value as JSON without spaces."""
+    return json.dumps(value, separators=(",", ":")).encode()
