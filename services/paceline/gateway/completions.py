@@ -27,8 +27,11 @@ from paceline.gateway.choices import chat_sessions, completion_sessions
 from paceline.gateway.errors import to_http
 from paceline.gateway.merge import merged, until_disconnect
 from paceline.gateway.pieces import Ending, Event
+from paceline.gateway.request_trace import RequestTrace
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions import Sessions
+from paceline.obs.attributes import CHAT, TEXT_COMPLETION
+from paceline.obs.tracing import TRACEPARENT, Tracing
 
 # Larger bodies are read in a thread, so that no stream waits for a tokenizer.
 MAX_INLINE_BYTES = 16 * 1024
@@ -67,21 +70,25 @@ class _Order:
 class CompletionEndpoint:
     """POST /v1/completions or /v1/chat/completions."""
 
-    def __init__(self, sessions: Sessions, limits: BodyLimits, *, chat: bool) -> None:
+    def __init__(self, sessions: Sessions, limits: BodyLimits, tracing: Tracing, *, chat: bool) -> None:
         self._sessions = sessions
         self._limits = limits
+        self._tracing = tracing
         self._chat = chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; errors become error objects, nothing is raised to the server."""
-        exchange = _Exchange(send)
-        try:
-            order = await self._read_order(Request(scope, receive))
-            await until_disconnect(receive, self._answer(order, exchange))
-        except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
-            await exchange.fail(error)
+        request = Request(scope, receive)
+        operation = CHAT if self._chat else TEXT_COMPLETION
+        with RequestTrace(self._tracing, operation, request.headers.get(TRACEPARENT, "")) as trace:
+            exchange = _Exchange(send, trace)
+            try:
+                order = await self._read_order(request, trace)
+                await until_disconnect(receive, self._answer(order, exchange))
+            except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
+                await exchange.fail(error)
 
-    async def _read_order(self, request: Request) -> _Order:
+    async def _read_order(self, request: Request, trace: RequestTrace) -> _Order:
         raw = await read_body(
             request.stream(),
             request.headers.get("content-length"),
@@ -89,10 +96,10 @@ class CompletionEndpoint:
             timeout_s=self._limits.timeout_s,
         )
         if len(raw) <= MAX_INLINE_BYTES:
-            return self._order(raw)
-        return await asyncio.to_thread(self._order, raw)
+            return self._order(raw, trace)
+        return await asyncio.to_thread(self._order, raw, trace)
 
-    def _order(self, raw: bytes) -> _Order:
+    def _order(self, raw: bytes, trace: RequestTrace) -> _Order:
         fields = parse_json_object(raw)
         request_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         body: CommonBody
@@ -104,7 +111,8 @@ class CompletionEndpoint:
             body = completion = parse_body(CompletionBody, fields)
             model = self._sessions.model(body.model)
             requests = completion_sessions(completion, model, request_id)
-        requests = [replace(request, api_key=current_caller().name) for request in requests]
+        requests = [replace(request, api_key=current_caller().name, span=trace.span) for request in requests]
+        trace.asked(requests, request_id, body.n)
         answer = Answer(
             chat=self._chat,
             request_id=request_id,
@@ -118,7 +126,7 @@ class CompletionEndpoint:
     async def _answer(self, order: _Order, exchange: _Exchange) -> None:
         try:
             with self._sessions.admitted(len(order.requests), current_caller()):
-                runs = [self._sessions.run(request) for request in order.requests]
+                runs = [exchange.trace.watch(self._sessions.run(request)) for request in order.requests]
                 async with aclosing(merged(runs)) as events:
                     if order.body.stream:
                         await _stream(order, events, exchange)
@@ -135,7 +143,8 @@ class _ClientStalledError(Exception):
 class _Exchange:
     """One response under way: knows whether it has begun."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, trace: RequestTrace) -> None:
+        self.trace = trace
         self._send = send
         self._begun = False
 
@@ -159,6 +168,7 @@ class _Exchange:
 
     async def fail(self, error: Exception) -> None:
         """Tells the client of an error: by status before the first byte, by an event after it."""
+        self.trace.fail(error)
         if isinstance(error, _ClientStalledError):
             _log.info("a client has stopped reading its stream", extra={"timeout_s": SEND_TIMEOUT_S})
             return

@@ -18,12 +18,19 @@ from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
 from paceline.gateway.sessions import Sessions
+from paceline.obs.tracing import OFF, Tracing
 
 OWNER = "paceline"
 
 
 def create_app(
-    *, sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, limits: BodyLimits, started_s: int
+    *,
+    sessions: Sessions,
+    fleet: Fleet,
+    registry: CollectorRegistry,
+    limits: BodyLimits,
+    started_s: int,
+    tracing: Tracing = OFF,
 ) -> FastAPI:
     """Returns the application.
 
@@ -33,10 +40,11 @@ def create_app(
         registry: Metrics to show.
         limits: Bounds of request bodies.
         started_s: Unix time that models are shown with.
+        tracing: Where requests are traced.
     """
     app = FastAPI(title="Paceline gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
-        endpoint = CompletionEndpoint(sessions, limits, chat=chat)
+        endpoint = CompletionEndpoint(sessions, limits, tracing, chat=chat)
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
 
     description = json.dumps(openapi_document()).encode()
