@@ -101,7 +101,7 @@ class SampledRounds:
         kept: The rounds, oldest first.
 
     Args:
-        limit: Most rounds to keep.
+        limit: Most rounds to keep; an even number.
     """
 
     def __init__(self, limit: int) -> None:
@@ -117,10 +117,10 @@ class SampledRounds:
 
     def add(self, each: TracedRound) -> None:
         """Takes in the next round."""
-        if len(self.kept) == self._limit:
-            del self.kept[1::2]
-            self._stride *= 2
         if self._num_seen % self._stride == 0:
+            if len(self.kept) == self._limit:
+                del self.kept[1::2]
+                self._stride *= 2
             self.kept.append(each)
         self._num_seen += 1
 
