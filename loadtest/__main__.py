@@ -8,6 +8,7 @@ import sys
 BENCHES = {
     "acceptance": "acceptance rate and mean acceptance length of the demo pair, through the fleet",
     "chaos": "kills, freezes, drains and cuts off services while streams run, and compares every token",
+    "collector": "no bench: an OTLP collector that shows every trace it is sent as a tree",
     "concurrency": "speculative against plain decoding at 1 to 64 streams, with one configuration",
     "console": "screenshots of the console in Chromium, of a fleet under load, for the docs",
     "controller": "the controller against three oracles on a replayed load of 1 to 64 sessions",
@@ -26,6 +27,7 @@ BENCHES = {
     "single": "one stream: a drafter tier on its own core, and equal hardware",
     "stall": "time between tokens while the drafter is stopped for 5 s",
     "step": "a plain step inside the running verifier against its packed linears alone",
+    "tracing": "tokens/s without traces and at sampling ratios of 0, 0.1 and 1",
     "widen": "widens a checkpoint with neurons that change no output, for benches",
 }
 

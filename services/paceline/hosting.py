@@ -11,7 +11,7 @@ import logging
 import os
 import resource
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
 from paceline.obs.families import tell_replica
 from paceline.obs.metrics import MetricsServer, start_metrics_server
+from paceline.obs.tracing import Tracing, open_tracing
 from paceline.serving import GrpcServer, grpc_server, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, open_store, require
@@ -100,9 +101,22 @@ class ModelServiceConfig(Protocol):
         ...
 
     @property
+    def otlp_traces_endpoint(self) -> str:
+        """Where traces go; empty: none are made."""
+        ...
+
+    @property
     def max_num_seqs(self) -> int:
         """Most sessions at once."""
         ...
+
+
+def traces_of(
+    config: ModelServiceConfig, role: str, registry: CollectorRegistry, *, sample_ratio: float
+) -> AbstractAsyncContextManager[Tracing]:
+    """Opens the traces of such a service; see `open_tracing`."""
+    replica_id = config.replica_id or f"{role}-{config.announce or f'{config.host}:{config.port}'}"
+    return open_tracing(config.otlp_traces_endpoint, sample_ratio, role=role, replica_id=replica_id, registry=registry)
 
 
 async def serve_model(

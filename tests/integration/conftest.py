@@ -28,6 +28,7 @@ from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import TargetLimits
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
+from paceline.obs.tracing import OFF, Tracing
 from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 from paceline.serving import start_grpc_server
 from paceline.verifier.host import TargetHost
@@ -76,6 +77,7 @@ async def verifier_at(
     tls_dir: Path | None = None,
     rules: Rules | None = None,
     eagle3_model: Path | None = None,
+    tracing: Tracing = OFF,
 ) -> AsyncIterator[tuple[str, TargetHost]]:
     """A verifier service; yields its address."""
     tls = load_tls(folder_of(tls_dir, VERIFIER), VERIFIER)
@@ -109,12 +111,13 @@ async def verifier_at(
         ),
         metrics=VerifierMetrics(CollectorRegistry()),
         tls=tls,
+        tracing=tracing,
     )
     await host.start()
     server = await start_grpc_server(
         host="127.0.0.1",
         port=0,
-        add_servicers=lambda it: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), it),
+        add_servicers=lambda it: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host, tracing), it),
         service_names=["paceline.rpc.v1.Verifier"],
         **guarded(tls, GATEWAY),
     )
@@ -127,7 +130,7 @@ async def verifier_at(
 
 @asynccontextmanager
 async def running_drafter(
-    folder: Path, port: int = 0, tls_dir: Path | None = None, target: Path | None = None
+    folder: Path, port: int = 0, tls_dir: Path | None = None, target: Path | None = None, tracing: Tracing = OFF
 ) -> AsyncIterator[tuple[str, DraftHost]]:
     """A drafter service, of a head for the target if one is given; yields its address."""
     checkpoint = DraftCheckpoint(folder=folder, target=target, name="tiny-drafter", dtype="float32", device="cpu")
@@ -142,6 +145,7 @@ async def running_drafter(
             clock=time.monotonic,
         ),
         metrics=DrafterMetrics(CollectorRegistry()),
+        tracing=tracing,
     )
     await host.start()
     server = await start_grpc_server(

@@ -36,6 +36,7 @@ from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
 token_ids = st.lists(uint32, max_size=5).map(tuple)
+TRACEPARENT = f"00-{7:032x}-{9:016x}-01"
 session_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -146,6 +147,7 @@ def opens(draw: st.DrawFn) -> OpenSession:
         price=draw(decimals(0, 1)),
         room=draw(uint32),
         acceptance=draw(st.sampled_from(ACCEPTANCE_RULES)),
+        traceparent=draw(st.sampled_from(("", TRACEPARENT))),
     )
 
 
@@ -293,6 +295,20 @@ def test_a_session_id_beyond_256_characters_is_refused() -> None:
         wire.generate_request_from_pb(message)
 
 
+def test_the_trace_context_of_a_generate_request_travels_beside_it() -> None:
+    request = GenerateRequest(
+        session_id="s",
+        epoch=1,
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(max_tokens=1),
+        speculation=SpeculationParams(),
+        traceparent=TRACEPARENT,
+    )
+    message = wire.generate_request_to_pb(request)
+    assert TRACEPARENT.encode() not in message.SerializeToString()
+    assert wire.generate_request_from_pb(message, TRACEPARENT) == request
+
+
 def test_a_generate_request_without_speculation_takes_the_defaults() -> None:
     message = wire.generate_request_to_pb(replace(REQUEST, speculation=SpeculationParams(enabled=False)))
     message.ClearField("speculation")
@@ -407,6 +423,8 @@ def with_bad_sampling() -> drafter_pb2.OpenSession:
         (changed(price=float("nan")), "OpenSession.price"),
         (changed(price=1.5), "OpenSession.price"),
         (changed(acceptance="lucky"), "OpenSession.acceptance"),
+        (changed(traceparent="01"), "OpenSession.traceparent"),
+        (changed(traceparent=TRACEPARENT + "\n"), "OpenSession.traceparent"),
         (changed(session_id=""), "OpenSession.session_id"),
         (changed(session_id="x" * 257), "OpenSession.session_id"),
     ],

@@ -75,6 +75,12 @@ class FleetSpec:
     verifier_arg: tuple[str, ...] = setting((), help="More for verifiers, such as --verifier-arg=--max-num-seqs=8.")
     drafter_arg: tuple[str, ...] = setting((), help="More for drafters, such as --drafter-arg=--draft-width=1.")
     gateway_arg: tuple[str, ...] = setting((), help="More for gateways.")
+    otlp_traces_endpoint: str = setting(
+        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+    )
+    trace_sample_ratio: float = setting(
+        0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1
+    )
     log_dir: Path | None = setting(None, help="Folder for the services' logs; without it a temporary one.")
     start_timeout_s: float = setting(300.0, help="Longest start of a service.", unit="seconds", low=1.0)
     grace_s: float = setting(20.0, help="Time to finish running requests at the end.", unit="seconds", low=0.0)
@@ -317,4 +323,13 @@ def _service(spec: FleetSpec, endpoint: Endpoint, redis_url: str) -> list[str]:
         *("--host", endpoint.host, "--port", str(endpoint.port)),
         *("--redis-url", redis_url, "--replica-id", endpoint.name),
         *(() if folder is None else ("--tls-dir", str(folder))),
+        *_traces(spec, endpoint),
     ]
+
+
+def _traces(spec: FleetSpec, endpoint: Endpoint) -> tuple[str, ...]:
+    if not spec.otlp_traces_endpoint:
+        return ()
+    ratio = ("--trace-sample-ratio", f"{spec.trace_sample_ratio:g}")
+    # A drafter follows its verifiers.
+    return ("--otlp-traces-endpoint", spec.otlp_traces_endpoint, *(() if endpoint.role == "drafter" else ratio))

@@ -42,7 +42,11 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSession:
-    """Everything a drafter needs to know of a session; `acceptance` says how its guesses are chosen and judged."""
+    """Everything a drafter needs to know of a session.
+
+    `acceptance` says how its guesses are chosen and judged; `traceparent` is the W3C trace context of a session that is
+    traced.
+    """
 
     session_id: str
     epoch: int
@@ -52,6 +56,7 @@ class OpenSession:
     price: float
     room: int
     acceptance: str = COUPLED
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +146,10 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any)."""
+    """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
+
+    `traceparent` is the W3C trace context it runs in, and travels as metadata of the call.
+    """
 
     session_id: str
     epoch: int
@@ -151,6 +159,7 @@ class GenerateRequest:
     speculation: SpeculationParams
     drafter_address: str = ""
     max_wait_s: float | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,7 @@ class VerifierSession:
             price=self.price,
             room=self.room,
             acceptance=self.acceptance,
+            traceparent=self.request.traceparent,
         )
 
     def _new_tree(self) -> DraftTree:

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from prometheus_client import CollectorRegistry
+
 from paceline.config import loggable, parse
 from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.credentials import load_tls
@@ -18,10 +20,11 @@ from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
 from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.engine.budget import draft_scratch_blocks
 from paceline.engine.process import prepare_process
-from paceline.hosting import log_memory, serve_model
+from paceline.hosting import log_memory, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
+from paceline.obs.tracing import Tracing
 from paceline.rpc.v1 import drafter_pb2_grpc
 from paceline.serving import run
 
@@ -46,14 +49,21 @@ async def serve(config: DrafterConfig) -> None:
         Exception: Whatever broke the engine.
     """
     logger.info("starting", extra=loggable(config))
+    registry = service_registry(DRAFTER)
+    # A drafter follows its verifiers and begins no trace.
+    async with traces_of(config, DRAFTER, registry, sample_ratio=0.0) as tracing:
+        await _serve(config, registry, tracing)
+
+
+async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracing: Tracing) -> None:
     tls = load_tls(config.tls_dir, DRAFTER)
     prepare_process(config.cpus, idle=config.idle_priority)
     identity = checkpoint_of(config).identity()
-    registry = service_registry(DRAFTER)
     host = DraftHost(
         identity=identity,
         make_engine=lambda: make_engine(config, identity),
         metrics=DrafterMetrics(registry),
+        tracing=tracing,
     )
     await serve_model(
         host,

@@ -32,6 +32,9 @@ class DrafterConfig:
     metrics_port: int = setting(8202, help="Prometheus port; 0 picks a free one.", low=0, high=65535)
     redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
     replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
+    otlp_traces_endpoint: str = setting(
+        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+    )
     dtype: str = setting("auto", help="Weight type.", choices=("auto", "bfloat16", "float32"))
     device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
     threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)

@@ -10,9 +10,11 @@ from contextlib import suppress
 
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
+from paceline.drafter.tracing import DraftTraces
 from paceline.drafting.draft_model import DraftEngine, DraftEvent, DraftOutput, VerifierLeft, VerifierSaid
 from paceline.engine.bridge import EngineThread
 from paceline.obs.metrics import DrafterMetrics, rows_label
+from paceline.obs.tracing import OFF, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +31,19 @@ class DraftHost:
         identity: The draft model.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
+        tracing: Where sessions are traced.
     """
 
     def __init__(
-        self, *, identity: ModelIdentity, make_engine: Callable[[], DraftEngine], metrics: DrafterMetrics
+        self,
+        *,
+        identity: ModelIdentity,
+        make_engine: Callable[[], DraftEngine],
+        metrics: DrafterMetrics,
+        tracing: Tracing = OFF,
     ) -> None:
         self.identity = identity
+        self._traces = DraftTraces(tracing)
         self._metrics = metrics
         self._engine: EngineThread[DraftEvent, DraftOutput] = EngineThread(make_engine, self._deliver, "draft")
         self._outboxes: dict[int, _Outbox] = {}
@@ -91,6 +100,7 @@ class DraftHost:
                 yield messages
         finally:
             reader.cancel()
+            self._traces.left(link)
             del self._outboxes[link]
             self._metrics.num_streams.set(len(self._outboxes))
             with suppress(UnavailableError):
@@ -99,6 +109,7 @@ class DraftHost:
     async def _read(self, link: int, requests: AsyncIterator[Sequence[ToDrafter]], outbox: _Outbox) -> None:
         try:
             async for messages in requests:
+                self._traces.heard(link, messages)
                 self._engine.post(VerifierSaid(link=link, messages=messages))
             _replace(outbox, UnavailableError("the verifier ended its side of the stream"))
         except PacelineError as error:
@@ -112,6 +123,7 @@ class DraftHost:
             outbox = self._outboxes.get(link)
             if outbox is None:
                 continue
+            self._traces.said(link, messages)
             try:
                 outbox.put_nowait(messages)
             except asyncio.QueueFull:

@@ -421,7 +421,10 @@ class TargetEngine:
             self._report.accepted_by.update(node.first_source for node in accepted)
             self._report.num_hits += pruning.hit
             self._report.num_misses += not pruning.hit
-        return self._hand_out(session, base_len)
+        outcome = self._hand_out(session, base_len)
+        if session.traced:
+            self._report.traced.append(session.round(len(each.nodes), len(accepted), batch_size))
+        return outcome
 
     def _compact(self, session: TargetSession, accepted: Sequence[Node], each: _Verification) -> None:
         if accepted:
@@ -448,7 +451,10 @@ class TargetEngine:
             return self._fail(session, error)
         session.draft.commit(verdict.token_ids, verdict.chances)
         session.draft.tally.count(num_draft_tokens=0, num_accepted=0, hit=False, batch_size=batch_size)
-        return self._hand_out(session, base_len)
+        outcome = self._hand_out(session, base_len)
+        if session.traced:
+            self._report.traced.append(session.start())
+        return outcome
 
     def _hand_out(self, session: TargetSession, base_len: int) -> _Outcome:
         now_s = self._clock()

@@ -71,9 +71,49 @@ class TargetLimits:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStart:
+    """A session that is traced got a token from its prompt; again, where it was preempted and computed anew.
+
+    Attributes:
+        serial: The session's.
+        submitted_s: When it came, by the engine's clock, as all times here.
+        admitted_s: When it first got a place.
+        at_s: When the token was committed.
+        num_cached_tokens: Tokens of its prompt that the prefix cache had.
+    """
+
+    serial: int
+    submitted_s: float
+    admitted_s: float
+    at_s: float
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedRound:
+    """One decoding step of a session that is traced.
+
+    Attributes:
+        serial: The session's.
+        at_s: When its tokens were committed.
+        gamma: Draft tokens verified.
+        num_accepted: Of these, those that matched.
+        batch_size: Sessions that committed tokens in the step.
+        price: Of the step.
+    """
+
+    serial: int
+    at_s: float
+    gamma: int
+    num_accepted: int
+    batch_size: int
+    price: float
+
+
 @dataclass(slots=True)
 class StepReport:
-    """What one step did, for metrics."""
+    """What one step did, for metrics and traces."""
 
     seconds: float = 0.0
     num_rows: int = 0
@@ -103,6 +143,7 @@ class StepReport:
     kv_usage: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    traced: list[TracedStart | TracedRound] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

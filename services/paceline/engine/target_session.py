@@ -29,6 +29,7 @@ from paceline.engine.blocks import BlockPool
 from paceline.engine.sampler import RowSampler
 from paceline.engine.sequence import KVSequence
 from paceline.engine.sources import AnySource, Follower
+from paceline.engine.target_events import TracedRound, TracedStart
 
 # With fewer tokens to go, waiting for drafts cannot pay for itself.
 SHORT_REMAINDER = 10
@@ -96,6 +97,7 @@ class TargetSession:
         now_s: float,
     ) -> None:
         self.serial = serial
+        self.traced = bool(request.traceparent)
         self._rule = rule
         sampling = request.sampling
         self.draft = VerifierSession(request, calibrations, rule.name)
@@ -271,6 +273,28 @@ class TargetSession:
             logprobs=logprobs,
             result=self._result(now_s),
             lossy=self._rule.lossy,
+        )
+
+    def start(self) -> TracedStart:
+        """How it came to the token just handed out, for its trace."""
+        assert self._admitted_s is not None, "tokens are for sessions that have a place"
+        return TracedStart(
+            serial=self.serial,
+            submitted_s=self._submitted_s,
+            admitted_s=self._admitted_s,
+            at_s=self.committed_s,
+            num_cached_tokens=self._num_cached,
+        )
+
+    def round(self, gamma: int, num_accepted: int, batch_size: int) -> TracedRound:
+        """The step that committed the tokens just handed out, for its trace."""
+        return TracedRound(
+            serial=self.serial,
+            at_s=self.committed_s,
+            gamma=gamma,
+            num_accepted=num_accepted,
+            batch_size=batch_size,
+            price=self.draft.price,
         )
 
     def _result(self, now_s: float) -> GenerateResult | None:

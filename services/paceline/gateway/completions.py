@@ -23,8 +23,11 @@ from paceline.gateway.choices import chat_sessions, completion_sessions
 from paceline.gateway.exchange import DONE, JSON_HEADERS, STREAM_HEADERS, Exchange, to_json
 from paceline.gateway.merge import merged, until_disconnect
 from paceline.gateway.pieces import Ending, Event
+from paceline.gateway.request_trace import RequestTrace
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions import Sessions
+from paceline.obs.attributes import CHAT, TEXT_COMPLETION
+from paceline.obs.tracing import TRACEPARENT, Tracing
 
 # Larger bodies are read in a thread, so that no stream waits for a tokenizer.
 MAX_INLINE_BYTES = 16 * 1024
@@ -52,22 +55,26 @@ class _Order:
 class CompletionEndpoint:
     """POST /v1/completions or /v1/chat/completions."""
 
-    def __init__(self, sessions: Sessions, limits: BodyLimits, *, chat: bool) -> None:
+    def __init__(self, sessions: Sessions, limits: BodyLimits, tracing: Tracing, *, chat: bool) -> None:
         self._sessions = sessions
         self._limits = limits
+        self._tracing = tracing
         self._chat = chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; errors become error objects, nothing is raised to the server."""
-        exchange = Exchange(send)
-        try:
-            with self._sessions.errors_counted():
-                order = await self._read_order(Request(scope, receive))
-            await until_disconnect(receive, self._answer(order, exchange))
-        except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
-            await exchange.fail(error)
+        request = Request(scope, receive)
+        operation = CHAT if self._chat else TEXT_COMPLETION
+        with RequestTrace(self._tracing, operation, request.headers.get(TRACEPARENT, "")) as trace:
+            exchange = Exchange(send, trace.fail)
+            try:
+                with self._sessions.errors_counted():
+                    order = await self._read_order(request, trace)
+                await until_disconnect(receive, self._answer(order, exchange, trace))
+            except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
+                await exchange.fail(error)
 
-    async def _read_order(self, request: Request) -> _Order:
+    async def _read_order(self, request: Request, trace: RequestTrace) -> _Order:
         raw = await read_body(
             request.stream(),
             request.headers.get("content-length"),
@@ -75,10 +82,10 @@ class CompletionEndpoint:
             timeout_s=self._limits.timeout_s,
         )
         if len(raw) <= MAX_INLINE_BYTES:
-            return self._order(raw)
-        return await asyncio.to_thread(self._order, raw)
+            return self._order(raw, trace)
+        return await asyncio.to_thread(self._order, raw, trace)
 
-    def _order(self, raw: bytes) -> _Order:
+    def _order(self, raw: bytes, trace: RequestTrace) -> _Order:
         fields = parse_json_object(raw)
         request_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         body: CommonBody
@@ -90,7 +97,8 @@ class CompletionEndpoint:
             body = completion = parse_body(CompletionBody, fields)
             model = self._sessions.model(body.model)
             requests = completion_sessions(completion, model, request_id)
-        requests = [replace(request, api_key=current_caller().name) for request in requests]
+        requests = [replace(request, api_key=current_caller().name, span=trace.span) for request in requests]
+        trace.asked(requests, request_id, body.n)
         answer = Answer(
             chat=self._chat,
             request_id=request_id,
@@ -101,10 +109,10 @@ class CompletionEndpoint:
         )
         return _Order(body=body, requests=requests, answer=answer)
 
-    async def _answer(self, order: _Order, exchange: Exchange) -> None:
+    async def _answer(self, order: _Order, exchange: Exchange, trace: RequestTrace) -> None:
         try:
             with self._sessions.errors_counted(), self._sessions.admitted(len(order.requests), current_caller()):
-                runs = [self._sessions.run(request) for request in order.requests]
+                runs = [trace.watch(self._sessions.run(request)) for request in order.requests]
                 async with aclosing(merged(runs)) as events:
                     if order.body.stream:
                         await _stream(order, events, exchange)

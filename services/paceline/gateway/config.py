@@ -62,6 +62,12 @@ class GatewayConfig:
         low=0,
         high=3600,
     )
+    otlp_traces_endpoint: str = setting(
+        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+    )
+    trace_sample_ratio: float = setting(
+        0.1, help="Share of requests that are traced; a caller's traceparent decides for its own.", low=0, high=1
+    )
     refresh_s: float = setting(0.5, help="Pause between two readings of the registry.", unit="s", low=0.05)
     record_interval_s: float = setting(0.5, help="Pause between two writings of session records.", unit="s", low=0.05)
     record_ttl_s: float = setting(600.0, help="Life of a session record after its last change.", unit="s", low=1)

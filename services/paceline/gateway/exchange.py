@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import Send
@@ -34,8 +35,15 @@ class ClientStalledError(Exception):
 class Exchange:
     """One response under way: knows whether it has begun."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, on_error: Callable[[Exception], None] = lambda _: None) -> None:
+        """Sends nothing yet.
+
+        Args:
+            send: The server's.
+            on_error: Told of the error that ends the response.
+        """
         self._send = send
+        self._on_error = on_error
         self._begun = False
 
     async def begin(self, status: int, headers: dict[str, str]) -> None:
@@ -58,6 +66,7 @@ class Exchange:
 
     async def fail(self, error: Exception) -> None:
         """Tells the client of an error: by status before the first byte, by an event after it."""
+        self._on_error(error)
         if isinstance(error, ClientStalledError):
             _log.info("a client has stopped reading its stream", extra={"timeout_s": SEND_TIMEOUT_S})
             return

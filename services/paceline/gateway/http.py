@@ -20,6 +20,7 @@ from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
 from paceline.gateway.sessions import Sessions
+from paceline.obs.tracing import OFF, Tracing
 
 OWNER = "paceline"
 
@@ -32,6 +33,7 @@ def create_app(
     limits: BodyLimits,
     started_s: int,
     console: ConsoleFeed | None = None,
+    tracing: Tracing = OFF,
 ) -> FastAPI:
     """Returns the application.
 
@@ -42,10 +44,11 @@ def create_app(
         limits: Bounds of request bodies.
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
+        tracing: Where requests are traced.
     """
     app = FastAPI(title="Paceline gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
-        endpoint = CompletionEndpoint(sessions, limits, chat=chat)
+        endpoint = CompletionEndpoint(sessions, limits, tracing, chat=chat)
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
 
     if console is not None:

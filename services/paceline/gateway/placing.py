@@ -20,6 +20,8 @@ from paceline.gateway.records import SessionTrail
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.routing import Router, able_verifiers, choose_drafter
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
+from paceline.obs import attributes as names
+from paceline.obs.tracing import Attributes, Kind, Span
 from paceline.store.base import Replica
 
 # Pause before a session tries verifiers again that have all just failed it.
@@ -89,7 +91,7 @@ class Placer:
             generate = self._generate(request, trail, epoch)
             known = len(trail.token_ids)
             try:
-                async with aclosing(self._on_verifier(verifier, generate, trail)) as steps:
+                async with aclosing(self._on_verifier(verifier, generate, trail, request.span)) as steps:
                     async for step in steps:
                         trail.extend(step.token_ids)
                         yield step
@@ -173,7 +175,7 @@ class Placer:
         )
 
     async def _on_verifier(
-        self, verifier: Replica, generate: GenerateRequest, trail: SessionTrail
+        self, verifier: Replica, generate: GenerateRequest, trail: SessionTrail, span: Span
     ) -> AsyncGenerator[CommittedTokens, None]:
         """Runs a session on one verifier, counted and recorded."""
         assert verifier.identity is not None, "a verifier without identity is never chosen"
@@ -185,9 +187,27 @@ class Placer:
         held = [verifier.replica_id, drafter_id]
         self._in_flight.update(held)
         try:
-            async with aclosing(self._client.generate(verifier.address, generate)) as steps:
-                async for step in steps:
-                    yield step
+            with _placement_span(span, generate, verifier, drafter_id) as placement:
+                if placement.traceparent:
+                    generate = replace(generate, traceparent=placement.traceparent)
+                async with aclosing(self._client.generate(verifier.address, generate)) as steps:
+                    async for step in steps:
+                        yield step
         finally:
             self._in_flight.subtract(held)
             self._router.follow(verifier, trail.token_ids)
+
+
+def _placement_span(span: Span, generate: GenerateRequest, verifier: Replica, drafter_id: str) -> Span:
+    """Starts the span of one placement below the request's."""
+    if not span.recording:
+        return span
+    attributes: Attributes = {
+        names.SESSION_ID: generate.session_id,
+        names.EPOCH: generate.epoch,
+        names.VERIFIER: verifier.replica_id,
+        names.SERVER_ADDRESS: verifier.address,
+        names.DRAFTER: drafter_id,
+        names.NUM_COMMITTED_TOKENS: len(generate.committed_token_ids),
+    }
+    return span.child("placement", kind=Kind.CLIENT, attributes=attributes)

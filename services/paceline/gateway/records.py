@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -43,11 +43,14 @@ class RecordStore(Protocol):
 def session_record(request: SessionRequest, owner: str) -> SessionRecord:
     """Returns the record of a session before its first placement."""
     prompt = np.asarray(request.prompt_token_ids, dtype="<u4").tobytes()
-    parameters = {
+    parameters: dict[str, Any] = {
         "sampling": asdict(request.sampling),
         "speculation": asdict(request.speculation),
         "stop": list(request.stops),
     }
+    if request.span.recording:
+        # Whoever goes on with the session goes on with the trace.
+        parameters["traceparent"] = request.span.traceparent
     return SessionRecord(
         session_id=request.session_id,
         epoch=request.epoch,

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import FinishReason, ModelIdentity
 from paceline.core.params import MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
 from paceline.gateway.text import TextCodec, check_unicode
+from paceline.obs.tracing import UNRECORDED, Span
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
@@ -49,6 +50,8 @@ class SessionRequest:
         offset: Generated tokens that the client has already.
         token_fates: Whether to say how each token came about.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
+        traceparent: Trace context of the recorded request that it began with, if another call has it now.
+        span: The request span.
     """
 
     model: ServedModel
@@ -65,6 +68,8 @@ class SessionRequest:
     offset: int = 0
     token_fates: bool = False
     finished: FinishReason | None = None
+    traceparent: str = ""
+    span: Span = field(default=UNRECORDED, compare=False)
 
 
 def new_seed() -> int:

@@ -89,6 +89,7 @@ class Resumption:
             committed_token_ids=logged.token_ids[record.prompt_len :],
             offset=offset,
             finished=FinishReason(state.value) if state.finished else None,
+            traceparent=parameters.get("traceparent", ""),
         )
 
 

@@ -36,6 +36,7 @@ from paceline.gateway.text import TextCodec
 from paceline.gateway.verifier_client import Deadlines, VerifierClient
 from paceline.obs.families import service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
+from paceline.obs.tracing import Tracing, open_tracing
 from paceline.rpc.v1 import gateway_pb2_grpc
 from paceline.serving import GrpcServer, start_grpc_server
 from paceline.store.announcer import announced
@@ -78,6 +79,26 @@ async def serve(
     registry = service_registry(GATEWAY)
     # Known before any port is, since records name their owner.
     replica_id = config.replica_id or f"{GATEWAY}-{uuid.uuid4().hex[:12]}"
+    async with open_tracing(
+        config.otlp_traces_endpoint,
+        config.trace_sample_ratio,
+        role=GATEWAY,
+        replica_id=replica_id,
+        registry=registry,
+    ) as tracing:
+        await _serve(config, store, codecs, stop, on_ready, replica_id, registry, tracing)
+
+
+async def _serve(
+    config: GatewayConfig,
+    store: Store,
+    codecs: Mapping[str, TextCodec],
+    stop: asyncio.Event,
+    on_ready: Callable[[Addresses], None],
+    replica_id: str,
+    registry: CollectorRegistry,
+    tracing: Tracing,
+) -> None:
     fleet = Fleet(store, codecs)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     deadlines = Deadlines(first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s)
@@ -106,8 +127,9 @@ async def serve(
         limits=BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s),
         started_s=int(time.time()),
         console=console,
+        tracing=tracing,
     )
-    servicer = GatewayServicer(sessions, fleet, Resumption(store, fleet, replica_id))
+    servicer = GatewayServicer(sessions, fleet, Resumption(store, fleet, replica_id), tracing)
     async with (
         _background(config, fleet, client, records, follow_fleet),
         guard(config, sessions.count_error) as access,

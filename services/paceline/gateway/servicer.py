@@ -14,6 +14,7 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.callers import current_caller
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.pieces import Ending, Piece
+from paceline.gateway.request_trace import RequestTrace
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     ServedModel,
@@ -26,6 +27,8 @@ from paceline.gateway.requests import (
 )
 from paceline.gateway.resume import Resumption
 from paceline.gateway.sessions import Sessions
+from paceline.obs.attributes import OFFSET, TEXT_COMPLETION
+from paceline.obs.tracing import OFF, Tracing
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.wire import (
     identity_to_pb,
@@ -41,8 +44,9 @@ SERVICE_NAME = "paceline.rpc.v1.Gateway"
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """Serves `paceline.rpc.v1.Gateway`."""
 
-    def __init__(self, sessions: Sessions, fleet: Fleet, resumption: Resumption) -> None:
+    def __init__(self, sessions: Sessions, fleet: Fleet, resumption: Resumption, tracing: Tracing = OFF) -> None:
         self._sessions = sessions
+        self._tracing = tracing
         self._fleet = fleet
         self._resumption = resumption
 
@@ -50,29 +54,35 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GatewayGenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         """Streams one completion; a client that sets a deadline is not made to wait beyond it for its turn."""
-        with self._sessions.errors_counted():
-            session = replace(self._session(request), max_wait_s=context.time_remaining())
-        with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
-            async with aclosing(self._stream(session)) as responses:
-                async for response in responses:
-                    yield response
+        with RequestTrace(self._tracing, TEXT_COMPLETION, self._tracing.incoming(context)) as trace:
+            with self._sessions.errors_counted():
+                session = replace(self._session(request), max_wait_s=context.time_remaining(), span=trace.span)
+            with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
+                async with aclosing(self._stream(session, trace)) as responses:
+                    async for response in responses:
+                        yield response
 
     async def Resume(
         self, request: gateway_pb2.ResumeRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
-        """Streams what is left of a completion."""
-        del context
+        """Streams what is left of a completion, in the trace that it began in unless the client names another."""
         # A gateway that has no place for the session must not take it from whoever runs it.
         with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
             session = await self._resumption.claim(request.session_id, request.offset, current_caller().name)
-            async with aclosing(self._stream(session)) as responses:
-                async for response in responses:
-                    yield response
+            traceparent = self._tracing.incoming(context) or session.traceparent
+            with RequestTrace(self._tracing, TEXT_COMPLETION, traceparent) as trace:
+                trace.span.set({OFFSET: request.offset})
+                async with aclosing(self._stream(replace(session, span=trace.span), trace)) as responses:
+                    async for response in responses:
+                        yield response
 
-    async def _stream(self, session: SessionRequest) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
+    async def _stream(
+        self, session: SessionRequest, trace: RequestTrace
+    ) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
+        trace.asked([session], session.session_id)
         # At once, so that a client knows what to resume even if it never gets a token from here.
         yield gateway_pb2.GatewayGenerateResponse(session_id=session.session_id)
-        async with aclosing(self._sessions.run(session)) as events:
+        async with aclosing(trace.watch(self._sessions.run(session))) as events:
             async for event in events:
                 yield _response(session.session_id, event)
 

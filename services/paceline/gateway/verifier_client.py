@@ -15,6 +15,7 @@ import grpc
 from paceline.core.errors import PacelineError, RemoteProtocolError, UnavailableError
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.credentials import FleetTls, channel
+from paceline.obs.tracing import TRACEPARENT
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS, error_from_rpc
 from paceline.wire import committed_from_pb, generate_request_to_pb
@@ -98,7 +99,8 @@ class VerifierClient:
         """
         if self.aborted:
             raise UnavailableError(self._abort_reason)
-        call: _Call = self._stub(address).Generate(generate_request_to_pb(request))
+        metadata = ((TRACEPARENT, request.traceparent),) if request.traceparent else None
+        call: _Call = self._stub(address).Generate(generate_request_to_pb(request), metadata=metadata)
         running = RunningCall(
             session_id=request.session_id, epoch=request.epoch, address=address, heard_s=self._clock()
         )

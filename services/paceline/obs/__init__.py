@@ -1,1 +1,1 @@
-"""Metrics and logging."""
+"""Metrics, traces and logging."""

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _NEEDS_QUOTES = frozenset(' "=\\')
+
+# Trace of the request that a task serves, if that is recorded; it stands in all lines of the task.
+current_trace_id: ContextVar[str] = ContextVar("trace_id", default="")
 
 
 def setup_logging(service: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
@@ -41,6 +45,9 @@ class KeyValueFormatter(logging.Formatter):
             ("logger", record.name),
             ("msg", record.getMessage()),
         ]
+        trace_id = current_trace_id.get()
+        if trace_id:
+            pairs.append(("trace_id", trace_id))
         extra = vars(record).items()
         pairs += [(key, value) for key, value in extra if key not in _STANDARD_ATTRIBUTES]
         if record.exc_info:

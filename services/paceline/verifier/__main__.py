@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from prometheus_client import CollectorRegistry
+
 from paceline.config import loggable, parse
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, GenerateRequest, ModelIdentity
@@ -27,10 +29,11 @@ from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Submit, TargetLimits
-from paceline.hosting import log_memory, serve_model
+from paceline.hosting import log_memory, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.tracing import Tracing
 from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.serving import run
 from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
@@ -59,6 +62,12 @@ async def serve(config: VerifierConfig) -> None:
         Exception: Whatever broke the engine.
     """
     logger.info("starting", extra=loggable(config))
+    registry = service_registry(VERIFIER)
+    async with traces_of(config, VERIFIER, registry, sample_ratio=config.trace_sample_ratio) as tracing:
+        await _serve(config, registry, tracing)
+
+
+async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: Tracing) -> None:
     tls = load_tls(config.tls_dir, VERIFIER)
     prepare_process(config.cpus, spare_cpus=config.spare_cpus)
     speculation = speculation_from(config.speculative_config)
@@ -67,7 +76,6 @@ async def serve(config: VerifierConfig) -> None:
     # What others may ask for is what fits here, not what the model could do.
     head = speculation.eagle3_model
     identity = replace(own_identity, context_len=max_model_len, states_hash="" if head is None else states_hash(head))
-    registry = service_registry(VERIFIER)
     host = TargetHost(
         identity=identity,
         max_model_len=max_model_len,
@@ -80,13 +88,15 @@ async def serve(config: VerifierConfig) -> None:
         make_engine=lambda: make_engine(config, identity, speculation),
         metrics=VerifierMetrics(registry),
         tls=tls,
+        tracing=tracing,
     )
+    servicer = VerifierServicer(host, tracing)
     await serve_model(
         host,
         config,
         role=VERIFIER,
         service_name="paceline.rpc.v1.Verifier",
-        add_servicer=lambda server: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), server),
+        add_servicer=lambda server: verifier_pb2_grpc.add_VerifierServicer_to_server(servicer, server),
         registry=registry,
         follow=host.follow,
         tls=tls,

@@ -102,6 +102,12 @@ class VerifierConfig:
             "posterior_threshold and posterior_alpha (of that rule, default 0.09 and 0.3)."
         ),
     )
+    otlp_traces_endpoint: str = setting(
+        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+    )
+    trace_sample_ratio: float = setting(
+        0.1, help="Share of sessions that are traced; a gateway's traceparent decides for its own.", low=0, high=1
+    )
     grace_s: float = setting(
         15.0, help="Time that running sessions get to finish on SIGTERM.", unit="s", low=0, high=3600
     )

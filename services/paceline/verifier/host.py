@@ -20,12 +20,14 @@ from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread, Stepper
 from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Paired, Submit, TargetEvent, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.tracing import OFF, Tracing
 from paceline.store.base import Replica, Store
 from paceline.store.view import RegistryView
 from paceline.verifier.checks import check_request
 from paceline.verifier.links import DrafterLink
 from paceline.verifier.metrics import record_output, record_served_by
 from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter, of_methods, spare_drafter
+from paceline.verifier.tracing import SessionTrace
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class TargetHost:
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
         tls: Certificate to show to drafters; None: plain text.
+        tracing: Where sessions are traced.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class TargetHost:
         make_engine: Callable[[], Stepper[TargetEvent, TargetOutput]],
         metrics: VerifierMetrics,
         tls: FleetTls | None = None,
+        tracing: Tracing = OFF,
     ) -> None:
         self.identity = identity
         self._max_model_len = max_model_len
@@ -95,10 +99,12 @@ class TargetHost:
         self._own_drafter = own_drafter
         self._metrics = metrics
         self._tls = tls
+        self._tracing = tracing
         self._engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(make_engine, self._deliver, "target")
         # Each queue is bounded by its session's max_tokens.
         # By serial: a session id may come back while outputs of its cancelled namesake are under way.
         self._streams: dict[int, _Stream] = {}
+        self._traces: dict[int, SessionTrace] = {}
         self._serials = itertools.count(1)
         self._under_way: dict[str, _UnderWay] = {}
         self._links: dict[str, DrafterLink] = {}
@@ -204,22 +210,30 @@ class TargetHost:
             OverloadedError: Too many sessions.
             UnavailableError: The verifier shuts down or its engine died.
         """
+        with SessionTrace(self._tracing, request) as trace:
+            request = trace.hand_on(self._taken_in(request))
+            with self._stream(request, trace) as stream:
+                while True:
+                    committed = await stream.get()
+                    if isinstance(committed, PacelineError):
+                        raise committed
+                    if committed.result is not None:
+                        trace.ended(committed.result)
+                    yield committed
+                    if committed.result is not None:
+                        return
+
+    def _taken_in(self, request: GenerateRequest) -> GenerateRequest:
+        """Checks a request, and gives it the drafter that is to draft for it."""
         check_request(
             request, self.identity, max_model_len=self._max_model_len, methods=self._methods, rules=self._rules
         )
         self._admit(request)
         if self._own_drafter or not self._tier_methods(request):
-            request = replace(request, drafter_address=self._own_drafter if self._tier_methods(request) else "")
-        elif request.drafter_address and request.speculation.cap:
+            return replace(request, drafter_address=self._own_drafter if self._tier_methods(request) else "")
+        if request.drafter_address and request.speculation.cap:
             self._dial(request.drafter_address)
-        with self._stream(request) as stream:
-            while True:
-                committed = await stream.get()
-                if isinstance(committed, PacelineError):
-                    raise committed
-                yield committed
-                if committed.result is not None:
-                    return
+        return request
 
     def _tier_methods(self, request: GenerateRequest) -> frozenset[str]:
         return frozenset(request.speculation.methods or self._methods) & frozenset(TIER_METHODS)
@@ -241,11 +255,13 @@ class TargetHost:
             check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
 
     @contextmanager
-    def _stream(self, request: GenerateRequest) -> Iterator[_Stream]:
+    def _stream(self, request: GenerateRequest, trace: SessionTrace) -> Iterator[_Stream]:
         stream: _Stream = asyncio.Queue()
         serial = next(self._serials)
         self._fence(request)
         self._streams[serial] = stream
+        if trace.recording:
+            self._traces[serial] = trace
         mine = _UnderWay(
             serial=serial,
             epoch=request.epoch,
@@ -262,6 +278,7 @@ class TargetHost:
         finally:
             self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
             del self._streams[serial]
+            self._traces.pop(serial, None)
             if self._under_way.get(request.session_id) is mine:
                 del self._under_way[request.session_id]
             self._count_drafted(mine, -1)
@@ -326,6 +343,9 @@ class TargetHost:
     def _deliver(self, output: TargetOutput) -> None:
         report = output.report
         self._num_places = report.num_running if report.num_waiting else self._max_num_seqs
+        for seen in report.traced:
+            if seen.serial in self._traces:
+                self._traces[seen.serial].saw(seen)
         # Drafters first: they are at rest until they hear of the commit, and clients are not.
         for address, to_drafter in output.to_drafters.items():
             if address in self._links:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from paceline.core.acceptance import DEFAULT_KEEP, MAX_WEIGHT, SparseDraft
@@ -34,6 +35,7 @@ MAX_CONFIDENCE = 255
 # Far more than any model's hidden states have.
 MAX_STATE_WIDTH = 65_536
 BFLOAT16_BYTES = 2
+TRACE_CONTEXT = "00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 
 
 def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | None = None) -> drafter_pb2.DraftRequest:
@@ -119,6 +121,7 @@ def _open_to_pb(message: OpenSession) -> drafter_pb2.OpenSession:
         price=message.price,
         room=message.room,
         acceptance=message.acceptance,
+        traceparent=message.traceparent,
     )
 
 
@@ -147,7 +150,14 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
         price=_price("OpenSession", entry.price),
         room=entry.room,
         acceptance=acceptance,
+        traceparent=_trace_context(entry.traceparent),
     )
+
+
+def _trace_context(value: str) -> str:
+    if value and not re.fullmatch(TRACE_CONTEXT, value):
+        raise RemoteProtocolError(f"OpenSession.traceparent: must be a W3C trace context, got {value[:64]!r}")
+    return value
 
 
 def _commit_to_pb(message: Commit) -> drafter_pb2.Commit:

@@ -61,8 +61,12 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
     )
 
 
-def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest) -> GenerateRequest:
+def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest, traceparent: str = "") -> GenerateRequest:
     """Decodes one session for a verifier; absent `speculation` means its defaults.
+
+    Args:
+        message: What came.
+        traceparent: What came beside it, as metadata.
 
     Raises:
         InvalidRequestError: A field is missing or outside its limits; no vocabulary is known here.
@@ -89,6 +93,7 @@ def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest) -> G
         speculation=speculation,
         drafter_address=message.drafter_address,
         max_wait_s=message.max_wait_ns / NS_PER_S if message.HasField("max_wait_ns") else None,
+        traceparent=traceparent,
     )
 
 

@@ -83,6 +83,16 @@ def test_free_ports_are_all_different() -> None:
     assert 0 not in ports
 
 
+def test_where_traces_go_is_told_to_all_services_and_the_ratio_to_those_that_begin_them() -> None:
+    spec = fleet("--otlp-traces-endpoint", "http://c:4317", "--trace-sample-ratio", "0.25")
+    share = CpuShare(num_threads=1, cpus=())
+    children = [model_child(spec, each, share, Path("/m"), "redis://r", Path("/l"), {}) for each in (VERIFIER, DRAFTER)]
+    children.append(gateway_child(spec, GATEWAY, Path("/m"), "redis://r", Path("/l"), {}))
+    told = [(flags(each).get("--otlp-traces-endpoint"), flags(each).get("--trace-sample-ratio")) for each in children]
+    assert told == [("http://c:4317", "0.25"), ("http://c:4317", None), ("http://c:4317", "0.25")]
+    assert "--otlp-traces-endpoint" not in verifier_flags(fleet())
+
+
 def test_without_drafter_none_is_planned() -> None:
     roles = {endpoint.role for endpoint in plan_endpoints(load_free("--no-drafter"))}
     assert roles == {"verifier", "gateway"}

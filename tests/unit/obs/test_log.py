@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import io
 import logging
 import shlex
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.obs.log import setup_logging
+from paceline.obs.log import current_trace_id, setup_logging
 
 
 @pytest.fixture
@@ -25,6 +26,18 @@ def stream() -> Iterator[io.StringIO]:
 
 def fields(line: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in shlex.split(line))
+
+
+def test_lines_of_a_traced_request_name_its_trace_and_others_do_not(stream: io.StringIO) -> None:
+    def serve(trace_id: str) -> None:
+        current_trace_id.set(trace_id)
+        logging.getLogger("x").info("served")
+
+    contextvars.copy_context().run(serve, "abc")
+    logging.getLogger("x").info("idle")
+    served, idle = stream.getvalue().splitlines()
+    assert fields(served)["trace_id"] == "abc"
+    assert "trace_id" not in fields(idle)
 
 
 def test_a_line_has_time_level_service_message_and_extras(stream: io.StringIO) -> None:

@@ -78,6 +78,7 @@ class OpenSession(google.protobuf.message.Message):
     PRICE_FIELD_NUMBER: builtins.int
     ROOM_FIELD_NUMBER: builtins.int
     ACCEPTANCE_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session."""
     epoch: builtins.int
@@ -92,6 +93,8 @@ class OpenSession(google.protobuf.message.Message):
     """Acceptance rule; empty: "coupled". Under "rejection" and "block" the tree is a chain, and every guess is sampled
     from the very distribution that is sent with it.
     """
+    traceparent: builtins.str
+    """W3C trace context of the verifier's span, for a session that is traced; empty: it is not."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt and committed tokens so far."""
@@ -111,9 +114,10 @@ class OpenSession(google.protobuf.message.Message):
         price: builtins.float = ...,
         room: builtins.int = ...,
         acceptance: builtins.str = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acceptance", b"acceptance", "epoch", b"epoch", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance", b"acceptance", "epoch", b"epoch", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 

@@ -1,0 +1,116 @@
+"""Spans of the sessions that a drafter drafts for, made in the event loop from what goes over the streams.
+
+A drafter begins no traces: a session is traced where its verifier says so when it opens it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.messages import (
+    CloseSession,
+    Commit,
+    DraftNodes,
+    LaggingSession,
+    OpenSession,
+    ToDrafter,
+    ToVerifier,
+)
+from paceline.obs import attributes as names
+from paceline.obs.tracing import Attributes, Span, Tracing
+
+# Sessions beyond are not traced; a verifier may open any number.
+MAX_TRACED = 4096
+
+_Key = tuple[int, str]
+
+
+@dataclass(slots=True, kw_only=True)
+class _DraftTrace:
+    """One traced session, from its opening to its end."""
+
+    span: Span
+    epoch: int
+    committed_len: int
+    num_commits: int = 0
+    num_nodes: int = 0
+    num_lagging: int = 0
+    max_lag_tokens: int = 0
+
+    def end(self) -> None:
+        """Ends the span."""
+        self.span.set(
+            {
+                names.NUM_COMMITS: self.num_commits,
+                names.NUM_NODES: self.num_nodes,
+                names.NUM_LAGGING: self.num_lagging,
+                names.MAX_LAG_TOKENS: self.max_lag_tokens,
+            }
+        )
+        self.span.end()
+
+
+class DraftTraces:
+    """The traced sessions of all streams.
+
+    Args:
+        tracing: Where their spans are recorded.
+    """
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+        self._traces: dict[_Key, _DraftTrace] = {}
+
+    def heard(self, link: int, messages: Sequence[ToDrafter]) -> None:
+        """A verifier said this over its stream."""
+        if not self._tracing.on:
+            return
+        for message in messages:
+            key = (link, message.session_id)
+            match message:
+                case OpenSession():
+                    self._end(key)
+                    if message.traceparent and len(self._traces) < MAX_TRACED:
+                        self._open(key, message)
+                case Commit() if key in self._traces:
+                    trace = self._traces[key]
+                    trace.num_commits += 1
+                    trace.committed_len = max(trace.committed_len, message.base_len + len(message.token_ids))
+                case CloseSession() if key in self._traces and message.epoch >= self._traces[key].epoch:
+                    self._end(key)
+
+    def said(self, link: int, messages: Sequence[ToVerifier]) -> None:
+        """The drafter said this over that stream."""
+        if not self._traces:
+            return
+        for message in messages:
+            trace = self._traces.get((link, message.session_id))
+            if trace is None:
+                continue
+            match message:
+                case DraftNodes():
+                    trace.num_nodes += len(message.nodes)
+                    trace.max_lag_tokens = max(trace.max_lag_tokens, trace.committed_len - message.base_len)
+                case LaggingSession():
+                    trace.num_lagging += 1
+
+    def left(self, link: int) -> None:
+        """A stream ended, and its sessions with it."""
+        for key in [key for key in self._traces if key[0] == link]:
+            self._end(key)
+
+    def _open(self, key: _Key, message: OpenSession) -> None:
+        attributes: Attributes = {
+            names.SESSION_ID: message.session_id,
+            names.EPOCH: message.epoch,
+            names.ACCEPTANCE: message.acceptance,
+            names.NUM_COMMITTED_TOKENS: len(message.token_ids),
+        }
+        span = self._tracing.start("draft", traceparent=message.traceparent, attributes=attributes)
+        self._traces[key] = _DraftTrace(span=span, epoch=message.epoch, committed_len=len(message.token_ids))
+
+    def _end(self, key: _Key) -> None:
+        trace = self._traces.pop(key, None)
+        if trace is not None:
+            trace.end()

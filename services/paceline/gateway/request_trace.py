@@ -1,0 +1,132 @@
+"""The request span: what a client asked for and got, by the GenAI conventions; its sessions' spans hang below it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self
+
+from paceline.core.params import MAX_SEED, SamplingParams
+from paceline.gateway.pieces import Ending, Event
+from paceline.gateway.requests import SessionRequest
+from paceline.obs import attributes as names
+from paceline.obs.tracing import Attributes, Span, Tracing
+
+
+class RequestTrace:
+    """One call of a client; as a context manager it ends the span, and says how the request went.
+
+    Args:
+        tracing: Where its span is recorded, if it is.
+        operation: `chat` or `text_completion`.
+        traceparent: Trace context of the client; empty: none.
+    """
+
+    def __init__(self, tracing: Tracing, operation: str, traceparent: str) -> None:
+        self.span: Span = tracing.start(
+            operation,
+            traceparent=traceparent,
+            attributes={
+                names.GEN_AI_OPERATION_NAME: operation,
+                names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+                names.GEN_AI_OUTPUT_TYPE: "text",
+            },
+        )
+        self._operation = operation
+        self._started_s = time.monotonic()
+        self._first_s: float | None = None
+        self._samples_per_prompt = 1
+        self._num_sessions = 0
+        self._num_watched = 0
+        self._endings: dict[int, Ending] = {}
+        self._failed = False
+
+    def asked(self, sessions: Sequence[SessionRequest], response_id: str, samples_per_prompt: int = 1) -> None:
+        """The request was understood: these are its sessions, samples of the same prompt side by side."""
+        if not self.span.recording:
+            return
+        self._num_sessions, self._samples_per_prompt = len(sessions), samples_per_prompt
+        model = sessions[0].model.identity.name
+        self.span.rename(f"{self._operation} {model}")
+        self.span.set(
+            {
+                names.GEN_AI_REQUEST_MODEL: model,
+                names.GEN_AI_RESPONSE_MODEL: model,
+                names.GEN_AI_RESPONSE_ID: response_id,
+                names.GEN_AI_USAGE_INPUT_TOKENS: sum(
+                    len(each.prompt_token_ids) for each in sessions[::samples_per_prompt]
+                ),
+                **_asked_for(sessions[0].sampling),
+            }
+        )
+        if len(sessions) > 1:
+            self.span.set({names.GEN_AI_REQUEST_CHOICE_COUNT: len(sessions)})
+
+    def watch(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        """Returns the events of the next session, whose ending and first tokens are noted where they are recorded."""
+        if not self.span.recording:
+            return events
+        self._num_watched += 1
+        return self._watched(self._num_watched - 1, events)
+
+    async def _watched(self, index: int, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        async with aclosing(events) as stream:
+            async for event in stream:
+                if isinstance(event, Ending):
+                    self._endings[index] = event
+                elif self._first_s is None and event.token_ids:
+                    self._first_s = time.monotonic()
+                yield event
+
+    def fail(self, error: BaseException) -> None:
+        """The client is told of an error."""
+        self._failed = True
+        self.span.fail(error)
+
+    def __enter__(self) -> Self:
+        self.span.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.span.recording:
+            self.span.set(self._answered())
+            if error is None and not self._failed and len(self._endings) < self._num_sessions:
+                # The HTTP door ends in peace when its client has left.
+                self.span.set({names.CANCELLED: True})
+        self.span.__exit__(kind, error, traceback)
+
+    def _answered(self) -> Attributes:
+        answered: dict[str, str | int | float | Sequence[str]] = {}
+        if self._endings:
+            ended = [self._endings[index] for index in sorted(self._endings)]
+            first_samples = range(0, self._num_sessions, self._samples_per_prompt)
+            answered[names.GEN_AI_RESPONSE_FINISH_REASONS] = [each.finish_reason.value for each in ended]
+            answered[names.GEN_AI_USAGE_OUTPUT_TOKENS] = sum(each.num_generated_tokens for each in ended)
+            # A prompt counts once, however many samples it has.
+            answered[names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] = sum(
+                self._endings[index].num_cached_tokens for index in first_samples if index in self._endings
+            )
+        if self._first_s is not None:
+            answered[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = self._first_s - self._started_s
+        return answered
+
+
+def _asked_for(sampling: SamplingParams) -> Attributes:
+    # OTLP's whole numbers have a sign; a seed's upper half goes out as the negative one that asks for the same.
+    seed = sampling.seed if sampling.seed <= MAX_SEED >> 1 else sampling.seed - MAX_SEED - 1
+    asked: dict[str, int | float] = {
+        names.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_tokens,
+        names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
+        names.GEN_AI_REQUEST_TOP_P: sampling.top_p,
+        names.GEN_AI_REQUEST_SEED: seed,
+    }
+    optional = {
+        names.GEN_AI_REQUEST_TOP_K: sampling.top_k,
+        names.GEN_AI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
+        names.GEN_AI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+    }
+    return {**asked, **{name: value for name, value in optional.items() if value}}

@@ -1,0 +1,426 @@
+"""One trace a request, from the gateway to the drafter, as a real OTLP collector gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+from loadtest.collector import Collector, ReceivedSpan, new_traceparent, running_collector
+from prometheus_client import CollectorRegistry, generate_latest
+
+from paceline.core.errors import ConfigError
+from paceline.core.messages import DRAFTER, VERIFIER, CloseSession, Commit, DraftNodes, OpenSession
+from paceline.core.params import SamplingParams
+from paceline.drafter.tracing import DraftTraces
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.service import Addresses, serve
+from paceline.gateway.text import TextCodec
+from paceline.obs import otlp
+from paceline.obs.tracing import open_tracing
+from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from paceline.store.base import Replica
+from paceline.store.memory import MemoryStore
+from tests.integration.conftest import running_drafter, verifier_at
+from tests.support.checkpoints import save_pair
+from tests.support.scripted_fleet import Script, ScriptedFleet, joining_gateway, scripted_fleet
+
+GATEWAY_SERVICE, VERIFIER_SERVICE, DRAFTER_SERVICE = (
+    "paceline-gateway",
+    "paceline-verifier",
+    "paceline-drafter",
+)
+ROUND_ATTRIBUTES = {"paceline.gamma", "paceline.num_accepted", "paceline.batch_size", "paceline.price"}
+PROMPT = "the quick brown fox"
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def spans_are_sent_at_once() -> AsyncIterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(otlp, "BATCH_INTERVAL_S", 0.02)
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedFleet:
+    """A gateway, a verifier and a drafter on tiny models; only what a caller asks to trace is traced."""
+
+    http: httpx.AsyncClient
+    collector: Collector
+
+    async def complete(self, traceparent: str = "", path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
+        asked = {"prompt": PROMPT} if path.endswith("/completions") and "messages" not in fields else {}
+        body = {"model": "tiny", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "seed": 3, **asked, **fields}
+        headers = {"traceparent": traceparent} if traceparent else {}
+        response = await self.http.post(path, json=body, headers=headers)
+        return {"status": response.status_code, **response.json()}
+
+    async def traced(self, **fields: Any) -> tuple[str, dict[str, Any]]:
+        trace_id, traceparent = new_traceparent()
+        return trace_id, await self.complete(traceparent, **fields)
+
+    async def drafted(self) -> tuple[str, dict[str, Any]]:
+        """A request with drafts from the drafter; the stream to it takes its time to come up."""
+        async with asyncio.timeout(60):
+            while True:
+                trace_id, answer = await self.traced(speculation={"method": "draft_model"})
+                if record_of(answer)["num_accepted_draft_tokens"]:
+                    return trace_id, answer
+
+
+@asynccontextmanager
+async def traced(role: str, endpoint: str, registry: CollectorRegistry | None = None) -> AsyncIterator[Any]:
+    registry = registry or CollectorRegistry()
+    async with open_tracing(endpoint, 0.0, role=role, replica_id=f"{role}-0", registry=registry) as tracing:
+        yield tracing
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(tmp_path_factory) -> AsyncIterator[TracedFleet]:
+    target, draft = save_pair(tmp_path_factory.mktemp("traced-pair"))
+    async with (
+        running_collector() as (endpoint, collector),
+        traced(VERIFIER, endpoint) as of_verifier,
+        traced(DRAFTER, endpoint) as of_drafter,
+        verifier_at(target, tracing=of_verifier) as (verifier_address, verifier),
+        running_drafter(draft, tracing=of_drafter) as (drafter_address, drafter),
+    ):
+        store = MemoryStore()
+        for name, role, address, host in (
+            ("verifier-0", VERIFIER, verifier_address, verifier),
+            ("drafter-0", DRAFTER, drafter_address, drafter),
+        ):
+            replica = Replica(replica_id=name, role=role, address=address, identity=host.identity, max_sessions=4)
+            await store.announce(replica, 3600)
+        config = GatewayConfig(
+            model=(), port=0, grpc_port=0, otlp_traces_endpoint=endpoint, trace_sample_ratio=0.0, grace_s=5.0
+        )
+        async with running_gateway(config, store, {"tiny": TextCodec.from_folder(target)}) as addresses:
+            async with httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=60, trust_env=False) as http:
+                yield TracedFleet(http=http, collector=collector)
+
+
+@asynccontextmanager
+async def running_gateway(
+    config: GatewayConfig, store: MemoryStore, codecs: dict[str, TextCodec]
+) -> AsyncIterator[Addresses]:
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    gateway = asyncio.create_task(serve(config, store, codecs, stop, ready.set_result))
+    await asyncio.wait({gateway, ready}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield ready.result()
+    finally:
+        stop.set()
+        await gateway
+
+
+def record_of(answer: dict[str, Any]) -> dict[str, Any]:
+    return answer["metrics"]["speculative_decoding"]
+
+
+def rounds_of(span: ReceivedSpan) -> list[dict[str, Any]]:
+    return [attributes for name, _, attributes in span.events if name == "round"]
+
+
+@in_one_loop
+async def test_a_trace_goes_from_the_gateway_over_the_verifier_to_the_drafter(fleet):
+    trace_id, _ = await fleet.drafted()
+    spans = await fleet.collector.trace(trace_id, "text_completion tiny", "placement", "queue", "draft")
+    chain = {name: (span.service, span.kind) for name, span in spans.items()}
+    assert chain == {
+        "text_completion tiny": (GATEWAY_SERVICE, "server"),
+        "placement": (GATEWAY_SERVICE, "client"),
+        "verify": (VERIFIER_SERVICE, "server"),
+        "queue": (VERIFIER_SERVICE, "internal"),
+        "prefill": (VERIFIER_SERVICE, "internal"),
+        "draft": (DRAFTER_SERVICE, "server"),
+    }
+    parents = {
+        "placement": "text_completion tiny",
+        "verify": "placement",
+        "queue": "verify",
+        "prefill": "verify",
+        "draft": "verify",
+    }
+    for child, parent in parents.items():
+        assert spans[child].parent_id == spans[parent].span_id
+    assert not any(span.failed for span in spans.values())
+
+
+@in_one_loop
+async def test_queue_and_prefill_follow_one_another_inside_the_verifiers_span(fleet):
+    trace_id, _ = await fleet.traced()
+    spans = await fleet.collector.trace(trace_id, "verify", "text_completion tiny")
+    queue, prefill, verify = spans["queue"], spans["prefill"], spans["verify"]
+    assert verify.start_ns <= queue.start_ns <= queue.end_ns == prefill.start_ns <= prefill.end_ns <= verify.end_ns
+    assert all(prefill.end_ns <= at_ns <= verify.end_ns for _, at_ns, _ in verify.events)
+
+
+@in_one_loop
+async def test_rounds_add_up_to_what_the_response_says_of_speculation(fleet):
+    trace_id, answer = await fleet.drafted()
+    record = record_of(answer)
+    spans = await fleet.collector.trace(trace_id, "verify", "draft", "text_completion tiny")
+    rounds = rounds_of(spans["verify"])
+    assert all(set(each) == ROUND_ATTRIBUTES for each in rounds)
+    # The first token comes from the prompt and is no round.
+    assert len(rounds) == record["num_steps"] - 1
+    assert sum(each["paceline.gamma"] for each in rounds) == record["num_draft_tokens"]
+    assert sum(each["paceline.num_accepted"] for each in rounds) == record["num_accepted_draft_tokens"]
+    assert {each["paceline.batch_size"] for each in rounds} == {1}
+    assert all(0 <= each["paceline.price"] <= 1 for each in rounds)
+    verify = spans["verify"].attributes
+    assert verify["paceline.num_draft_tokens"] == record["num_draft_tokens"]
+    assert verify["paceline.num_accepted"] == record["num_accepted_draft_tokens"]
+    assert verify["paceline.num_steps"] == record["num_steps"]
+    assert verify["paceline.rounds_left_out"] == 0
+    draft = spans["draft"].attributes
+    assert draft["paceline.num_nodes"] >= record["num_accepted_draft_tokens"]
+    assert draft["paceline.num_commits"] > 0
+
+
+@in_one_loop
+async def test_a_long_session_shows_rounds_of_all_its_length_and_says_how_many_are_left_out(fleet):
+    trace_id, answer = await fleet.traced(max_tokens=200, speculation={"enabled": False})
+    verify = (await fleet.collector.trace(trace_id, "verify", "text_completion tiny"))["verify"]
+    rounds = rounds_of(verify)
+    assert len(rounds) + verify.attributes["paceline.rounds_left_out"] == record_of(answer)["num_steps"] - 1 == 199
+    # 120 were full once; every second of all rounds is left.
+    assert len(rounds) == 100
+
+
+@in_one_loop
+async def test_the_request_span_says_what_was_asked_for_and_given(fleet):
+    trace_id, answer = await fleet.traced(temperature=0.5, top_p=0.9, top_k=7, n=2, seed=2**64 - 5)
+    spans = await fleet.collector.until(
+        lambda: [span for span in fleet.collector.of_trace(trace_id) if span.service == GATEWAY_SERVICE],
+        lambda got: len(got) == 3,
+    )
+    (request,) = [span for span in spans if span.name == "text_completion tiny"]
+    told = request.attributes
+    assert told.pop("gen_ai.response.time_to_first_chunk") > 0
+    assert told == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "paceline",
+        "gen_ai.output.type": "text",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.top_k": 7,
+        "gen_ai.request.max_tokens": 60,
+        "gen_ai.request.seed": -5,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.response.id": answer["id"],
+        "gen_ai.response.model": "tiny",
+        "gen_ai.response.finish_reasons": ["length", "length"],
+        "gen_ai.usage.input_tokens": answer["usage"]["prompt_tokens"],
+        "gen_ai.usage.output_tokens": 120,
+        "gen_ai.usage.cache_read.input_tokens": answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+    }
+    # Both samples hang below the one request.
+    placements = [span for span in spans if span.name == "placement"]
+    assert {span.parent_id for span in placements} == {request.span_id}
+    assert {span.attributes["paceline.session_id"] for span in placements} == {f"{answer['id']}-{k}" for k in (0, 1)}
+
+
+@in_one_loop
+async def test_a_request_that_is_refused_has_a_span_with_the_error(fleet):
+    trace_id, answer = await fleet.traced(max_tokens=0)
+    assert answer["status"] == 400
+    spans = await fleet.collector.trace(trace_id, "text_completion")
+    (refused,) = spans.values()
+    assert refused.failed
+    assert refused.attributes["error.type"] == "InvalidRequestError"
+
+
+@in_one_loop
+async def test_what_is_not_sampled_leaves_nothing_and_has_the_same_text(fleet):
+    _, unsampled = new_traceparent(sampled=False)
+    answers = [await fleet.complete(), await fleet.complete(unsampled), await fleet.complete("not-a-traceparent")]
+    trace_id, forced = await fleet.traced()
+    await fleet.collector.trace(trace_id, "text_completion tiny", "verify")
+    texts = {answer["choices"][0]["text"] for answer in (*answers, forced)}
+    assert len(texts) == 1
+    # What is recorded later is sent later: had any of these been, it would be here.
+    assert not [span for span in fleet.collector.spans if span.trace_id in unsampled]
+    # Every trace that came is one that a caller asked for: its first span has a parent.
+    assert not [span for span in fleet.collector.spans if not span.parent_id]
+
+
+async def test_a_request_without_a_context_begins_a_trace_at_the_ratio_of_the_gateway(tmp_path):
+    async with running_collector() as (endpoint, collector):
+        async with scripted_fleet(tmp_path, otlp_traces_endpoint=endpoint, trace_sample_ratio=1.0) as fleet:
+            await fleet.openai.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=5, seed=1
+            )
+        # Stopping sends what is left.
+        spans = {span.name: span for span in collector.spans}
+    assert set(spans) == {"chat tiny", "placement"}
+    assert spans["chat tiny"].parent_id == ""
+    assert spans["chat tiny"].attributes["gen_ai.operation.name"] == "chat"
+
+
+async def test_a_failover_shows_as_a_second_placement_under_the_next_epoch(tmp_path):
+    trace_id, traceparent = new_traceparent()
+    async with running_collector() as (endpoint, collector):
+        async with scripted_fleet(tmp_path, num_verifiers=2, otlp_traces_endpoint=endpoint) as fleet:
+            for verifier in fleet.verifiers:
+                verifier.script = Script(pause_after=3)
+            call = generate(fleet, traceparent)
+            stream = aiter(call)
+            tokens = 0
+            while tokens < 3:
+                tokens += len((await anext(stream)).token_ids)
+            (chosen,) = [index for index, verifier in enumerate(fleet.verifiers) if verifier.requests]
+            fleet.verifiers[1 - chosen].script = Script()
+            await fleet.servers[chosen].stop(0)
+            tokens += sum([len(piece.token_ids) async for piece in stream])
+        assert tokens == 10
+        request, first, second = collector.of_trace(trace_id)
+    assert (first.name, second.name) == ("placement", "placement")
+    assert first.parent_id == second.parent_id == request.span_id
+    assert first.failed
+    assert not second.failed
+    assert not request.failed
+    assert second.attributes["paceline.epoch"] == first.attributes["paceline.epoch"] + 1
+    assert second.attributes["paceline.num_committed_tokens"] == 3
+    assert second.attributes["paceline.verifier"] != first.attributes["paceline.verifier"]
+
+
+def generate(fleet: ScriptedFleet, traceparent: str = "") -> Any:
+    sampling = common_pb2.SamplingParams(max_tokens=10, seed=0)
+    message = gateway_pb2.GatewayGenerateRequest(model="tiny", prompt="x", sampling=sampling)
+    return fleet.stub.Generate(message, metadata=(("traceparent", traceparent),) if traceparent else None)
+
+
+async def test_a_resumed_session_goes_on_in_its_trace_at_another_gateway(tmp_path):
+    trace_id, traceparent = new_traceparent()
+    async with running_collector() as (endpoint, collector):
+        async with scripted_fleet(tmp_path, otlp_traces_endpoint=endpoint) as fleet:
+            fleet.verifier.script = Script(pause_after=6)
+            call = generate(fleet, traceparent)
+            stream = aiter(call)
+            session_id = (await anext(stream)).session_id
+            have = 0
+            while have < 6:
+                have += len((await anext(stream)).token_ids)
+            call.cancel()
+            fleet.verifier.script = Script()
+            async with joining_gateway(fleet, otlp_traces_endpoint=endpoint) as address:
+                rest = await resume(address, session_id, have)
+        spans = collector.of_trace(trace_id)
+    assert rest == 4
+    first, second = [span for span in spans if span.name == "text_completion tiny"]
+    assert first.attributes["paceline.cancelled"]
+    assert not first.failed
+    assert second.parent_id == first.span_id
+    assert second.attributes["paceline.offset"] == 6
+    placements = [span for span in spans if span.name == "placement"]
+    assert [span.parent_id for span in placements] == [first.span_id, second.span_id]
+
+
+async def resume(address: str, session_id: str, offset: int) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        message = gateway_pb2.ResumeRequest(session_id=session_id, offset=offset)
+        return sum([len(piece.token_ids) async for piece in gateway_pb2_grpc.GatewayStub(channel).Resume(message)])
+
+
+async def test_a_dead_collector_changes_no_token_and_is_told_of_once(tmp_path, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(otlp, "EXPORT_TIMEOUT_S", 0.2)
+        async with scripted_fleet(tmp_path, otlp_traces_endpoint=dead, trace_sample_ratio=1.0) as fleet:
+            pieces = [piece for _ in range(4) async for piece in generate(fleet)]
+            text = "".join(piece.text for piece in pieces)
+            page = (await fleet.http.get("/metrics")).text
+    assert text == 4 * fleet.letters(0, 10)
+    assert "paceline:spans_dropped_total" in page
+    complaints = [record for record in caplog.records if "spans" in record.getMessage()]
+    assert len(complaints) == 1
+    assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
+
+
+async def test_spans_beyond_the_queue_are_dropped_and_counted():
+    registry = CollectorRegistry()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(otlp, "MAX_QUEUE", 3)
+        patched.setattr(otlp, "MAX_BATCH", 6)
+        patched.setattr(otlp, "BATCH_INTERVAL_S", 60.0)
+        async with running_collector() as (endpoint, collector):
+            async with open_tracing(endpoint, 1.0, role="gateway", replica_id="g", registry=registry) as tracing:
+                for index in range(5):
+                    tracing.start(f"span {index}").end()
+        assert [span.name for span in collector.spans] == ["span 0", "span 1", "span 2"]
+    assert b'paceline:spans_dropped_total{reason="queue_full"} 2.0' in generate_latest(registry)
+
+
+async def test_a_drafted_session_has_a_span_from_its_opening_to_the_next_or_to_its_end():
+    _, traceparent = new_traceparent()
+    opened = OpenSession(
+        session_id="s",
+        epoch=2,
+        token_ids=(1, 2),
+        prompt_len=2,
+        sampling=SamplingParams(max_tokens=9),
+        price=0.5,
+        room=8,
+        traceparent=traceparent,
+    )
+    commit = Commit(session_id="s", epoch=2, base_len=2, token_ids=(3, 4), price=0.5, room=8)
+    async with running_collector() as (endpoint, collector):
+        async with traced(DRAFTER, endpoint) as tracing:
+            drafts = DraftTraces(tracing)
+            drafts.heard(1, [opened, commit])
+            drafts.said(1, [DraftNodes(session_id="s", epoch=2, base_len=2, nodes=())])
+            # An owner that lost the session ends nothing, nor does another verifier's session of that name.
+            drafts.heard(1, [CloseSession(session_id="s", epoch=1)])
+            drafts.heard(2, [CloseSession(session_id="s", epoch=2), replace(opened, traceparent="")])
+            drafts.heard(1, [replace(opened, epoch=3)])
+            drafts.heard(1, [CloseSession(session_id="s", epoch=3)])
+            drafts.heard(1, [replace(opened, session_id="t", epoch=4)])
+            drafts.left(1)
+    spans = sorted(collector.spans, key=lambda span: span.attributes["paceline.epoch"])
+    assert [span.attributes["paceline.epoch"] for span in spans] == [2, 3, 4]
+    assert [span.attributes["paceline.num_commits"] for span in spans] == [1, 0, 0]
+    assert [span.attributes["paceline.max_lag_tokens"] for span in spans] == [2, 0, 0]
+    assert {span.parent_id for span in spans} == {traceparent.split("-")[2]}
+
+
+@pytest.mark.parametrize("endpoint", ["localhost", "ftp://x:1", "http://x:1/v1/traces", "http://x:port"])
+async def test_an_endpoint_that_cannot_be_right_is_refused_by_name(endpoint):
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint"):
+        async with open_tracing(endpoint, 1.0, role="gateway", replica_id="g", registry=CollectorRegistry()):
+            pass
+
+
+def test_without_an_endpoint_nothing_that_records_or_sends_spans_is_imported():
+    """The Redis client imports OpenTelemetry's metrics by itself where they are installed."""
+    program = """
+import asyncio, sys
+import paceline.drafter.tracing, paceline.gateway.__main__, paceline.verifier.tracing
+from prometheus_client import CollectorRegistry
+from paceline.obs.tracing import open_tracing
+
+async def main(endpoint):
+    async with open_tracing(endpoint, 0.0, role="gateway", replica_id="g", registry=CollectorRegistry()) as tracing:
+        with tracing.start("x").child("y") as span:
+            span.set({"a": 1})
+
+recording = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "paceline.obs.otlp")
+for endpoint in ("", "http://127.0.0.1:1"):
+    asyncio.run(main(endpoint))
+    print(any(name.startswith(recording) for name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "True"]
