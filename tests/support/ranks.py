@@ -24,6 +24,7 @@ class RankZero:
 
     Attributes:
         process: The other rank.
+        models: Where it is told what to load.
         ranks: Both.
         losses: What was said of a lost rank.
         lost: Set when something was.
@@ -36,6 +37,8 @@ class RankZero:
         port = listener.getsockname()[1]
         command = [sys.executable, "-m", "tests.support.ranks", str(port)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        assert self.process.stdin is not None
+        self.models = self.process.stdin
         rendezvous = Rendezvous(HOST, port, 0, listener)
         rendezvous.meet(FACTS)
         self.ranks = Ranks(
@@ -52,8 +55,7 @@ class RankZero:
         from paceline.engine.decoder import load_decoder
 
         self.dismiss()
-        assert self.process.stdin is not None
-        print(folder, dtype, file=self.process.stdin, flush=True)
+        print(folder, dtype, file=self.models, flush=True)
         self._loaded = True
         return load_decoder(folder, dtype, ranks=self.ranks)
 
@@ -74,11 +76,11 @@ def rank_zero(*, silence_s: float = 60.0) -> Iterator[RankZero]:
         yield place
         if not place.lost.is_set():
             place.dismiss()
-            assert place.process.stdin is not None
-            place.process.stdin.close()
+            place.models.close()
             place.ranks.stop()
             assert place.process.wait(30) == 0
     finally:
+        place.models.close()
         place.process.kill()
         place.process.wait()
 

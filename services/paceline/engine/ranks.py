@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import MAX_PROBLEM_CHARS, UnavailableError, shortened
 from paceline.engine.rendezvous import Rendezvous, own_address
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Ranks:
         self._silence = timedelta(seconds=silence_s)
         self._stopping = threading.Event()
         with self._loud():
-            beats = self._gloo_group("beats", self._silence)
+            beats = self._gloo_group("beats", _STUCK)
             self._beats = threading.Thread(target=self._beat, args=(beats,), name="ranks", daemon=True)
             self._beats.start()
             self._calls = self._gloo_group("calls", _IDLE)
@@ -144,25 +144,36 @@ class Ranks:
         self._beats.join()
 
     def _beat(self, group: Group) -> None:
-        """Rank 0 hears from every other rank, and these from it, until it stops."""
+        """Rank 0 asks every other rank for a sign, in turn, until it stops; they give it."""
         stopping = torch.zeros(1, dtype=torch.int64)
-        try:
-            while not stopping:
+        while not stopping:
+            if self.rank == 0:
                 self._stopping.wait(BEAT_S)
-                group.monitored_barrier(self._silence, False)
                 stopping[0] = self._stopping.is_set()
-                group.broadcast([stopping], distributed.BroadcastOptions()).wait()
-        except RuntimeError as error:
-            self._on_lost(lost(error))
+            for peer in range(1, self.size) if self.rank == 0 else (0,):
+                try:
+                    self._give_sign(group, peer, stopping)
+                except RuntimeError as error:
+                    self._on_lost(lost(f"rank {peer}", error))
+                    return
+
+    def _give_sign(self, group: Group, peer: int, stopping: torch.Tensor) -> None:
+        if self.rank == 0:
+            group.send([stopping], peer, 0).wait(self._silence)
+            group.recv([torch.zeros_like(stopping)], peer, 0).wait(self._silence)
+        else:
+            group.recv([stopping], peer, 0).wait(self._silence)
+            group.send([stopping], peer, 0).wait(self._silence)
 
     @contextmanager
     def _loud(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            raise lost(error) from error
+            raise lost("another rank", error) from error
 
 
-def lost(error: RuntimeError) -> UnavailableError:
+def lost(who: str, error: RuntimeError) -> UnavailableError:
     """The error that all ranks end with."""
-    return UnavailableError(f"a rank of the tensor parallel model is gone or silent, so all of them end: {error}")
+    why = shortened(str(error), MAX_PROBLEM_CHARS)
+    return UnavailableError(f"{who} of the tensor parallel model is gone or silent, so all of them end: {why}")
