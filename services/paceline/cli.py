@@ -23,6 +23,7 @@ EXTRA_OF_COMMAND = {
     "drafter": "engine",
     "train": "train",
     "models": "engine",
+    "up": "ray",
 }
 CHECKOUT = Path(paceline.__file__).parents[2]
 

@@ -106,6 +106,29 @@ def load(
     return config_class(**values)
 
 
+def from_mapping(config_class: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
+    """Builds the configuration from a section of a file: field names and their values, no flags, no environment.
+
+    Args:
+        config_class: What to build.
+        values: By field name; a field that may be repeated takes a list.
+        where: Stands before the names in messages, such as `verifier.`; may be empty.
+
+    Raises:
+        ConfigError: A name is unknown, or a value is missing, has the wrong type or is outside its limits.
+    """
+    options = {option.name: option for option in _options(config_class)}
+    for name in values:
+        if name not in options:
+            raise ConfigError(f"{where}{name} is no setting; there are {', '.join(options)}")
+    for option in options.values():
+        if option.required and option.name not in values:
+            raise ConfigError(f"{where}{option.name} is required: {option.setting.help}")
+    return config_class(
+        **{name: options[name].convert_value(value, source=f"{where}{name}") for name, value in values.items()}
+    )
+
+
 def is_address(address: str) -> bool:
     """Tells whether this is `host:port` with a name, an IPv4 address or a bracketed IPv6 address."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})", address)
@@ -173,6 +196,14 @@ class _Option:
         if self.repeated:
             return self.convert([part for part in text.split(",") if part], source=self.variable)
         return self.convert(text, source=self.variable)
+
+    def convert_value(self, value: Any, *, source: str) -> Any:
+        """Takes a value as a file has it, in which a list and a single value are told apart."""
+        if self.repeated != isinstance(value, list):
+            raise ConfigError(f"{source} must be {'a list' if self.repeated else self.wanted}, got {value!r}")
+        if any(part is None or isinstance(part, dict | list) for part in (value if self.repeated else [value])):
+            raise self._refusal(value, source)
+        return self.convert(value, source=source)
 
     def convert(self, raw: Any, *, source: str) -> Any:
         if self.repeated:

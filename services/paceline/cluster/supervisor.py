@@ -107,6 +107,10 @@ class Child:
             message = f"{self.spec.name} was not ready within {timeout_s:g} s{self._log_tail()}"
             raise UnavailableError(message) from None
 
+    async def until_ended(self) -> str:
+        """Returns when the process has ended, and what ended it; for those who start the next one themselves."""
+        return f"{self.spec.name} {_describe(await asyncio.shield(self._ended))}"
+
     def keep(self) -> None:
         """From now on restarts the process whenever it ends."""
         self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.spec.name}")

@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import paceline
 from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, num_parameters
@@ -19,21 +21,37 @@ from paceline.serving import install_signal_handlers, run
 PROG = "paceline up"
 DESCRIPTION = (
     "Starts a whole fleet on this machine (Valkey, verifiers, drafters, gateways), prints where it listens, "
-    "restarts what dies and stops everything on Ctrl-C. Without --model it serves the demo pair."
+    "restarts what dies and stops everything on Ctrl-C. Without --model it serves the demo pair. "
+    "With --ray ADDRESS --spec FILE it does so on a Ray cluster: paceline up --ray ADDRESS --help."
 )
+RAY_FLAG = "--ray"
 
 
 def main(argv: Sequence[str]) -> None:
     """Entry point of `paceline up`."""
+    if any(argument.partition("=")[0] == RAY_FLAG for argument in argv):
+        from paceline.cluster.ray.up import main as up_on_ray
+
+        up_on_ray(argv)
+        return
     spec = parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION)
     run(serve(spec), prog=PROG)
 
 
 async def serve(spec: FleetSpec) -> None:
-    """Runs the fleet until SIGINT or SIGTERM, which also ends a start that is under way."""
+    """Runs the fleet until SIGINT or SIGTERM."""
+    await until_ctrl_c(partial(_run_fleet, spec))
+
+
+async def until_ctrl_c(run_fleet: Callable[[asyncio.Event, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Runs a fleet until SIGINT or SIGTERM, which also ends a start that is under way.
+
+    Args:
+        run_fleet: Sets the first event when the fleet is up, and stops it when the second one is set.
+    """
     stop, started = asyncio.Event(), asyncio.Event()
     install_signal_handlers(stop)
-    running = asyncio.create_task(_run_fleet(spec, started, stop))
+    running = asyncio.create_task(run_fleet(started, stop))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

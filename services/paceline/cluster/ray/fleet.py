@@ -1,0 +1,255 @@
+"""A whole fleet on a Ray cluster; `paceline up --ray` runs it.
+
+It places, follows, resizes and stops. Requests never pass through it, and the fleet serves on while nobody asks Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from paceline.cluster.drain import DrainConfig, drain
+from paceline.cluster.local import resolve_checkpoints, with_heads
+from paceline.cluster.ray.host import Order, ServiceHost
+from paceline.cluster.ray.lag import read_lag
+from paceline.cluster.ray.placement import Bundle, Slot, TierPlacement
+from paceline.cluster.ray.replica import Replica
+from paceline.cluster.ray.scaling import LagReading, ScalingLimits, ScalingState, decide
+from paceline.cluster.ray.spec import ROLES, RayFleetSpec, check_resize
+from paceline.cluster.ray.store import shared_store
+from paceline.cluster.spec import Checkpoints
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
+from paceline.heads import is_eagle3
+
+OBSERVE_S = 1.0
+DRAIN_TIMEOUT_S = 300.0
+
+
+class RayFleet:
+    """A fleet on Ray; an async context manager that is entered when all replicas are well.
+
+    Args:
+        spec: Settings.
+        address: Of the Ray cluster, `host:port`, or `auto` for the one this machine belongs to.
+        environ: Environment of the store, if one is started here.
+        say: Gets a line for whatever a user should know.
+    """
+
+    def __init__(
+        self, spec: RayFleetSpec, *, address: str, environ: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
+        self.spec = spec
+        self.redis_url = ""
+        self.checkpoints: Checkpoints | None = None
+        self._address = address
+        self._environ = environ
+        self._say = say
+        self._replicas: dict[str, list[Replica]] = {role: [] for role in ROLES}
+        self._placements: dict[str, TierPlacement] = {}
+        self._resizing = {role: asyncio.Lock() for role in ROLES}
+        self._exits = AsyncExitStack()
+        self._log_dir = Path()
+
+    async def __aenter__(self) -> Self:
+        """Starts everything.
+
+        Raises:
+            ConfigError: The cluster, a setting or a checkpoint makes it impossible, or a service ended.
+            UnavailableError: A service was not well in time.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def replicas(self, role: str) -> Sequence[Replica]:
+        """Returns the replicas of a role that are there to stay."""
+        return [replica for replica in self._replicas[role] if not replica.leaving]
+
+    async def resize(self, spec: RayFleetSpec) -> None:
+        """Takes over new numbers of replicas; sessions on those that go are moved first.
+
+        Raises:
+            ConfigError: Something else differs from the present settings.
+        """
+        check_resize(self.spec, spec)
+        self.spec = replace(spec, services=self.spec.services)
+        for role in ROLES:
+            count = spec.num_replicas(role)
+            if role == DRAFTER and spec.drafter.settings.scales:
+                limits = spec.drafter.settings
+                count = max(limits.min_replicas, min(limits.max_replicas, len(self.replicas(role))))
+            await self.scale(role, count)
+
+    async def scale(self, role: str, count: int) -> None:
+        """Brings a tier to so many replicas; returns when those that go have gone, others may still be on their way."""
+        async with self._resizing[role]:
+            present = self.replicas(role)
+            if count != len(present):
+                self._say(f"{role}s: {len(present)} -> {count}")
+            self._add(role, max(0, count - len(present)))
+            await asyncio.gather(*(self._retire(replica) for replica in present[count:]))
+
+    async def follow_lag(self) -> None:
+        """Keeps the number of drafters at what their lag asks for, for ever; does nothing while they do not scale."""
+        state = ScalingState()
+        while True:
+            await asyncio.sleep(OBSERVE_S)
+            settings = self.spec.drafter.settings
+            if not settings.scales:
+                continue
+            limits = ScalingLimits(
+                min_replicas=settings.min_replicas,
+                max_replicas=settings.max_replicas,
+                target_lag_tokens=settings.target_lag_tokens,
+                upscale_delay_s=settings.upscale_delay_s,
+                downscale_delay_s=settings.downscale_delay_s,
+            )
+            reading = await self._reading()
+            state, count = decide(limits, state, reading, now_s=time.monotonic())
+            if count != reading.num_replicas:
+                self._say(f"drafters lag {reading.lag_tokens:g} tokens behind")
+                await self.scale(DRAFTER, count)
+
+    async def stop(self) -> None:
+        """Stops everything, gateways first, and leaves the Ray cluster as it was."""
+        grace_s = self.spec.services.grace_s
+        deadline_s = time.monotonic() + grace_s
+        try:
+            for roles in ((GATEWAY,), (VERIFIER, DRAFTER)):
+                left_s = max(0.0, deadline_s - time.monotonic())
+                leaving = [replica for role in roles for replica in self._replicas[role]]
+                await asyncio.gather(*(replica.stop(left_s) for replica in leaving))
+        finally:
+            for placement in self._placements.values():
+                placement.remove_all()
+            await self._exits.aclose()
+
+    async def _start(self) -> None:
+        services = with_heads(self.spec.services)
+        self.spec = replace(self.spec, services=services)
+        self.checkpoints = await asyncio.to_thread(resolve_checkpoints, services, self._environ, self._say)
+        await asyncio.to_thread(_connect, self._address)
+        self._exits.push_async_callback(asyncio.to_thread, ray.shutdown)
+        self._log_dir = services.log_dir or Path(tempfile.gettempdir()) / f"paceline-{secrets.token_hex(4)}"
+        self.redis_url = await self._exits.enter_async_context(shared_store(services, self._environ, self._say))
+        for role in ROLES:
+            self._placements[role] = TierPlacement(
+                self.spec.tier(role), make=_make_group, remove=remove_placement_group
+            )
+            self._add(role, self.spec.num_replicas(role))
+        everyone = [replica for role in ROLES for replica in self._replicas[role]]
+        await _all(replica.until_well(services.start_timeout_s) for replica in everyone)
+
+    def _add(self, role: str, count: int) -> None:
+        """Places so many more replicas; Ray starts them when there is room."""
+        taken = {replica.name for replica in self._replicas[role]}
+        names = (name for number in range(len(taken) + count) if (name := f"{role}-{number}") not in taken)
+        for name, slot in zip(names, self._placements[role].take(count), strict=False):
+            actors = self._actors(self._order(role, name), slot)
+            self._replicas[role].append(Replica(name, role, slot, actors, self._say))
+
+    async def _retire(self, replica: Replica) -> None:
+        """Takes the sessions off a replica, and then the replica away."""
+        replica.leaving = True
+        try:
+            await drain(DrainConfig(replica=replica.name, redis_url=self.redis_url, timeout_s=DRAIN_TIMEOUT_S))
+        except (ConfigError, UnavailableError) as error:
+            # It has no sessions if it is not known; what is left on it otherwise goes on elsewhere when it ends.
+            self._say(str(error))
+        await replica.stop(self.spec.services.grace_s)
+        self._placements[replica.role].give_back(replica.slot)
+        self._replicas[replica.role].remove(replica)
+        self._say(f"{replica.name} is stopped")
+
+    def _order(self, role: str, name: str) -> Order:
+        assert self.checkpoints is not None, "the fleet is not started"
+        tier = self.spec.tier(role)
+        checkpoint = self.checkpoints.target
+        if role == DRAFTER:
+            checkpoint = self.checkpoints.draft_of(int(name.rpartition("-")[2]))
+        settings = self.spec.gateway.settings
+        return Order(
+            name=name,
+            role=role,
+            services=self.spec.services,
+            checkpoint=checkpoint,
+            target=self.checkpoints.target if role == DRAFTER and is_eagle3(checkpoint) else None,
+            redis_url=self.redis_url,
+            log_dir=self._log_dir,
+            num_threads=max(1, int(tier.settings.cpus)),
+            port=settings.port if role == GATEWAY else 0,
+            second_port=settings.grpc_port if role == GATEWAY else 0,
+            env=tier.env,
+        )
+
+    def _actors(self, order: Order, slot: Slot) -> list[Any]:
+        tier = self.spec.tier(order.role)
+        host: Any = ray.remote(ServiceHost)
+        return [
+            host.options(
+                num_cpus=tier.settings.cpus,
+                num_gpus=tier.settings.gpus,
+                resources=dict(tier.resources),
+                max_restarts=-1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    slot.group.handle, placement_group_bundle_index=bundle
+                ),
+            ).remote(order)
+            for bundle in slot.bundles
+        ]
+
+    async def _reading(self) -> LagReading:
+        drafters = self.replicas(DRAFTER)
+        endpoints = [replica.endpoint for replica in drafters]
+        pages = [endpoint.second_address for endpoint in endpoints if endpoint is not None]
+        return LagReading(
+            num_replicas=len(drafters),
+            num_starting=len(drafters) - len(pages),
+            lag_tokens=await read_lag(pages),
+        )
+
+
+def _connect(address: str) -> None:
+    """Joins the cluster as a driver; all that is started ends with this process at the latest.
+
+    Raises:
+        ConfigError: It cannot be reached.
+    """
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"--ray {address}: {error}") from error
+
+
+def _make_group(bundles: Sequence[Bundle], strategy: str) -> Any:
+    return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+
+
+async def _all(waits: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Waits for all; the first error ends the waiting."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,194 @@
+"""The actor: keeps one service running as a process of the node that Ray has put it on.
+
+It starts by itself, so that it works again wherever Ray restarts it. Each life of the process gets free ports of the
+node's address and announces itself in the registry; requests never come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+
+from paceline.cluster.ports import Ports
+from paceline.cluster.spec import CpuShare, Endpoint, FleetSpec, gateway_child, model_child
+from paceline.cluster.supervisor import BackOff, Child, ChildSpec
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.messages import GATEWAY
+
+# What a process that never got well is given to end.
+FAILED_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What an actor is to run.
+
+    Attributes:
+        name: Of the replica, in the registry too.
+        checkpoint: Folder of its model, on every node; of a gateway that of the tokenizer.
+        target: Folder of the target, for the drafter of an EAGLE-3 head.
+        num_threads: Threads of a forward pass.
+        port: Of the service; 0: a free one.
+        second_port: Of its metrics, of a gateway gRPC; 0: a free one.
+        env: Variables added to the node's environment.
+    """
+
+    name: str
+    role: str
+    services: FleetSpec
+    checkpoint: Path
+    target: Path | None
+    redis_url: str
+    log_dir: Path
+    num_threads: int
+    port: int = 0
+    second_port: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+    back_off: BackOff = field(default_factory=BackOff)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How a replica is.
+
+    Attributes:
+        node: Ray's id of the node it is on.
+        pid: Of the process; None between two lives.
+        num_lives: Processes started by this actor so far.
+        well: Whether the process does its work.
+        error: What ended the last life, until the next one is well.
+    """
+
+    node: str
+    endpoint: Endpoint | None
+    pid: int | None
+    num_lives: int
+    well: bool
+    error: str
+
+
+class ServiceHost:
+    """An actor of Ray that runs one service."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._node = ray.get_runtime_context().get_node_id()
+        self._endpoint: Endpoint | None = None
+        self._child: Child | None = None
+        self._num_lives = 0
+        self._error = ""
+        self._keeper = asyncio.get_running_loop().create_task(self._keep(), name=f"keep {order.name}")
+
+    def __repr__(self) -> str:
+        """Its name in Ray's logs and dashboard."""
+        return self._order.name
+
+    async def report(self) -> Report:
+        """Says how the replica is."""
+        child = self._child
+        well = child is not None and await child.spec.is_healthy()
+        return Report(
+            node=self._node,
+            endpoint=self._endpoint,
+            pid=None if child is None else child.pid,
+            num_lives=self._num_lives,
+            well=well,
+            error="" if well else self._error,
+        )
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends the process, which gets `grace_s` seconds to finish, and keeps it ended."""
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._child is not None:
+            await self._child.stop(grace_s)
+            self._remove_log(self._child.spec)
+
+    async def _keep(self) -> None:
+        delay_s: float | None = None
+        while True:
+            started_s = time.monotonic()
+            try:
+                self._error = await self._live()
+            except (ConfigError, UnavailableError, OSError) as error:
+                self._error = str(error)
+            self._child = None
+            delay_s = self._order.back_off.delay_s(delay_s, time.monotonic() - started_s)
+            _say(f"{self._error}; start {self._num_lives + 1} in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+
+    async def _live(self) -> str:
+        """Runs one process from its start to its end; returns what ended it.
+
+        Raises:
+            ConfigError: It ended before it was well, or there is no port for it.
+            UnavailableError: It was not well in time.
+        """
+        order = self._order
+        order.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._endpoint = _endpoint(order)
+        child = Child(await self._plan(self._endpoint), _say, order.back_off)
+        self._num_lives += 1
+        self._child = child
+        try:
+            await child.until_healthy(order.services.start_timeout_s)
+            return await child.until_ended()
+        except (ConfigError, UnavailableError):
+            await child.stop(FAILED_GRACE_S)
+            raise
+
+    async def _plan(self, endpoint: Endpoint) -> ChildSpec:
+        return service_child(self._order, endpoint)
+
+    def _remove_log(self, spec: ChildSpec) -> None:
+        """Nothing is left on the node, unless the user has asked for logs."""
+        if self._order.services.log_dir is None and spec.log_path is not None:
+            spec.log_path.unlink(missing_ok=True)
+            with suppress(OSError):  # others still log there
+                spec.log_path.parent.rmdir()
+
+
+def service_child(order: Order, endpoint: Endpoint) -> ChildSpec:
+    """Returns the process of a replica."""
+    environ = {**os.environ, **order.env}
+    if order.role == GATEWAY:
+        return gateway_child(order.services, endpoint, order.checkpoint, order.redis_url, order.log_dir, environ)
+    share = CpuShare(num_threads=order.num_threads, cpus=())
+    return model_child(
+        order.services,
+        endpoint,
+        share,
+        order.checkpoint,
+        order.redis_url,
+        order.log_dir,
+        environ,
+        endpoint.address,
+        order.target,
+    )
+
+
+def _endpoint(order: Order) -> Endpoint:
+    host = ray.util.get_node_ip_address()
+    with ExitStack() as held:
+        ports = Ports(host, held)
+        return Endpoint(
+            name=order.name,
+            role=order.role,
+            host=host,
+            port=ports.take(order.port, f"{order.role}.port"),
+            second_port=ports.take(order.second_port, f"{order.role}.grpc_port"),
+        )
+
+
+def _say(line: str) -> None:
+    """Writes into Ray's log of the actor."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -1,0 +1,115 @@
+"""Where replicas go: placement groups of Ray, and who has which of their bundles.
+
+The replicas of a tier that are placed together share a group, so that Ray spreads them over hosts. A replica of several
+ranks has a group of its own, on one host. A group is given back when its last replica has gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.cluster.ray.spec import Tier, VerifierSettings
+
+# Takes the least of the resource by which Ray marks nodes with a kind of accelerator.
+ACCELERATOR_SHARE = 0.001
+ONE_HOST = "STRICT_PACK"
+
+Bundle = Mapping[str, float]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Group:
+    """A placement group; `handle` is Ray's, `free` are the bundles without a replica."""
+
+    handle: Any
+    size: int
+    free: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """The bundles of one replica, one a rank."""
+
+    group: Group
+    bundles: tuple[int, ...]
+
+
+def bundle_of(tier: Tier[Any]) -> dict[str, float]:
+    """Returns what a replica of a tier, or each of its ranks, takes of a node."""
+    settings = tier.settings
+    bundle = {"CPU": settings.cpus, **tier.resources}
+    if settings.gpus:
+        bundle["GPU"] = settings.gpus
+    if settings.accelerator_type:
+        bundle[f"accelerator_type:{settings.accelerator_type}"] = ACCELERATOR_SHARE
+    return bundle
+
+
+def num_ranks(tier: Tier[Any]) -> int:
+    """Returns how many processes one replica of a tier is."""
+    return tier.settings.tensor_parallel_size if isinstance(tier.settings, VerifierSettings) else 1
+
+
+class TierPlacement:
+    """The groups of one tier.
+
+    Args:
+        tier: Its settings.
+        make: Asks Ray for a group of bundles, placed by a strategy.
+        remove: Gives a group back.
+    """
+
+    def __init__(
+        self, tier: Tier[Any], *, make: Callable[[Sequence[Bundle], str], Any], remove: Callable[[Any], None]
+    ) -> None:
+        self._bundle = bundle_of(tier)
+        self._num_ranks = num_ranks(tier)
+        self._strategy = tier.settings.strategy
+        self._make = make
+        self._remove = remove
+        self._groups: list[Group] = []
+
+    @property
+    def bundle(self) -> Bundle:
+        """What each process of a replica takes."""
+        return self._bundle
+
+    def take(self, count: int) -> list[Slot]:
+        """Returns places for so many replicas; bundles that others have left are used first."""
+        if self._num_ranks > 1:
+            return [self._ranks() for _ in range(count)]
+        vacant = [group for group in self._groups for _ in group.free][:count]
+        slots = [self._pop(group) for group in vacant]
+        if len(slots) < count:
+            group = self._new(count - len(slots), self._strategy)
+            slots += [self._pop(group) for _ in range(group.size)]
+        return slots
+
+    def give_back(self, slot: Slot) -> None:
+        """Frees the place of a replica that has gone."""
+        group = slot.group
+        group.free = sorted([*group.free, *slot.bundles])
+        if len(group.free) == group.size:
+            self._groups.remove(group)
+            self._remove(group.handle)
+
+    def remove_all(self) -> None:
+        """Gives all groups back; Ray ends what still runs in them."""
+        while self._groups:
+            self._remove(self._groups.pop().handle)
+
+    def _ranks(self) -> Slot:
+        group = self._new(self._num_ranks, ONE_HOST)
+        group.free.clear()
+        return Slot(group=group, bundles=tuple(range(self._num_ranks)))
+
+    def _new(self, size: int, strategy: str) -> Group:
+        group = Group(handle=self._make([self._bundle] * size, strategy), size=size, free=list(range(size)))
+        self._groups.append(group)
+        return group
+
+    @staticmethod
+    def _pop(group: Group) -> Slot:
+        return Slot(group=group, bundles=(group.free.pop(0),))

@@ -1,0 +1,88 @@
+"""How many drafters there should be, by how far they lag behind the commits: observations in, a number out.
+
+Pure: time comes as a parameter. The names are those of Ray Serve's autoscaler where it has any.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Within this share of the target nothing changes.
+TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagReading:
+    """What the drafters said at one moment.
+
+    Attributes:
+        num_replicas: Drafters there are.
+        num_starting: Of these the ones that are not well (yet).
+        lag_tokens: Mean lag of those that have sessions; 0 if none has.
+    """
+
+    num_replicas: int
+    num_starting: int
+    lag_tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingLimits:
+    """Settings of the policy; the target is a drafter's lag, in tokens."""
+
+    min_replicas: int
+    max_replicas: int
+    target_lag_tokens: float
+    upscale_delay_s: float
+    downscale_delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingState:
+    """Since when more, or fewer, drafters have been wanted without a break; None: they are not."""
+
+    more_since_s: float | None = None
+    fewer_since_s: float | None = None
+
+
+def wanted_replicas(limits: ScalingLimits, reading: LagReading) -> int:
+    """Returns the number of drafters that would bring the lag to its target, `ceil(replicas * lag / target)`.
+
+    It at most doubles, so that one wild reading does not fill the cluster, and does not grow while a drafter is still
+    on its way.
+    """
+    ratio = reading.lag_tokens / limits.target_lag_tokens
+    count = reading.num_replicas
+    if abs(ratio - 1.0) > TOLERANCE:
+        count = min(math.ceil(count * ratio), 2 * count)
+    if reading.num_starting:
+        count = min(count, reading.num_replicas)
+    return max(limits.min_replicas, min(limits.max_replicas, count))
+
+
+def decide(
+    limits: ScalingLimits, state: ScalingState, reading: LagReading, *, now_s: float
+) -> tuple[ScalingState, int]:
+    """Returns the next state and how many drafters there shall be now.
+
+    More come when more were wanted for `upscale_delay_s` on end, one goes when fewer were wanted for
+    `downscale_delay_s` on end; either begins the wait anew, so that the change shows before the next one. Outside the
+    limits nothing is waited for.
+    """
+    count, wanted = reading.num_replicas, wanted_replicas(limits, reading)
+    if count < limits.min_replicas:
+        return ScalingState(), limits.min_replicas
+    if count > limits.max_replicas:
+        return ScalingState(), limits.max_replicas
+    if wanted == count:
+        return ScalingState(), count
+    if wanted > count:
+        since_s = now_s if state.more_since_s is None else state.more_since_s
+        if now_s - since_s >= limits.upscale_delay_s:
+            return ScalingState(), wanted
+        return ScalingState(more_since_s=since_s), count
+    since_s = now_s if state.fewer_since_s is None else state.fewer_since_s
+    if now_s - since_s >= limits.downscale_delay_s:
+        return ScalingState(), count - 1
+    return ScalingState(fewer_since_s=since_s), count

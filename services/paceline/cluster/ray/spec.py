@@ -1,0 +1,262 @@
+"""What a fleet on Ray consists of: `fleet.yaml` in, checked settings out.
+
+Pure but for the reading of the file. What is not said of a tier here is a flag of its service, under `args`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import yaml
+
+from paceline.cluster.spec import FleetSpec
+from paceline.config import ENVIRONMENT_PREFIX, from_mapping, setting
+from paceline.core.errors import ConfigError
+from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
+
+STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
+# Settings of `paceline up` that mean the same on a cluster.
+SHARED = (
+    "model", "draft_model", "dtype", "speculative_config", "redis_url", "redis_port", "redis_server",
+    "tls_dir", "tls_cert", "tls_key", "log_dir", "start_timeout_s", "grace_s",
+)  # fmt: skip
+# What may change while the fleet runs.
+RESIZABLE = (
+    "replicas", "min_replicas", "max_replicas", "target_lag_tokens", "upscale_delay_s", "downscale_delay_s",
+)  # fmt: skip
+ROLES = (GATEWAY, VERIFIER, DRAFTER)
+# Resources that have a setting of their own.
+NAMED_RESOURCES = {"CPU": "cpus", "GPU": "gpus"}
+MAX_REPLICAS = 1024
+MAX_RESOURCE = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """Settings of any tier; what one replica needs, and how many there are."""
+
+    replicas: int = setting(1, help="Replicas.", low=0, high=MAX_REPLICAS)
+    cpus: float = setting(1.0, help="CPUs of a replica; whole ones are its threads.", low=0.01, high=4096)
+    gpus: float = setting(0.0, help="GPUs of a replica, of each rank if it has several.", low=0, high=64)
+    accelerator_type: str = setting("", help="Kind of the GPUs as Ray calls it, such as H100 or L4.")
+    strategy: str = setting("SPREAD", help="How Ray places the replicas over hosts.", choices=STRATEGIES)
+    args: tuple[str, ...] = setting((), help="More flags of the service, such as --max-num-seqs=8.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings(TierSettings):
+    """Settings of the gateways."""
+
+    port: int = setting(8000, help="HTTP port on every host; 0 picks free ones.", low=0, high=65535)
+    grpc_port: int = setting(8001, help="gRPC port on every host; 0 picks free ones.", low=0, high=65535)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierSettings(TierSettings):
+    """Settings of the verifiers."""
+
+    tensor_parallel_size: int = setting(1, help="Ranks of a replica, all on one host.", low=1, high=64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSettings(TierSettings):
+    """Settings of the drafters; with `max_replicas` their number follows their lag."""
+
+    min_replicas: int = setting(1, help="Fewest drafters.", low=1, high=MAX_REPLICAS)
+    max_replicas: int = setting(0, help="Most drafters; 0: always `replicas`.", low=0, high=MAX_REPLICAS)
+    target_lag_tokens: float = setting(8.0, help="Lag of a drafter that keeps up.", unit="tokens", low=0.01, high=1e6)
+    upscale_delay_s: float = setting(
+        10.0, help="How long it must lag before drafters are added.", unit="s", low=0, high=86_400
+    )
+    downscale_delay_s: float = setting(
+        60.0, help="How long fewer must be enough before one goes.", unit="s", low=0, high=86_400
+    )
+
+    @property
+    def scales(self) -> bool:
+        """Whether the number of drafters follows their lag."""
+        return self.max_replicas > 0
+
+
+SettingsT = TypeVar("SettingsT", bound=TierSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier(Generic[SettingsT]):
+    """One tier of the fleet.
+
+    Attributes:
+        resources: Custom resources of Ray that a replica takes, such as `verifier-gpu`.
+        env: Environment variables of its process.
+    """
+
+    role: str
+    settings: SettingsT
+    resources: Mapping[str, float]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayFleetSpec:
+    """Settings of a fleet on Ray; `services` is what its services share with those of `paceline up` on one machine."""
+
+    services: FleetSpec
+    gateway: Tier[GatewaySettings]
+    verifier: Tier[VerifierSettings]
+    drafter: Tier[DrafterSettings]
+
+    def tier(self, role: str) -> Tier[Any]:
+        """Returns the tier of a role."""
+        tiers: dict[str, Tier[Any]] = {GATEWAY: self.gateway, VERIFIER: self.verifier, DRAFTER: self.drafter}
+        return tiers[role]
+
+    def num_replicas(self, role: str) -> int:
+        """Returns how many replicas of a role are started."""
+        if role == DRAFTER and self.drafter.settings.scales:
+            return self.drafter.settings.min_replicas
+        return int(self.tier(role).settings.replicas)
+
+
+def read_spec(path: Path) -> RayFleetSpec:
+    """Reads a fleet's file.
+
+    Raises:
+        ConfigError: It cannot be read, or a key or value in it is wrong; names file, key, value and limit.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--spec {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--spec {path} is no YAML: {' '.join(str(error).split())}") from None
+    try:
+        return parse_spec(document)
+    except ConfigError as error:
+        raise ConfigError(f"--spec {path}: {error}") from None
+
+
+def parse_spec(document: Any) -> RayFleetSpec:
+    """Checks what a fleet's file says.
+
+    Raises:
+        ConfigError: A key or value is wrong; names key, value and limit.
+    """
+    values = dict(_mapping("the file", document))
+    sections = {role: _mapping(role, values.pop(role, {})) for role in ROLES}
+    for name in values:
+        if name not in SHARED:
+            raise ConfigError(f"{name} is no setting; there are {', '.join((*ROLES, *SHARED))}")
+    if isinstance(values.get("speculative_config"), dict):
+        values["speculative_config"] = json.dumps(values["speculative_config"])
+    shared = from_mapping(FleetSpec, values, "")
+    gateway = _tier(GATEWAY, GatewaySettings, sections[GATEWAY])
+    verifier = _tier(VERIFIER, VerifierSettings, sections[VERIFIER])
+    drafter = _tier(DRAFTER, DrafterSettings, sections[DRAFTER])
+    _check_gateway(gateway.settings)
+    _check_verifier(verifier.settings)
+    _check_drafter(drafter.settings, sections[DRAFTER])
+    most_drafters = drafter.settings.max_replicas or drafter.settings.replicas
+    services = replace(
+        shared,
+        drafter=most_drafters > 0,
+        num_drafters=most_drafters,
+        gateway_arg=gateway.settings.args,
+        verifier_arg=verifier.settings.args,
+        drafter_arg=drafter.settings.args,
+    )
+    return RayFleetSpec(services=services, gateway=gateway, verifier=verifier, drafter=drafter)
+
+
+def check_resize(old: RayFleetSpec, new: RayFleetSpec) -> None:
+    """Lets only numbers of replicas, and how drafters scale, change while a fleet runs.
+
+    Raises:
+        ConfigError: Something else differs; names it.
+    """
+    for role in ROLES:
+        before, after = old.tier(role), new.tier(role)
+        for name in ("resources", "env"):
+            _check_same(f"{role}.{name}", getattr(before, name), getattr(after, name))
+        for name in (field.name for field in fields(before.settings) if field.name not in RESIZABLE):
+            _check_same(f"{role}.{name}", getattr(before.settings, name), getattr(after.settings, name))
+    for name in (*SHARED, "drafter"):
+        _check_same(name, getattr(old.services, name), getattr(new.services, name))
+
+
+def _check_same(name: str, before: Any, after: Any) -> None:
+    if before != after:
+        raise ConfigError(f"{name} cannot change while the fleet runs, from {before!r} to {after!r}: start it anew")
+
+
+def _tier(role: str, settings_class: type[SettingsT], section: Mapping[str, Any]) -> Tier[SettingsT]:
+    values = dict(section)
+    resources = _resources(f"{role}.resources", values.pop("resources", {}))
+    env = _environment(f"{role}.env", values.pop("env", {}))
+    settings = from_mapping(settings_class, values, f"{role}.")
+    if settings.gpus > 1 and not float(settings.gpus).is_integer():
+        raise ConfigError(f"{role}.gpus must be a whole number above 1, or a part of one GPU, got {settings.gpus:g}")
+    if settings.accelerator_type and not settings.gpus:
+        raise ConfigError(f"{role}.accelerator_type needs {role}.gpus of more than 0 beside it")
+    return Tier(role=role, settings=settings, resources=resources, env=env)
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{name} must be a mapping of names to values, got {value!r}")
+    return value
+
+
+def _resources(name: str, value: Any) -> Mapping[str, float]:
+    resources = _mapping(name, value)
+    for key, amount in resources.items():
+        if key in NAMED_RESOURCES:
+            raise ConfigError(f"{name}.{key}: is set by {NAMED_RESOURCES[key]}")
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount <= MAX_RESOURCE:
+            raise ConfigError(f"{name}.{key} must be a number above 0, at most {MAX_RESOURCE:g}, got {amount!r}")
+    return {key: float(amount) for key, amount in resources.items()}
+
+
+def _environment(name: str, value: Any) -> Mapping[str, str]:
+    variables = _mapping(name, value)
+    for key, text in variables.items():
+        if key.startswith(ENVIRONMENT_PREFIX):
+            raise ConfigError(f"{name}.{key}: settings of the service go into args, as flags")
+        if isinstance(text, bool) or not isinstance(text, str | int | float):
+            raise ConfigError(f"{name}.{key} must be text or a number, got {text!r}")
+    return {key: str(text) for key, text in variables.items()}
+
+
+def _check_gateway(settings: GatewaySettings) -> None:
+    if settings.replicas < 1:
+        raise ConfigError(f"gateway.replicas must be at least 1, got {settings.replicas}")
+    fixed = next((name for name in ("port", "grpc_port") if getattr(settings, name)), None)
+    if fixed and settings.replicas > 1 and settings.strategy != "STRICT_SPREAD":
+        raise ConfigError(
+            f"gateway.{fixed} {getattr(settings, fixed)}: two gateways on one host cannot share it; "
+            "write strategy: STRICT_SPREAD, or 0 for free ports"
+        )
+
+
+def _check_verifier(settings: VerifierSettings) -> None:
+    if settings.replicas < 1:
+        raise ConfigError(f"verifier.replicas must be at least 1, got {settings.replicas}")
+    if settings.tensor_parallel_size > 1 and settings.strategy.startswith("STRICT"):
+        raise ConfigError(
+            f"verifier.strategy {settings.strategy}: with tensor_parallel_size the ranks of each replica are kept on "
+            "one host, and nothing is promised of where the replicas are; leave it out"
+        )
+
+
+def _check_drafter(settings: DrafterSettings, section: Mapping[str, Any]) -> None:
+    if not settings.scales:
+        return
+    if "replicas" in section:
+        raise ConfigError("drafter.replicas and drafter.max_replicas exclude each other")
+    if settings.min_replicas > settings.max_replicas:
+        raise ConfigError(
+            f"drafter.min_replicas must be at most max_replicas {settings.max_replicas}, got {settings.min_replicas}"
+        )

@@ -1,0 +1,108 @@
+"""`paceline up --ray`: a whole fleet on a Ray cluster until Ctrl-C; SIGHUP reads its file again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import paceline
+from paceline.cluster.drain import say
+from paceline.cluster.ray.fleet import RayFleet
+from paceline.cluster.ray.spec import RayFleetSpec, read_spec
+from paceline.cluster.spec import gateway_scheme
+from paceline.cluster.up import describe_target, until_ctrl_c
+from paceline.config import parse, setting
+from paceline.core.errors import ConfigError
+from paceline.core.messages import GATEWAY
+from paceline.serving import run
+
+PROG = "paceline up"
+DESCRIPTION = (
+    "Starts a whole fleet on a Ray cluster as its file says: Ray places and moves gateways, verifiers and drafters, "
+    "each a process with its own gRPC server; tokens never pass through Ray. Ctrl-C stops everything; SIGHUP reads "
+    "the file again and takes over the numbers of replicas."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayUpConfig:
+    """Settings of `paceline up --ray`; all others are in the file."""
+
+    ray: str = setting(help="Address of the Ray cluster, host:port, or auto on one of its hosts.")
+    spec: Path = setting(help="The fleet's file, such as fleet.yaml.")
+
+    def __post_init__(self) -> None:
+        """Refuses Ray's client protocol: services dial the store on the launcher's host."""
+        if "://" in self.ray:
+            raise ConfigError(f"--ray must be host:port or auto, on a host of the cluster, got {self.ray!r}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Entry point of `paceline up --ray`."""
+    config = parse(RayUpConfig, argv, os.environ, PROG, DESCRIPTION)
+    # Ray's clusters report home unless told otherwise; whether that is wanted is not ours to say.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    run(serve(config), prog=PROG)
+
+
+async def serve(config: RayUpConfig) -> None:
+    """Runs the fleet until SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: The file, the cluster or a checkpoint makes it impossible.
+        UnavailableError: A service was not well in time.
+    """
+    spec = read_spec(config.spec)
+
+    async def run_fleet(started: asyncio.Event, stop: asyncio.Event) -> None:
+        fleet = RayFleet(spec, address=config.ray, environ=os.environ, say=say)
+        async with fleet, asyncio.TaskGroup() as tasks:
+            started.set()
+            say(describe(fleet))
+            controllers = [
+                tasks.create_task(fleet.follow_lag()),
+                tasks.create_task(_resize_on_hangup(fleet, config.spec)),
+            ]
+            await stop.wait()
+            say("stopping: running requests may finish")
+            for controller in controllers:
+                controller.cancel()
+
+    await until_ctrl_c(run_fleet)
+
+
+async def _resize_on_hangup(fleet: RayFleet, path: Path) -> None:
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+    while True:
+        await asked.wait()
+        asked.clear()
+        try:
+            await fleet.resize(read_spec(path))
+        except ConfigError as error:
+            say(f"not taken over: {error}")
+
+
+def describe(fleet: RayFleet) -> str:
+    """Returns what serves, where the gateways are and a command to try it."""
+    assert fleet.checkpoints is not None, "the fleet is not started"
+    spec: RayFleetSpec = fleet.spec
+    target, drafts = fleet.checkpoints.target, fleet.checkpoints.drafts
+    endpoints = [replica.endpoint for replica in fleet.replicas(GATEWAY)]
+    urls = [f"{gateway_scheme(spec.services)}://{endpoint.address}" for endpoint in endpoints if endpoint is not None]
+    body = json.dumps({"model": target.name, "prompt": "def read_lines(path):\n", "max_tokens": 64, "stream": True})
+    return "\n".join(
+        [
+            f"Paceline {paceline.__version__} is up on Ray",
+            f"target model  {describe_target(target)}",
+            f"draft model   {', '.join(draft.name for draft in drafts) or 'none, plain decoding'}",
+            f"gateways      {' '.join(urls)}",
+            f"  curl -N {urls[0] if urls else 'URL'}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+            "Ctrl-C stops everything; SIGHUP reads the file again.",
+        ]
+    )

@@ -1,0 +1,275 @@
+"""A fleet on a Ray cluster of a head and three nodes: placed, resized and moved while clients stream, no token lost.
+
+All nodes are on this machine and each its own set of Ray's processes. The launcher is `paceline up --ray` itself; what
+it prints is all that is known of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from loadtest.steadfast import Request, Stream, damage, keep_running, run_each
+
+from paceline.resuming import ResumingClient
+from paceline.rpc.v1 import common_pb2
+from tests.support.checkpoints import save_pair
+
+pytestmark = pytest.mark.timeout(400)
+
+WAIT_S = 180.0
+NUM_STREAMS = 4
+WELL = re.compile(r"(\S+) is well: node (\w+), (?:http (\S+), )?grpc (\S+?)(?:, metrics (\S+))?, pid (\d+)")
+# Nodes are told apart by their custom resources. Only the head has one of everything; it is the smallest node, which
+# Ray fills last.
+HEAD = {"front": 1.0, "verifier-gpu": 1.0, "drafter-gpu": 1.0}
+NODES = ({"verifier-gpu": 1.0}, {"verifier-gpu": 1.0}, {"drafter-gpu": 1.0})
+SMALL = {"object_store_memory": 80 * 1024 * 1024, "include_dashboard": False}
+SPEC: dict[str, Any] = {
+    "dtype": "float32",
+    "redis_port": 0,
+    "grace_s": 5,
+    "gateway": {"port": 0, "grpc_port": 0, "cpus": 0.2, "resources": {"front": 1}},
+    "verifier": {"replicas": 2, "cpus": 0.2, "resources": {"verifier-gpu": 1}, "args": ["--num-kv-blocks=128"]},
+    "drafter": {"cpus": 0.2, "resources": {"drafter-gpu": 1}, "args": ["--num-kv-blocks=128"]},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a replica was last said to be well."""
+
+    node: str
+    http: str
+    grpc: str
+    pid: int
+
+
+class Launcher:
+    """`paceline up --ray` as a process."""
+
+    def __init__(self, address: str, spec: Path) -> None:
+        self.lines: list[str] = []
+        self.places: dict[str, Place] = {}
+        self.pids: set[int] = set()
+        self._heard = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "paceline", "up", "--ray", address, "--spec", str(spec)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._heard:
+                self.lines.append(line.rstrip())
+                if match := WELL.match(line):
+                    name, node, http, grpc, _, pid = match.groups()
+                    self.places[name] = Place(node=node, http=http or "", grpc=grpc, pid=int(pid))
+                    self.pids.add(int(pid))
+                self._heard.notify_all()
+
+    def until(self, holds: Callable[[], object]) -> None:
+        with self._heard:
+            assert self._heard.wait_for(holds, WAIT_S), "\n".join(self.lines)
+
+    def until_said(self, line: str, since: int = 0) -> None:
+        self.until(lambda: any(each.startswith(line) for each in self.lines[since:]))
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        status = self.process.wait(60)
+        self._reader.join(10)
+        return status
+
+
+@dataclass
+class RayFleetOnTest:
+    """The cluster, the fleet on it, and what its streams should bring."""
+
+    cluster: Any
+    spec: Path
+    launcher: Launcher
+
+    def node_of(self, replica: str) -> Any:
+        """The node of the cluster that a replica is on."""
+        place = self.launcher.places[replica]
+        nodes = [self.cluster.head_node, *self.cluster.worker_nodes]
+        return next(node for node in nodes if node.node_id.startswith(place.node))
+
+    def resources_of(self, replica: str) -> dict[str, float]:
+        """The custom resources of the node that a replica is on."""
+        resources = self.node_of(replica).get_resource_and_label_spec().resources
+        return {name: amount for name, amount in resources.items() if name in HEAD}
+
+    def cut_power(self, replica: str) -> None:
+        """Ends all processes of a replica's node at once."""
+        node, pid = self.node_of(replica), self.launcher.places[replica].pid
+        (actor,) = re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+        self.cluster.remove_node(node, allow_graceful=False)
+        os.kill(int(actor), signal.SIGKILL)
+
+    def respecify(self, **drafter: Any) -> None:
+        """Writes other numbers of drafters into the fleet's file and asks the launcher to read it again."""
+        document = yaml.safe_load(self.spec.read_text())
+        document["drafter"] = {**SPEC["drafter"], **drafter}
+        self.spec.write_text(yaml.safe_dump(document))
+        self.launcher.process.send_signal(signal.SIGHUP)
+
+    def stream_while(self, disturb: Callable[[], None]) -> list[Stream]:
+        """Streams run, each again and again, while a thread disturbs the fleet."""
+
+        async def story() -> list[Stream]:
+            async with ResumingClient([self.launcher.places["gateway-0"].grpc]) as client:
+                disturbing = asyncio.create_task(asyncio.to_thread(disturb))
+                streams = await keep_running(client, requests(), disturbing.done, lambda _: None)
+                await disturbing
+                return streams
+
+        return asyncio.run(story())
+
+    def failovers(self) -> float:
+        page = httpx.get(f"http://{self.launcher.places['gateway-0'].http}/metrics", trust_env=False).text
+        return sum(float(line.rpartition(" ")[2]) for line in re.findall(r"^paceline:failovers_total.*$", page, re.M))
+
+
+def requests() -> list[Request]:
+    """Half of them sampled, each with a prompt and a seed of its own."""
+    return [
+        Request(
+            prompt=f"stream number {index}: ",
+            sampling=common_pb2.SamplingParams(
+                max_tokens=160, temperature=0.8 * (index % 2), ignore_eos=True, seed=index
+            ),
+            speculation=common_pb2.SpeculationParams(enabled=True, acceptance="coupled"),
+        )
+        for index in range(NUM_STREAMS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleetOnTest]:
+    folder = tmp_path_factory.mktemp("ray")
+    target, draft = save_pair(folder)
+    spec = folder / "fleet.yaml"
+    spec.write_text(yaml.safe_dump({**SPEC, "model": str(target), "draft_model": str(draft)}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray runs its workers, and so our services, at niceness 15 unless told otherwise.
+        patch.setenv("RAY_worker_niceness", "0")
+        # Workers of Ray import this checkout.
+        patch.setenv("PYTHONPATH", os.pathsep.join(["services", *filter(None, [os.environ.get("PYTHONPATH")])]))
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                **SMALL,
+                "num_cpus": 1,
+                "resources": HEAD,
+                # A dead node is found in seconds; by default it takes a quarter of a minute.
+                "_system_config": {"health_check_period_ms": 500, "health_check_failure_threshold": 4},
+            },
+        )
+        launcher = None
+        try:
+            for resources in NODES:
+                cluster.add_node(wait=False, **SMALL, num_cpus=4, resources=resources)
+            cluster.wait_for_nodes()
+            launcher = Launcher(cluster.address, spec)
+            launcher.until(lambda: any("is up on Ray" in line for line in launcher.lines) or launcher.process.poll())
+            yield RayFleetOnTest(cluster, spec, launcher)
+        finally:
+            if launcher is not None and launcher.process.poll() is None:
+                launcher.stop()
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def reference(fleet: RayFleetOnTest) -> list[list[int]]:
+    """What the streams bring when nothing happens."""
+
+    async def story() -> list[list[int]]:
+        async with ResumingClient([fleet.launcher.places["gateway-0"].grpc]) as client:
+            streams = await run_each(client, requests(), lambda: None)
+        assert [stream.error for stream in streams] == [""] * NUM_STREAMS
+        return [stream.token_ids for stream in streams]
+
+    tokens = asyncio.run(story())
+    assert [len(each) for each in tokens] == [160] * NUM_STREAMS
+    return tokens
+
+
+def test_each_service_is_on_a_node_with_its_resources_and_verifiers_on_two(fleet: RayFleetOnTest) -> None:
+    assert fleet.node_of("gateway-0") is fleet.cluster.head_node
+    assert fleet.node_of("verifier-0") is not fleet.node_of("verifier-1")
+    assert [fleet.resources_of(f"verifier-{number}") for number in (0, 1)] == [{"verifier-gpu": 1.0}] * 2
+    assert fleet.resources_of("drafter-0") == {"drafter-gpu": 1.0}
+
+
+def test_drafters_come_when_they_lag_and_go_when_the_file_says_so_under_streams(
+    fleet: RayFleetOnTest, reference: list[list[int]]
+) -> None:
+    def resize() -> None:
+        # Any lag is too much.
+        fleet.respecify(max_replicas=2, target_lag_tokens=0.01, upscale_delay_s=0)
+        fleet.launcher.until(lambda: "drafter-1" in fleet.launcher.places)
+        fleet.respecify(replicas=1)
+        fleet.launcher.until_said("drafter-1 is stopped")
+
+    streams = fleet.stream_while(resize)
+    assert damage(streams, reference).none, [stream.error for stream in streams if stream.error]
+    assert fleet.node_of("drafter-1") is fleet.cluster.head_node
+    assert not Path(f"/proc/{fleet.launcher.places['drafter-1'].pid}").exists()
+
+
+def test_a_drafter_whose_node_dies_is_placed_elsewhere_and_no_token_changes(
+    fleet: RayFleetOnTest, reference: list[list[int]]
+) -> None:
+    before = fleet.launcher.places["drafter-0"]
+
+    def kill() -> None:
+        fleet.cut_power("drafter-0")
+        fleet.launcher.until(lambda: fleet.launcher.places["drafter-0"] != before)
+
+    streams = fleet.stream_while(kill)
+    assert damage(streams, reference).none, [stream.error for stream in streams if stream.error]
+    assert fleet.node_of("drafter-0") is fleet.cluster.head_node
+
+
+def test_a_verifier_whose_node_dies_under_streams_costs_no_token(
+    fleet: RayFleetOnTest, reference: list[list[int]]
+) -> None:
+    before, failovers = fleet.launcher.places["verifier-1"], fleet.failovers()
+
+    def kill() -> None:
+        fleet.cut_power("verifier-1")
+        fleet.launcher.until(lambda: fleet.launcher.places["verifier-1"] != before)
+
+    streams = fleet.stream_while(kill)
+    assert damage(streams, reference).none, [stream.error for stream in streams if stream.error]
+    assert fleet.failovers() > failovers, "no stream was hit"
+    assert fleet.node_of("verifier-1") is fleet.cluster.head_node
+
+
+def test_ctrl_c_leaves_no_process_and_the_cluster_as_it_was(fleet: RayFleetOnTest) -> None:
+    assert fleet.launcher.stop() == 0
+    assert fleet.launcher.lines[-1] == "stopped"
+    assert [pid for pid in fleet.launcher.pids if Path(f"/proc/{pid}").exists()] == []
+    groups = fleet.cluster.global_state.placement_group_table()
+    assert {group["state"] for group in groups.values()} == {"REMOVED"}
