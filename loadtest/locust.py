@@ -39,6 +39,7 @@ class LocustConfig:
     users: int = setting(8, help="Most users at once; half of each kind.", low=2, high=10_000)
     seconds: float = setting(60.0, help="Length of the run.", unit="seconds", low=1.0, high=86_400)
     max_tokens: int = setting(48, help="Tokens a request.", low=1)
+    prompt: str = setting("", help="Prompt of all requests; without it unseen Python source.")
     dtype: str = setting("auto", help="Weight type of its own fleet.", choices=("auto", "bfloat16", "float32"))
     out: Path = setting(Path("reports/locust"), help="Where reports go: this name with .html and _stats.csv.")
 
@@ -90,6 +91,7 @@ async def run_locust(config: LocustConfig, url: str, grpc_address: str) -> dict[
         *(sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--only-summary"),
         *("--host", url, "--grpc-address", grpc_address, "--shape", config.shape),
         *("--most-users", str(config.users), "--seconds", str(config.seconds), "--max-tokens", str(config.max_tokens)),
+        *("--prompt", config.prompt),
         *("--html", f"{config.out}.html", "--csv", str(config.out), "--stop-timeout", "30", "--skip-log-setup"),
         env=_environ(),
         stdout=asyncio.subprocess.DEVNULL,

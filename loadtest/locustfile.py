@@ -11,6 +11,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +30,7 @@ from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc  # noqa: E
 from paceline.training.corpus import unseen_prompts  # noqa: E402
 
 TIMEOUT_S = 120.0
-PROMPTS = unseen_prompts(40)
+NUM_PROMPTS = 40
 # One channel a user: gRPC would put all to one address on one connection.
 CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 
@@ -38,9 +39,15 @@ CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_pro
 def _flags(parser: LocustArgumentParser) -> None:
     parser.add_argument("--grpc-address", default="127.0.0.1:8001", env_var="PACELINE_GRPC_ADDRESS", help="gRPC door")
     parser.add_argument("--max-tokens", type=int, default=48, env_var="PACELINE_MAX_TOKENS", help="tokens a request")
+    parser.add_argument("--prompt", default="", env_var="PACELINE_PROMPT", help="of all requests; else unseen source")
     parser.add_argument("--shape", choices=SHAPES, default="steady", env_var="PACELINE_SHAPE", help="users over time")
     parser.add_argument("--most-users", type=int, default=8, env_var="PACELINE_MOST_USERS", help="most users at once")
     parser.add_argument("--seconds", type=float, default=60.0, env_var="PACELINE_SECONDS", help="length of the run")
+
+
+@lru_cache
+def _prompts(given: str) -> list[str]:
+    return [given] if given else unseen_prompts(NUM_PROMPTS)
 
 
 class Shape(LoadTestShape):
@@ -104,10 +111,11 @@ class HttpUser(FastHttpUser):
     @task
     def complete(self) -> None:
         """One completion."""
-        wanted = self.environment.parsed_options.max_tokens
+        options = self.environment.parsed_options
+        prompt, wanted = random.choice(_prompts(options.prompt)), options.max_tokens
         watch = Stopwatch(self.environment, "http")
         body = {
-            "prompt": random.choice(PROMPTS),
+            "prompt": prompt,
             "max_tokens": wanted,
             "ignore_eos": True,
             "stream": True,
@@ -159,10 +167,11 @@ class GrpcUser(User):
     @task
     def generate(self) -> None:
         """One completion."""
-        wanted = self.environment.parsed_options.max_tokens
+        options = self.environment.parsed_options
+        prompt, wanted = random.choice(_prompts(options.prompt)), options.max_tokens
         watch = Stopwatch(self.environment, "grpc")
         request = gateway_pb2.GatewayGenerateRequest(
-            prompt=random.choice(PROMPTS),
+            prompt=prompt,
             sampling=common_pb2.SamplingParams(max_tokens=wanted, temperature=1.0, ignore_eos=True),
         )
         try:
