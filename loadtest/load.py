@@ -12,7 +12,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -46,23 +46,17 @@ def main() -> None:
     """Parses the command line and runs the replay; exit status 1 if what it must show does not hold."""
     try:
         config = parse(LoadConfig, sys.argv[1:], os.environ, PROG, str(__doc__))
-        figures, runs, windows = asyncio.run(measure(config))
+        figures = asyncio.run(measure(config))
     except PacelineError as error:
         exit_with_error(PROG, error)
-    paths = write_reports(config.out, figures, runs, windows)
     print(summary(figures))
-    print(f"reports: {', '.join(map(str, paths))}")
+    print(f"reports: {config.out}.html, {config.out}.json")
     print(json.dumps({name: figures[name] for name in ("bench", "machine", "ok", "checks")}))
     raise SystemExit(0 if figures["ok"] else 1)
 
 
-async def measure(
-    config: LoadConfig,
-) -> tuple[dict[str, Any], Mapping[str, Sequence[Window]], Sequence[Sequence[Request]]]:
-    """Runs the replay.
-
-    Returns:
-        All figures; the answers of each mode by window; the requests of each window.
+async def measure(config: LoadConfig) -> dict[str, Any]:
+    """Runs the replay and writes the reports, the first time when each mode has had a window; returns all figures.
 
     Raises:
         PacelineError: The trace, the prompts or the fleets make it impossible.
@@ -71,14 +65,18 @@ async def measure(
     prompts = open_prompts(
         config.prompts, config.model or DEMO_TARGET, max_tokens=config.max_prompt_tokens, seed=config.seed
     )
+    figures: dict[str, Any] = {}
     async with doors_of(config, config.modes) as doors:
         rate, trials = await _rate(config, source, prompts, doors)
+        plan = {**source.described(rate), "prompts": prompts.described, "temperature": config.temperature}
         requests = requests_of(source.arrivals(rate), prompts, config)
         windows = windows_of(requests, config.duration_s, config.window_s)
         await _warm_up(config, source, prompts, doors, rate)
-        runs = await run_windows(doors, windows)
-    plan = {**source.described(rate), "prompts": prompts.described, "temperature": config.temperature}
-    return figures_of(config, plan, trials, runs, windows), runs, windows
+        async for runs in run_windows(doors, windows):
+            done = windows[: len(runs[config.modes[0]])]
+            figures = figures_of(config, plan, trials, runs, done)
+            write_reports(config.out, figures, runs, done)
+    return figures
 
 
 async def _rate(
@@ -105,18 +103,24 @@ async def _warm_up(
         await replay(door, requests_of(arrivals, prompts, warm))
 
 
-async def run_windows(doors: Mapping[str, Door], windows: Sequence[Sequence[Request]]) -> dict[str, list[Window]]:
-    """Runs every window in every mode, one after another, in an order that turns with the windows."""
+async def run_windows(
+    doors: Mapping[str, Door], windows: Sequence[Sequence[Request]]
+) -> AsyncIterator[Mapping[str, Sequence[Window]]]:
+    """Runs every window in every mode, one after another, in an order that turns with the windows.
+
+    Yields:
+        All answers so far, whenever every mode has run a window more.
+    """
     modes = list(doors)
     runs: dict[str, list[Window]] = {mode: [] for mode in modes}
     total = len(modes) * sum(map(len, windows))
-    with tqdm(total=total, unit="request", disable=None) as bar:
+    with tqdm(total=total, unit="request", mininterval=1.0) as bar:
         for number, window in enumerate(windows):
             first = number % len(modes)
             for mode in modes[first:] + modes[:first]:
                 bar.set_description(f"{mode}, window {number + 1} of {len(windows)}")
                 runs[mode].append(await replay(doors[mode], window, lambda _: bar.update()))
-    return runs
+            yield runs
 
 
 def figures_of(

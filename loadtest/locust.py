@@ -24,7 +24,6 @@ PROG = "locust"
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 DOORS = ("http", "grpc")
 KINDS = ("E2E", "TTFT", "ITL")
-COLUMNS = ("Request Count", "Failure Count", "50%", "95%", "99%")
 # Locust starts, waits for running requests and writes its reports beside the run itself.
 MARGIN_S = 120.0
 
@@ -52,8 +51,6 @@ def main() -> None:
     except PacelineError as error:
         exit_with_error(PROG, error)
     problems = missing_or_failed(rows)
-    for (kind, name), row in rows.items():
-        print(f"{kind:5} {name:16} " + "  ".join(f"{column} {row[column]}" for column in COLUMNS))
     figures = {
         "bench": "locust",
         "machine": machine(),
@@ -92,7 +89,8 @@ async def run_locust(config: LocustConfig, url: str, grpc_address: str) -> dict[
         *("--host", url, "--grpc-address", grpc_address, "--shape", config.shape),
         *("--most-users", str(config.users), "--seconds", str(config.seconds), "--max-tokens", str(config.max_tokens)),
         *("--prompt", config.prompt),
-        *("--html", f"{config.out}.html", "--csv", str(config.out), "--stop-timeout", "30", "--skip-log-setup"),
+        *("--html", f"{config.out}.html", "--csv", str(config.out), "--stop-timeout", "30"),
+        *("--loglevel", "WARNING"),
         env=_environ(),
         stdout=asyncio.subprocess.DEVNULL,
     )

@@ -9,6 +9,8 @@ SHAPES = (STEADY, RAMP, SPIKE)
 # A spike: all users for a tenth of the run, twice; between, this share of them.
 SPIKES = ((0.3, 0.4), (0.7, 0.8))
 CALM_SHARE = 0.25
+# One of each kind.
+FEWEST = 2
 
 
 def num_users(shape: str, share: float, most: int) -> int | None:
@@ -20,12 +22,12 @@ def num_users(shape: str, share: float, most: int) -> int | None:
         most: Most users at once.
 
     Returns:
-        At least 1; None when the run is over.
+        At least `FEWEST`; None when the run is over.
     """
     if share >= 1.0:
         return None
     if shape == RAMP:
-        return max(1, math.ceil(most * (1.0 - abs(2.0 * share - 1.0))))
+        return max(FEWEST, math.ceil(most * (1.0 - abs(2.0 * share - 1.0))))
     if shape == SPIKE and not any(start <= share < end for start, end in SPIKES):
-        return max(1, math.ceil(most * CALM_SHARE))
+        return max(FEWEST, math.ceil(most * CALM_SHARE))
     return most

@@ -70,7 +70,7 @@ def milliseconds(values_s: Floats) -> dict[str, float]:
 def mode_figures(windows: Sequence[Window]) -> dict[str, Any]:
     """Returns what a table says of one mode over all its windows."""
     answers = [each for window in windows for each in window]
-    seconds = sum(max((each.ended_s for each in window), default=0.0) for window in windows)
+    seconds = sum(map(length_of, windows))
     good = [each for each in answers if not each.error]
     late_s = np.array([each.late_s for each in answers])
     return {
@@ -208,13 +208,15 @@ def different_texts(runs: Mapping[str, Sequence[Window]]) -> int:
     return sum(len(different) > 1 for different in texts.values())
 
 
-def running_over_time(windows: Sequence[Window], step_s: float) -> tuple[Floats, Floats]:
-    """Returns times and the number of requests under way then, windows one after another, both `[points]`."""
+def running_over_time(windows: Sequence[Window], lengths_s: Sequence[float], step_s: float) -> tuple[Floats, Floats]:
+    """Returns times and the number of requests under way then, both `[points]`.
+
+    Windows stand one after another; `lengths_s` are those to give them, so that several modes stay side by side.
+    """
     times: list[float] = []
     running: list[float] = []
     offset_s = 0.0
-    for window in windows:
-        length_s = max((each.ended_s for each in window), default=0.0)
+    for window, length_s in zip(windows, lengths_s, strict=True):
         grid = np.arange(0.0, length_s, step_s)
         began = np.sort([each.sent_s for each in window])
         ended = np.sort([each.ended_s for each in window])
@@ -222,3 +224,8 @@ def running_over_time(windows: Sequence[Window], step_s: float) -> tuple[Floats,
         times += list(offset_s + grid)
         offset_s += length_s
     return np.array(times), np.array(running, dtype=np.float64)
+
+
+def length_of(window: Window) -> float:
+    """Seconds until the last request of a window ended."""
+    return max((each.ended_s for each in window), default=0.0)

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.traffic.config import ADAPTIVE, OFF, ON
-from loadtest.traffic.figures import BUCKETS, Latencies, Window, running_over_time
+from loadtest.traffic.figures import BUCKETS, Latencies, Window, length_of, running_over_time
 from loadtest.traffic.plan import Request
 
 COLOURS = {OFF: "#6b7280", ON: "#d97706", ADAPTIVE: "#2563eb"}
@@ -60,8 +60,9 @@ def _arrivals(axes: Axes, windows: Sequence[Sequence[Request]]) -> None:
 
 
 def _running(axes: Axes, runs: Mapping[str, Sequence[Window]]) -> None:
+    lengths_s = [max(map(length_of, same)) for same in zip(*runs.values(), strict=True)]
     for mode, windows in runs.items():
-        axes.plot(*running_over_time(windows, STEP_S), label=mode, color=COLOURS[mode], linewidth=1.2)
+        axes.plot(*running_over_time(windows, lengths_s, STEP_S), label=mode, color=COLOURS[mode], linewidth=1.2)
     axes.set(xlabel="s", ylabel="requests under way")
     axes.legend(frameon=False)
 

@@ -12,6 +12,7 @@ from loadtest.traffic.figures import PERCENTILES, Window
 from loadtest.traffic.plan import Request
 from loadtest.traffic.plots import plots
 
+# Times of tables are milliseconds.
 LATENCIES = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("e2e_ms", "E2E"))
 HOW_COUNTED = (
     "Open loop: requests are sent when the trace says. TTFT and E2E count from sending to the first token and to the "
@@ -19,11 +20,11 @@ HOW_COUNTED = (
     "tokens that the requests of a stretch ask for; stretches are sorted into thirds, the same for every mode."
 )
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #1d232b; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 82rem; margin: 2rem auto; padding: 0 1rem; color: #1d232b; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid #d5dbe3; padding: .2rem .7rem; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
+table { border-collapse: collapse; margin: .6rem 0; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid #d5dbe3; padding: .2rem .5rem; text-align: right; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 .ok { color: #1a7f37; font-weight: 600; } .failed { color: #c62828; font-weight: 600; }
 svg { max-width: 100%; height: auto; } pre { background: #f3f5f8; padding: .7rem; overflow-x: auto; }
 """
@@ -45,7 +46,7 @@ def write_reports(
 
 def summary(figures: Mapping[str, Any]) -> str:
     """Returns the tables for a terminal."""
-    parts = [_described(figures), _text(*_modes(figures))]
+    parts = [_described(figures), f"times in ms\n{_text(*_modes(figures))}"]
     if figures["comparison"]["buckets"]:
         parts += ["adaptive over the best other mode, means (95 % interval)", _text(*_comparison(figures))]
     return "\n\n".join([*parts, _verdict(figures)])
@@ -58,7 +59,7 @@ def page(figures: Mapping[str, Any], drawn: Mapping[str, str]) -> str:
         f"<h1>Replay of {html.escape(figures['replay']['arrivals'])}</h1>",
         f"<p>{html.escape(_described(figures))}</p>",
         f'<p class="{passed}">{html.escape(_verdict(figures))}</p>',
-        "<h2>By mode</h2>",
+        "<h2>By mode, times in ms</h2>",
         _table(*_modes(figures)),
     ]
     if figures["comparison"]["buckets"]:
@@ -68,7 +69,7 @@ def page(figures: Mapping[str, Any], drawn: Mapping[str, str]) -> str:
             f"at most {figures['comparison']['limit']:g} of E2E and ITL passes.</p>",
             _table(*_comparison(figures)),
         ]
-    sections += ["<h2>By load</h2>", _table(*_buckets(figures))]
+    sections += ["<h2>By load, times in ms</h2>", _table(*_buckets(figures))]
     sections += [f"<h2>{html.escape(title)}</h2>{svg}" for title, svg in drawn.items()]
     settings = {name: figures[name] for name in ("replay", "dtype", "door", "windows", "trials")}
     sections += [
@@ -107,8 +108,8 @@ def _modes(figures: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         errors = ", ".join(f"{count} {kind}" for kind, count in of["errors"].items()) or "0"
         row = [mode, of["requests"], errors, of["output_tokens_per_s"], of["mean_running"]]
         row += [of["draft_tokens_per_step"], of["acceptance_rate"]]
-        row += [of[name].get(f"p{percent}", "-") for name, _ in LATENCIES for percent in PERCENTILES]
-        rows.append([*map(str, row), str(of["sender_late_ms"].get("p99", "-"))])
+        row += [_shown(of[name], f"p{percent}") for name, _ in LATENCIES for percent in PERCENTILES]
+        rows.append([*map(str, row), _shown(of["sender_late_ms"], "p99")])
     return head, rows
 
 
@@ -117,7 +118,7 @@ def _buckets(figures: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     head = ["load, speculation", "requests", *(f"{title} {column}" for _, title in LATENCIES for column in columns)]
     rows = [
         [f"{bucket}, {mode}", str(of["requests"])]
-        + [str(latencies[name].get(column, "-")) for name, _ in LATENCIES for column in columns]
+        + [_shown(latencies[name], column) for name, _ in LATENCIES for column in columns]
         for bucket, of in figures["buckets"].items()
         for mode, latencies in of["modes"].items()
     ]
@@ -131,6 +132,11 @@ def _comparison(figures: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
         for bucket, row in figures["comparison"]["buckets"].items()
     ]
     return head, rows
+
+
+def _shown(of: Mapping[str, float], column: str) -> str:
+    """Three digits or more of a time in milliseconds."""
+    return "-" if column not in of else f"{of[column]:.0f}" if of[column] >= 100.0 else f"{of[column]:.1f}"
 
 
 def _ratio(of: Mapping[str, Any]) -> str:

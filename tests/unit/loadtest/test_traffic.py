@@ -137,9 +137,9 @@ def test_texts_that_differ_between_modes_are_counted() -> None:
 
 def test_requests_under_way_are_counted_over_time() -> None:
     window = [answer(0, sent_s=0.0, ended_s=3.0), answer(1, sent_s=1.0, ended_s=2.0)]
-    times, running = running_over_time([window, window], 1.0)
-    assert list(times) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert list(running) == [1, 2, 1, 1, 2, 1]
+    times, running = running_over_time([window, window], [4.0, 3.0], 1.0)
+    assert list(times) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert list(running) == [1, 2, 1, 0, 1, 2, 1]
 
 
 def test_windows_hold_every_request_once_and_begin_at_nought() -> None:
