@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv; no root rights. Outside this folder: pip's cache, and the widened demo
 # target in the user's cache folder.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test up demo bench chaos clean
+.PHONY: help venv protos check style test up demo bench chaos load locust clean
 SHELL := /bin/bash
 
 PYTHON ?= python3
@@ -61,6 +61,17 @@ bench: $(STAMP) ## run a bench: make bench NAME=acceptance; without NAME lists t
 
 chaos: $(STAMP) ## break a whole fleet while streams run, and compare every token; ARGS='--seconds 60 --streams 200'
 	$(BIN)/paceline bench chaos $(ARGS)
+
+# A trace is replayed at length and in all modes, a generated load briefly and as it is served.
+MINUTES ?= $(if $(TRACE),10,2)
+RATE ?= $(if $(TRACE),max,1)
+SPECULATION ?= $(if $(TRACE),all,adaptive)
+load: $(STAMP) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=max SPECULATION=all; without TRACE 2 minutes made up
+	$(BIN)/paceline bench load $(if $(TRACE),--trace '$(TRACE)') --minutes $(MINUTES) --rate $(RATE) \
+	  --speculation $(SPECULATION) $(ARGS)
+
+locust: $(STAMP) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
+	$(BIN)/paceline bench locust $(ARGS)
 
 clean: ## remove environments and caches
 	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

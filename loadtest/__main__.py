@@ -17,6 +17,8 @@ BENCHES = {
     "fuzz": "100,000 bad messages to every door: right answers, no growth, no restart, the same text after",
     "gateway": "time per token through HTTP and SSE against gRPC straight to the verifier, and 64 streams at once",
     "gpu": "8B- and 1B-shaped random models on a GPU, acceptance imposed",
+    "load": "replays a trace of arrivals, open loop, with speculation off, on and adaptive; `make load`",
+    "locust": "users of both doors come in ramps and spikes, by Locust",
     "memory": "64 sessions of 1,000 tokens within the printed budget, and no growth over 10,000 requests",
     "methods": "every way to draft on code, prose and tables, and a drafter with random weights",
     "overload": "goodput at three times what the fleet can do",

@@ -1,6 +1,6 @@
-"""Two lean ways to stream a completion, through the gateway's HTTP door and straight from a verifier.
+"""Lean ways to stream a completion, through the gateway's doors, HTTP and gRPC, and straight from a verifier.
 
-Both only note when bytes came and look into them afterwards, so that the load generator takes as little of a small
+They only note when bytes came and look into them afterwards, so that the load generator takes as little of a small
 machine as it can.
 """
 
@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import grpc
+
 from paceline.core.messages import VERIFIER, GenerateRequest
 from paceline.credentials import channel
-from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
+from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from paceline.serving import CHANNEL_OPTIONS
 from paceline.wire import committed_from_pb, generate_request_to_pb
 
 TIMEOUT_S = 300.0
+RECORDED = ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_batch_size")
 _DONE = b"data: [DONE]"
 
 
@@ -33,6 +37,9 @@ class Streamed:
         text: All of it, as far as the way carries text.
         token_ids: All of them, as far as the way carries tokens.
         ended_s: When the last byte came.
+        counts: When tokens came and how many at once; over HTTP only if the request asks for continuous usage.
+        num_prompt_tokens: Tokens of the prompt, as far as the way tells.
+        record: What speculation did, as far as the way tells.
     """
 
     started_s: float
@@ -40,6 +47,9 @@ class Streamed:
     ended_s: float
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    counts: tuple[tuple[float, int], ...] = ()
+    num_prompt_tokens: int = 0
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def per_token_s(self) -> float:
@@ -50,6 +60,14 @@ class Streamed:
     def gaps_s(self) -> list[float]:
         """Times between pieces."""
         return [later - sooner for sooner, later in zip(self.times_s, self.times_s[1:], strict=False)]
+
+
+class StreamError(RuntimeError):
+    """A stream was refused or broke off; `kind` tells such errors apart in few words."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class DirectWay:
@@ -80,6 +98,43 @@ class DirectWay:
         await self._channel.close(None)
 
 
+class GrpcWay:
+    """Streams from a gateway over gRPC, one channel for all calls."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(self._channel)
+
+    async def stream(self, request: gateway_pb2.GatewayGenerateRequest) -> Streamed:
+        """Runs one completion to its end.
+
+        Raises:
+            StreamError: The gateway refused it or broke it off; the kind is gRPC's status.
+        """
+        arrived: list[tuple[float, gateway_pb2.GatewayGenerateResponse]] = []
+        started_s = time.perf_counter()
+        try:
+            async for response in self._stub.Generate(request, timeout=TIMEOUT_S):
+                arrived.append((time.perf_counter(), response))
+        except grpc.aio.AioRpcError as error:
+            raise StreamError(error.code().name, f"{error.code().name}: {error.details()}") from None
+        result = arrived[-1][1].result
+        return Streamed(
+            started_s=started_s,
+            times_s=tuple(at_s for at_s, response in arrived if response.text),
+            ended_s=arrived[-1][0],
+            text="".join(response.text for _, response in arrived),
+            token_ids=tuple(token_id for _, response in arrived for token_id in response.token_ids),
+            counts=tuple((at_s, len(response.token_ids)) for at_s, response in arrived if response.token_ids),
+            num_prompt_tokens=result.num_prompt_tokens,
+            record={name: getattr(result.speculation, name) for name in RECORDED},
+        )
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close(None)
+
+
 class HttpWay:
     """Streams from a gateway over HTTP and server-sent events; each stream has a connection of its own."""
 
@@ -91,7 +146,7 @@ class HttpWay:
         """Runs one completion to its end; connecting is not counted.
 
         Raises:
-            RuntimeError: The gateway refused it or broke it off; the message is its answer.
+            StreamError: The gateway refused it or broke it off; the message is its answer.
         """
         payload = json.dumps(body).encode()
         head = (
@@ -162,24 +217,38 @@ def _read(started_s: float, arrived: Sequence[tuple[float, bytes]]) -> Streamed:
     """Finds the events in what came; each lies in a chunk of its own."""
     whole = b"".join(data for _, data in arrived)
     if not whole.startswith(b"HTTP/1.1 200") or _DONE not in whole:
-        raise RuntimeError(f"the gateway answered {whole[:500].decode(errors='replace')!r}")
-    times_s: list[float] = []
-    texts: list[str] = []
+        status = whole[len(b"HTTP/1.1 ") :][:3].decode(errors="replace")
+        kind = "broke off" if status == "200" else f"status {status}"
+        raise StreamError(kind, f"the gateway answered {whole[:500].decode(errors='replace')!r}")
+    events = list(_events(arrived))
+    texts = [(at_s, text) for at_s, event in events if (text := _text_of(event))]
+    usages = [(at_s, event["usage"]) for at_s, event in events if event.get("usage")]
+    totals = [0, *(usage["completion_tokens"] for _, usage in usages)]
+    return Streamed(
+        started_s=started_s,
+        times_s=tuple(at_s for at_s, _ in texts),
+        ended_s=arrived[-1][0],
+        text="".join(text for _, text in texts),
+        counts=tuple(
+            (at_s, total - before)
+            for (at_s, _), before, total in zip(usages, totals, totals[1:], strict=False)
+            if total > before
+        ),
+        num_prompt_tokens=usages[-1][1]["prompt_tokens"] if usages else 0,
+        record=next((event["metrics"]["speculative_decoding"] for _, event in events if event.get("metrics")), {}),
+    )
+
+
+def _events(arrived: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
     rest = b""
     for at_s, data in arrived:
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            text = _text_of(line)
-            if text:
-                times_s.append(at_s)
-                texts.append(text)
-    return Streamed(started_s=started_s, times_s=tuple(times_s), ended_s=arrived[-1][0], text="".join(texts))
+            if line.startswith(b"data: {"):
+                yield at_s, json.loads(line[len(b"data: ") :])
 
 
-def _text_of(line: bytes) -> str:
-    if not line.startswith(b"data: {"):
-        return ""
-    event = json.loads(line[len(b"data: ") :])
+def _text_of(event: dict[str, Any]) -> str:
     if "error" in event:
-        raise RuntimeError(f"the gateway broke off: {event['error']}")
+        raise StreamError("broke off", f"the gateway broke off: {event['error']}")
     return "".join(choice.get("text", "") for choice in event["choices"])

@@ -1,0 +1,157 @@
+"""Replays a trace of arrivals against the fleet, open loop, and reports every latency: `make load`.
+
+Requests are sent when the trace says, whether earlier ones have ended or not. Times are those of tokens as they come:
+tokens that come at once share their wait. With `--speculation all`, windows of the replay are run with speculation
+off, on (a fixed number of draft tokens) and adaptive in turn, each on a fleet of its own that is idle otherwise, and
+compared: same arrivals, same prompts, same seeds, so the same texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from tqdm import tqdm
+
+from loadtest.fleet import machine
+from loadtest.traffic.config import ADAPTIVE, MAX, LoadConfig
+from loadtest.traffic.figures import (
+    Window,
+    bucket_figures,
+    buckets_of,
+    comparison,
+    different_texts,
+    mode_figures,
+)
+from loadtest.traffic.fleets import doors_of
+from loadtest.traffic.highest import Trial, highest_rate
+from loadtest.traffic.plan import Request, Source, requests_of, windows_of
+from loadtest.traffic.prompts import Prompts, open_prompts
+from loadtest.traffic.report import summary, write_reports
+from loadtest.traffic.sending import Door, replay
+from paceline.cluster.checkpoints import DEMO_TARGET
+from paceline.config import exit_with_error, parse
+from paceline.core.errors import PacelineError
+
+PROG = "load"
+WARM_RATE_SHARE = 0.5
+
+
+def main() -> None:
+    """Parses the command line and runs the replay; exit status 1 if what it must show does not hold."""
+    try:
+        config = parse(LoadConfig, sys.argv[1:], os.environ, PROG, str(__doc__))
+        figures = asyncio.run(measure(config))
+    except PacelineError as error:
+        exit_with_error(PROG, error)
+    print(summary(figures))
+    print(f"reports: {config.out}.html, {config.out}.json")
+    print(json.dumps({name: figures[name] for name in ("bench", "machine", "ok", "checks")}))
+    raise SystemExit(0 if figures["ok"] else 1)
+
+
+async def measure(config: LoadConfig) -> dict[str, Any]:
+    """Runs the replay and writes the reports, the first time when each mode has had a window; returns all figures.
+
+    Raises:
+        PacelineError: The trace, the prompts or the fleets make it impossible.
+    """
+    source = Source(config)
+    prompts = open_prompts(
+        config.prompts, config.model or DEMO_TARGET, max_tokens=config.max_prompt_tokens, seed=config.seed
+    )
+    figures: dict[str, Any] = {}
+    async with doors_of(config, config.modes) as doors:
+        rate, trials = await _rate(config, source, prompts, doors)
+        plan = {**source.described(rate), "prompts": prompts.described, "temperature": config.temperature}
+        requests = requests_of(source.arrivals(rate), prompts, config)
+        windows = windows_of(requests, config.duration_s, config.window_s)
+        await _warm_up(config, source, prompts, doors, rate)
+        async for runs in run_windows(doors, windows):
+            done = windows[: len(runs[config.modes[0]])]
+            figures = figures_of(config, plan, trials, runs, done)
+            write_reports(config.out, figures, runs, done)
+    return figures
+
+
+async def _rate(
+    config: LoadConfig, source: Source, prompts: Prompts, doors: Mapping[str, Door]
+) -> tuple[float, list[Trial]]:
+    """Returns the rate of the replay, and the trials that found it; adaptive speculation is what is served."""
+    if config.rate == MAX:
+        door = doors.get(ADAPTIVE) or next(iter(doors.values()))
+        trials = await highest_rate(door, source, prompts, config)
+        return trials[-1].rate_per_s, trials
+    return source.trace_rate_per_s if config.rate == "trace" else float(config.rate), []
+
+
+async def _warm_up(
+    config: LoadConfig, source: Source, prompts: Prompts, doors: Mapping[str, Door], rate: float
+) -> None:
+    """Lets each fleet serve for a while, so that it knows its step times."""
+    if not config.warmup_s:
+        return
+    warm = replace(config, seed=config.seed + 1_000)
+    arrivals = [each for each in source.arrivals(rate * WARM_RATE_SHARE) if each.at_s < config.warmup_s]
+    for mode, door in doors.items():
+        sys.stderr.write(f"warming up: {mode}\n")
+        await replay(door, requests_of(arrivals, prompts, warm))
+
+
+async def run_windows(
+    doors: Mapping[str, Door], windows: Sequence[Sequence[Request]]
+) -> AsyncIterator[Mapping[str, Sequence[Window]]]:
+    """Runs every window in every mode, one after another, in an order that turns with the windows.
+
+    Yields:
+        All answers so far, whenever every mode has run a window more.
+    """
+    modes = list(doors)
+    runs: dict[str, list[Window]] = {mode: [] for mode in modes}
+    total = len(modes) * sum(map(len, windows))
+    with tqdm(total=total, unit="request", mininterval=1.0) as bar:
+        for number, window in enumerate(windows):
+            first = number % len(modes)
+            for mode in modes[first:] + modes[:first]:
+                bar.set_description(f"{mode}, window {number + 1} of {len(windows)}")
+                runs[mode].append(await replay(doors[mode], window, lambda _: bar.update()))
+            yield runs
+
+
+def figures_of(
+    config: LoadConfig,
+    plan: Mapping[str, Any],
+    trials: Sequence[Trial],
+    runs: Mapping[str, Sequence[Window]],
+    windows: Sequence[Sequence[Request]],
+) -> dict[str, Any]:
+    """Returns everything that the reports say; `checks` is what must hold."""
+    buckets = buckets_of(windows, config.slot_s)
+    modes = {mode: mode_figures(of) for mode, of in runs.items()}
+    compared = comparison(runs, buckets, config.seed)
+    checks = {
+        "no_errors": not any(figures["errors"] for figures in modes.values()),
+        "same_texts": different_texts(runs) == 0,
+    }
+    if "ok" in compared:
+        checks["adaptive_best_or_within_limit"] = compared["ok"]
+    return {
+        "bench": "load",
+        "machine": machine(),
+        "dtype": config.dtype,
+        "door": config.door,
+        "replay": dict(plan),
+        "windows": len(windows),
+        "trials": [asdict(trial) for trial in trials],
+        "modes": modes,
+        "buckets": bucket_figures(runs, buckets),
+        "comparison": compared,
+        "different_texts": different_texts(runs),
+        "checks": checks,
+        "ok": all(checks.values()),
+    }

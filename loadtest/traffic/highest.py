@@ -1,0 +1,106 @@
+"""The highest rate that a fleet holds: every trial replays the densest stretch that the whole replay would have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from loadtest.traffic.config import LoadConfig
+from loadtest.traffic.plan import Source, densest, requests_of
+from loadtest.traffic.prompts import Prompts
+from loadtest.traffic.sending import Answer, Door, replay
+from paceline.core.errors import ConfigError
+
+NUM_BURST = 32
+# The first trial, as a share of the rate at which a burst was answered: a replay has denser moments than its mean.
+FIRST_SHARE = 0.8
+STEP = 1.2
+MAX_TRIALS = 6
+# Requests under way in the last third of a trial against the third before: more than so many times, and a few, is a
+# queue that grows.
+MOST_GROWTH, FEW = 1.25, 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One rate that was tried: whether it was held, and what that was judged by."""
+
+    rate_per_s: float
+    held: bool
+    ttft_p95_s: float
+    running_before: float
+    running_last: float
+    num_errors: int
+
+
+async def highest_rate(door: Door, source: Source, prompts: Prompts, config: LoadConfig) -> list[Trial]:
+    """Tries rates, upwards while they are held or downwards until one is; returns the trials, the best held one last.
+
+    Raises:
+        ConfigError: None was held.
+    """
+    rate = FIRST_SHARE * await _burst_rate(door, source, prompts, config)
+    trials: list[Trial] = []
+    while len(trials) < MAX_TRIALS and not _is_known(trials):
+        arrivals = source.arrivals(rate)
+        # Prompts that no window uses, and no other trial.
+        other = replace(config, seed=config.seed + 1 + len(trials))
+        requests = requests_of(arrivals, prompts, other)
+        stretch = [replace(each, index=-1 - each.index) for each in densest(requests, config.trial_s)]
+        trials.append(judged(rate, await replay(door, stretch), config.max_ttft_s))
+        _say(trials[-1])
+        rate = rate * STEP if trials[-1].held else rate / STEP
+    held = [trial for trial in trials if trial.held]
+    if not held:
+        raise ConfigError(
+            f"--rate max: not even {trials[-1].rate_per_s:.3g} requests a second were held within {MAX_TRIALS} trials; "
+            "give a --rate, or a longer --max-ttft-s"
+        )
+    held.sort(key=lambda trial: trial.rate_per_s)
+    return [trial for trial in trials if trial is not held[-1]] + [held[-1]]
+
+
+def judged(rate_per_s: float, answers: Sequence[Answer], max_ttft_s: float) -> Trial:
+    """Judges a trial: held are 95 % of first tokens in time, a queue that does not grow, and no error."""
+    good = [each for each in answers if not each.error]
+    ttft_p95_s = float(np.percentile([each.ttft_s for each in good], 95)) if good else float("inf")
+    last_s = max((each.sent_s for each in answers), default=0.0)
+    before, last = (_mean_running(answers, from_ * last_s, to * last_s) for from_, to in ((1 / 3, 2 / 3), (2 / 3, 1.0)))
+    num_errors = len(answers) - len(good)
+    return Trial(
+        rate_per_s=rate_per_s,
+        held=not num_errors and ttft_p95_s <= max_ttft_s and last <= MOST_GROWTH * before + FEW,
+        ttft_p95_s=ttft_p95_s,
+        running_before=before,
+        running_last=last,
+        num_errors=num_errors,
+    )
+
+
+def _mean_running(answers: Sequence[Answer], from_s: float, to_s: float) -> float:
+    overlaps = (max(0.0, min(to_s, each.ended_s) - max(from_s, each.sent_s)) for each in answers)
+    return sum(overlaps) / max(1e-9, to_s - from_s)
+
+
+def _is_known(trials: Sequence[Trial]) -> bool:
+    """Whether one rate was held and the next one was not."""
+    return len({trial.held for trial in trials}) == 2
+
+
+async def _burst_rate(door: Door, source: Source, prompts: Prompts, config: LoadConfig) -> float:
+    """Requests a second of a burst of the trace's requests, all sent at once."""
+    arrivals = source.arrivals(NUM_BURST / config.duration_s)
+    requests = requests_of(arrivals, prompts, replace(config, seed=config.seed + MAX_TRIALS + 1))
+    answers = await replay(door, [replace(each, due_s=0.0) for each in requests])
+    return len(answers) / max(each.ended_s for each in answers)
+
+
+def _say(trial: Trial) -> None:
+    verdict = "held" if trial.held else "not held"
+    sys.stderr.write(
+        f"{trial.rate_per_s:.2f} requests/s: {verdict} (first token p95 {trial.ttft_p95_s:.2f} s, under way "
+        f"{trial.running_before:.1f}, then {trial.running_last:.1f}; {trial.num_errors} errors)\n"
+    )

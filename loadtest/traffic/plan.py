@@ -1,0 +1,152 @@
+"""What a replay sends: the requests of a trace, fitted to the model, with prompts; and what was done to fit them."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from loadtest.traffic.config import LoadConfig
+from loadtest.traffic.prompts import Prompts
+from paceline.arrivals import (
+    Arrival,
+    clipped,
+    generated_arrivals,
+    rate_of,
+    read_arrivals,
+    resized,
+    scaled,
+    within,
+)
+from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request: when it is due after the window began, and what it asks."""
+
+    index: int
+    due_s: float
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+class Source:
+    """The arrivals that a configuration names, at any rate.
+
+    Raises:
+        ConfigError: The trace cannot be read.
+    """
+
+    def __init__(self, config: LoadConfig) -> None:
+        self._config = config
+        self._trace = None if config.trace is None else read_arrivals(config.trace)
+
+    @property
+    def trace_rate_per_s(self) -> float:
+        """The trace's own rate; only with a trace."""
+        assert self._trace is not None, "a generated trace has the rate it is asked for"
+        return rate_of(self._trace)
+
+    def unfitted(self, rate_per_s: float) -> list[Arrival]:
+        """Returns the first minutes of the trace at this rate, lengths as they are.
+
+        Raises:
+            ConfigError: The trace is too short, or brings no request in that time.
+        """
+        duration_s = self._config.duration_s
+        if self._trace is None:
+            return generated_arrivals(
+                rate_per_s=rate_per_s, duration_s=duration_s, seed=self._config.seed, shape=self._config.shape
+            )
+        stretched = scaled(self._trace, rate_per_s)
+        if stretched[-1].at_s < duration_s:
+            raise ConfigError(
+                f"--minutes {self._config.minutes:g} is more than the {stretched[-1].at_s / 60:.1f} minutes that the "
+                f"{len(stretched)} requests of the trace last at {rate_per_s:g} a second"
+            )
+        return within(stretched, 0.0, duration_s)
+
+    def arrivals(self, rate_per_s: float) -> list[Arrival]:
+        """Returns the same with lengths that the model can serve.
+
+        Raises:
+            ConfigError: As `unfitted`.
+        """
+        return fitted(self.unfitted(rate_per_s), self._config)
+
+    def described(self, rate_per_s: float) -> dict[str, Any]:
+        """Returns what is replayed and what was done to it, for the report."""
+        config = self._config
+        original = self.unfitted(rate_per_s)
+        sized = resized(original, prompt_scale=config.prompt_scale, output_scale=config.output_scale)
+        final = fitted(original, config)
+        return {
+            "arrivals": f"generated, shape {config.shape}" if config.trace is None else config.trace.name,
+            "trace_rate_per_s": None if self._trace is None else round(self.trace_rate_per_s, 3),
+            "rate_per_s": round(rate_per_s, 3),
+            "minutes": config.minutes,
+            "requests": len(final),
+            "prompt_scale": config.prompt_scale,
+            "output_scale": config.output_scale,
+            "max_prompt_tokens": config.max_prompt_tokens,
+            "max_output_tokens": config.max_output_tokens,
+            "prompts_clipped": sum(each.num_prompt_tokens > config.max_prompt_tokens for each in sized),
+            "outputs_clipped": sum(each.num_output_tokens > config.max_output_tokens for each in sized),
+            "prompt_tokens_in_trace": _quantiles([each.num_prompt_tokens for each in original]),
+            "prompt_tokens": _quantiles([each.num_prompt_tokens for each in final]),
+            "output_tokens_in_trace": _quantiles([each.num_output_tokens for each in original]),
+            "output_tokens": _quantiles([each.num_output_tokens for each in final]),
+        }
+
+
+def fitted(arrivals: Sequence[Arrival], config: LoadConfig) -> list[Arrival]:
+    """Returns arrivals with lengths scaled and then clipped as configured."""
+    sized = resized(arrivals, prompt_scale=config.prompt_scale, output_scale=config.output_scale)
+    return clipped(sized, max_prompt_tokens=config.max_prompt_tokens, max_output_tokens=config.max_output_tokens)
+
+
+def requests_of(arrivals: Sequence[Arrival], prompts: Prompts, config: LoadConfig) -> list[Request]:
+    """Returns the requests of arrivals; prompt and seed of each are its number's."""
+    return [
+        Request(
+            index=index,
+            due_s=each.at_s,
+            prompt=prompts.prompt(index, each.num_prompt_tokens),
+            max_tokens=each.num_output_tokens,
+            temperature=config.temperature,
+            seed=config.seed * 1_000_003 + index,
+        )
+        for index, each in enumerate(arrivals)
+    ]
+
+
+def windows_of(requests: Sequence[Request], duration_s: float, window_s: float) -> list[list[Request]]:
+    """Cuts a replay into equal stretches of at most `window_s`; due times start anew in each."""
+    count = max(1, -int(-duration_s // window_s))
+    length_s = duration_s / count
+    windows: list[list[Request]] = [[] for _ in range(count)]
+    for each in requests:
+        number = min(count - 1, int(each.due_s // length_s))
+        windows[number].append(replace(each, due_s=each.due_s - number * length_s))
+    return windows
+
+
+def densest(requests: Sequence[Request], length_s: float) -> list[Request]:
+    """Returns the stretch in which most tokens are asked for, with due times from its beginning."""
+    dues = [each.due_s for each in requests]
+    sums = np.concatenate(([0], np.cumsum([each.max_tokens for each in requests])))
+    ends = [bisect.bisect_left(dues, due_s + length_s) for due_s in dues]
+    first = int(np.argmax([sums[end] - sums[start] for start, end in enumerate(ends)]))
+    return [replace(each, due_s=each.due_s - dues[first]) for each in requests[first : ends[first]]]
+
+
+def _quantiles(values: Sequence[int]) -> dict[str, int]:
+    if not values:
+        return {}
+    return {name: int(np.quantile(values, at)) for name, at in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
