@@ -128,7 +128,7 @@ class SimulatedDrafter:
             return 0.0
         rows = self._plan_catching_up()
         rows += self._plan_growth()
-        return self._facts.device.seconds(rows, num_sessions=len({each.session.number for each in self._expansions}))
+        return self._facts.device.seconds(rows, num_sessions=len(self._sessions))
 
     def _plan_catching_up(self) -> int:
         rows = 0

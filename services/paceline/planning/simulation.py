@@ -236,10 +236,10 @@ def run_closed(
     for _ in range(streams):
         ask_next()
     work.events.run()
-    return Outcome(requests=asked, door_s=0.0, since_s=0.0, until_s=_until_one_idles(asked))
+    return Outcome(requests=asked, door_s=0.0, since_s=0.0, until_s=until_one_idles(asked))
 
 
-def _until_one_idles(asked: Sequence[Asked]) -> float:
+def until_one_idles(asked: Sequence[Asked]) -> float:
     """The time at which the first stream found no request left to send."""
     last_s = max(each.at_s for each in asked)
     return min(each.pieces[-1][0] for each in asked if each.pieces[-1][0] > last_s)
