@@ -5,8 +5,9 @@ Pure rules over the drafter's end of a session; they know nothing of models, KV 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.core.acceptance import SparseDraft
 from paceline.core.messages import DraftNodes
@@ -65,14 +66,16 @@ class TreeGrowth:
         """Unexpanded nodes worth growing at this price, best first; their children must lie within the context."""
         if not self.wants_nodes:
             return []
-        tree = self._mirror.tree
+        tree, expanded = self._mirror.tree, self._expanded
+        least = self._least_survival
+        least_log_weight = tree.root.log_weight + math.log(least) if least > 0.0 else -math.inf
         worth = [
             node
             for node in tree.nodes()
-            if node.node_id not in self._expanded
-            and (node.parent is tree.root or (node.parent is not None and node.parent.node_id in self._expanded))
+            if node.log_weight >= least_log_weight
+            and node.node_id not in expanded
+            and (node.parent is tree.root or (node.parent is not None and node.parent.node_id in expanded))
             and node.position + 1 < context_len
-            and tree.survival(node) >= self._least_survival
         ]
         worth.sort(key=lambda node: -node.log_weight)
         return worth[:limit]
@@ -90,9 +93,11 @@ class TreeGrowth:
     def _grow(self, node: Node) -> None:
         guesses = self._withheld[node]
         survival = self._mirror.tree.survival(node)
-        worth = [guess for guess in guesses.ranked if survival * guess[1] >= self._least_survival]
-        self._mirror.grow(node, worth, guesses.draft)
-        self._withheld[node] = replace(guesses, ranked=guesses.ranked[len(worth) :])
+        least = self._least_survival
+        worth = [guess for guess in guesses.ranked if survival * guess[1] >= least]
+        if worth:
+            self._mirror.grow(node, worth, guesses.draft)
+            self._withheld[node] = Guesses(ranked=guesses.ranked[len(worth) :], draft=guesses.draft)
 
     def committed(self) -> None:
         """A commit was applied: messages go out soon again."""

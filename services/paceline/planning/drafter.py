@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from paceline.core.messages import CloseSession, Commit, DraftNodes, OpenSession, ToDrafter
 from paceline.core.session import DrafterSession
 from paceline.core.tree import Node, NodeState, Pruning
-from paceline.core.tree_growth import Guesses, TreeGrowth
+from paceline.core.tree_growth import MAX_ROOM, Guesses, TreeGrowth
 from paceline.planning.guesses import RIGHT, STRIDE, GuessSource
 from paceline.planning.profile import DrafterFacts
 
@@ -39,6 +39,7 @@ class SimulatedDraft:
         self.mirror = DrafterSession(opened)
         self.expanded: set[int] = set()
         self.growth = TreeGrowth(self.mirror, self.expanded)
+        self._frontier: list[Node] | None = None
         # Tokens beyond the prompt's last whose KV is computed; negative while the prompt is not.
         self.computed = 1 - prompt_len
         self.computed_to = self.computed
@@ -50,7 +51,7 @@ class SimulatedDraft:
 
     def commit(self, message: Commit) -> DraftNodes | None:
         """Applies a commit; returns what it makes worth sending."""
-        base_len = len(self.mirror.tokens)
+        base_len, self._frontier = len(self.mirror.tokens), None
         pruning = self.mirror.receive(message)
         if not isinstance(pruning, Pruning):
             return None
@@ -62,17 +63,22 @@ class SimulatedDraft:
         self.growth.release()
         return self.mirror.drain() if pruning.hit else None
 
-    def frontier(self, limit: int) -> list[Node]:
-        """See `TreeGrowth.frontier`; none while tokens are missing."""
-        return [] if self.num_missing else self.growth.frontier(limit, CONTEXT_LEN)
+    def frontier(self) -> list[Node]:
+        """All of `TreeGrowth.frontier`, looked up anew when something has changed; none while tokens are missing."""
+        if self.num_missing:
+            return []
+        if self._frontier is None:
+            self._frontier = self.growth.frontier(MAX_ROOM, CONTEXT_LEN)
+        return self._frontier
 
     @property
     def wants_step(self) -> bool:
         """Whether a draft step has something to do for it."""
-        return self.num_missing > 0 or bool(self.frontier(1))
+        return self.num_missing > 0 or bool(self.frontier())
 
     def expand(self, node: Node, guesses: Guesses) -> None:
         """Takes in what a step computed below a node."""
+        self._frontier = None
         self.growth.offer(node, guesses)
 
     def push(self) -> DraftNodes | None:
@@ -147,7 +153,7 @@ class SimulatedDrafter:
         candidates = [
             (session.mirror.tree.survival(node), session, node)
             for session in self._sessions.values()
-            for node in session.frontier(self._facts.rows_per_session)
+            for node in session.frontier()[: self._facts.rows_per_session]
         ]
         candidates.sort(key=lambda entry: -entry[0])
         chosen = candidates[: self._facts.rows]
@@ -172,7 +178,8 @@ class SimulatedDrafter:
     def _guesses(self, each: _Expansion) -> Guesses:
         position = each.node.position + 1
         if not is_right(each.node):
-            position += STRIDE * (1 + each.node.node_id % 64)
+            # Some hundred places stand for all that lie off the text.
+            position = STRIDE * (1 + each.node.node_id % 8) + position % 32
         ranked = self._truth.guesses(each.session.number, position)
         return Guesses(ranked=list(ranked[: self._facts.width]))
 

@@ -29,9 +29,9 @@ class Events:
         self._count += 1
         heapq.heappush(self._heap, (self.now_s + delay_s, self._count, act))
 
-    def run(self) -> None:
-        """Lets everything happen until nothing is left."""
-        while self._heap:
+    def run(self, until_s: float = math.inf) -> None:
+        """Lets everything happen until nothing is left, or the time has come to stop."""
+        while self._heap and self._heap[0][0] <= until_s:
             self.now_s, _, act = heapq.heappop(self._heap)
             act()
 

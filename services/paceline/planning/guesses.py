@@ -5,6 +5,7 @@ The target's token is `RIGHT` at every position, so a guess matches when it is t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from paceline.core.errors import ConfigError
 RIGHT = 0
 # Positions of guesses off the true text lie this far apart from it.
 STRIDE = 1 << 20
+# Texts drawn from a law, and the tokens of each.
+NUM_DRAWN, DRAWN_LENGTH = 48, 160
 
 # `(token_id, confidence)`, best first.
 Ranked = Sequence[tuple[int, float]]
@@ -50,8 +53,8 @@ class DrawnGuesses:
     confidence_mean: float = 1.6
     confidence_spread: float = 1.8
     seed: int = 0
-    _offsets: dict[int, float] = field(default_factory=dict)
-    _guesses: dict[tuple[int, int], Ranked] = field(default_factory=dict)
+    _offsets: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+    _guesses: dict[tuple[int, int], Ranked] = field(default_factory=dict, compare=False, repr=False)
 
     def offset(self, session: int) -> float:
         """A session's own log odds."""
@@ -84,6 +87,22 @@ class DrawnGuesses:
         if draw < right_first + right_second:
             return (1, first), (RIGHT, second)
         return (1, first), (2, second)
+
+
+@functools.cache
+def texts_of(law: DrawnGuesses) -> RecordedGuesses:
+    """Some texts by a law, drawn once: a simulation asks for millions of places, and draws are dear."""
+    texts = [
+        [_place(law.guesses(session, position)) for position in range(1, 1 + DRAWN_LENGTH)]
+        for session in range(NUM_DRAWN)
+    ]
+    return RecordedGuesses(texts)
+
+
+def _place(ranked: Ranked) -> RecordedPlace:
+    tokens = [token_id for token_id, _ in ranked]
+    rank = tokens.index(RIGHT) if RIGHT in tokens else None
+    return RecordedPlace(rank=rank, confidences=tuple(sure for _, sure in ranked))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ A process that is busy hears what has arrived when its step ends, as the engine'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.core.allocator import Goodput
 from paceline.core.messages import DraftNodes, OpenSession, ToDrafter
@@ -68,10 +68,13 @@ class DrafterProcess:
             self._events.after(seconds, self._end_step)
 
     def _end_step(self) -> None:
+        said: dict[VerifierProcess, list[DraftNodes]] = {}
         for nodes in self._drafter.end_step():
             verifier = self._verifiers.get(nodes.session_id)
             if verifier is not None:
-                self._events.after(self._link_s, _received_by(verifier, nodes))
+                said.setdefault(verifier, []).append(nodes)
+        for verifier, messages in said.items():
+            self._events.after(self._link_s, _received_by(verifier, messages))
         self._go_on()
 
 
@@ -105,10 +108,15 @@ class VerifierProcess:
         """A session arrives."""
         self._post(lambda: self.verifier.submit(session, self._events.now_s))
 
-    def receive(self, nodes: DraftNodes) -> None:
-        """A drafter's nodes arrive."""
+    def receive(self, messages: Sequence[DraftNodes]) -> None:
+        """What a drafter's step had to say arrives."""
         arrived_s = self._events.now_s
-        self._post(lambda: self.verifier.receive(nodes, arrived_s))
+
+        def take_in() -> None:
+            for nodes in messages:
+                self.verifier.receive(nodes, arrived_s)
+
+        self._post(take_in)
 
     def own_link(self) -> Link | None:
         """The drafter inside it."""
@@ -205,8 +213,8 @@ def starting_cost(facts: DeviceFacts) -> StepCost:
     return StepCost(rows=rows, seconds=tuple(facts.seconds(count, num_sessions=1) for count in rows))
 
 
-def _received_by(verifier: VerifierProcess, nodes: DraftNodes) -> Act:
-    return lambda: verifier.receive(nodes)
+def _received_by(verifier: VerifierProcess, messages: Sequence[DraftNodes]) -> Act:
+    return lambda: verifier.receive(messages)
 
 
 def _tell(drafter: SimulatedDrafter, session: SimulatedSession, message: ToDrafter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ import numpy as np
 from paceline.arrivals import Arrival
 from paceline.core.errors import ConfigError
 from paceline.planning.events import Events
+from paceline.planning.guesses import DrawnGuesses, texts_of
 from paceline.planning.processes import DrafterProcess, VerifierProcess
 from paceline.planning.profile import Profile
 from paceline.planning.verifier import Asked, Link, SimulatedSession
@@ -51,7 +53,7 @@ class Outcome:
     """What clients of a cell saw.
 
     Args:
-        requests: All of them, in order of arrival, every token of theirs delivered.
+        requests: All of them, in order of arrival.
         door_s: Seconds that a first token spends outside the verifier.
         since_s: Requests that came before are not counted in percentiles, tokens before not in the rate.
         until_s: The same at the end.
@@ -71,6 +73,11 @@ class Outcome:
         return count / (self.until_s - self.since_s)
 
     @property
+    def num_unfinished(self) -> int:
+        """Requests that did not get all their tokens."""
+        return sum(each.num_received < each.num_output_tokens for each in self.requests)
+
+    @property
     def gamma(self) -> float:
         """Draft tokens that a session's step verified, on average."""
         return sum(each.num_drafted for each in self.requests) / max(1, self._num_steps)
@@ -86,7 +93,7 @@ class Outcome:
 
     def ttft_s(self) -> list[float]:
         """Percentiles of the time to the first token."""
-        return _percentiles([each.pieces[0][0] - each.at_s + self.door_s for each in self._counted()])
+        return _percentiles([each.pieces[0][0] - each.at_s + self.door_s for each in self._counted() if each.pieces])
 
     def itl_s(self) -> list[float]:
         """Percentiles of the time between tokens, shared evenly among those of a step, as gateways count it."""
@@ -98,7 +105,8 @@ class Outcome:
 
     def e2e_s(self) -> list[float]:
         """Percentiles of the time from a request to its last token."""
-        return _percentiles([each.pieces[-1][0] - each.at_s + self.door_s for each in self._counted()])
+        ended = (each for each in self._counted() if each.num_received >= each.num_output_tokens)
+        return _percentiles([each.pieces[-1][0] - each.at_s + self.door_s for each in ended])
 
     def _counted(self) -> list[Asked]:
         return [each for each in self.requests if self.since_s <= each.at_s < self.until_s]
@@ -123,6 +131,8 @@ class _CellAtWork:
             # The drafter's weights and KV take room that was the target's.
             left = min(profile.target.kv_tokens, profile.colocated_kv_tokens)
             profile = replace(profile, target=replace(profile.target, kv_tokens=left))
+        if isinstance(profile.truth, DrawnGuesses):
+            profile = replace(profile, truth=texts_of(profile.truth))
         self.events = Events(seed)
         self._profile = profile
         self._way = cell.way
@@ -173,7 +183,16 @@ class _CellAtWork:
         self._on_end(session.asked)
 
 
-def run_open(profile: Profile, cell: Cell, arrivals: Sequence[Arrival], *, warm_up_s: float, seed: int = 0) -> Outcome:
+def run_open(
+    profile: Profile,
+    cell: Cell,
+    arrivals: Sequence[Arrival],
+    *,
+    warm_up_s: float = 0.0,
+    until_s: float | None = None,
+    give_up_s: float = math.inf,
+    seed: int = 0,
+) -> Outcome:
     """Sends every request when it is due, whether earlier ones have ended or not, and runs until all have.
 
     Args:
@@ -181,6 +200,8 @@ def run_open(profile: Profile, cell: Cell, arrivals: Sequence[Arrival], *, warm_
         cell: Replicas.
         arrivals: The load of this cell, in order.
         warm_up_s: Requests of the first so many seconds are not counted.
+        until_s: When the load ends; None: with its last request.
+        give_up_s: Requests under way so long after that are left unfinished.
         seed: Of the luck.
 
     Raises:
@@ -198,9 +219,9 @@ def run_open(profile: Profile, cell: Cell, arrivals: Sequence[Arrival], *, warm_
     work = _CellAtWork(profile, cell, seed, lambda _: None)
     for each in asked:
         work.events.after(each.at_s, _asking(work, each))
-    work.events.run()
-    until_s = max(arrivals[-1].at_s, warm_up_s + 1e-3) if arrivals else warm_up_s + 1e-3
-    return Outcome(requests=asked, door_s=profile.door_s, since_s=warm_up_s, until_s=until_s)
+    last_s = max((each.at_s for each in arrivals), default=0.0) if until_s is None else until_s
+    work.events.run(last_s + give_up_s)
+    return Outcome(requests=asked, door_s=profile.door_s, since_s=warm_up_s, until_s=max(last_s, warm_up_s + 1e-3))
 
 
 def run_closed(

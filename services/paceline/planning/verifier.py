@@ -48,6 +48,11 @@ class Asked:
     num_drafted: int = 0
     num_accepted: int = 0
 
+    @property
+    def num_received(self) -> int:
+        """Tokens that came."""
+        return sum(count for _, count in self.pieces)
+
 
 @dataclass(slots=True, kw_only=True)
 class Link:
