@@ -24,6 +24,7 @@ EXTRA_OF_COMMAND = {
     "train": "train",
     "models": "engine",
     "up": "ray",
+    "plan": "plan",
 }
 CHECKOUT = Path(paceline.__file__).parents[2]
 
@@ -34,6 +35,7 @@ COMMANDS = {
     "drafter": "run a draft model",
     "drain": "move sessions off a replica before it is stopped",
     "generate": "stream a completion from a running fleet",
+    "plan": "say how many verifiers and drafters a load needs",
     "bench": "list the benches of a checkout, or run one",
     "train": "train the demo pair, or distil a drafter",
     "models": "list checkpoints: the bundled ones and folders named",
@@ -103,6 +105,7 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
         "up": "paceline.cluster.up",
         "drain": "paceline.cluster.drain",
         "generate": "paceline.client",
+        "plan": "paceline.planning.__main__",
         "dev-ca": "paceline.dev_ca",
         "key": "paceline.gateway.keys",
     }

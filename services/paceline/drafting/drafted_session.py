@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import numpy as np
 
-from paceline.core.acceptance import SparseDraft, sparse_draft
+from paceline.core.acceptance import sparse_draft
 from paceline.core.confidence import CHAIN_CONFIDENCE, NUM_RANKED, confidences
 from paceline.core.messages import (
     Commit,
@@ -19,28 +17,12 @@ from paceline.core.messages import (
 from paceline.core.noise import DRAFT_STREAM, uniforms
 from paceline.core.session import DrafterSession
 from paceline.core.tree import Node, NodeState, Pruning
+from paceline.core.tree_growth import Guesses, TreeGrowth
 from paceline.drafting.features import FeatureBuffer, Features, TokensAfterFirst
 from paceline.engine.blocks import BlockPool, SlotPool, block_hash
 from paceline.engine.kv import BLOCK_SIZE, KVCache
 from paceline.engine.sampler import RowSampler
 from paceline.engine.sequence import KVSequence
-
-# The price is for verifying a node now. Growing below it still pays while the drafter has time: what is not worth
-# verifying in this round is at hand in the next one, if the commit leads there.
-AHEAD = 0.1
-# Every message costs the verifier time in the middle of a step, so nodes are held back for so many draft steps; not
-# those of the first two after a commit, for which a verifier may be waiting.
-MOST_HELD = 3
-# More nodes ahead than any verifier uses; a peer may ask for more and does not get it.
-MAX_ROOM = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Guesses:
-    """What may follow a node, `(token_id, confidence)` best first, and the distribution it was sampled from."""
-
-    ranked: list[tuple[int, float]]
-    draft: SparseDraft | None = None
 
 
 class DraftedSession:
@@ -66,15 +48,12 @@ class DraftedSession:
         self.features = FeatureBuffer(feature_width, identity.context_len) if feature_width else None
         self.pages = self._make_pages(pool)
         self.slots: dict[int, int] = {}
-        # Guesses below computed nodes that are not worth a place in the tree until a commit comes closer to them.
-        self._withheld: dict[Node, _Guesses] = {}
+        self._growth = TreeGrowth(self.mirror, self.slots)
         self.computed_to = 0
         self.touched_s = 0.0
         self.parked = False
         # The draft model gave nothing to choose from: features are not asked for again.
         self.given_up = False
-        self._steps_since_commit = 0
-        self._push_at = 1
         self._scratch = scratch
         tokens, prompt_len = opened.token_ids, opened.prompt_len
         self._sampler = RowSampler(
@@ -90,7 +69,7 @@ class DraftedSession:
         base_len = len(self.mirror.tokens)
         outcome = self.mirror.receive(commit)
         if isinstance(outcome, Pruning):
-            self._steps_since_commit, self._push_at = 0, 1
+            self._growth.committed()
             for token_id in self.mirror.tokens[base_len:]:
                 self._sampler.push(token_id)
             if self.features is None:
@@ -99,7 +78,7 @@ class DraftedSession:
             else:
                 # What was drafted from the head's own features is computed anew from the target's.
                 self._free_slots()
-            self._release()
+            self._growth.release()
         return outcome
 
     def receive_states(self, message: CommittedStates) -> None:
@@ -149,15 +128,6 @@ class DraftedSession:
         cache.copy_slots(np.array(sources, np.int64), np.array(targets, np.int64))
         self.pages.mark_computed(base_len + len(kept))
 
-    def _release(self) -> None:
-        """Survivals rose with the commit: grows what has become worth it, without computing anything anew."""
-        root = self.mirror.tree.root
-        self._withheld = {
-            node: guesses for node, guesses in self._withheld.items() if node is root or node.state is NodeState.LIVE
-        }
-        for node in self._withheld if self.mirror.price < 1.0 else ():
-            self._grow(node)
-
     def _free_dead_slots(self) -> None:
         live = {node.node_id for node in self.mirror.tree.nodes()}
         for node_id in [node_id for node_id in self.slots if node_id not in live]:
@@ -165,12 +135,7 @@ class DraftedSession:
 
     def wants_drafts(self, context_len: int) -> bool:
         """True when the verifier would take more nodes."""
-        tree = self.mirror.tree
-        return (
-            self.mirror.price < 1.0
-            and tree.num_nodes < min(self.mirror.room, MAX_ROOM)
-            and len(self.mirror.tokens) < context_len
-        )
+        return self._growth.wants_nodes and len(self.mirror.tokens) < context_len
 
     def lags(self, context_len: int) -> bool:
         """True when tokens are to be computed, and that has a chance."""
@@ -185,21 +150,7 @@ class DraftedSession:
         """Unexpanded nodes worth growing at this price, best first; none while the session lags."""
         if self.pages.num_missing or not self.wants_drafts(context_len):
             return []
-        tree = self.mirror.tree
-        worth = [
-            node
-            for node in tree.nodes()
-            if node.node_id not in self.slots
-            and (node.parent is tree.root or (node.parent is not None and node.parent.node_id in self.slots))
-            and node.position + 1 < context_len
-            and tree.survival(node) >= self._least_survival
-        ]
-        worth.sort(key=lambda node: -node.log_weight)
-        return worth[:limit]
-
-    @property
-    def _least_survival(self) -> float:
-        return AHEAD * self.mirror.price
+        return self._growth.frontier(limit, context_len)
 
     def ancestor_slots(self, node: Node) -> list[int]:
         """Scratch slots of a node's ancestors below the root, oldest first."""
@@ -217,41 +168,27 @@ class DraftedSession:
         """
         path = [step.token_id for step in _path(node)]
         if not self.mirror.chain:
-            self._withheld[node] = self._rank(node, row, path, width)
-        elif not node.children and node not in self._withheld:
-            self._withheld[node] = self._draw(node, row, path)
-        self._grow(node)
+            self._growth.offer(node, self._rank(node, row, path, width))
+        elif not node.children and not self._growth.knows(node):
+            self._growth.offer(node, self._draw(node, row, path))
+        else:
+            self._growth.grow(node)
 
-    def _rank(self, node: Node, row: np.ndarray, path: list[int], width: int) -> _Guesses:
+    def _rank(self, node: Node, row: np.ndarray, path: list[int], width: int) -> Guesses:
         token_ids, shares = self._sampler.rank(row, node.position + 1, NUM_RANKED, path)
         sure = confidences(shares, greedy=self.mirror.sampling.temperature == 0.0)
-        return _Guesses(ranked=list(zip(token_ids, sure, strict=True))[:width])
+        return Guesses(ranked=list(zip(token_ids, sure, strict=True))[:width])
 
-    def _draw(self, node: Node, row: np.ndarray, path: list[int]) -> _Guesses:
+    def _draw(self, node: Node, row: np.ndarray, path: list[int]) -> Guesses:
         """Samples one token from the very distribution that goes out with it."""
         draft = sparse_draft(self._sampler.law(row, path))
         seed, base_len = self.mirror.sampling.seed, len(self.mirror.tokens)
         uniform, _ = uniforms(seed, DRAFT_STREAM, node.position + 1, base_len, node.node_id)
-        return _Guesses(ranked=[(draft.sample(uniform), CHAIN_CONFIDENCE)], draft=draft)
-
-    def _grow(self, node: Node) -> None:
-        guesses = self._withheld.get(node)
-        if guesses is None:
-            return
-        survival = self.mirror.tree.survival(node)
-        worth = [guess for guess in guesses.ranked if survival * guess[1] >= self._least_survival]
-        self.mirror.grow(node, worth, guesses.draft)
-        self._withheld[node] = replace(guesses, ranked=guesses.ranked[len(worth) :])
+        return Guesses(ranked=[(draft.sample(uniform), CHAIN_CONFIDENCE)], draft=draft)
 
     def push(self, context_len: int, can_grow: bool) -> DraftNodes | None:
         """Nodes that are due after a draft step: held long enough, or the last for now."""
-        if not self.mirror.has_unsent:
-            return None
-        self._steps_since_commit += 1
-        if self._steps_since_commit < self._push_at and self.wants_step(context_len, can_grow):
-            return None
-        self._push_at = self._steps_since_commit + min(self._steps_since_commit, MOST_HELD)
-        return self.mirror.drain()
+        return self._growth.push(goes_on=self.wants_step(context_len, can_grow)) if self.mirror.has_unsent else None
 
     def fits(self, num_blocks: int) -> bool:
         """True when so many pages hold all its tokens."""
@@ -275,8 +212,7 @@ class DraftedSession:
         self.close()
         self.parked = True
         self.computed_to = 0
-        self._withheld.clear()
-        self.mirror.forget()
+        self._growth.forget()
 
     def close(self) -> None:
         """Frees pages and slots."""

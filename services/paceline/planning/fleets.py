@@ -1,0 +1,173 @@
+"""Whole fleets by a sample of their cells, and the least fleet that meets a goal.
+
+Sessions never leave the verifier they are routed to, and requests are dealt out evenly, so cells of the same replicas
+and the same share of the load are alike: one of them stands for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.arrivals import Arrival
+from paceline.core.errors import ConfigError
+from paceline.planning.profile import Profile
+from paceline.planning.simulation import Cell, Outcome, Way, run_open
+
+# Verifiers to a drafter that a search tries.
+RATIOS = (1, 2, 4)
+# Share of the load's time that is left out at its beginning, while cells fill.
+WARM_UP = 0.25
+# A cell that has not answered everything so long after its last request never keeps up.
+PATIENCE_S = 30.0
+# A search ends when fleets this much smaller would not do.
+TOLERANCE = 0.05
+# A fleet that misses the goal is tried again this much larger, as long as a cell gets so many requests.
+GROWTH, LEAST_REQUESTS = 1.4, 8
+TOKENS = 1e6
+P95 = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What 95 of 100 requests and tokens must get, in seconds."""
+
+    ttft_s: float
+    itl_s: float
+
+    def is_met(self, outcome: Outcome) -> bool:
+        """Whether they do, and nothing was left unanswered."""
+        enough = outcome.ttft_s()[P95] <= self.ttft_s and outcome.itl_s()[P95] <= self.itl_s
+        return enough and outcome.num_unfinished == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Replicas of a fleet, with drafters of the tier or without.
+
+    Raises:
+        ConfigError: As for a `Cell`.
+    """
+
+    way: Way
+    num_verifiers: int
+    num_drafters: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.num_drafters > self.num_verifiers:
+            raise ConfigError(f"drafters must be at most as many as verifiers, got {self.num_drafters}")
+        self.cell()
+
+    def cell(self) -> Cell:
+        """One of its cells: a drafter, and the verifiers it has to serve, or a verifier alone."""
+        if self.way is not Way.TIER:
+            return Cell(way=self.way, num_verifiers=self.num_verifiers and 1)
+        return Cell(way=self.way, num_verifiers=-(-self.num_verifiers // max(1, self.num_drafters)), num_drafters=1)
+
+    def num_gpus(self, profile: Profile) -> int:
+        """All its GPUs."""
+        own = self.num_verifiers * profile.target.num_devices
+        return own + self.num_drafters * profile.drafter.device.num_devices
+
+    def price_per_hour(self, profile: Profile) -> float:
+        """Of all its GPUs."""
+        own = self.num_verifiers * profile.target.replica_price_per_hour
+        return own + self.num_drafters * profile.drafter.device.replica_price_per_hour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A fleet and what is expected of it."""
+
+    fleet: Fleet
+    profile: Profile
+    outcome: Outcome
+    meets: bool
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole fleet."""
+        return self.outcome.tokens_per_s * self.fleet.num_verifiers / self.fleet.cell().num_verifiers
+
+    @property
+    def price_per_million(self) -> float:
+        """Of a million output tokens at this load."""
+        rate = self.tokens_per_s * 3600.0
+        return self.fleet.price_per_hour(self.profile) / rate * TOKENS if rate else math.inf
+
+
+def evaluate(profile: Profile, fleet: Fleet, load: Sequence[Arrival], goal: Goal, *, seed: int = 0) -> Plan:
+    """Simulates one cell of a fleet under its share of the load.
+
+    Raises:
+        ConfigError: A request is longer than the profile allows.
+    """
+    cell = fleet.cell()
+    mine = dealt(load, cell.num_verifiers, fleet.num_verifiers)
+    warm_up_s = WARM_UP * load[-1].at_s
+    outcome = run_open(profile, cell, mine, until_s=load[-1].at_s, warm_up_s=warm_up_s, give_up_s=PATIENCE_S, seed=seed)
+    return Plan(fleet=fleet, profile=profile, outcome=outcome, meets=goal.is_met(outcome))
+
+
+def dealt(load: Sequence[Arrival], share: int, of: int) -> list[Arrival]:
+    """Every request that falls to `share` of `of` verifiers when they are dealt out in turn."""
+    if share >= of:
+        return list(load)
+    return [each for index, each in enumerate(load) if index * share // of != (index + 1) * share // of]
+
+
+def least_fleet(
+    profile: Profile, way: Way, ratio: int, load: Sequence[Arrival], goal: Goal, *, seed: int = 0
+) -> Plan | None:
+    """The smallest fleet that meets the goal, by growing and bisection; None when none of any size would.
+
+    Args:
+        profile: Facts.
+        way: How drafts are made.
+        ratio: Verifiers to a drafter, for a tier.
+        load: What the fleet has to carry.
+        goal: What clients must get.
+        seed: Of the luck.
+    """
+
+    def of(num_verifiers: int) -> Plan:
+        drafters = max(1, round(num_verifiers / ratio)) if way is Way.TIER else 0
+        fleet = Fleet(way=way, num_verifiers=num_verifiers, num_drafters=drafters)
+        return evaluate(profile, fleet, load, goal, seed=seed)
+
+    high = least_verifiers(profile, load)
+    low = high - 1
+    best = of(high)
+    while not best.meets:
+        if len(best.outcome.requests) < LEAST_REQUESTS:
+            return None
+        low, high = high, math.ceil(GROWTH * high)
+        best = of(high)
+    while high - low > max(1, TOLERANCE * high):
+        middle = (low + high) // 2
+        tried = of(middle)
+        low, high, best = (low, middle, tried) if tried.meets else (middle, high, best)
+    return best
+
+
+def least_verifiers(profile: Profile, load: Sequence[Arrival]) -> int:
+    """Verifiers that the load's prompts alone would keep busy: no fewer can do."""
+    target = profile.target
+    prompt_tokens = sum(each.num_prompt_tokens for each in load)
+    rows_per_s = target.max_rows / target.seconds(target.max_rows, num_sessions=1)
+    seconds = max(load[-1].at_s, 1e-9)
+    return max(1, math.ceil(prompt_tokens / rows_per_s / seconds))
+
+
+def scaled(load: Sequence[Arrival], rate_per_s: float) -> list[Arrival]:
+    """The same requests at another mean rate.
+
+    Raises:
+        ConfigError: There are fewer than two, or all come at once.
+    """
+    if len(load) < 2 or load[-1].at_s <= 0.0:
+        raise ConfigError(f"the load must have at least 2 requests, and not all at once, got {len(load)}")
+    factor = (len(load) - 1) / load[-1].at_s / rate_per_s
+    return [replace(each, at_s=each.at_s * factor) for each in load]

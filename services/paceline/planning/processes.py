@@ -1,0 +1,224 @@
+"""Verifiers and drafters in simulated time: when they step, when they wait, and what they hear meanwhile.
+
+A process that is busy hears what has arrived when its step ends, as the engine's thread does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.core.allocator import Goodput
+from paceline.core.messages import DraftNodes, OpenSession, ToDrafter
+from paceline.core.step_cost import StepCost, StepTimes
+from paceline.planning.drafter import SimulatedDrafter
+from paceline.planning.events import Act, Events
+from paceline.planning.profile import DeviceFacts, DrafterFacts, Profile
+from paceline.planning.verifier import Link, SimulatedSession, SimulatedVerifier, StepPlan
+
+# What a co-located draft step is taken to last before one was seen, and the weight of a new one; as in the engine.
+FIRST_DRAFT_S, SMOOTHING = 1e-4, 0.1
+# Points of a start-up profile; see `paceline.core.step_cost`.
+_STARTING_ROWS = (1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+class DrafterProcess:
+    """A drafter of the tier.
+
+    Args:
+        profile: Facts.
+        events: The simulation's.
+    """
+
+    def __init__(self, profile: Profile, events: Events) -> None:
+        self.num_sessions = 0
+        self._facts = profile.drafter
+        self._drafter = SimulatedDrafter(profile.drafter, profile.truth)
+        self._events = events
+        self._link_s = profile.link_s
+        self._verifiers: dict[str, VerifierProcess] = {}
+        self._inbox: list[tuple[SimulatedSession, ToDrafter]] = []
+        self._busy = False
+
+    def pair(self, session: SimulatedSession, verifier: VerifierProcess) -> None:
+        """Drafts for a session from now on."""
+        self._verifiers[session.draft.session_id] = verifier
+        self.num_sessions += 1
+
+    def part(self, session: SimulatedSession) -> None:
+        """The session has ended."""
+        del self._verifiers[session.draft.session_id]
+        self.num_sessions -= 1
+
+    def send(self, session: SimulatedSession, message: ToDrafter) -> None:
+        """A verifier sends a message."""
+        self._events.after(self._link_s, lambda: self._hear(session, message))
+
+    def _hear(self, session: SimulatedSession, message: ToDrafter) -> None:
+        self._inbox.append((session, message))
+        if not self._busy:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for session, message in inbox:
+            _tell(self._drafter, session, message)
+        self._busy = self._drafter.has_work
+        if self._busy:
+            seconds = self._drafter.start_step() * self._events.luck(self._facts.device.noise)
+            self._events.after(seconds, self._end_step)
+
+    def _end_step(self) -> None:
+        said: dict[VerifierProcess, list[DraftNodes]] = {}
+        for nodes in self._drafter.end_step():
+            verifier = self._verifiers.get(nodes.session_id)
+            if verifier is not None:
+                said.setdefault(verifier, []).append(nodes)
+        for verifier, messages in said.items():
+            self._events.after(self._link_s, _received_by(verifier, messages))
+        self._go_on()
+
+
+class VerifierProcess:
+    """A verifier whose sessions have drafters of the tier, one inside it, or none.
+
+    Args:
+        profile: Facts.
+        events: The simulation's.
+        colocated: Whether it drafts itself.
+        on_end: Told of every session that ends.
+    """
+
+    def __init__(
+        self, profile: Profile, events: Events, *, colocated: bool, on_end: Callable[[SimulatedSession], None]
+    ) -> None:
+        self._events = events
+        self._facts = profile.target
+        self._own = _OwnDrafter(profile.colocated, profile, events) if colocated else None
+        allocator = Goodput(max_nodes=profile.most_nodes)
+        # A co-located drafter's time is its own, not a share of the verifier's.
+        overhead = 0.0 if colocated else profile.drafting_overhead
+        plain = starting_cost(profile.target)
+        allocator.times = StepTimes(plain, plain.scaled(1.0 + overhead))
+        self.verifier = SimulatedVerifier(profile.target, allocator, overhead=overhead, say=self._say, on_end=on_end)
+        self._inbox: list[Act] = []
+        self._busy = False
+        self._num_waits = 0
+
+    def submit(self, session: SimulatedSession) -> None:
+        """A session arrives."""
+        self._post(lambda: self.verifier.submit(session, self._events.now_s))
+
+    def receive(self, messages: Sequence[DraftNodes]) -> None:
+        """What a drafter's step had to say arrives."""
+        arrived_s = self._events.now_s
+
+        def take_in() -> None:
+            for nodes in messages:
+                self.verifier.receive(nodes, arrived_s)
+
+        self._post(take_in)
+
+    def own_link(self) -> Link | None:
+        """The drafter inside it."""
+        return None if self._own is None else self._own.link
+
+    def _say(self, session: SimulatedSession, message: ToDrafter) -> None:
+        assert session.link is not None, "sessions without a drafter have nobody to tell"
+        session.link.send(session, message)
+
+    def _post(self, act: Act) -> None:
+        self._inbox.append(act)
+        if not self._busy:
+            self._drive()
+
+    def _drive(self) -> None:
+        """Handles what has arrived, then waits for drafts, drafts or steps, whatever is worth it."""
+        self._busy = False
+        inbox, self._inbox = self._inbox, []
+        for act in inbox:
+            act()
+        if not self.verifier.has_work:
+            return
+        self._num_waits += 1
+        if self._own is not None:
+            self._busy = True
+            self._draft_or_step(self._own)
+            return
+        wait_s = self.verifier.patience_s(self._events.now_s)
+        if wait_s > 0.0:
+            self._events.after(wait_s, self._wake(self._num_waits))
+        else:
+            self._step()
+
+    def _wake(self, number: int) -> Act:
+        """Goes on after a wait, unless something came that ended it before."""
+
+        def wake() -> None:
+            if number == self._num_waits and not self._busy:
+                self._drive()
+
+        return wake
+
+    def _draft_or_step(self, own: _OwnDrafter) -> None:
+        now_s = self._events.now_s
+        if not own.drafter.has_work or not self.verifier.drafts_pay(own.draft_s, now_s):
+            self._step()
+            return
+
+        def drafted() -> None:
+            own.took(self._events.now_s - now_s)
+            for nodes in own.drafter.end_step():
+                self.verifier.receive(nodes, self._events.now_s)
+            self._draft_or_step(own)
+
+        self._events.after(own.start_step(), drafted)
+
+    def _step(self) -> None:
+        self._busy = True
+        plan = self.verifier.plan()
+        started_s = self._events.now_s
+        seconds = plan.seconds * self._events.luck(self._facts.noise)
+        self._events.after(seconds, lambda: self._end_step(plan, started_s))
+
+    def _end_step(self, plan: StepPlan, started_s: float) -> None:
+        self.verifier.finish(plan, started_s=started_s, now_s=self._events.now_s)
+        self._drive()
+
+
+class _OwnDrafter:
+    """A drafter inside a verifier: its steps and the verifier's take turns."""
+
+    def __init__(self, facts: DrafterFacts, profile: Profile, events: Events) -> None:
+        self.drafter = SimulatedDrafter(facts, profile.truth)
+        self.link = Link(send=self._hear)
+        self.draft_s = FIRST_DRAFT_S
+        self._facts = facts
+        self._events = events
+
+    def start_step(self) -> float:
+        """Plans a draft step; returns its seconds."""
+        return self.drafter.start_step() * self._events.luck(self._facts.device.noise)
+
+    def took(self, seconds: float) -> None:
+        """A draft step took so long."""
+        self.draft_s += SMOOTHING * (seconds - self.draft_s)
+
+    def _hear(self, session: SimulatedSession, message: ToDrafter) -> None:
+        _tell(self.drafter, session, message)
+
+
+def starting_cost(facts: DeviceFacts) -> StepCost:
+    """What a start-up profile would say: steps of so many rows of a session each, without KV."""
+    rows = tuple(count for count in _STARTING_ROWS if count <= max(4, facts.max_rows))
+    return StepCost(rows=rows, seconds=tuple(facts.seconds(count, num_sessions=1) for count in rows))
+
+
+def _received_by(verifier: VerifierProcess, messages: Sequence[DraftNodes]) -> Act:
+    return lambda: verifier.receive(messages)
+
+
+def _tell(drafter: SimulatedDrafter, session: SimulatedSession, message: ToDrafter) -> None:
+    if isinstance(message, OpenSession):
+        drafter.open(session.asked.number, message, session.asked.num_prompt_tokens)
+    else:
+        drafter.handle(message)

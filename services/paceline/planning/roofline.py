@@ -1,0 +1,142 @@
+"""Profiles by arithmetic, from published bandwidth and FLOP/s: computed, not measured.
+
+A step of `r` rows takes
+
+    max(weight bytes / (n * bandwidth), 2 * parameters * r / (n * FLOP/s)) + launch + 2 * layers * all-reduce (n > 1)
+
+seconds on `n` GPUs that reach the shares `REACHED_BANDWIDTH` and `REACHED_FLOPS` of what is published, plus the KV it
+reads over the same bandwidth. KV takes what weights and a reserve leave of the memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paceline.core.errors import ConfigError
+from paceline.core.step_cost import StepCost
+from paceline.planning.guesses import DrawnGuesses
+from paceline.planning.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
+
+REACHED_BANDWIDTH, REACHED_FLOPS = 0.75, 0.6
+# Seconds of a step that are neither weights nor arithmetic, of an all-reduce, and of the host for each session.
+LAUNCH_S, ALL_REDUCE_S, SESSION_S = 5e-4, 1e-5, 1e-5
+BYTES_PER_WEIGHT = 2
+# Of a GPU's memory: the share in use, and what activations and scratch take of it.
+USED_MEMORY, RESERVE_BYTES = 0.9, 2e9
+TABLE_ROWS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 1024, 2048)
+MOST_DEVICES = 8
+# One host beside the other, and a gateway in front.
+LINK_S, DOOR_S = 2e-4, 3e-3
+NOISE, OVERHEAD = 0.05, 0.02
+Known = TypeVar("Known")
+
+_NAME = re.compile(r"([^+@]+)\+([^+@]+)@(?:([0-9]+)x)?([^+@]+)\+([^+@]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU as its data sheet has it, dense bfloat16; the price is an example."""
+
+    name: str
+    bytes_per_s: float
+    flops: float
+    memory_bytes: float
+    price_per_hour: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model's sizes."""
+
+    name: str
+    parameters: float
+    layers: int
+    kv_bytes_per_token: int
+
+
+GPUS = {
+    "h100": Gpu(name="H100 SXM", bytes_per_s=3.35e12, flops=989e12, memory_bytes=80e9, price_per_hour=3.0),
+    "h200": Gpu(name="H200 SXM", bytes_per_s=4.8e12, flops=989e12, memory_bytes=141e9, price_per_hour=3.8),
+    "a100": Gpu(name="A100 80GB SXM", bytes_per_s=2.039e12, flops=312e12, memory_bytes=80e9, price_per_hour=1.8),
+    "l40s": Gpu(name="L40S", bytes_per_s=0.864e12, flops=362e12, memory_bytes=48e9, price_per_hour=1.2),
+    "l4": Gpu(name="L4", bytes_per_s=0.3e12, flops=121e12, memory_bytes=24e9, price_per_hour=0.6),
+}
+MODELS = {
+    "1b": Model(name="1B", parameters=1.24e9, layers=16, kv_bytes_per_token=32_768),
+    "8b": Model(name="8B", parameters=8.03e9, layers=32, kv_bytes_per_token=131_072),
+    "70b": Model(name="70B", parameters=70.6e9, layers=80, kv_bytes_per_token=327_680),
+}
+
+
+def computed_profile(name: str) -> Profile:
+    """The profile of `TARGET+DRAFT@GPU+GPU`, such as `8b+1b@h100+l4` or `70b+8b@4xh100+a100`.
+
+    Raises:
+        ConfigError: The name is in another form, or one of its parts is not known or does not fit.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"profile {name!r} is no file, and not in the form TARGET+DRAFT@VERIFIER_GPU+DRAFTER_GPU")
+    target, draft = _known("model", match[1], MODELS), _known("model", match[2], MODELS)
+    count = int(match[3] or 1)
+    if not 1 <= count <= MOST_DEVICES:
+        raise ConfigError(f"profile {name!r}: a target takes from 1 to {MOST_DEVICES} GPUs, got {count}")
+    large, small = _known("GPU", match[4], GPUS), _known("GPU", match[5], GPUS)
+    return Profile(
+        name=f"{target.name} on {count} x {large.name}, {draft.name} on {small.name}",
+        kind=COMPUTED,
+        origin="roofline of published bandwidth and FLOP/s; acceptance assumed",
+        target=_device(target, large, count, max_sessions=256, max_rows=2048),
+        drafter=_drafter(draft, small, 1),
+        colocated=_drafter(draft, large, count),
+        colocated_kv_tokens=_kv_tokens(target, large, count, beside=draft),
+        truth=DrawnGuesses(),
+        drafting_overhead=OVERHEAD,
+        link_s=LINK_S,
+        door_s=DOOR_S,
+    )
+
+
+def _known(kind: str, name: str, table: Mapping[str, Known]) -> Known:
+    found = table.get(name.lower())
+    if found is None:
+        raise ConfigError(f"no {kind} {name!r} is known; there are {', '.join(table)}")
+    return found
+
+
+def _drafter(model: Model, gpu: Gpu, count: int) -> DrafterFacts:
+    device = _device(model, gpu, count, max_sessions=1024, max_rows=2048)
+    return DrafterFacts(device=device, width=3, rows=128, rows_per_session=4)
+
+
+def _device(model: Model, gpu: Gpu, count: int, *, max_sessions: int, max_rows: int) -> DeviceFacts:
+    bytes_per_s = REACHED_BANDWIDTH * gpu.bytes_per_s * count
+    flops = REACHED_FLOPS * gpu.flops * count
+    fixed_s = LAUNCH_S + (2 * model.layers * ALL_REDUCE_S if count > 1 else 0.0)
+    weights_s = BYTES_PER_WEIGHT * model.parameters / bytes_per_s
+    seconds = tuple(max(weights_s, 2 * model.parameters * rows / flops) + fixed_s for rows in TABLE_ROWS)
+    return DeviceFacts(
+        name=gpu.name,
+        cost=StepCost(rows=TABLE_ROWS, seconds=seconds),
+        num_devices=count,
+        price_per_hour=gpu.price_per_hour,
+        session_s=SESSION_S,
+        kv_token_s=model.kv_bytes_per_token / bytes_per_s,
+        noise=NOISE,
+        kv_tokens=_kv_tokens(model, gpu, count),
+        max_sessions=max_sessions,
+        max_rows=max_rows,
+    )
+
+
+def _kv_tokens(model: Model, gpu: Gpu, count: int, beside: Model | None = None) -> int:
+    """Tokens that fit beside the weights; with another model beside, each token takes the KV of both."""
+    parameters = model.parameters + (beside.parameters if beside else 0.0)
+    per_token = model.kv_bytes_per_token + (beside.kv_bytes_per_token if beside else 0)
+    left = count * (USED_MEMORY * gpu.memory_bytes - RESERVE_BYTES) - BYTES_PER_WEIGHT * parameters
+    if left < per_token:
+        raise ConfigError(f"{model.name} does not fit {count} x {gpu.name} ({gpu.memory_bytes / 1e9:g} GB each)")
+    return int(left // per_token)

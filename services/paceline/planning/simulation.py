@@ -1,0 +1,270 @@
+"""A cell of a fleet at work on a load: arrivals, least loaded routing, and what clients see of it."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.arrivals import Arrival
+from paceline.core.errors import ConfigError
+from paceline.planning.events import Events
+from paceline.planning.guesses import DrawnGuesses, texts_of
+from paceline.planning.processes import DrafterProcess, VerifierProcess
+from paceline.planning.profile import Profile
+from paceline.planning.verifier import Asked, Link, SimulatedSession
+
+PERCENTILES = (50, 95, 99)
+
+
+class Way(enum.Enum):
+    """How drafts are made."""
+
+    TIER = "drafter tier"
+    PLAIN = "no speculation"
+    COLOCATED = "co-located drafter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Replicas that work together: sessions of these verifiers are drafted for by these drafters alone.
+
+    Raises:
+        ConfigError: There is no verifier, or a drafter where the way has no use for one.
+    """
+
+    way: Way
+    num_verifiers: int = 1
+    num_drafters: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.num_verifiers < 1:
+            raise ConfigError(f"num_verifiers must be at least 1, got {self.num_verifiers}")
+        if (self.num_drafters > 0) != (self.way is Way.TIER):
+            raise ConfigError(f"num_drafters must be at least 1 with a {Way.TIER.value} and 0 otherwise")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What clients of a cell saw.
+
+    Args:
+        requests: All of them, in order of arrival.
+        door_s: Seconds that a first token spends outside the verifier.
+        since_s: Requests that came before are not counted in percentiles, tokens before not in the rate.
+        until_s: The same at the end.
+    """
+
+    requests: Sequence[Asked]
+    door_s: float
+    since_s: float
+    until_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second within the time that counts."""
+        count = sum(
+            number for each in self.requests for at_s, number in each.pieces if self.since_s <= at_s < self.until_s
+        )
+        return count / (self.until_s - self.since_s)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that did not get all their tokens."""
+        return sum(each.num_received < each.num_output_tokens for each in self.requests)
+
+    @property
+    def gamma(self) -> float:
+        """Draft tokens that a session's step verified, on average."""
+        return sum(each.num_drafted for each in self.requests) / max(1, self._num_steps)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a session's decoding step committed, on average: the acceptance length over all steps."""
+        return 1.0 + sum(each.num_accepted for each in self.requests) / max(1, self._num_steps)
+
+    @property
+    def _num_steps(self) -> int:
+        return sum(each.num_steps for each in self.requests)
+
+    def ttft_s(self) -> list[float]:
+        """Percentiles of the time to the first token."""
+        return _percentiles([each.pieces[0][0] - each.at_s + self.door_s for each in self._counted() if each.pieces])
+
+    def itl_s(self) -> list[float]:
+        """Percentiles of the time between tokens, shared evenly among those of a step, as gateways count it."""
+        gaps: list[float] = []
+        for each in self._counted():
+            for (before_s, _), (at_s, count) in zip(each.pieces, each.pieces[1:], strict=False):
+                gaps += [(at_s - before_s) / count] * count
+        return _percentiles(gaps)
+
+    def e2e_s(self) -> list[float]:
+        """Percentiles of the time from a request to its last token."""
+        ended = (each for each in self._counted() if each.num_received >= each.num_output_tokens)
+        return _percentiles([each.pieces[-1][0] - each.at_s + self.door_s for each in ended])
+
+    def _counted(self) -> list[Asked]:
+        return [each for each in self.requests if self.since_s <= each.at_s < self.until_s]
+
+
+def _percentiles(values: Sequence[float]) -> list[float]:
+    return [float(value) for value in np.percentile(values, PERCENTILES)] if values else [0.0] * len(PERCENTILES)
+
+
+class _CellAtWork:
+    """One cell, its replicas, and the requests under way.
+
+    Args:
+        profile: Facts.
+        cell: Replicas.
+        seed: Of the luck with step times.
+        on_end: Told when a request has all its tokens.
+    """
+
+    def __init__(self, profile: Profile, cell: Cell, seed: int, on_end: Callable[[Asked], None]) -> None:
+        if cell.way is Way.COLOCATED:
+            # The drafter's weights and KV take room that was the target's.
+            left = min(profile.target.kv_tokens, profile.colocated_kv_tokens)
+            profile = replace(profile, target=replace(profile.target, kv_tokens=left))
+        if isinstance(profile.truth, DrawnGuesses):
+            profile = replace(profile, truth=texts_of(profile.truth))
+        self.events = Events(seed)
+        self._profile = profile
+        self._way = cell.way
+        self._on_end = on_end
+        self._verifiers = [
+            VerifierProcess(profile, self.events, colocated=cell.way is Way.COLOCATED, on_end=self._ended)
+            for _ in range(cell.num_verifiers)
+        ]
+        self._drafters = [DrafterProcess(profile, self.events) for _ in range(cell.num_drafters)]
+        # By verifier: its links to the drafters.
+        self._links = [[Link(send=drafter.send) for drafter in self._drafters] for _ in self._verifiers]
+        self._paired: dict[int, DrafterProcess] = {}
+        self._num_sessions = [0] * cell.num_verifiers
+        self._placed: dict[int, int] = {}
+
+    def ask(self, asked: Asked) -> None:
+        """Gives a request to the verifier that has the fewest sessions, and its session to such a drafter.
+
+        Raises:
+            ConfigError: No verifier could ever hold it.
+        """
+        held = asked.num_prompt_tokens + asked.num_output_tokens + self._profile.most_nodes
+        if held > self._profile.target.kv_tokens:
+            raise ConfigError(
+                f"request {asked.number} of the load has {held} tokens, more than the {self._profile.target.kv_tokens} "
+                "that the profile's target.kv_tokens allows"
+            )
+        index = min(range(len(self._verifiers)), key=self._num_sessions.__getitem__)
+        verifier = self._verifiers[index]
+        self._num_sessions[index] += 1
+        self._placed[asked.number] = index
+        link = verifier.own_link()
+        if self._drafters:
+            chosen = min(range(len(self._drafters)), key=lambda number: self._drafters[number].num_sessions)
+            link = self._links[index][chosen]
+        session = SimulatedSession(asked, self._profile.most_nodes, link)
+        if self._drafters:
+            self._paired[asked.number] = self._drafters[chosen]
+            self._drafters[chosen].pair(session, verifier)
+        verifier.submit(session)
+
+    def _ended(self, session: SimulatedSession) -> None:
+        number = session.asked.number
+        self._num_sessions[self._placed.pop(number)] -= 1
+        drafter = self._paired.pop(number, None)
+        if drafter is not None:
+            drafter.part(session)
+        self._on_end(session.asked)
+
+
+def run_open(
+    profile: Profile,
+    cell: Cell,
+    arrivals: Sequence[Arrival],
+    *,
+    warm_up_s: float = 0.0,
+    until_s: float | None = None,
+    give_up_s: float = math.inf,
+    seed: int = 0,
+) -> Outcome:
+    """Sends every request when it is due, whether earlier ones have ended or not, and runs until all have.
+
+    Args:
+        profile: Facts.
+        cell: Replicas.
+        arrivals: The load of this cell, in order.
+        warm_up_s: Requests of the first so many seconds are not counted.
+        until_s: When the load ends; None: with its last request.
+        give_up_s: Requests under way so long after that are left unfinished.
+        seed: Of the luck.
+
+    Raises:
+        ConfigError: A request is longer than the profile allows.
+    """
+    asked = [
+        Asked(
+            number=number,
+            at_s=each.at_s,
+            num_prompt_tokens=each.num_prompt_tokens,
+            num_output_tokens=each.num_output_tokens,
+        )
+        for number, each in enumerate(arrivals)
+    ]
+    work = _CellAtWork(profile, cell, seed, lambda _: None)
+    for each in asked:
+        work.events.after(each.at_s, _asking(work, each))
+    last_s = max((each.at_s for each in arrivals), default=0.0) if until_s is None else until_s
+    work.events.run(last_s + give_up_s)
+    return Outcome(requests=asked, door_s=profile.door_s, since_s=warm_up_s, until_s=max(last_s, warm_up_s + 1e-3))
+
+
+def run_closed(
+    profile: Profile, cell: Cell, lengths: Sequence[tuple[int, int]], *, streams: int, seed: int = 0
+) -> Outcome:
+    """Keeps so many requests under way; the next one is sent when one ends.
+
+    Args:
+        profile: Facts.
+        cell: Replicas.
+        lengths: Prompt and output tokens of each request, in order.
+        streams: How many at a time.
+        seed: Of the luck.
+    """
+    asked: list[Asked] = []
+    left = iter(enumerate(lengths))
+
+    def ask_next(_: Asked | None = None) -> None:
+        number, (num_prompt_tokens, num_output_tokens) = next(left, (-1, (0, 0)))
+        if number < 0:
+            return
+        each = Asked(
+            number=number,
+            at_s=work.events.now_s,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+        )
+        asked.append(each)
+        # A request is on its way to the verifier for as long as its first token is on its way back.
+        work.events.after(profile.door_s, lambda: work.ask(each))
+
+    work = _CellAtWork(profile, cell, seed, ask_next)
+    for _ in range(streams):
+        ask_next()
+    work.events.run()
+    return Outcome(requests=asked, door_s=0.0, since_s=0.0, until_s=until_one_idles(asked))
+
+
+def until_one_idles(asked: Sequence[Asked]) -> float:
+    """The time at which the first stream found no request left to send."""
+    last_s = max(each.at_s for each in asked)
+    return min(each.pieces[-1][0] for each in asked if each.pieces[-1][0] > last_s)
+
+
+def _asking(work: _CellAtWork, asked: Asked) -> Callable[[], None]:
+    return lambda: work.ask(asked)

@@ -1,0 +1,406 @@
+"""A simulated verifier: the real allocator over real draft trees, with steps that take what a profile says.
+
+It plans as `paceline.engine.target` does; what it lacks are a model, pages in memory and messages on a wire.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.allocator import Allocator, Demand
+from paceline.core.calibration import Calibration, Calibrations
+from paceline.core.messages import CloseSession, DraftNodes, GenerateRequest, ToDrafter
+from paceline.core.pace import LinkPace
+from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
+from paceline.core.patience import Prospect, prospect
+from paceline.core.session import VerifierSession
+from paceline.core.step_cost import StepMode
+from paceline.core.tree import Node, walk
+from paceline.planning.guesses import RIGHT
+from paceline.planning.profile import BLOCK, DeviceFacts
+
+# As in the engine: smoothing of the step time that waiting is weighed against, nodes a drafter may keep ahead per node
+# that may be verified, tokens told at a time to drafters at rest, and the remainder that is not waited for.
+STEP_SMOOTHING = 0.1
+ROOM_PER_NODE = 8
+TOLD_AT_REST = 16
+SHORT_REMAINDER = 10
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """A request on its way through the fleet, and what became of it.
+
+    Attributes:
+        number: Which text it gets.
+        num_steps, num_drafted, num_accepted: Of its decoding steps.
+        pieces: When tokens came and how many, `(seconds, tokens)`.
+    """
+
+    number: int
+    at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    pieces: list[tuple[float, int]] = field(default_factory=list)
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def num_received(self) -> int:
+        """Tokens that came."""
+        return sum(count for _, count in self.pieces)
+
+
+@dataclass(slots=True, kw_only=True)
+class Link:
+    """A drafter as a verifier sees it: how to tell it something, how fast it answers, what its guesses are worth."""
+
+    send: Callable[[SimulatedSession, ToDrafter], None]
+    pace: LinkPace = field(default_factory=LinkPace)
+    calibration: Calibration = field(default_factory=Calibration)
+
+
+class SimulatedSession:
+    """One session at its verifier.
+
+    Args:
+        asked: What is to be generated.
+        cap: Most draft tokens a step verifies of it.
+        link: Its drafter; None: it decodes plainly.
+    """
+
+    def __init__(self, asked: Asked, cap: int, link: Link | None) -> None:
+        self.asked = asked
+        self.link = link
+        known = {} if link is None else {DRAFT_MODEL: link.calibration}
+        # Only the prompt's last token is there as a token; the others are rows to compute and KV to hold.
+        request = GenerateRequest(
+            session_id=str(asked.number),
+            epoch=1,
+            prompt_token_ids=(RIGHT,),
+            sampling=SamplingParams(max_tokens=asked.num_output_tokens, ignore_eos=True),
+            speculation=SpeculationParams(),
+        )
+        self.draft = VerifierSession(request, Calibrations(known))
+        self.computed = 0
+        self.committed_s = 0.0
+        self.heard_s: float | None = None
+        self.told_len, self.told_price = 1, 0.0
+        self.num_blocks = 0
+        self._cap = cap if link is not None else 0
+        self._look: tuple[float, Prospect] | None = None
+
+    @property
+    def total_len(self) -> int:
+        """Committed tokens, the whole prompt included."""
+        return self.asked.num_prompt_tokens - 1 + self.draft.committed_len
+
+    @property
+    def is_decoding(self) -> bool:
+        """True when only the root is left to compute, and a first token is out."""
+        return self.draft.num_generated > 0 and self.total_len - self.computed == 1
+
+    @property
+    def num_left(self) -> int:
+        """Tokens still to be generated."""
+        return self.asked.num_output_tokens - self.draft.num_generated
+
+    def cap(self) -> int:
+        """Most nodes that may be verified now."""
+        return max(0, min(self._cap, self.num_left - 1))
+
+    def changed(self) -> None:
+        """Its tree is another than it was."""
+        self._look = None
+
+    def prospect(self, price: float) -> Prospect:
+        """See `paceline.core.patience`; looked up anew when the tree or the price have changed."""
+        if self._look is None or self._look[0] != price:
+            share = 1.0 if self.link is None else self.link.pace.child_share
+            look = prospect(self.draft.tree, self.cap(), price=price, child_share=share)
+            self._look = (price, look)
+        return self._look[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step: nodes by session, prefill, and what it is expected to take."""
+
+    decoding: Sequence[tuple[SimulatedSession, tuple[Node, ...]]]
+    prefill: Sequence[tuple[SimulatedSession, int]]
+    mode: StepMode
+    rows: int
+    seconds: float
+
+    @property
+    def num_prefill_rows(self) -> int:
+        """Rows of prompts."""
+        return sum(count for _, count in self.prefill)
+
+
+class SimulatedVerifier:
+    """Continuous batching over one target; events and steps are driven by the simulation.
+
+    Args:
+        facts: Of the target on its device.
+        allocator: The policy of `core` that picks nodes and sets the price.
+        overhead: Share by which steps take longer while drafters work.
+        say: Takes messages for a session's drafter.
+        on_end: Told of every session that has all its tokens.
+    """
+
+    def __init__(
+        self,
+        facts: DeviceFacts,
+        allocator: Allocator,
+        *,
+        overhead: float,
+        say: Callable[[SimulatedSession, ToDrafter], None],
+        on_end: Callable[[SimulatedSession], None],
+    ) -> None:
+        self.allocator = allocator
+        self._on_end = on_end
+        self._facts = facts
+        self._overhead = overhead
+        self._say = say
+        self._waiting: deque[SimulatedSession] = deque()
+        self._running: list[SimulatedSession] = []
+        self._sessions: dict[str, SimulatedSession] = {}
+        self._free_blocks = facts.kv_tokens // BLOCK
+        self._step_s = 0.01
+        self._idle_since_s = 0.0
+        self._cycle_since_s: float | None = None
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that wait or run."""
+        return len(self._sessions)
+
+    # Events
+
+    def submit(self, session: SimulatedSession, now_s: float) -> None:
+        """Takes in a session; its drafter is told to start."""
+        session.committed_s = now_s
+        self._sessions[session.draft.session_id] = session
+        self._waiting.append(session)
+        session.draft.price = self.allocator.price
+        session.draft.room = ROOM_PER_NODE * self._cap(session)
+        if session.link is not None:
+            self._say(session, session.draft.open())
+
+    def receive(self, message: DraftNodes, now_s: float) -> None:
+        """Takes in what a drafter said."""
+        session = self._sessions.get(message.session_id)
+        if session is None or session.link is None:
+            return
+        pace = session.link.pace
+        pace.silent = False
+        session.draft.receive(message)
+        session.changed()
+        if not message.nodes or message.base_len != session.draft.committed_len:
+            return
+        if session.heard_s is None:
+            pace.heard_response(now_s - session.committed_s)
+            tree = session.draft.tree
+            pace.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
+        else:
+            pace.heard_next(now_s - session.heard_s)
+        session.heard_s = now_s
+
+    # Waiting
+
+    @property
+    def has_work(self) -> bool:
+        """True while sessions wait or run."""
+        return bool(self._sessions)
+
+    def patience_s(self, now_s: float) -> float:
+        """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
+        sessions = self._delayable()
+        return self._worth_waiting(sessions, [self._wait_s(session, now_s) for session in sessions], now_s)
+
+    def drafts_pay(self, draft_s: float, now_s: float) -> bool:
+        """Whether a draft step of so many seconds, for all sessions, is worth the delay."""
+        sessions = self._delayable()
+        waits = [draft_s if _may_wait(session) else None for session in sessions]
+        return self._worth_waiting(sessions, waits, now_s) > 0.0
+
+    def _delayable(self) -> list[SimulatedSession]:
+        decoding = [session for session in self._running if session.is_decoding]
+        if self._waiting or len(decoding) < len(self._running) or self._mode() is StepMode.PLAIN:
+            return []
+        return decoding
+
+    def _worth_waiting(
+        self, sessions: Sequence[SimulatedSession], waits: Sequence[float | None], now_s: float
+    ) -> float:
+        left_s = self._step_s - (now_s - self._idle_since_s)
+        if not sessions or left_s <= 0.0 or all(wait_s is None for wait_s in waits):
+            return 0.0
+        looks = [
+            session.prospect(1.0 if wait_s is None else session.draft.price)
+            for session, wait_s in zip(sessions, waits, strict=True)
+        ]
+        gainful = [wait_s for wait_s, look in zip(waits, looks, strict=True) if wait_s is not None and look.gain]
+        if not gainful or not self.allocator.waits(looks, wait_s=min(gainful), step_s=self._step_s):
+            return 0.0
+        return min(max(gainful), left_s)
+
+    def _wait_s(self, session: SimulatedSession, now_s: float) -> float | None:
+        if session.link is None or not _may_wait(session):
+            return None
+        pace = session.link.pace
+        wait_s = pace.wait_s(now_s=now_s, committed_s=session.committed_s, heard_s=session.heard_s)
+        if wait_s is None and session.heard_s is None:
+            pace.silent = True
+        return wait_s
+
+    # Stepping
+
+    def plan(self) -> StepPlan:
+        """Plans a step over all sessions that have something to compute."""
+        mode = self._mode()
+        self._admit()
+        decoding = self._plan_decoding()
+        rows = sum(1 + len(nodes) for _, nodes in decoding)
+        prefill = self._plan_prefill(self._facts.max_rows - rows)
+        rows += sum(count for _, count in prefill)
+        kv_tokens = sum(session.total_len for session, _ in decoding)
+        seconds = self._facts.seconds(rows, num_sessions=len(decoding) + len(prefill), kv_tokens=kv_tokens)
+        if mode is StepMode.DRAFTING:
+            seconds *= 1.0 + self._overhead
+        return StepPlan(decoding=decoding, prefill=prefill, mode=mode, rows=rows, seconds=seconds)
+
+    def _mode(self) -> StepMode:
+        drafted = any(session.cap() and session.link is not None for session in self._sessions.values())
+        return StepMode.DRAFTING if self.allocator.price < 1.0 and drafted else StepMode.PLAIN
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._facts.max_sessions:
+            session = self._waiting[0]
+            if not self._reserve(session, session.total_len + 1):
+                return
+            self._running.append(self._waiting.popleft())
+
+    def _reserve(self, session: SimulatedSession, num_tokens: int) -> bool:
+        needed = -(-num_tokens // BLOCK) - session.num_blocks
+        if needed > self._free_blocks:
+            return False
+        if needed > 0:
+            self._free_blocks -= needed
+            session.num_blocks += needed
+        return True
+
+    def _release(self, session: SimulatedSession) -> None:
+        self._free_blocks += session.num_blocks
+        session.num_blocks = 0
+
+    def _preempt(self) -> None:
+        """Takes the pages of the youngest session; it will be computed anew when there is room."""
+        session = self._running.pop()
+        self._release(session)
+        session.computed = 0
+        self._waiting.appendleft(session)
+
+    def _plan_decoding(self) -> list[tuple[SimulatedSession, tuple[Node, ...]]]:
+        decoding = [session for session in self._running if session.is_decoding]
+        for session in decoding:
+            while session.num_blocks and not self._reserve(session, session.total_len):
+                self._preempt()
+        decoding = [session for session in decoding if session.num_blocks]
+        backlog = sum(session.total_len - session.computed for session in self._running if not session.is_decoding)
+        budget = self._facts.max_rows
+        other_rows = min(backlog, max(0, budget - len(decoding)))
+        # A quarter of the rows is prefill's when it has need of them.
+        share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
+        demands = [
+            Demand(tree=each.draft.tree, cap=min(self._cap(each), share), drafted=each.link is not None)
+            for each in decoding
+        ]
+        allocation = self.allocator.allocate(demands, other_rows=other_rows)
+        for session in decoding:
+            session.draft.price = allocation.price
+            session.draft.room = ROOM_PER_NODE * self._cap(session)
+        return [
+            (session, self._fitting(session, nodes)) for session, nodes in zip(decoding, allocation.nodes, strict=True)
+        ]
+
+    def _fitting(self, session: SimulatedSession, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        """The nodes, if there are pages for the deepest of them."""
+        deepest = max((session.draft.tree.depth(node) for node in nodes), default=0)
+        return nodes if self._reserve(session, session.total_len + deepest) else ()
+
+    def _plan_prefill(self, room: int) -> list[tuple[SimulatedSession, int]]:
+        chunks: list[tuple[SimulatedSession, int]] = []
+        for session in self._running:
+            if session.is_decoding or room <= 0:
+                continue
+            count = min(room, session.total_len - session.computed)
+            chunks.append((session, count))
+            room -= count
+        return chunks
+
+    def _cap(self, session: SimulatedSession) -> int:
+        return min(session.cap(), self.allocator.max_nodes)
+
+    # Committing
+
+    def finish(self, plan: StepPlan, *, started_s: float, now_s: float) -> None:
+        """Ends a step: commits what it verified, and tells the allocator what it took."""
+        for session, nodes in plan.decoding:
+            tokens = walk(session.draft.tree.root, nodes, _choose)
+            session.asked.num_steps += 1
+            session.asked.num_drafted += len(nodes)
+            session.asked.num_accepted += len(tokens) - 1
+            session.computed += len(tokens)
+            self._commit(session, tokens, now_s)
+        for session, count in plan.prefill:
+            session.computed += count
+            if session.computed == session.total_len:
+                self._commit(session, (RIGHT,), now_s)
+        self._time(plan, started_s, now_s)
+
+    def _time(self, plan: StepPlan, started_s: float, now_s: float) -> None:
+        self._idle_since_s = now_s
+        if not plan.num_prefill_rows:
+            self._step_s += STEP_SMOOTHING * (now_s - started_s - self._step_s)
+        if self._cycle_since_s is not None and 2 * plan.num_prefill_rows <= plan.rows:
+            self.allocator.observe(rows=plan.rows, mode=plan.mode, seconds=now_s - self._cycle_since_s)
+        self._cycle_since_s = now_s if self._running else None
+
+    def _commit(self, session: SimulatedSession, tokens: tuple[int, ...], now_s: float) -> None:
+        session.draft.commit(tokens)
+        session.changed()
+        session.asked.pieces.append((now_s, len(tokens)))
+        session.committed_s, session.heard_s = now_s, None
+        if session.num_left <= 0:
+            self._drop(session)
+        elif session.link is not None:
+            self._tell(session)
+
+    def _drop(self, session: SimulatedSession) -> None:
+        self._running.remove(session)
+        self._release(session)
+        del self._sessions[session.draft.session_id]
+        if session.link is not None:
+            self._say(session, CloseSession(session_id=session.draft.session_id, epoch=session.draft.epoch))
+        self._on_end(session)
+
+    def _tell(self, session: SimulatedSession) -> None:
+        """While drafters rest they are not told at every step."""
+        draft = session.draft
+        if draft.price < 1.0 or session.told_price < 1.0 or draft.committed_len - session.told_len >= TOLD_AT_REST:
+            self._say(session, draft.commit_message(session.told_len))
+            session.told_len, session.told_price = draft.committed_len, draft.price
+
+
+def _choose(_: Node) -> int:
+    return RIGHT
+
+
+def _may_wait(session: SimulatedSession) -> bool:
+    """False for sessions that must not be delayed for drafts."""
+    return session.num_left >= SHORT_REMAINDER
