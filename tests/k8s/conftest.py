@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.k8s.images import REPOSITORY_NAME, build_all
 from tests.k8s.kubelet import Kubelet
 from tests.k8s.podman import Podman
-from tests.unit.k8s.chart import REPOSITORY, Rendered, render, values_files
+from tests.unit.k8s.chart import REPOSITORY, Document, Rendered, render, values_files
 
 PROGRAMS = ("podman", "runc", "conmon", "debootstrap")
 TAG = "k8s-test"
@@ -44,32 +46,32 @@ def podman(request: pytest.FixtureRequest) -> Iterator[Podman]:
             shutil.rmtree(podman.folder)
 
 
-@pytest.fixture(scope="session")
-def cpu_demo() -> Rendered:
-    """The chart as values/cpu-demo.yaml has it, with the images built here."""
+def rendered_demo(**values: Any) -> Rendered:
+    """The chart as values/cpu-demo.yaml has it, with the images built here and values beside."""
+    demo = values_files()["cpu-demo"]
     image = {"repository": REPOSITORY_NAME, "tag": TAG, "pullPolicy": "Never"}
-    return render({**values_files()["cpu-demo"], "image": image})
+    own = {name: {**demo.get(name, {}), **given} for name, given in values.items()}
+    return render({**demo, **own, "image": image})
 
 
 @pytest.fixture(scope="session")
-def images(podman: Podman, cpu_demo: Rendered) -> dict[str, str]:
+def images(podman: Podman) -> dict[str, str]:
     """Names of the images of each tier, built now."""
-    build_all(podman, cpu_demo.container("redis")["image"], TAG)
-    return {tier: cpu_demo.container(tier)["image"] for tier in ORDER}
+    demo = rendered_demo()
+    build_all(podman, demo.container("redis")["image"], TAG)
+    return {tier: demo.container(tier)["image"] for tier in ORDER}
 
 
-@pytest.fixture(scope="session")
-def kubelet(
-    podman: Podman, cpu_demo: Rendered, images: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Kubelet]:
-    """All pods of cpu-demo, ready."""
-    folder: Path = tmp_path_factory.mktemp("manifests")
+@contextmanager
+def running(podman: Podman, rendered: Rendered, folder: Path, secrets: Sequence[Document] = ()) -> Iterator[Kubelet]:
+    """All pods of a release while a block runs, ready at its start."""
     podman("network", "create", NETWORK)
     try:
-        kubelet = Kubelet(podman, cpu_demo, folder, NETWORK)
+        kubelet = Kubelet(podman, rendered, folder, NETWORK, tuple(secrets))
         for tier in ORDER:
             kubelet.start(tier)
         yield kubelet
     finally:
         podman("pod", "rm", "--force", "--all", "--time=5")
         podman("network", "rm", NETWORK)
+        podman("volume", "prune", "--force")

@@ -7,6 +7,7 @@ is of; Secrets become ConfigMaps; the pod's address is its name on the network; 
 from __future__ import annotations
 
 import copy
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Kubelet:
         rendered: The chart's documents.
         folder: For files that podman reads.
         network: Its network; Services are names on it.
+        secrets: Secrets that the chart does not make.
         states: What the readiness probe of each tier said from the start until it was ready, repetitions left out.
     """
 
@@ -42,6 +44,7 @@ class Kubelet:
     rendered: Rendered
     folder: Path
     network: str
+    secrets: tuple[Document, ...] = ()
     states: dict[str, list[str]] = field(default_factory=dict)
 
     def start(self, tier: str) -> None:
@@ -104,8 +107,6 @@ class Kubelet:
 
     @staticmethod
     def _ask_tcp(address: str, port: int) -> str:
-        import socket
-
         try:
             with socket.create_connection((address, port), timeout=PROBE_TIMEOUT_S):
                 return "ready"
@@ -114,17 +115,13 @@ class Kubelet:
 
     def _playable(self, tier: str) -> list[Document]:
         secrets = [
-            {
-                "apiVersion": "v1",
-                "kind": "ConfigMap",
-                "metadata": {"name": secret["metadata"]["name"]},
-                "data": secret["stringData"],
-            }
-            for secret in self.rendered.of_kind("Secret")
+            {**secret, "kind": "ConfigMap", "data": secret["stringData"]}
+            for secret in (*self.rendered.of_kind("Secret"), *self.secrets)
         ]
         template = copy.deepcopy(self.rendered.pod(tier))
         container = template["spec"]["containers"][0]
         container["env"] = [_filled(entry, f"{RELEASE}-{tier}") for entry in container.get("env", ())]
+        template["spec"]["volumes"] = [_playable_volume(volume) for volume in template["spec"]["volumes"]]
         metadata = {"name": pod_name(tier), "labels": template["metadata"]["labels"]}
         return [*secrets, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}]
 
@@ -137,6 +134,13 @@ def pod_name(tier: str) -> str:
 def container_name(tier: str) -> str:
     """Name that podman gives to its container."""
     return f"{pod_name(tier)}-{tier}"
+
+
+def _playable_volume(volume: dict[str, Any]) -> dict[str, Any]:
+    if "secret" not in volume:
+        return volume
+    source = {**volume["secret"]}
+    return {"name": volume["name"], "configMap": {"name": source.pop("secretName"), **source}}
 
 
 def _filled(entry: dict[str, Any], service: str) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from paceline.client import GenerateConfig, stream
+from tests.k8s.conftest import rendered_demo, running
 from tests.k8s.kubelet import Kubelet, container_name
 from tests.k8s.podman import Podman, PodmanError
 from tests.unit.k8s.chart import TIERS
@@ -26,6 +28,13 @@ print(json.dumps({
     "modules": [name for name in ("pip", "setuptools", "hatchling", "pytest") if importlib.util.find_spec(name)],
 }))
 """
+
+
+@pytest.fixture(scope="module")
+def kubelet(podman: Podman, images: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubelet]:
+    """All pods of cpu-demo, ready."""
+    with running(podman, rendered_demo(), tmp_path_factory.mktemp("manifests")) as kubelet:
+        yield kubelet
 
 
 class Texts:
