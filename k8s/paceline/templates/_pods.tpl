@@ -55,8 +55,10 @@ securityContext:
 {{- with .root.Values.tracing.endpoint }}
 - name: PACELINE_OTLP_TRACES_ENDPOINT
   value: {{ . | quote }}
+{{- if ne $.tier "drafter" }}
 - name: PACELINE_TRACE_SAMPLE_RATIO
   value: {{ $.root.Values.tracing.sampleRatio | toJson | quote }}
+{{- end }}
 {{- end }}
 {{- range $flag, $value := $values.settings }}
 - name: PACELINE_{{ $flag | upper | replace "-" "_" }}

@@ -1,8 +1,12 @@
-"""What the chart must know of the services' settings, read from their configuration classes."""
+"""What the chart must know of the services' settings, read from their configuration classes.
+
+python -m tests.unit.k8s.settings    # from the top of the checkout: writes it into values.schema.json
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from typing import Any
 
@@ -10,6 +14,7 @@ from paceline.config import _METADATA_KEY, Setting
 from paceline.drafter.config import DrafterConfig
 from paceline.gateway.config import GatewayConfig
 from paceline.verifier.config import VerifierConfig
+from tests.unit.k8s.chart import CHART
 
 CONFIG_OF = {"gateway": GatewayConfig, "verifier": VerifierConfig, "drafter": DrafterConfig}
 # Read by `paceline drain` in preStop.
@@ -36,14 +41,21 @@ MANAGED = {
     "tls_key",
     "trace_sample_ratio",
 }
-# Known to the chart before the services know them.
+# Known to the chart before any service knows them.
 COMING = {"otlp_traces_endpoint", "trace_sample_ratio", "tensor_parallel_size"}
+SCHEMA_FILE = CHART / "values.schema.json"
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean"}
 
 
 def names(tier: str) -> set[str]:
     """Fields of a service's configuration."""
     return {field.name for field in dataclasses.fields(CONFIG_OF[tier])}
+
+
+def known_variables(tier: str) -> set[str]:
+    """Variables that a service reads, or will."""
+    everywhere = set().union(*map(names, CONFIG_OF))
+    return {variable(name) for name in names(tier) | (COMING - everywhere)}
 
 
 def variable(name: str) -> str:
@@ -75,3 +87,14 @@ def _property(setting: Setting, hint: Any) -> dict[str, Any]:
     if setting.high is not None:
         described["maximum"] = setting.high
     return described
+
+
+def main() -> None:
+    """Writes the settings that the services take now into the chart's schema."""
+    schema = json.loads(SCHEMA_FILE.read_text())
+    schema["$defs"] |= {f"{tier}Settings": settings_schema(tier) for tier in CONFIG_OF}
+    SCHEMA_FILE.write_text(json.dumps(schema, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ from paceline.config import load
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.verifier.config import speculation_from
 from tests.unit.k8s.chart import CHART, K8S, RELEASE, TIERS, Rendered, component
-from tests.unit.k8s.settings import COMING, CONFIG_OF, DRAIN_VARIABLES, MANAGED, names, variable
+from tests.unit.k8s.settings import COMING, CONFIG_OF, DRAIN_VARIABLES, MANAGED, known_variables, names
 
 PREFIX = "PACELINE_"
 SCALER = "HorizontalPodAutoscaler"
@@ -28,9 +28,8 @@ def settings_of(rendered: Rendered, tier: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_variable_is_a_setting_of_the_service(rendered: Rendered, tier: str) -> None:
-    known = {variable(name) for name in names(tier) | COMING}
     extra = set() if tier == "gateway" else DRAIN_VARIABLES
-    assert set(settings_of(rendered, tier)) - extra <= known
+    assert set(settings_of(rendered, tier)) - extra <= known_variables(tier)
 
 
 @pytest.mark.parametrize("tier", TIERS)
