@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv; no root rights. Outside this folder: pip's cache, and the widened demo
 # target in the user's cache folder.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test up demo bench chaos load locust clean
+.PHONY: help venv protos check style test up demo bench chaos load locust k8s-test clean
 SHELL := /bin/bash
 
 PYTHON ?= python3
@@ -14,14 +14,15 @@ PROTOS := $(wildcard protos/paceline/rpc/v1/*.proto)
 GENERATED := services/paceline/rpc
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
 venv: $(STAMP) ## set up .venv
 
-$(STAMP): pyproject.toml constraints.txt services/paceline/__init__.py
+$(STAMP): pyproject.toml constraints.txt k8s/requirements.txt services/paceline/__init__.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one with make PYTHON=...")'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r k8s/requirements.txt
 	@touch $@
 
 $(PROTOC_STAMP): Makefile
@@ -72,6 +73,9 @@ load: $(STAMP) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=max SPE
 
 locust: $(STAMP) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
 	$(BIN)/paceline bench locust $(ARGS)
+
+k8s-test: $(STAMP) ## build the images and start the chart's cpu-demo with podman; ARGS=--keep-images for another run soon
+	$(BIN)/pytest tests/k8s -m podman $(ARGS)
 
 clean: ## remove environments and caches
 	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

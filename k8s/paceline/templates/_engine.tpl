@@ -1,0 +1,90 @@
+{{/* The pod of a verifier or a drafter: the two differ in their model and in what their GPUs are. */}}
+{{- define "paceline.engine" -}}
+{{- $values := get .root.Values .tier -}}
+{{- $ports := include "paceline.ports" .tier | fromJson -}}
+{{- $gpus := $values.tensorParallelSize | default 1 | int -}}
+metadata:
+  labels:
+    {{- include "paceline.selector" . | nindent 4 }}
+  {{- include "paceline.annotations" . | nindent 2 }}
+spec:
+  {{- include "paceline.pod" . | nindent 2 }}
+  terminationGracePeriodSeconds: {{ add $values.drainSeconds ($values.graceSeconds | default 0) 15 }}
+  containers:
+    - name: {{ .tier }}
+      image: {{ include "paceline.image" . }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      {{- include "paceline.container" . | nindent 6 }}
+      env:
+        - name: PACELINE_MODEL
+          value: {{ get .root.Values.model (ternary "target" "draft" (eq .tier "verifier")) | quote }}
+        {{- if eq .tier "verifier" }}
+        - name: PACELINE_MODEL_NAME
+          value: {{ .root.Values.model.name | quote }}
+        - name: PACELINE_GRACE_S
+          value: {{ $values.graceSeconds | quote }}
+        {{- end }}
+        {{- if gt $gpus 1 }}
+        - name: PACELINE_TENSOR_PARALLEL_SIZE
+          value: {{ $gpus | quote }}
+        {{- end }}
+        - name: PACELINE_DEVICE
+          value: {{ ternary "cuda" "cpu" $values.gpu }}
+        - name: PACELINE_PORT
+          value: {{ $ports.grpc | quote }}
+        - name: PACELINE_METRICS_PORT
+          value: {{ $ports.metrics | quote }}
+        # Plain text: the kubelet's probes have no certificate.
+        - name: PACELINE_HEALTH_PORT
+          value: {{ $ports.health | quote }}
+        # Others dial the pod itself: a session's stream must reach this replica and no other.
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        - name: PACELINE_ANNOUNCE
+          value: {{ printf (ternary "[$(POD_IP)]:%v" "$(POD_IP):%v" .root.Values.ipv6) $ports.grpc | quote }}
+        # Whom `paceline drain` below means.
+        - name: PACELINE_REPLICA
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        {{- include "paceline.env" . | nindent 8 }}
+      ports:
+        {{- range $name, $port := $ports }}
+        - {name: {{ $name }}, containerPort: {{ $port }}}
+        {{- end }}
+      # Health says SERVING once the model is loaded, and no more from SIGTERM on.
+      startupProbe:
+        grpc: {port: {{ $ports.health }}}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: {{ div (add $values.startSeconds 4) 5 }}
+      readinessProbe:
+        grpc: {port: {{ $ports.health }}}
+        periodSeconds: 5
+        timeoutSeconds: 5
+      livenessProbe:
+        grpc: {port: {{ $ports.health }}}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 6
+      lifecycle:
+        preStop:
+          exec:
+            command: [paceline, drain, --timeout-s={{ $values.drainSeconds }}]
+      {{- $resources := deepCopy $values.resources }}
+      {{- if $values.gpu }}
+      {{- $_ := set $resources "limits" (merge (dict $values.gpuResource $gpus) ($resources.limits | default dict)) }}
+      {{- end }}
+      resources:
+        {{- toYaml $resources | nindent 8 }}
+      volumeMounts:
+        {{- include "paceline.mounts" . | nindent 8 }}
+        {{- if gt $gpus 1 }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- end }}
+  volumes:
+    {{- include "paceline.volumes" . | nindent 4 }}
+    {{- if gt $gpus 1 }}
+    # Where the processes of a model that is spread over GPUs exchange what they compute.
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: 8Gi}
+    {{- end }}
+{{- end -}}

@@ -1,0 +1,111 @@
+{{/* What the specs of all pods say, before their containers. */}}
+{{- define "paceline.pod" -}}
+{{- $values := get .root.Values .tier -}}
+serviceAccountName: {{ include "paceline.name" . }}
+automountServiceAccountToken: false
+# Kubernetes would set PACELINE_PORT and the like for Services of that name, which are names of settings too.
+enableServiceLinks: false
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  seccompProfile: {type: RuntimeDefault}
+{{- range $field := list "priorityClassName" "runtimeClassName" "nodeSelector" "tolerations" "affinity" }}
+{{- with get $values $field }}
+{{ $field }}: {{ toJson . }}
+{{- end }}
+{{- end }}
+topologySpreadConstraints:
+  - topologyKey: kubernetes.io/hostname
+    maxSkew: 1
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "paceline.selector" . | nindent 8 }}
+{{- end -}}
+
+{{/* What all containers say. */}}
+{{- define "paceline.container" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* Environment of the three services; a setting's variable is its flag in capitals. */}}
+{{- define "paceline.env" -}}
+{{- $values := get .root.Values .tier -}}
+- name: PACELINE_REPLICA_ID
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: PACELINE_HOST
+  value: {{ ternary "::" "0.0.0.0" .root.Values.ipv6 | quote }}
+- name: PACELINE_REDIS_URL
+  valueFrom: {secretKeyRef: {name: {{ include "paceline.redis.secret" .root }}, key: url}}
+{{- if .root.Values.tls.enabled }}
+- name: PACELINE_TLS_DIR
+  value: /etc/paceline/tls
+{{- end }}
+{{- with .root.Values.tracing.endpoint }}
+- name: PACELINE_OTLP_TRACES_ENDPOINT
+  value: {{ . | quote }}
+{{- if ne $.tier "drafter" }}
+- name: PACELINE_TRACE_SAMPLE_RATIO
+  value: {{ $.root.Values.tracing.sampleRatio | toJson | quote }}
+{{- end }}
+{{- end }}
+{{- range $flag, $value := $values.settings }}
+- name: PACELINE_{{ $flag | upper | replace "-" "_" }}
+  value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
+{{- end }}
+{{- range $name, $value := $values.env }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "paceline.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+{{- if .root.Values.model.volume }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- {name: tls, mountPath: /etc/paceline/tls, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "paceline.volumes" -}}
+- name: tmp
+  emptyDir: {sizeLimit: 2Gi}
+{{- with .root.Values.model.volume }}
+- name: models
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ get .root.Values.tls.secrets .tier }}
+    defaultMode: 0440
+    items:
+      - {key: ca.crt, path: ca.pem}
+      - {key: tls.crt, path: tls.pem}
+      - {key: tls.key, path: tls.key}
+{{- end }}
+{{- end -}}
+
+{{/* Pods start anew when what they read at start changes. */}}
+{{- define "paceline.annotations" -}}
+{{- $annotations := deepCopy ((get .root.Values .tier).podAnnotations | default dict) -}}
+{{- if not .root.Values.redis.secret -}}
+{{- $_ := set $annotations "checksum/redis" (printf "%s %s" .root.Values.redis.url .root.Values.redis.password | sha256sum) -}}
+{{- end -}}
+{{- with $annotations -}}
+annotations: {{ toJson . }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,77 @@
+"""The chart's cpu-demo, built and started with podman; run by `make k8s-test`, not with the other tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.k8s.images import REPOSITORY_NAME, build_all
+from tests.k8s.kubelet import Kubelet
+from tests.k8s.podman import Podman
+from tests.unit.k8s.chart import REPOSITORY, Document, Rendered, render, values_files
+
+PROGRAMS = ("podman", "runc", "conmon", "debootstrap")
+TAG = "k8s-test"
+NETWORK = "paceline-k8s-test"
+# Each one's probes pass before the next one starts: a gateway is not ready before its verifier is.
+ORDER = ("redis", "drafter", "verifier", "gateway")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what `make k8s-test ARGS=...` may say."""
+    parser.addoption("--keep-images", action="store_true", help="Keep the images in .build/k8s for the next run.")
+
+
+@pytest.fixture(scope="session")
+def podman(request: pytest.FixtureRequest) -> Iterator[Podman]:
+    """Podman on a storage below .build, which is gone in the end."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)} (see docs/kubernetes.md for the packages)")
+    if os.geteuid():
+        pytest.skip("needs root: networks of containers and debootstrap do")
+    podman = Podman.in_folder(REPOSITORY / ".build" / "k8s")
+    try:
+        yield podman
+    finally:
+        podman("pod", "rm", "--force", "--all", "--time=5")
+        if not request.config.getoption("--keep-images"):
+            podman("system", "reset", "--force")
+            shutil.rmtree(podman.folder)
+
+
+def rendered_demo(**values: Any) -> Rendered:
+    """The chart as values/cpu-demo.yaml has it, with the images built here and values beside."""
+    demo = values_files()["cpu-demo"]
+    image = {"repository": REPOSITORY_NAME, "tag": TAG, "pullPolicy": "Never"}
+    own = {name: {**demo.get(name, {}), **given} for name, given in values.items()}
+    return render({**demo, **own, "image": image})
+
+
+@pytest.fixture(scope="session")
+def images(podman: Podman) -> dict[str, str]:
+    """Names of the images of each tier, built now."""
+    demo = rendered_demo()
+    build_all(podman, demo.container("redis")["image"], TAG)
+    return {tier: demo.container(tier)["image"] for tier in ORDER}
+
+
+@contextmanager
+def running(podman: Podman, rendered: Rendered, folder: Path, secrets: Sequence[Document] = ()) -> Iterator[Kubelet]:
+    """All pods of a release while a block runs, ready at its start."""
+    podman("network", "create", NETWORK)
+    try:
+        kubelet = Kubelet(podman, rendered, folder, NETWORK, tuple(secrets))
+        for tier in ORDER:
+            kubelet.start(tier)
+        yield kubelet
+    finally:
+        podman("pod", "rm", "--force", "--all", "--time=5")
+        podman("network", "rm", NETWORK)
+        podman("volume", "prune", "--force")

@@ -1,0 +1,175 @@
+"""What a kubelet does for the chart's pods, done with podman: starts them, fills in fields, asks their probes.
+
+What podman 4.3 cannot play is changed first, and nothing else: a pod template is played as a Pod, whatever workload it
+is of; Secrets become ConfigMaps; the pod's address is its name on the network; probes are asked from here.
+"""
+
+from __future__ import annotations
+
+import copy
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.k8s.podman import Podman
+from tests.unit.k8s.chart import RELEASE, Document, Rendered
+
+PROBE_TIMEOUT_S = 5.0
+POLL_S = 0.1
+HTTP_OK = 200
+
+
+@dataclass
+class Kubelet:
+    """Runs one release.
+
+    Attributes:
+        podman: Runs the pods.
+        rendered: The chart's documents.
+        folder: For files that podman reads.
+        network: Its network; Services are names on it.
+        secrets: Secrets that the chart does not make.
+        states: What the readiness probe of each tier said from the start until it was ready, repetitions left out.
+    """
+
+    podman: Podman
+    rendered: Rendered
+    folder: Path
+    network: str
+    secrets: tuple[Document, ...] = ()
+    states: dict[str, list[str]] = field(default_factory=dict)
+
+    def start(self, tier: str) -> None:
+        """Plays the pod of a tier and waits until its readiness probe passes.
+
+        Raises:
+            TimeoutError: It does not in the time that the startup probe gives.
+        """
+        manifest = self.folder / f"{tier}.yaml"
+        manifest.write_text(yaml.safe_dump_all(self._playable(tier), sort_keys=False))
+        self.podman("kube", "play", "--network", f"{self.network}:alias={RELEASE}-{tier}", str(manifest))
+        self.until_ready(tier)
+
+    def until_ready(self, tier: str) -> None:
+        """Waits for the readiness probe.
+
+        Raises:
+            TimeoutError: It does not pass in the time that the startup probe gives.
+        """
+        startup = self.rendered.container(tier).get("startupProbe", {"periodSeconds": 2, "failureThreshold": 60})
+        deadline_s = time.monotonic() + startup["periodSeconds"] * startup["failureThreshold"]
+        states = self.states.setdefault(tier, [])
+        for state in self._states(tier):
+            if states[-1:] != [state]:
+                states.append(state)
+            if state == "ready":
+                return
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{tier} is not ready ({states}): {self.logs(tier)}")
+            time.sleep(POLL_S)
+
+    def ask(self, tier: str, kind: str) -> str:
+        """Asks a probe of a tier: `ready`, or why not."""
+        probe = self.rendered.container(tier)[kind]
+        address = self.podman.address(pod_name(tier))
+        if "grpc" in probe:
+            return _ask_grpc(f"{address}:{probe['grpc']['port']}")
+        if "httpGet" in probe:
+            get = probe["httpGet"]
+            return _ask_http(
+                f"{get['scheme'].lower()}://{address}:{self.rendered.ports(tier)[get['port']]}{get['path']}"
+            )
+        return self._ask_tcp(address, self.rendered.ports(tier)[probe["tcpSocket"]["port"]])
+
+    def run_in(self, tier: str, *command: str) -> str:
+        """Runs a command in the container of a tier, as an exec hook does; returns what it prints."""
+        return self.podman("exec", container_name(tier), *command)
+
+    def logs(self, tier: str) -> str:
+        """The end of what a container said."""
+        return self.podman("logs", "--tail=20", container_name(tier))
+
+    def url(self) -> str:
+        """Where the gateway serves HTTP."""
+        return f"http://{self.podman.address(pod_name('gateway'))}:{self.rendered.ports('gateway')['http']}"
+
+    def _states(self, tier: str) -> Iterator[str]:
+        while True:
+            yield self.ask(tier, "readinessProbe")
+
+    @staticmethod
+    def _ask_tcp(address: str, port: int) -> str:
+        try:
+            with socket.create_connection((address, port), timeout=PROBE_TIMEOUT_S):
+                return "ready"
+        except OSError:
+            return "unreachable"
+
+    def _playable(self, tier: str) -> list[Document]:
+        secrets = [
+            {**secret, "kind": "ConfigMap", "data": secret["stringData"]}
+            for secret in (*self.rendered.of_kind("Secret"), *self.secrets)
+        ]
+        template = copy.deepcopy(self.rendered.pod(tier))
+        container = template["spec"]["containers"][0]
+        container["env"] = [_filled(entry, f"{RELEASE}-{tier}") for entry in container.get("env", ())]
+        template["spec"]["volumes"] = [_playable_volume(volume) for volume in template["spec"]["volumes"]]
+        metadata = {"name": pod_name(tier), "labels": template["metadata"]["labels"]}
+        return [*secrets, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}]
+
+
+def pod_name(tier: str) -> str:
+    """Name of the only pod of a tier."""
+    return f"{RELEASE}-{tier}-0"
+
+
+def container_name(tier: str) -> str:
+    """Name that podman gives to its container."""
+    return f"{pod_name(tier)}-{tier}"
+
+
+def _playable_volume(volume: dict[str, Any]) -> dict[str, Any]:
+    if "secret" not in volume:
+        return volume
+    source = {**volume["secret"]}
+    return {"name": volume["name"], "configMap": {"name": source.pop("secretName"), **source}}
+
+
+def _filled(entry: dict[str, Any], service: str) -> dict[str, Any]:
+    source = entry.get("valueFrom", {})
+    if "secretKeyRef" in source:
+        return {"name": entry["name"], "valueFrom": {"configMapKeyRef": source["secretKeyRef"]}}
+    if source.get("fieldRef", {}).get("fieldPath") == "status.podIP":
+        return {"name": entry["name"], "value": service}
+    if "value" in entry:
+        return {**entry, "value": entry["value"].replace("$(POD_IP)", service)}
+    return entry
+
+
+def _ask_grpc(address: str) -> str:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S, wait_for_ready=False
+            )
+        except grpc.RpcError:
+            return "unreachable"
+    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    return "ready" if serving else health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+def _ask_http(url: str) -> str:
+    try:
+        with httpx.Client(timeout=PROBE_TIMEOUT_S, trust_env=False, verify=False) as client:
+            status = client.get(url).status_code
+    except httpx.HTTPError:
+        return "unreachable"
+    return "ready" if status == HTTP_OK else f"status {status}"

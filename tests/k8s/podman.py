@@ -1,0 +1,95 @@
+"""Podman with a storage of its own, set up for machines whose cgroups and limits it does not own.
+
+Nothing of the system's podman is seen or changed: images, containers and networks lie below one folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONTAINERS_CONF = """\
+[containers]
+default_ulimits = ["nofile=20000:20000", "nproc=4096:4096"]
+
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+runtime = "runc"
+"""
+COMMAND_TIMEOUT_S = 120.0
+BUILD_TIMEOUT_S = 1800.0
+
+
+class PodmanError(Exception):
+    """A podman command failed; the message is what it said."""
+
+
+@dataclass(frozen=True)
+class Podman:
+    """Commands on one storage folder."""
+
+    folder: Path
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> Podman:
+        """Sets the folder up."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "containers.conf").write_text(CONTAINERS_CONF)
+        return cls(folder)
+
+    def __call__(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        """Returns what a command prints.
+
+        Raises:
+            PodmanError: Its exit status is not 0.
+        """
+        ended = subprocess.run(
+            [*self.command, *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        if ended.returncode:
+            raise PodmanError(f"podman {' '.join(arguments[:3])}: {ended.stderr[-2000:]}")
+        return ended.stdout.strip()
+
+    @property
+    def command(self) -> Sequence[str]:
+        """How podman is called."""
+        root, run = self.folder / "storage", self.folder / "run"
+        networks = self.folder / "networks"
+        return ("podman", f"--root={root}", f"--runroot={run}", f"--network-config-dir={networks}")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment of its commands."""
+        return {**os.environ, "CONTAINERS_CONF": str(self.folder / "containers.conf")}
+
+    def has_image(self, name: str) -> bool:
+        """Whether an image of that name is here."""
+        try:
+            self("image", "exists", name)
+        except PodmanError:
+            return False
+        return True
+
+    def inspect(self, container: str) -> dict[str, Any]:
+        """What podman knows of a container."""
+        (found,) = json.loads(self("container", "inspect", container))
+        described: dict[str, Any] = found
+        return described
+
+    def address(self, pod: str) -> str:
+        """Address of a pod on its network; this machine reaches it, others do not."""
+        infra = self("pod", "inspect", pod, "--format", "{{.InfraContainerID}}")
+        (network,) = self.inspect(infra)["NetworkSettings"]["Networks"].values()
+        address: str = network["IPAddress"]
+        return address

@@ -1,0 +1,64 @@
+"""Renders each set of values once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.k8s.chart import Rendered, render, values_files
+
+# What no values file switches on all at once.
+EVERYTHING: dict[str, Any] = {
+    "ipv6": True,
+    "model": {"volume": {"persistentVolumeClaim": {"claimName": "checkpoints", "readOnly": True}}},
+    "tls": {"enabled": True},
+    "tracing": {"endpoint": "http://collector:4317", "sampleRatio": 0.25},
+    "imagePullSecrets": ["registry"],
+    "gateway": {
+        "apiKeys": {"lines": ["alice:" + 64 * "a" + ":60"]},
+        "tlsSecret": "doors",
+        "settings": {"max-body-bytes": 8388608},
+        "env": {"LOG": "x"},
+        "ingress": {"enabled": True, "className": "nginx", "annotations": {"a": "b"}, "tlsSecret": "ingress"},
+        "service": {"type": "LoadBalancer", "annotations": {"c": "d"}},
+        "autoscaling": {"enabled": True},
+    },
+    "verifier": {
+        "gpu": True,
+        "tensorParallelSize": 4,
+        "runtimeClassName": "nvidia",
+        "priorityClassName": "high",
+        "affinity": {"nodeAffinity": {}},
+        "podAnnotations": {"e": "f"},
+        "autoscaling": {"enabled": True},
+        "settings": {"speculative-config": {"method": "draft_model+ngram", "num_speculative_tokens": 6}},
+    },
+    "drafter": {"gpu": True, "autoscaling": {"enabled": True}, "disruptionBudget": {"maxUnavailable": "50%"}},
+    "redis": {"password": "a-password-of-some-length"},
+    "networkPolicy": {"clients": [{"podSelector": {}}]},
+    "monitoring": {
+        "serviceMonitor": {"enabled": True, "gatewayKey": {"secret": "prometheus-key"}},
+        "alerts": {"enabled": True},
+        "dashboard": {"enabled": True},
+    },
+}
+SETS = {**values_files(), "everything": EVERYTHING}
+
+
+@pytest.fixture(scope="package", params=sorted(SETS))
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    """The chart with the defaults, with each values file, and with everything switched on."""
+    return render(SETS[request.param])
+
+
+@pytest.fixture(scope="package")
+def defaults() -> Rendered:
+    """The chart with no values given."""
+    return render({})
+
+
+@pytest.fixture(scope="package")
+def everything() -> Rendered:
+    """The chart with everything switched on."""
+    return render(EVERYTHING)

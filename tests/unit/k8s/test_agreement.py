@@ -1,0 +1,194 @@
+"""The chart against the services it starts: settings, ports, probes, metrics and images must be theirs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from paceline.cluster.drain import DrainConfig
+from paceline.config import load
+from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
+from paceline.verifier.config import speculation_from
+from tests.unit.k8s.chart import CHART, K8S, RELEASE, TIERS, Rendered, component
+from tests.unit.k8s.settings import COMING, CONFIG_OF, DRAIN_VARIABLES, MANAGED, known_variables, names
+
+PREFIX = "PACELINE_"
+SCALER = "HorizontalPodAutoscaler"
+METRICS_OF = {"verifier": VerifierMetrics, "drafter": DrafterMetrics}
+
+
+def settings_of(rendered: Rendered, tier: str) -> dict[str, str]:
+    """The variables of a tier that are ours."""
+    return {name: value for name, value in rendered.variables(tier).items() if name.startswith(PREFIX)}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_variable_is_a_setting_of_the_service(rendered: Rendered, tier: str) -> None:
+    extra = set() if tier == "gateway" else DRAIN_VARIABLES
+    assert set(settings_of(rendered, tier)) - extra <= known_variables(tier)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_service_starts_from_its_variables_alone(rendered: Rendered, tier: str) -> None:
+    config: Any = load(CONFIG_OF[tier], [], settings_of(rendered, tier), "paceline", "")
+    assert config.replica_id == f"{RELEASE}-{tier}-0"
+    if tier == "verifier":
+        speculation_from(config.speculative_config)
+
+
+def test_settings_arrive_as_they_were_written(everything: Rendered) -> None:
+    gateway: Any = load(CONFIG_OF["gateway"], [], settings_of(everything, "gateway"), "paceline", "")
+    assert gateway.max_body_bytes == 8388608
+    verifier: Any = load(CONFIG_OF["verifier"], [], settings_of(everything, "verifier"), "paceline", "")
+    assert speculation_from(verifier.speculative_config).methods == ("draft_model", "ngram")
+    assert verifier.announce == "[10.1.2.3]:8101"
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_containers_open_the_ports_that_the_service_listens_on(rendered: Rendered, tier: str) -> None:
+    config: Any = load(CONFIG_OF[tier], [], settings_of(rendered, tier), "paceline", "")
+    if tier == "gateway":
+        expected = {"http": config.port, "grpc": config.grpc_port}
+    else:
+        expected = {"grpc": config.port, "metrics": config.metrics_port, "health": config.health_port}
+        assert config.announce.endswith(f":{config.port}")
+    assert rendered.ports(tier) == expected
+
+
+@pytest.mark.parametrize("tier", ["verifier", "drafter"])
+def test_models_are_probed_by_grpc_where_health_needs_no_certificate(rendered: Rendered, tier: str) -> None:
+    container = rendered.container(tier)
+    probes = [container[kind] for kind in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert [probe["grpc"] for probe in probes] == 3 * [{"port": rendered.ports(tier)["health"]}]
+
+
+def test_gateways_are_probed_at_their_doors(rendered: Rendered, defaults: Rendered, everything: Rendered) -> None:
+    probe = rendered.container("gateway")["readinessProbe"]["httpGet"]
+    behind_tls = "PACELINE_TLS_CERT" in rendered.variables("gateway")
+    assert (probe["path"], probe["port"], probe["scheme"]) == ("/health", "http", "HTTPS" if behind_tls else "HTTP")
+    assert "grpc" in defaults.container("gateway")["livenessProbe"]
+    # The kubelet speaks plain text to gRPC ports.
+    assert "grpc" not in everything.container("gateway")["livenessProbe"]
+
+
+def test_services_lead_to_the_pods_of_their_tier_and_to_ports_of_these(rendered: Rendered) -> None:
+    for service in rendered.of_kind("Service"):
+        selector = service["spec"]["selector"]
+        chosen = [tier for tier in rendered.workloads if selector.items() <= pod_labels(rendered, tier).items()]
+        assert chosen == [component(selector)]
+        for port in service["spec"]["ports"]:
+            assert rendered.ports(chosen[0])[port["targetPort"]] == port["port"]
+
+
+def test_selectors_of_workloads_budgets_and_policies_choose_their_own_tier(rendered: Rendered) -> None:
+    selectors = [
+        (document["metadata"]["name"], document["spec"].get("selector", document["spec"].get("podSelector")))
+        for document in rendered.of_kind("Deployment", "StatefulSet", "PodDisruptionBudget", "NetworkPolicy")
+    ]
+    assert len(selectors) >= 9
+    for name, selector in selectors:
+        labels = selector["matchLabels"]
+        chosen = [tier for tier in rendered.workloads if labels.items() <= pod_labels(rendered, tier).items()]
+        assert [f"{RELEASE}-{tier}" for tier in chosen] == [name]
+
+
+def test_policies_name_ports_of_the_pods_they_guard(rendered: Rendered) -> None:
+    for policy in rendered.of_kind("NetworkPolicy"):
+        opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+        assert opened <= set(rendered.ports(component(policy["spec"]["podSelector"]["matchLabels"])))
+        assert "health" not in opened
+
+
+@pytest.mark.parametrize("tier", ["verifier", "drafter"])
+def test_a_pod_drains_itself_and_has_time_for_it(rendered: Rendered, tier: str) -> None:
+    program, subcommand, *flags = rendered.container(tier)["lifecycle"]["preStop"]["exec"]["command"]
+    variables = settings_of(rendered, tier)
+    drain = load(DrainConfig, flags, variables, "paceline drain", "")
+    assert (program, subcommand, drain.replica) == ("paceline", "drain", f"{RELEASE}-{tier}-0")
+    assert drain.redis_url == variables["PACELINE_REDIS_URL"]
+    needed_s = drain.timeout_s + float(variables.get("PACELINE_GRACE_S", 0))
+    assert rendered.pod(tier)["spec"]["terminationGracePeriodSeconds"] > needed_s
+
+
+def test_a_gateway_has_time_to_end_its_streams(rendered: Rendered) -> None:
+    pause_s = rendered.container("gateway")["lifecycle"]["preStop"]["sleep"]["seconds"]
+    needed_s = pause_s + float(rendered.variables("gateway")["PACELINE_GRACE_S"])
+    assert rendered.pod("gateway")["spec"]["terminationGracePeriodSeconds"] > needed_s
+
+
+def test_autoscalers_turn_the_workload_of_their_tier(everything: Rendered) -> None:
+    scaled = {each["metadata"]["name"]: each["spec"]["scaleTargetRef"] for each in everything.of_kind(SCALER)}
+    workloads = {each["metadata"]["name"]: each for each in everything.workloads.values()}
+    assert set(scaled) == {f"{RELEASE}-{tier}" for tier in TIERS}
+    for target in scaled.values():
+        workload = workloads[target["name"]]
+        assert (workload["kind"], workload["apiVersion"]) == (target["kind"], target["apiVersion"])
+
+
+def test_autoscalers_ask_for_what_the_adapter_makes_of_metrics_that_the_tier_has(everything: Rendered) -> None:
+    rules = yaml.safe_load((K8S / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    series_of = {rule["name"]["as"]: rule["seriesQuery"].partition("{")[0] for rule in rules}
+    asked: set[str] = set()
+    for tier, metrics_class in METRICS_OF.items():
+        registry = CollectorRegistry()
+        metrics_class(registry)
+        served = {metric.name for metric in registry.collect()}
+        metrics = [each["pods"]["metric"]["name"] for each in everything.named(SCALER, tier)["spec"]["metrics"]]
+        assert {series_of[name] for name in metrics} <= served
+        asked.update(metrics)
+    assert asked == set(series_of)
+
+
+def test_prometheus_scrapes_the_ports_that_show_metrics(everything: Rendered) -> None:
+    for monitor in everything.of_kind("ServiceMonitor"):
+        labels = monitor["spec"]["selector"]["matchLabels"]
+        (service,) = [
+            each for each in everything.of_kind("Service") if labels.items() <= each["metadata"]["labels"].items()
+        ]
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert len(everything.of_kind("ServiceMonitor")) == len(TIERS)
+
+
+def test_each_image_is_a_target_of_the_dockerfile_and_shows_its_ports(defaults: Rendered) -> None:
+    text = (K8S / "Dockerfile").read_text()
+    for tier in TIERS:
+        assert defaults.container(tier)["image"].split(":")[0] == f"paceline/{tier}"
+        stage = re.search(rf"^FROM \S+ AS {tier}$(.*?)(?=^FROM|\Z)", text, re.MULTILINE | re.DOTALL)
+        assert stage is not None
+        (exposed,) = re.findall(r"^EXPOSE (.*)$", stage[1], re.MULTILINE)
+        assert {int(port) for port in exposed.split()} == set(defaults.ports(tier).values())
+        assert f'ENTRYPOINT ["paceline", "{tier}"]' in stage[1]
+
+
+def test_images_run_as_the_user_of_the_pods_and_write_where_these_may(defaults: Rendered) -> None:
+    text = (K8S / "Dockerfile").read_text()
+    security = defaults.pod("verifier")["spec"]["securityContext"]
+    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == [f"{security['runAsUser']}:{security['runAsGroup']}"]
+    written = re.findall(r"\b(?:HOME|NUMBA_CACHE_DIR|XDG_CACHE_HOME)=(\S+)", text)
+    (mount,) = [each for each in defaults.container("verifier")["volumeMounts"] if each["name"] == "tmp"]
+    assert len(written) == 3
+    assert all(path == mount["mountPath"] or path.startswith(mount["mountPath"] + "/") for path in written)
+
+
+def test_the_demo_pair_lies_where_the_defaults_say() -> None:
+    models = "/opt/paceline/models"
+    assert f"ln -s lib/python3.*/site-packages/paceline/models {models}" in (K8S / "Dockerfile").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["model"]
+    for role in ("target", "draft"):
+        folder = CHART.parents[1] / "services" / "paceline" / values[role].removeprefix("/opt/paceline/")
+        assert (folder / "config.json").is_file()
+
+
+def test_what_the_chart_sets_itself_is_no_list_of_the_past() -> None:
+    everywhere = set().union(*(names(tier) for tier in TIERS))
+    assert everywhere | COMING >= MANAGED
+
+
+def pod_labels(rendered: Rendered, tier: str) -> dict[str, str]:
+    labels: dict[str, str] = rendered.pod(tier)["metadata"]["labels"]
+    return labels

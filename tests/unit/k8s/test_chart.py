@@ -1,0 +1,174 @@
+"""What Helm and the schemas of Kubernetes say of the chart, and who may do what in it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes_validate import utils
+
+import paceline
+from tests.unit.k8s.chart import CHART, RELEASE, TIERS, Document, Rendered, component, render
+from tests.unit.k8s.conftest import EVERYTHING, SETS
+
+OLDEST = "1.32"
+# Kinds of other projects, whose schemas Kubernetes does not have.
+FOREIGN_GROUP = "monitoring.coreos.com/"
+WARNING = 2
+
+
+@pytest.mark.parametrize("name", sorted(SETS))
+def test_helm_finds_nothing_to_complain_of(name: str) -> None:
+    report = helm_python.lint(CHART, SETS[name], strict=True)
+    assert [message for message in report["messages"] if message["severity"] >= WARNING] == []
+    assert report["errors"] == []
+
+
+@pytest.fixture(scope="module")
+def versions() -> Iterator[list[str]]:
+    """Versions of Kubernetes whose schemas are here; each file of them is read once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        patch.setattr(utils, "all_versions", functools.cache(utils.all_versions))
+        found = [utils.major_minor(each) for each in utils.all_versions()]
+        yield found[found.index(OLDEST) :]
+
+
+def test_every_document_is_valid_for_every_version_of_kubernetes(versions: list[str]) -> None:
+    documents = {
+        json.dumps(each, sort_keys=True): each for values in SETS.values() for each in render(values).documents
+    }
+    own = [each for each in documents.values() if not each["apiVersion"].startswith(FOREIGN_GROUP)]
+    assert {each["kind"] for each in own} >= {"StatefulSet", "HorizontalPodAutoscaler", "Ingress", "NetworkPolicy"}
+    for version in versions:
+        for document in own:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_schemas_refuse_a_field_that_does_not_exist(defaults: Rendered, versions: list[str]) -> None:
+    document: Document = json.loads(json.dumps(defaults.workloads["drafter"]))
+    document["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
+        kubernetes_validate.validate(document, versions[-1], strict=True)
+
+
+def test_no_two_documents_have_one_name(rendered: Rendered) -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in rendered.documents]
+    assert len(names) == len(set(names))
+
+
+def test_the_chart_is_of_the_version_of_the_package(defaults: Rendered) -> None:
+    metadata = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert metadata["appVersion"] == paceline.__version__
+    image = defaults.container("gateway")["image"]
+    assert image == f"paceline/gateway:{paceline.__version__}"
+
+
+def test_pods_have_no_rights_and_a_read_only_root(rendered: Rendered) -> None:
+    for tier in rendered.workloads:
+        spec, container = rendered.pod(tier)["spec"], rendered.container(tier)
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        account = rendered.named("ServiceAccount", tier)
+        assert account["metadata"]["name"] == spec["serviceAccountName"]
+        assert account["automountServiceAccountToken"] is False
+
+
+def test_kubernetes_adds_no_variables_that_are_names_of_settings(rendered: Rendered) -> None:
+    """For a Service called paceline it would set PACELINE_PORT=tcp://..., which is a flag of ours."""
+    assert {rendered.pod(tier)["spec"]["enableServiceLinks"] for tier in rendered.workloads} == {False}
+
+
+def test_every_mount_has_its_volume_and_every_volume_its_mount(rendered: Rendered) -> None:
+    for tier in rendered.workloads:
+        mounted = {mount["name"] for mount in rendered.container(tier)["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in rendered.pod(tier)["spec"]["volumes"]}
+
+
+def test_only_verifiers_reach_drafters_and_only_gateways_reach_verifiers(rendered: Rendered) -> None:
+    for tier, client in (("drafter", "verifier"), ("verifier", "gateway")):
+        policy = rendered.named("NetworkPolicy", tier)["spec"]
+        (rule,) = [each for each in policy["ingress"] if {"port": "grpc", "protocol": "TCP"} in each["ports"]]
+        assert len(rule["ports"]) == 1
+        (peer,) = rule["from"]
+        assert set(peer) == {"podSelector"}
+        assert component(peer["podSelector"]["matchLabels"]) == client
+
+
+def test_a_policy_without_clients_opens_the_doors_to_all_and_one_with_clients_to_them(
+    defaults: Rendered, everything: Rendered
+) -> None:
+    (open_rule,) = defaults.named("NetworkPolicy", "gateway")["spec"]["ingress"]
+    assert "from" not in open_rule
+    door, metrics = everything.named("NetworkPolicy", "gateway")["spec"]["ingress"]
+    assert door["from"] == EVERYTHING["networkPolicy"]["clients"]
+    assert [port["port"] for port in metrics["ports"]] == ["http"]
+    assert set(metrics["from"][0]) == {"namespaceSelector"}
+
+
+def test_a_new_draft_model_changes_the_drafter_tier_and_nothing_else(defaults: Rendered) -> None:
+    after = render({"model": {"draft": "/models/other"}, "drafter": {"image": "registry/paceline/drafter:2"}})
+    changed = [
+        old["metadata"]["name"] for old, new in zip(defaults.documents, after.documents, strict=True) if old != new
+    ]
+    assert changed == [f"{RELEASE}-drafter"]
+
+
+def test_an_autoscaled_tier_names_no_number_of_replicas(defaults: Rendered, everything: Rendered) -> None:
+    """Otherwise every upgrade would undo what the autoscaler did."""
+    assert all("replicas" not in everything.workloads[tier]["spec"] for tier in TIERS)
+    assert all(defaults.workloads[tier]["spec"]["replicas"] == 1 for tier in TIERS)
+
+
+def test_gpus_are_asked_for_as_many_as_the_model_is_spread_over(everything: Rendered) -> None:
+    def gpus(tier: str) -> int | None:
+        limit: int | None = everything.container(tier)["resources"]["limits"].get("nvidia.com/gpu")
+        return limit
+
+    assert (gpus("gateway"), gpus("verifier"), gpus("drafter")) == (None, 4, 1)
+    assert everything.variables("verifier")["PACELINE_TENSOR_PARALLEL_SIZE"] == "4"
+    assert {mount["mountPath"] for mount in everything.container("verifier")["volumeMounts"]} >= {"/dev/shm"}
+
+
+def test_secrets_are_made_or_named_in_the_values(everything: Rendered) -> None:
+    made = {secret["metadata"]["name"] for secret in everything.of_kind("Secret")}
+    assert made == {"paceline-redis", "paceline-gateway-keys"}
+    volumes = [volume for tier in TIERS for volume in everything.pod(tier)["spec"]["volumes"]]
+    used = {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
+    assert used - made == {"doors", *(f"paceline-{tier}-tls" for tier in TIERS)}
+
+
+def test_an_external_store_replaces_the_one_in_the_chart() -> None:
+    for redis in ({"url": "rediss://:secret@10.0.0.9:6379"}, {"secret": "store"}):
+        rendered = render({"redis": redis})
+        assert "redis" not in rendered.workloads
+        assert not [each for each in rendered.of_kind("Service") if each["metadata"]["name"].endswith("redis")]
+        (source,) = [
+            entry["valueFrom"]["secretKeyRef"]["name"]
+            for entry in rendered.container("gateway")["env"]
+            if entry["name"] == "PACELINE_REDIS_URL"
+        ]
+        assert source == redis.get("secret", "paceline-redis")
+    assert rendered.of_kind("Secret") == []
+
+
+@pytest.mark.skipif(not (CHART / "rules" / "alerts.yaml").is_file(), reason="the chart has no alert rules yet")
+def test_alert_rules_are_taken_in_whole(everything: Rendered) -> None:
+    (rule,) = everything.of_kind("PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((CHART / "rules" / "alerts.yaml").read_text())
+
+
+@pytest.mark.skipif(not (CHART / "dashboards" / "paceline.json").is_file(), reason="the chart has no dashboard yet")
+def test_the_dashboard_is_taken_in_whole(everything: Rendered) -> None:
+    (config_map,) = everything.of_kind("ConfigMap")
+    assert config_map["data"]["paceline.json"] == (CHART / "dashboards" / "paceline.json").read_text()
