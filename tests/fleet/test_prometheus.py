@@ -149,7 +149,7 @@ def test_prometheus_takes_every_rule(prometheus: Prometheus) -> None:
 @needs_prometheus
 def test_dashboard_and_alerts_ask_for_nothing_that_nobody_shows(prometheus: Prometheus) -> None:
     text = " ".join([*alerts().values(), *dashboard_queries().values()])
-    asked = set(re.findall(r"\b(?:(?:vllm|paceline):|process_)[a-z0-9_]+\b", text))
+    asked = set(re.findall(r"\b(?:(?:vllm|paceline):|process_)[a-z0-9_:]+\b", text))
     recorded = {rule["name"] for rule in prometheus.rules() if rule["type"] == "recording"}
     missing = {name for name in asked - recorded if not prometheus.query(name)}
     assert len(asked) > 40
