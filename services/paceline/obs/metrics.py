@@ -7,12 +7,14 @@ scrape server.
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Sequence
-from typing import Self
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Self
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from paceline.core.errors import (
     ConfigError,
@@ -26,6 +28,9 @@ from paceline.core.errors import (
 )
 from paceline.core.messages import REPLICA_ROLES, FinishReason
 from paceline.obs.families import Family
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 LATENCY_BUCKETS_S = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
@@ -304,10 +309,32 @@ def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> M
     Raises:
         ConfigError: The port is in use.
     """
+    server_class = _Ipv6Server if ":" in host else ThreadingWSGIServer
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
+        server = make_server(host, port, _text_only(make_wsgi_app(registry)), server_class, _SilentHandler)
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another with --metrics-port"
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     return MetricsServer(registry, server, thread)
+
+
+class _Ipv6Server(ThreadingWSGIServer):
+    address_family = socket.AF_INET6
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class calls it so
+        """Logs nothing: a scrape every few seconds is no event."""
+
+
+def _text_only(application: WSGIApplication) -> WSGIApplication:
+    """Hides what formats the client would like: in OpenMetrics the colons of our names would become underscores."""
+
+    def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        environ.pop("HTTP_ACCEPT", None)
+        return application(environ, start_response)
+
+    return serve

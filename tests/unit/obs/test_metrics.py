@@ -101,6 +101,16 @@ def test_the_metrics_server_answers_and_can_stop() -> None:
             assert b"vllm:generation_tokens_total" in response.read()
 
 
+def test_a_scraper_that_prefers_openmetrics_gets_our_names_all_the_same() -> None:
+    registry = CollectorRegistry()
+    GatewayMetrics(registry)
+    with start_metrics_server(registry, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        asked = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text;version=1.0.0,*/*;q=0.1"})
+        with urllib.request.urlopen(asked, timeout=10) as response:
+            assert b"\nvllm:generation_tokens_total 0.0" in response.read()
+
+
 def test_a_metrics_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,0 +1,95 @@
+"""vLLM's load client, unmodified, against our gateway: `make bench NAME=vllm`.
+
+`vllm bench serve` sends prompts that the pair never saw, reads `/metrics` before and after, and prints our acceptance
+beside its latencies. What it prints is shown as it is; its accepted tokens must be those of the gateway's counters.
+It is set up in the user's cache folder the first time (minutes). The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from loadtest.fleet import bench_fleet, machine
+from loadtest.peers.environments import child_environ, environment
+from loadtest.peers.processes import run_command
+from loadtest.scrape import scrape
+from paceline.cluster.checkpoints import DEMO_TARGET
+from paceline.training.corpus import unseen_prompts
+
+QUIET_S = 900.0
+OUTPUT_LEN = 64
+
+
+def main() -> None:
+    """Parses the command line and runs the bench; exit status 1 when what the client reads is not what we count."""
+    parser = argparse.ArgumentParser(prog="vllm", description=__doc__)
+    parser.add_argument("--num-prompts", type=int, default=32, help="requests (default 32)")
+    parser.add_argument("--max-concurrency", type=int, default=4, help="at once (default 4)")
+    parser.add_argument("--dtype", default="auto", help="of both models (default auto)")
+    parser.add_argument("--lend", action=argparse.BooleanOptionalAction, default=True, help="see paceline up --help")
+    arguments = parser.parse_args()
+    python = environment("vllm-bench", os.environ, lambda line: print(line, file=sys.stderr))
+    vllm = python.with_name("vllm")
+    settings = {"dtype": arguments.dtype, "lend": arguments.lend}
+    ok = asyncio.run(measure(vllm, settings, arguments.num_prompts, arguments.max_concurrency))
+    raise SystemExit(0 if ok else 1)
+
+
+async def measure(vllm: Path, settings: Mapping[str, object], num_prompts: int, max_concurrency: int) -> bool:
+    """Runs it against a fleet; True when it reports the acceptance that our counters have."""
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        lines = [json.dumps({"prompt": prompt}) for prompt in unseen_prompts(num_prompts)]
+        prompts.write_text("\n".join(lines), encoding="utf-8")
+        async with bench_fleet(**settings) as fleet:
+            command = command_line(vllm, fleet.gateway_url, fleet.model_name, prompts, max_concurrency)
+            model, said = fleet.model_name, await asyncio.to_thread(_run, command)
+            ours = await scrape(fleet.gateway_url.removeprefix("http://"))
+    reported = number_after("Accepted tokens:", said)
+    counted = int(ours["vllm:spec_decode_num_accepted_tokens_total"])
+    # The request by which it makes sure that the server is there comes before its first look.
+    ok = reported is not None and counted - OUTPUT_LEN <= reported <= counted
+    rate = number_after("Acceptance rate (%):", said)
+    row = {"accepted_reported": reported, "accepted_counted": counted, "acceptance_percent": rate, "ok": ok}
+    print(json.dumps({"bench": "vllm", "machine": machine(), "model": model, **row}))
+    return ok
+
+
+def command_line(vllm: Path, url: str, model: str, prompts: Path, max_concurrency: int) -> list[str | Path]:
+    """The client's command; all of it is in its own help."""
+    options = {
+        "--base-url": url,
+        "--model": model,
+        "--tokenizer": DEMO_TARGET,
+        "--dataset-name": "custom",
+        "--dataset-path": prompts,
+        "--custom-output-len": str(OUTPUT_LEN),
+        "--num-prompts": str(len(prompts.read_text(encoding="utf-8").splitlines())),
+        "--max-concurrency": str(max_concurrency),
+        "--temperature": "0",
+    }
+    flat = [word for option in options.items() for word in option]
+    return [vllm, "bench", "serve", *flat, "--skip-chat-template", "--disable-tqdm"]
+
+
+def number_after(label: str, lines: Sequence[str]) -> float | None:
+    """Returns the number that the client has printed after a label; None when it did not."""
+    return next((float(line.removeprefix(label)) for line in lines if line.startswith(label)), None)
+
+
+def _run(command: Sequence[str | Path]) -> list[str]:
+    lines: list[str] = []
+
+    def take(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    run_command(command, env=child_environ(os.environ), quiet_s=QUIET_S, on_line=take)
+    return lines
