@@ -12,9 +12,10 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import httpx
-from playwright.async_api import ColorScheme, Page
+from playwright.async_api import Page
 
 from loadtest.browser import browsing, chromium, problems_of
 from loadtest.client import Ask, complete
@@ -22,7 +23,8 @@ from loadtest.fleet import bench_fleet
 from paceline.training.corpus import unseen_prompts
 
 WIDTH, HEIGHT = 1440, 1330
-SCHEMES: tuple[ColorScheme, ...] = ("light", "dark")
+Scheme = Literal["light", "dark"]
+SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 PLAYGROUND_TIMEOUT_MS = 120_000
 
 
@@ -62,11 +64,11 @@ async def gateway(url: str | None) -> AsyncIterator[str]:
     if url is not None:
         yield url
         return
-    async with bench_fleet(num_verifiers=2, num_drafters=2, dtype="float32") as fleet:
+    async with bench_fleet(num_verifiers=2, num_drafters=2, dtype="float32", pin=False, lend=False) as fleet:
         yield fleet.gateway_url
 
 
-async def picture(page: Page, scheme: ColorScheme, folder: Path) -> Path:
+async def picture(page: Page, scheme: Scheme, folder: Path) -> Path:
     """Takes one picture of the whole page."""
     await page.emulate_media(color_scheme=scheme)
     # One more frame, so that all is drawn in the new colours.

@@ -90,7 +90,7 @@ function readyTheme(all) {
   const paint = (name) => {
     if (name === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = name;
-    button.textContent = name;
+    button.textContent = `Theme: ${name}`;
     button.setAttribute("aria-label", `Colours: ${name === "auto" ? "as the system has them" : name}`);
     repaint(all);
   };

@@ -4,8 +4,8 @@ const SVG = "http://www.w3.org/2000/svg";
 const TIERS = ["gateway", "verifier", "drafter"];
 const MISSING = { verifier: "no verifier", drafter: "no drafter" };
 const SHOWN = 6; // replicas of a tier in the diagram; the table has all
-const NODE = { width: 138, height: 38, gap: 12, left: [4, 231, 458] };
-const WIDTH = 600;
+const NODE = { width: 140, height: 42, gap: 12, left: [1, 184, 367] };
+const WIDTH = 508;
 const TOP = 24;
 
 function shape(name, attributes, text) {
@@ -48,12 +48,12 @@ function drawTier(tier, column, height, places, frame) {
     parts.push(
       shape("rect", { x: left, y, width: NODE.width, height: NODE.height, rx: 8,
         class: replica.draining ? "node draining" : "node" }),
-      shape("text", { x: left + 10, y: y + 16 }, shortened(replica.id, 19)),
-      shape("text", { x: left + 10, y: y + 30, class: "faint" }, sessions(replica.sessions) + own),
+      shape("text", { x: left + 10, y: y + 18 }, shortened(replica.id, 18)),
+      shape("text", { x: left + 10, y: y + 34, class: "faint" }, sessions(replica.sessions) + own),
     );
   });
   if (tier.length > SHOWN || !tier.length) {
-    const y = first + shown.length * (NODE.height + NODE.gap) + 23;
+    const y = first + shown.length * (NODE.height + NODE.gap) + 26;
     parts.push(shape("text", { x: left + 10, y, class: "faint" },
       tier.length ? `and ${tier.length - SHOWN} more` : MISSING[role] ?? "none"));
   }
