@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 from loadtest.browser import browsing, chromium, problems_of
-from playwright.async_api import Page
 
 from paceline.gateway.console import feed
 from paceline.gateway.console.pages import FILE_PATHS, SECURITY_HEADERS
@@ -203,7 +202,7 @@ async def test_without_the_console_its_paths_are_unknown(tmp_path: Path) -> None
 async def test_with_keys_the_files_are_open_and_the_figures_are_not(guarded: ScriptedFleet) -> None:
     assert {(await guarded.http.get(path)).status_code for path in FILE_PATHS} == {200}
     assert (await guarded.http.get("/console/events")).status_code == 401
-    for path in ("/console/", "/console/../console/events", "//"):
+    for path in ("/console/", "/console/events/", "/console/static/console.js"):
         assert (await guarded.http.get(path)).status_code in (401, 404)
     async with guarded.http.stream("GET", "/console/events", headers={"Authorization": f"Bearer {KEY}"}) as answer:
         assert answer.status_code == 200
@@ -212,21 +211,20 @@ async def test_with_keys_the_files_are_open_and_the_figures_are_not(guarded: Scr
 # The page
 
 
-def drawn_points(page: Page) -> Any:
-    """How many pixels of each chart have the colour of one of its lines."""
-    return page.evaluate(
-        """() => Object.fromEntries([...document.querySelectorAll("[data-chart]")].map((article) => {
-          const style = getComputedStyle(document.documentElement);
-          const lines = ["accepted", "own", "bonus"].map((name) => style.getPropertyValue(`--${name}`).trim());
-          const wanted = lines.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
-          const canvas = article.querySelector("canvas");
-          const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-          let count = 0;
-          for (let at = 0; at < data.length; at += 4)
-            count += wanted.some((rgb) => rgb.every((value, index) => Math.abs(value - data[at + index]) < 3));
-          return [article.dataset.chart, count];
-        }))"""
-    )
+# Whether each chart holds pixels of the colour of one of its lines.
+ALL_DRAWN = """() => [...document.querySelectorAll("[data-chart]")].every((article) => {
+  const style = getComputedStyle(document.documentElement);
+  const lines = ["accepted", "own", "bonus"].map((name) => style.getPropertyValue(`--${name}`).trim());
+  const wanted = lines.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+  const canvas = article.querySelector("canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  for (let at = 0; at < data.length; at += 4)
+    if (wanted.some((rgb) => rgb.every((value, index) => Math.abs(value - data[at + index]) < 3))) return true;
+  return false;
+})"""
+ALL_NAMED = """() => [...document.querySelectorAll("[data-chart] output")]
+  .every((each) => /[0-9]/.test(each.textContent))"""
+ALL_PAIRED = """() => document.querySelectorAll("#diagram .edge").length === 2"""
 
 
 @needs_chromium
@@ -237,14 +235,8 @@ async def test_the_page_draws_the_figures_and_plays_a_completion(fleet: FleetRun
         page = await browser.new_page()
         problems = problems_of(page)
         await page.goto(fleet.url)
-        await page.wait_for_function(
-            """() => [...document.querySelectorAll("[data-chart] output")]
-                 .every((each) => /[0-9]/.test(each.textContent))"""
-        )
-        await page.wait_for_function("""() => document.querySelectorAll("#diagram .edge").length === 2""")
-        # A line needs two frames with figures.
-        await asyncio.sleep(2.5)
-        assert min((await drawn_points(page)).values()) > 0
+        for condition in (ALL_NAMED, ALL_PAIRED, ALL_DRAWN):
+            await page.wait_for_function(condition)
         assert await page.text_content("#status") == "drafting"
         assert await page.locator("#replicas tbody tr").count() == 3
 
@@ -252,9 +244,9 @@ async def test_the_page_draws_the_figures_and_plays_a_completion(fleet: FleetRun
         await page.click("#run")
         await page.wait_for_selector("#verdict[data-state=good], #verdict[data-state=bad]")
         assert str(await page.text_content("#verdict")).startswith("Identical:")
-        assert await page.locator("#with .token").count() == 60
         assert await page.locator("#with .token.accepted").count() > 0
-        assert await page.locator("#without .token.plain").count() == 60
+        num_tokens = await page.locator("#with .token").count()
+        assert num_tokens == await page.locator("#without .token.plain").count() > 1
         colours = await page.evaluate(
             """() => ["accepted", "recovered", "bonus"].map((name) =>
               getComputedStyle(document.querySelector(`.legend .${name}`)).backgroundColor)"""
