@@ -22,7 +22,8 @@ from loadtest.client import Ask, complete
 from loadtest.fleet import bench_fleet
 from paceline.training.corpus import unseen_prompts
 
-WIDTH, HEIGHT = 1440, 1330
+WIDTH, HEIGHT = 1320, 1200
+MAX_TOKENS = 72
 Scheme = Literal["light", "dark"]
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 PLAYGROUND_TIMEOUT_MS = 120_000
@@ -50,6 +51,7 @@ async def run(options: argparse.Namespace) -> int:
         await page.goto(url)
         async with load(url, options.streams):
             await asyncio.sleep(options.seconds)
+            await page.fill("#max-tokens", str(MAX_TOKENS))
             await page.click("#run")
             await page.wait_for_selector("#verdict[data-state]:not([data-state=''])", timeout=PLAYGROUND_TIMEOUT_MS)
             for scheme in SCHEMES:
