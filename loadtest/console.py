@@ -12,17 +12,20 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import httpx
-from playwright.async_api import ColorScheme, Page
+from playwright.async_api import Page
 
 from loadtest.browser import browsing, chromium, problems_of
 from loadtest.client import Ask, complete
 from loadtest.fleet import bench_fleet
 from paceline.training.corpus import unseen_prompts
 
-WIDTH, HEIGHT = 1440, 1330
-SCHEMES: tuple[ColorScheme, ...] = ("light", "dark")
+WIDTH, HEIGHT = 1320, 1200
+MAX_TOKENS = 72
+Scheme = Literal["light", "dark"]
+SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 PLAYGROUND_TIMEOUT_MS = 120_000
 
 
@@ -48,6 +51,7 @@ async def run(options: argparse.Namespace) -> int:
         await page.goto(url)
         async with load(url, options.streams):
             await asyncio.sleep(options.seconds)
+            await page.fill("#max-tokens", str(MAX_TOKENS))
             await page.click("#run")
             await page.wait_for_selector("#verdict[data-state]:not([data-state=''])", timeout=PLAYGROUND_TIMEOUT_MS)
             for scheme in SCHEMES:
@@ -62,11 +66,11 @@ async def gateway(url: str | None) -> AsyncIterator[str]:
     if url is not None:
         yield url
         return
-    async with bench_fleet(num_verifiers=2, num_drafters=2, dtype="float32") as fleet:
+    async with bench_fleet(num_verifiers=2, num_drafters=2, dtype="float32", pin=False, lend=False) as fleet:
         yield fleet.gateway_url
 
 
-async def picture(page: Page, scheme: ColorScheme, folder: Path) -> Path:
+async def picture(page: Page, scheme: Scheme, folder: Path) -> Path:
     """Takes one picture of the whole page."""
     await page.emulate_media(color_scheme=scheme)
     # One more frame, so that all is drawn in the new colours.

@@ -24,6 +24,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     SpeculationRecord,
     Timings,
+    TokenFate,
 )
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.service import Addresses, serve
@@ -64,6 +65,8 @@ class Script:
         fail_after: Raises `error` after that many tokens.
         error: What is raised then.
         lossy: Says that a lossy acceptance rule had a part in it.
+        own_fate: Says that the last token of each step came about so, and that those before it are accepted drafts;
+            None: says nothing.
     """
 
     tokens: tuple[int, ...] | None = None
@@ -73,6 +76,11 @@ class Script:
     fail_after: int | None = None
     error: BaseException | None = None
     lossy: bool = False
+    own_fate: TokenFate | None = None
+
+    def fates(self, num_tokens: int) -> tuple[TokenFate, ...]:
+        """Returns what a step says of its tokens."""
+        return () if self.own_fate is None else (*[TokenFate.ACCEPTED] * (num_tokens - 1), self.own_fate)
 
 
 class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
@@ -120,6 +128,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
             reason = self._finish_reason(generate, tokens, at)
             yield CommittedTokens(
                 token_ids=tuple(tokens),
+                fates=script.fates(len(tokens)),
                 logprobs=_logprobs(generate, tokens),
                 result=None if reason is None else _result(generate, reason, at),
                 lossy=script.lossy,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
@@ -20,6 +21,8 @@ from paceline.gateway.console.reader import Read, metrics_reader
 from paceline.store.base import Replica
 
 INTERVAL_S = 1.0
+# Figures are taken over so many intervals, so that they can be read, and still follow what happens.
+WINDOW_LOOKS = 3
 MAX_VIEWERS = 32
 # Frames that a viewer may be behind.
 MAX_WAITING_FRAMES = 4
@@ -110,13 +113,13 @@ class ConsoleFeed:
             self._polling = None
 
     async def _poll(self) -> None:
-        before: Look | None = None
+        looks: deque[Look] = deque(maxlen=WINDOW_LOOKS)
         try:
             async with self._open_reader() as read:
                 while True:
                     now = await self._look(read)
-                    self._tell(frame(before, now))
-                    before = now
+                    self._tell(frame(looks[0] if looks else None, now))
+                    looks.append(now)
                     await asyncio.sleep(self._interval_s)
         except Exception:  # noqa: BLE001 - a fault of the figures is told in the log, and ends nothing else
             _log.exception("the console's figures have ended")

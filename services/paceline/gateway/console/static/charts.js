@@ -6,6 +6,7 @@ const POSITION_WINDOW = 60; // frames that acceptance by position is taken over
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const number = (digits) => (value) => value.toFixed(digits);
 const percent = (value) => `${Math.round(100 * value)}`;
+const clock = (atS) => new Date(1e3 * atS).toLocaleTimeString("en-GB");
 const integer = (value) => Math.round(value).toLocaleString("en");
 
 // Each series is drawn as it is here; `stacked` ones are given as sums from the bottom up.
@@ -26,7 +27,8 @@ const PANELS = {
   batch: { title: "Batch size", about: "decoding sessions of a step",
     series: [{ colour: "own", of: (f) => f.batch_size }], shown: number(1), unit: "sessions" },
   hits: { title: "Hit rate", about: "rounds whose commit was in the drafter's tree already", top: 1,
-    series: [{ colour: "accepted", of: (f) => f.hit_rate }], shown: percent, unit: "%" },
+    series: [{ colour: "accepted", of: (f) => f.hit_rate }], shown: percent, unit: "%",
+    marks: (share) => `${percent(share)}%` },
   lag: { title: "Drafter lag", about: "committed tokens that drafters have not caught up with",
     series: [
       { label: "not answered", colour: "bonus", of: (f) => f.unanswered_tokens },
@@ -92,7 +94,10 @@ class TimePanel {
     const top = (_, __, high) => [0, panel.top ?? Math.max(1, 1.1 * (high ?? 1))];
     this.chart = drawn(plot, {
       scales: { x: { time: true }, y: { range: top } },
-      axes: [axis({ size: 22, space: 70 }), axis({ size: 40, space: 34 })],
+      axes: [
+        axis({ size: 22, space: 84, values: (_, at) => at.map(clock) }),
+        axis({ size: 40, space: 34, ...(panel.marks && { values: (_, at) => at.map(panel.marks) }) }),
+      ],
       series: [{}, ...panel.series.map((each) => ({
         stroke: () => colour(each.colour), fill: each.fill && (() => colour(each.fill)), width: 1.6,
         points: { show: false }, spanGaps: false,

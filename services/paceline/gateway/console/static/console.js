@@ -16,10 +16,15 @@ const STATES = {
   "no verifier": ["bad", "no verifier", "No verifier is there: requests wait for one, and are refused if none comes."],
 };
 
+// Only what has changed is written: screen readers read these aloud.
+function write(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
 function say(state, text, notice) {
   element("status").dataset.state = state;
-  element("status").textContent = text;
-  element("notice").textContent = notice;
+  write(element("status"), text);
+  write(element("notice"), notice);
   element("notice").hidden = !notice;
 }
 
@@ -90,7 +95,7 @@ function readyTheme(all) {
   const paint = (name) => {
     if (name === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = name;
-    button.textContent = name;
+    button.textContent = `Theme: ${name}`;
     button.setAttribute("aria-label", `Colours: ${name === "auto" ? "as the system has them" : name}`);
     repaint(all);
   };

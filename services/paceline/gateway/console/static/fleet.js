@@ -4,8 +4,9 @@ const SVG = "http://www.w3.org/2000/svg";
 const TIERS = ["gateway", "verifier", "drafter"];
 const MISSING = { verifier: "no verifier", drafter: "no drafter" };
 const SHOWN = 6; // replicas of a tier in the diagram; the table has all
-const NODE = { width: 138, height: 38, gap: 12, left: [4, 231, 458] };
-const WIDTH = 600;
+const NODE = { width: 140, height: 42, gap: 12, left: [1, 199, 397] };
+const WIDTH = 538;
+const COUNT_AT = 0.3; // of an edge's way: near its source, where edges that cross are still apart
 const TOP = 24;
 
 function shape(name, attributes, text) {
@@ -48,12 +49,12 @@ function drawTier(tier, column, height, places, frame) {
     parts.push(
       shape("rect", { x: left, y, width: NODE.width, height: NODE.height, rx: 8,
         class: replica.draining ? "node draining" : "node" }),
-      shape("text", { x: left + 10, y: y + 16 }, shortened(replica.id, 19)),
-      shape("text", { x: left + 10, y: y + 30, class: "faint" }, sessions(replica.sessions) + own),
+      shape("text", { x: left + 10, y: y + 18 }, shortened(replica.id, 18)),
+      shape("text", { x: left + 10, y: y + 34, class: "faint" }, sessions(replica.sessions) + own),
     );
   });
   if (tier.length > SHOWN || !tier.length) {
-    const y = first + shown.length * (NODE.height + NODE.gap) + 23;
+    const y = first + shown.length * (NODE.height + NODE.gap) + 26;
     parts.push(shape("text", { x: left + 10, y, class: "faint" },
       tier.length ? `and ${tier.length - SHOWN} more` : MISSING[role] ?? "none"));
   }
@@ -66,9 +67,12 @@ function drawEdge(edge, places) {
   const middle = (from.right + to.left) / 2;
   const path = `M${from.right} ${from.y}C${middle} ${from.y} ${middle} ${to.y} ${to.left} ${to.y}`;
   const width = Math.min(12, 1.5 + edge.sessions / 4);
+  const share = COUNT_AT * COUNT_AT * (3 - 2 * COUNT_AT);
+  const inner = 3 * COUNT_AT * (1 - COUNT_AT);
+  const x = (1 - COUNT_AT) ** 3 * from.right + inner * middle + COUNT_AT ** 3 * to.left;
   return {
     line: shape("path", { d: path, "stroke-width": width, class: from.column ? "edge drafts" : "edge" }),
-    count: shape("text", { x: middle, y: (from.y + to.y) / 2 + 4, class: "count" }, String(edge.sessions)),
+    count: shape("text", { x, y: from.y + share * (to.y - from.y) + 4, class: "count" }, String(edge.sessions)),
   };
 }
 

@@ -2,7 +2,7 @@
 
 import { ask, events } from "./stream.js";
 
-const PROMPT = "def read_lines(path):\n    ";
+const PROMPT = 'def parse_header(line):\n    """Return';
 const element = (id) => document.getElementById(id);
 
 class Run {

@@ -1,0 +1,274 @@
+"""The console before real services: its files, its stream of figures, and the page in Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from loadtest.browser import browsing, chromium, problems_of
+
+from paceline.gateway.console import feed
+from paceline.gateway.console.pages import FILE_PATHS, SECURITY_HEADERS
+from tests.fleet.conftest import FleetRunner
+from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
+
+WAIT_S = 60.0
+KEY = "pl-alice-secret"
+# With a policy, so that drafts are verified although nothing is gained on a model of this size.
+FIXED = '{"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixed"}'
+
+needs_chromium = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed here")
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_pair: tuple[Path, Path]) -> Iterator[FleetRunner]:
+    """Real processes on a tiny pair."""
+    target, draft = tiny_pair
+    settings = {
+        "model": target,
+        "draft_model": draft,
+        "dtype": "float32",
+        "speculative_config": FIXED,
+        # Nothing is measured here, and a drafter at idle priority may starve where other tests run.
+        "pin": False,
+        "lend": False,
+        "verifier_arg": ("--num-kv-blocks=256",),
+        "drafter_arg": ("--num-kv-blocks=256",),
+    }
+    with FleetRunner(**settings).running() as runner:
+        yield runner
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    """A gateway that asks for keys."""
+    keys_file = tmp_path / "keys"
+    keys_file.write_text(f"alice:{hashlib.sha256(KEY.encode()).hexdigest()}\n")
+    async with scripted_fleet(tmp_path, api_keys_file=keys_file, redis_url="memory://") as started:
+        yield started
+
+
+@asynccontextmanager
+async def client_of(runner: FleetRunner) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=runner.url, timeout=WAIT_S, trust_env=False) as client:
+        yield client
+
+
+@asynccontextmanager
+async def under_load(client: httpx.AsyncClient) -> AsyncIterator[None]:
+    """Two streams at any time."""
+
+    async def streams() -> None:
+        body = {"prompt": "load", "max_tokens": 200, "temperature": 0.8, "ignore_eos": True}
+        while True:
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+
+    tasks = [asyncio.create_task(streams()) for _ in range(2)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def frames(client: httpx.AsyncClient) -> AsyncIterator[dict[str, Any]]:
+    async with client.stream("GET", "/console/events") as answer:
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        async for line in answer.aiter_lines():
+            if line:
+                yield json.loads(line.removeprefix("data: "))
+
+
+# Token fates from a real verifier
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_fates_add_up_to_the_record_and_their_texts_to_the_text(fleet: FleetRunner, temperature: float) -> None:
+    body = {"prompt": "hello", "max_tokens": 80, "temperature": temperature, "seed": 3, "ignore_eos": True}
+    async with client_of(fleet) as client:
+        told = (await client.post("/v1/completions", json={**body, "speculation": {"token_fates": True}})).json()
+        plain = (await client.post("/v1/completions", json={**body, "speculation": {"enabled": False}})).json()
+    [choice] = told["choices"]
+    record = told["metrics"]["speculative_decoding"]
+    fates = [each["fate"] for each in choice["token_fates"]]
+    assert len(fates) == told["usage"]["completion_tokens"] == 80
+    assert "".join(each["text"] for each in choice["token_fates"]) == choice["text"] == plain["choices"][0]["text"]
+    assert fates.count("accepted") == record["num_accepted_draft_tokens"] > 0
+    assert fates.count("recovered") + fates.count("bonus") == record["num_spec_steps"] > 0
+    assert fates.count("plain") == record["num_steps"] - record["num_spec_steps"] > 0
+
+
+# Figures
+
+
+async def test_the_stream_tells_what_real_services_do(fleet: FleetRunner) -> None:
+    async with client_of(fleet) as client, under_load(client), asyncio.timeout(WAIT_S):
+        async for frame in frames(client):
+            served = {(edge["from"], edge["to"]) for edge in frame["edges"] if edge["sessions"]}
+            if frame["fleet"]["gamma"] and frame["fleet"]["round_trip_s"] and len(served) == 2:
+                break
+    assert served == {("gateway-0", "verifier-0"), ("verifier-0", "drafter-0")}
+    assert frame["status"] == "drafting"
+    assert {each["id"]: each["read"] for each in frame["replicas"]} == {
+        "gateway-0": True,
+        "verifier-0": True,
+        "drafter-0": True,
+    }
+    figures = frame["fleet"]
+    assert 0 < figures["accepted_per_s"] < figures["tokens_per_s"]
+    assert 0 < figures["gamma"] <= 4
+    assert 0 <= figures["hit_rate"] <= 1
+    assert 1 <= figures["batch_size"] <= 2
+    by_position = figures["accepted_by_position_per_s"]
+    assert by_position == sorted(by_position, reverse=True)
+    assert by_position[0] <= figures["rounds_per_s"]
+    assert frame["gateway"]["tokens_per_s"] > 0
+
+
+async def test_a_viewer_beyond_the_bound_is_refused_until_another_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "MAX_VIEWERS", 1)
+    async with scripted_fleet(tmp_path) as fleet:
+        watching = frames(fleet.http)
+        assert (await anext(watching))["status"] == "no drafter"
+        refused = await fleet.http.get("/console/events")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        await watching.aclose()
+        async with asyncio.timeout(WAIT_S):
+            while (await first_status(fleet.http)) != 200:
+                continue
+
+
+async def first_status(client: httpx.AsyncClient) -> int:
+    async with client.stream("GET", "/console/events") as answer:
+        return answer.status_code
+
+
+async def test_a_gateway_that_stops_ends_the_streams_of_its_viewers(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path) as fleet, asyncio.timeout(WAIT_S):
+        watching = frames(fleet.http)
+        await anext(watching)
+        fleet.stop.set()
+        assert [frame async for frame in watching if "error" in frame] == []
+
+
+# Files
+
+
+async def test_every_file_is_served_with_its_type_its_policy_and_a_mark_to_ask_for_changes(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path) as fleet:
+        for path in FILE_PATHS:
+            answer = await fleet.http.get(path)
+            assert answer.status_code == 200
+            assert (
+                answer.headers["content-type"].split(";")[0]
+                == {
+                    "": "text/html",
+                    "css": "text/css",
+                    "js": "text/javascript",
+                    "svg": "image/svg+xml",
+                }[path.rpartition("/")[2].rpartition(".")[2]]
+            )
+            assert SECURITY_HEADERS.items() <= answer.headers.items()
+            again = await fleet.http.get(path, headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+
+
+async def test_the_page_asks_for_nothing_but_what_the_gateway_serves(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path) as fleet:
+        page = (await fleet.http.get("/")).text
+    named = set(re.findall(r'(?:src|href)="([^"#]+)"', page))
+    assert named
+    assert {f"/{name}" for name in named} <= FILE_PATHS
+    assert not re.search(r"<style|<script>| style=| on[a-z]+=", page)
+
+
+async def test_without_the_console_its_paths_are_unknown(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, console=False) as fleet:
+        for path in ("/", "/console/console.js", "/console/events"):
+            assert (await fleet.http.get(path)).status_code == 404
+
+
+async def test_with_keys_the_files_are_open_and_the_figures_are_not(guarded: ScriptedFleet) -> None:
+    assert {(await guarded.http.get(path)).status_code for path in FILE_PATHS} == {200}
+    assert (await guarded.http.get("/console/events")).status_code == 401
+    for path in ("/console/", "/console/events/", "/console/static/console.js"):
+        assert (await guarded.http.get(path)).status_code in (401, 404)
+    async with guarded.http.stream("GET", "/console/events", headers={"Authorization": f"Bearer {KEY}"}) as answer:
+        assert answer.status_code == 200
+
+
+# The page
+
+
+# Whether each chart holds pixels of the colour of one of its lines.
+ALL_DRAWN = """() => [...document.querySelectorAll("[data-chart]")].every((article) => {
+  const style = getComputedStyle(document.documentElement);
+  const lines = ["accepted", "own", "bonus"].map((name) => style.getPropertyValue(`--${name}`).trim());
+  const wanted = lines.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+  const canvas = article.querySelector("canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  for (let at = 0; at < data.length; at += 4)
+    if (wanted.some((rgb) => rgb.every((value, index) => Math.abs(value - data[at + index]) < 3))) return true;
+  return false;
+})"""
+ALL_NAMED = """() => [...document.querySelectorAll("[data-chart] output")]
+  .every((each) => /[0-9]/.test(each.textContent))"""
+ALL_PAIRED = """() => document.querySelectorAll("#diagram .edge").length === 2"""
+
+
+@needs_chromium
+async def test_the_page_draws_the_figures_and_plays_a_completion(fleet: FleetRunner) -> None:
+    program = chromium()
+    assert program is not None
+    async with browsing(program) as browser, client_of(fleet) as client, under_load(client):
+        page = await browser.new_page()
+        problems = problems_of(page)
+        await page.goto(fleet.url)
+        for condition in (ALL_NAMED, ALL_PAIRED, ALL_DRAWN):
+            await page.wait_for_function(condition)
+        assert await page.text_content("#status") == "drafting"
+        assert await page.locator("#replicas tbody tr").count() == 3
+
+        await page.fill("#max-tokens", "60")
+        await page.click("#run")
+        await page.wait_for_selector("#verdict[data-state=good], #verdict[data-state=bad]")
+        assert str(await page.text_content("#verdict")).startswith("Identical:")
+        assert await page.locator("#with .token.accepted").count() > 0
+        num_tokens = await page.locator("#with .token").count()
+        assert num_tokens == await page.locator("#without .token.plain").count() > 1
+        colours = await page.evaluate(
+            """() => ["accepted", "recovered", "bonus"].map((name) =>
+              getComputedStyle(document.querySelector(`.legend .${name}`)).backgroundColor)"""
+        )
+        assert len(set(colours)) == 3
+        assert problems == []
+
+
+@needs_chromium
+async def test_the_page_asks_for_a_key_and_keeps_it_to_itself(guarded: ScriptedFleet) -> None:
+    program = chromium()
+    assert program is not None
+    async with browsing(program) as browser:
+        page = await browser.new_page()
+        await page.goto(f"http://{guarded.addresses.http}")
+        await page.wait_for_selector("#key-form:not([hidden])")
+        problems = problems_of(page)
+        await page.fill("#key", KEY)
+        await page.press("#key", "Enter")
+        await page.wait_for_selector("#status[data-state=warn]:has-text('no drafter')")
+        assert "No drafter is there" in str(await page.text_content("#notice"))
+        assert problems == []
+        kept = await page.evaluate("() => JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+        assert KEY not in kept
+        assert KEY not in page.url

@@ -1,0 +1,84 @@
+"""How each token came about, as the gateway tells it where a request asks: names, texts, choices and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.messages import TokenFate
+from tests.support.scripted_fleet import Script, ScriptedFleet, scripted_fleet
+
+ASK = {"prompt": "x", "seed": 0, "max_tokens": 7, "speculation": {"token_fates": True}}
+# Steps of three tokens, by the script: two drafts and what followed them.
+SEVEN = ["accepted", "accepted", "bonus"] * 2 + ["bonus"]
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path) as started:
+        started.verifier.script = Script(own_fate=TokenFate.BONUS)
+        yield started
+
+
+async def chunks(fleet: ScriptedFleet, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with fleet.http.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+    return [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
+
+
+async def test_a_whole_answer_names_each_tokens_text_and_fate(fleet: ScriptedFleet) -> None:
+    choice = (await fleet.http.post("/v1/completions", json=ASK)).json()["choices"][0]
+    assert [told["text"] for told in choice["token_fates"]] == list("abcdefg")
+    assert [told["fate"] for told in choice["token_fates"]] == SEVEN
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_the_texts_of_a_chunks_tokens_join_to_its_text(fleet: ScriptedFleet, path: str) -> None:
+    body = {**ASK, "messages": [{"role": "user", "content": "x"}]} if "chat" in path else ASK
+    body = {name: value for name, value in body.items() if "chat" not in path or name != "prompt"}
+    told = [choice for choice in await chunks(fleet, path, body) if choice.get("token_fates")]
+    assert [each["fate"] for choice in told for each in choice["token_fates"]] == SEVEN
+    for choice in told:
+        text = choice["delta"]["content"] if "delta" in choice else choice["text"]
+        assert "".join(each["text"] for each in choice["token_fates"]) == text
+
+
+async def test_each_of_several_choices_has_its_own(fleet: ScriptedFleet) -> None:
+    told: dict[int, str] = {0: "", 1: ""}
+    for choice in await chunks(fleet, "/v1/completions", {**ASK, "n": 2}):
+        told[choice["index"]] += "".join(each["text"] for each in choice.get("token_fates", ()))
+    whole = (await fleet.http.post("/v1/completions", json={**ASK, "n": 2})).json()
+    assert told == {choice["index"]: choice["text"] for choice in whole["choices"]}
+
+
+async def test_tokens_of_a_stop_string_count_and_have_no_text(fleet: ScriptedFleet) -> None:
+    answer = (await fleet.http.post("/v1/completions", json={**ASK, "stop": "de"})).json()
+    [choice] = answer["choices"]
+    assert [each["text"] for each in choice["token_fates"]] == ["a", "b", "c", "", ""]
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+async def test_a_verifier_that_does_not_tell_leaves_the_fate_open(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script()
+    choice = (await fleet.http.post("/v1/completions", json=ASK)).json()["choices"][0]
+    assert [each["fate"] for each in choice["token_fates"]] == [None] * 7
+
+
+async def test_who_does_not_ask_is_told_nothing(fleet: ScriptedFleet) -> None:
+    plain = {**ASK, "speculation": {}}
+    assert "token_fates" not in (await fleet.http.post("/v1/completions", json=plain)).json()["choices"][0]
+    assert not any("token_fates" in choice for choice in await chunks(fleet, "/v1/completions", plain))
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [({"token_fates": "yes"}, "speculation.token_fates"), ({"token_fate": True}, "speculation.token_fate")],
+)
+async def test_what_cannot_be_asked_is_refused_by_name(fleet: ScriptedFleet, asked: dict[str, Any], param: str) -> None:
+    answer = await fleet.http.post("/v1/completions", json={**ASK, "speculation": asked})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
