@@ -22,8 +22,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster.drain import DrainConfig, drain
 from paceline.cluster.local import resolve_checkpoints, with_heads
-from paceline.cluster.ray.host import Order, ServiceHost
+from paceline.cluster.ray.host import ServiceHost
 from paceline.cluster.ray.lag import read_lag
+from paceline.cluster.ray.order import Order
 from paceline.cluster.ray.placement import Bundle, Slot, TierPlacement
 from paceline.cluster.ray.replica import Replica
 from paceline.cluster.ray.scaling import LagReading, ScalingLimits, ScalingState, decide
@@ -202,20 +203,21 @@ class RayFleet:
         )
 
     def _actors(self, order: Order, slot: Slot) -> list[Any]:
+        """Asks Ray for the actors of a replica, that of rank 0 first."""
         tier = self.spec.tier(order.role)
-        host: Any = ray.remote(ServiceHost)
-        return [
-            host.options(
+        actors: list[Any] = []
+        for rank, bundle in enumerate(slot.bundles):
+            place = PlacementGroupSchedulingStrategy(slot.group.handle, placement_group_bundle_index=bundle)
+            host: Any = ray.remote(ServiceHost)
+            ordered = host.options(
                 num_cpus=tier.settings.cpus,
                 num_gpus=tier.settings.gpus,
                 resources=dict(tier.resources),
                 max_restarts=-1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    slot.group.handle, placement_group_bundle_index=bundle
-                ),
-            ).remote(order)
-            for bundle in slot.bundles
-        ]
+                scheduling_strategy=place,
+            )
+            actors.append(ordered.remote(replace(order, rank=rank, num_ranks=len(slot.bundles)), *actors[:1]))
+        return actors
 
     async def _reading(self) -> LagReading:
         drafters = self.replicas(DRAFTER)
