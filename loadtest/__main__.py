@@ -25,6 +25,7 @@ BENCHES = {
     "single": "one stream: a drafter tier on its own core, and equal hardware",
     "stall": "time between tokens while the drafter is stopped for 5 s",
     "step": "a plain step inside the running verifier against its packed linears alone",
+    "tensor": "steps of one rank against those of several that compute the model together",
     "widen": "widens a checkpoint with neurons that change no output, for benches",
 }
 

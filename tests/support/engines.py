@@ -63,13 +63,14 @@ class EnginePair:
         num_draft_blocks: int = 256,
         rules: Rules | None = None,
         sources: Callable[[LlamaDecoder], list[AnySource]] | None = None,
+        decoder: Decoder | None = None,
         **heads: Any,
     ) -> None:
         self.clock = Clock()
         self.target_folder, self.head, self.num_draft_blocks = target, eagle3_model, num_draft_blocks
         self.drafter_folder, self.width, self.dtype = drafter, width, dtype
         identity = model_identity(target, "target")
-        decoder = load_decoder(target, dtype, "cpu", 1)
+        decoder = decoder or load_decoder(target, dtype, "cpu", 1)
         speculation = Speculation(
             allocator=allocator or Goodput(),
             methods=tuple(methods),

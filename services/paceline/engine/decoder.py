@@ -31,6 +31,7 @@ from paceline.engine.kernels import add_rms_norm_rows, project_rows, rms_norm_ro
 from paceline.engine.kv import KVCache, as_array
 from paceline.engine.linear import Linear, has_native_bfloat16, padded_rows, row_counts
 from paceline.engine.llama import Head, LlamaLayer, LlamaReader, LlamaWeights
+from paceline.engine.ranks import Ranks
 from paceline.engine.rope import RopeTable
 from paceline.engine.states import NO_STATES, StateLayout
 from paceline.engine.static_batch import bucket_rows, plan_static
@@ -321,7 +322,13 @@ def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_threads: int | None = None) -> Decoder:
+def load_decoder(
+    folder: Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    num_threads: int | None = None,
+    ranks: Ranks | None = None,
+) -> Decoder:
     """Loads a checkpoint folder.
 
     Args:
@@ -329,11 +336,12 @@ def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_th
         dtype: Of the weights: "bfloat16", "float32" or "auto" (as stored; float16 becomes bfloat16).
         device: "cpu", "cuda" or "auto" (CUDA if there is one).
         num_threads: CPU threads of the linear layers, for the whole process; None leaves torch's choice.
+        ranks: Those that share the model, and say where this one computes; None: all of it is here.
 
     Raises:
         ConfigError: The folder or a setting makes serving impossible; says what to do.
     """
-    place = choose_device(device)
+    place = choose_device(device) if ranks is None else ranks.device
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     described = read_transformers_config(folder)
@@ -345,13 +353,19 @@ def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_th
             "this CPU emulates bfloat16: slow, and with several threads tokens may depend on the batch; "
             "--dtype float32 is neither, for twice the memory"
         )
-    if architecture_of(described, folder) not in LEAN_ARCHITECTURES:
+    if ranks is None and architecture_of(described, folder) not in LEAN_ARCHITECTURES:
         from paceline.engine.generic import GenericDecoder
 
         return GenericDecoder.load(folder, config, kind, place)
     shape = LlamaShape.from_transformers(described, config.head_dim)
-    decoder = LlamaDecoder(config, shape, LlamaReader(checkpoint, config, shape, kind, place).read())
-    warm_up(decoder)
+    if ranks is None:
+        decoder = LlamaDecoder(config, shape, LlamaReader(checkpoint, config, shape, kind, place).read())
+    else:
+        from paceline.engine.sharded_decoder import load_part
+
+        decoder = load_part(checkpoint, config, shape, kind, ranks)
+    if ranks is None or ranks.rank == 0:
+        warm_up(decoder)
     return decoder
 
 

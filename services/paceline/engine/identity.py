@@ -18,13 +18,14 @@ SAMPLE_BYTES = 4096
 HASH_CHARS = 32
 
 
-def model_identity(folder: Path, name: str = "", dtype: str = "auto") -> ModelIdentity:
+def model_identity(folder: Path, name: str = "", dtype: str = "auto", tensor_parallel_size: int = 1) -> ModelIdentity:
     """Reads what must agree between verifier, drafter and gateway, without loading weights.
 
     Args:
         folder: Checkpoint folder.
         name: Name for users; empty: the folder's.
         dtype: Weight type asked for, see `load_decoder`.
+        tensor_parallel_size: Ranks that compute it together.
 
     Raises:
         ConfigError: The folder is missing, or is no checkpoint that can be served.
@@ -39,18 +40,22 @@ def model_identity(folder: Path, name: str = "", dtype: str = "auto") -> ModelId
         vocab_size=config.vocab_size,
         context_len=config.context_len,
         eos_token_ids=config.eos_token_ids,
-        weights_hash=weights_hash(path, dtype),
+        weights_hash=weights_hash(path, dtype, tensor_parallel_size),
     )
 
 
-def weights_hash(folder: Path, dtype: str) -> str:
+def weights_hash(folder: Path, dtype: str, tensor_parallel_size: int = 1) -> str:
     """Returns a fingerprint of all that decides a model's logits: configuration, weights (sampled) and their type.
+
+    The number of ranks counts too: sums are split among them, so the last bits of logits differ.
 
     Raises:
         ConfigError: The folder holds no weights that can be served.
     """
     checkpoint = Checkpoint(folder)
     digest = hashlib.sha256(str(choose_dtype(dtype, checkpoint)).encode())
+    if tensor_parallel_size > 1:
+        digest.update(f"tensor parallel {tensor_parallel_size}".encode())
     digest.update((folder / "config.json").read_bytes())
     for path in checkpoint.paths:
         size = path.stat().st_size

@@ -81,14 +81,17 @@ class LlamaReader:
         """
         vocab = (self._config.vocab_size, self._shape.hidden_size)
         embedding = self.weight("model.embed_tokens.weight", vocab)
-        head = embedding if self._shape.tied_head else self.weight("lm_head.weight", vocab)
         hidden = self._shape.hidden_size
         return LlamaWeights(
             embedding=embedding,
             layers=tuple(self.layer(f"model.layers.{index}", hidden) for index in range(self._config.num_layers)),
             final_norm=self.norm("model.norm.weight", hidden),
-            head=HeadLinear(head),
+            head=self._head(embedding),
         )
+
+    def _head(self, embedding: torch.Tensor) -> Head:
+        tied = self._shape.tied_head
+        return HeadLinear(embedding if tied else self.weight("lm_head.weight", tuple(embedding.shape)))
 
     def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One matrix, in kind and place."""
@@ -105,17 +108,27 @@ class LlamaReader:
 
     def _fused(self, prefix: str, parts: dict[str, int], in_features: int) -> Linear:
         """One linear of several: their outputs follow one another; missing biases count as zero."""
+        return Linear(*self._stacked(prefix, parts, in_features))
+
+    def _closing(self, prefix: str, name: str, out_features: int, in_features: int) -> Linear:
+        """The linear at the end of a block, whose outputs are added to the residual stream."""
+        return self._fused(prefix, {name: out_features}, in_features)
+
+    def _stacked(
+        self, prefix: str, parts: dict[str, int], in_features: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of `_fused`."""
         weights = [self.weight(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts.items()]
         named = {name: f"{prefix}.{name}.bias" for name in parts}
         if not any(self._checkpoint.has(name) for name in named.values()):
-            return Linear(torch.cat(weights))
+            return torch.cat(weights), None
         biases = [
             self.weight(named[name], (size,))
             if self._checkpoint.has(named[name])
             else torch.zeros(size, dtype=self._dtype, device=self._device)
             for name, size in parts.items()
         ]
-        return Linear(torch.cat(weights), torch.cat(biases))
+        return torch.cat(weights), torch.cat(biases)
 
     def layer(self, prefix: str, in_features: int) -> LlamaLayer:
         """One layer, whose queries, keys and values are made of `in_features` numbers."""
@@ -129,7 +142,7 @@ class LlamaReader:
             key_norm=self._head_norm(f"{attention}.k_norm.weight"),
             post_norm=self.norm(f"{prefix}.post_attention_layernorm.weight", hidden),
             qkv=self._fused(attention, {"q_proj": query, "k_proj": kv, "v_proj": kv}, in_features),
-            out=self._fused(attention, {"o_proj": hidden}, query),
+            out=self._closing(attention, "o_proj", hidden, query),
             gate_up=self._fused(mlp, {"gate_proj": inner, "up_proj": inner}, hidden),
-            down=self._fused(mlp, {"down_proj": hidden}, inner),
+            down=self._closing(mlp, "down_proj", hidden, inner),
         )

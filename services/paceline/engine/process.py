@@ -32,7 +32,7 @@ def prepare_process(cpus: str, *, spare_cpus: str = "", idle: bool = False) -> N
         if spare_cpus:
             raise ConfigError("--spare-cpus needs --cpus beside it")
         return
-    wanted = _parse_cpus(cpus) | (_parse_cpus(spare_cpus) if spare_cpus else set())
+    wanted = parse_cpus(cpus) | (parse_cpus(spare_cpus) if spare_cpus else set())
     allowed = os.sched_getaffinity(0)
     if not wanted <= allowed:
         raise ConfigError(f"--cpus {cpus} {spare_cpus}: this process may use CPUs {sorted(allowed)} only")
@@ -49,8 +49,8 @@ class StepThreads:
     """
 
     def __init__(self, threads: int, cpus: str, spare_cpus: str) -> None:
-        spare = _parse_cpus(spare_cpus) if spare_cpus else set()
-        own = _parse_cpus(cpus) if cpus else set()
+        spare = parse_cpus(spare_cpus) if spare_cpus else set()
+        own = parse_cpus(cpus) if cpus else set()
         self._settings = {
             StepMode.DRAFTING: (threads, own),
             StepMode.PLAIN: (threads + len(spare), own | spare),
@@ -68,7 +68,12 @@ class StepThreads:
         torch.set_num_threads(threads)
 
 
-def _parse_cpus(text: str) -> set[int]:
+def parse_cpus(text: str) -> set[int]:
+    """Numbers of CPUs from a list such as `0,2-3`.
+
+    Raises:
+        ConfigError: It is malformed, or empty.
+    """
     cpus: set[int] = set()
     try:
         for part in text.split(","):

@@ -27,6 +27,7 @@ from paceline.engine.eagle3 import states_hash
 from paceline.engine.identity import model_identity
 from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.process import StepThreads, prepare_process
+from paceline.engine.ranks import Ranks
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Submit, TargetLimits
 from paceline.hosting import log_memory, serve_model
@@ -36,6 +37,7 @@ from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.serving import run
 from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
 from paceline.verifier.host import TargetHost
+from paceline.verifier.ranks import Join, other_ranks
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.sources import make_sources
 
@@ -61,37 +63,40 @@ async def serve(config: VerifierConfig) -> None:
     """
     logger.info("starting", extra=loggable(config))
     tls = load_tls(config.tls_dir, VERIFIER)
-    prepare_process(config.cpus, spare_cpus=config.spare_cpus)
     speculation = speculation_from(config.speculative_config)
-    own_identity = model_identity(config.model, config.model_name, config.dtype)
+    own_identity = model_identity(config.model, config.model_name, config.dtype, config.tensor_parallel_size)
     max_model_len = _max_model_len(config, own_identity)
     # What others may ask for is what fits here, not what the model could do.
     head = speculation.eagle3_model
     identity = replace(own_identity, context_len=max_model_len, states_hash="" if head is None else states_hash(head))
     registry = CollectorRegistry()
-    host = TargetHost(
-        identity=identity,
-        max_model_len=max_model_len,
-        max_queue=config.max_queue,
-        max_num_seqs=config.max_num_seqs,
-        grace_s=config.grace_s,
-        methods=speculation.methods,
-        own_drafter=LOCAL if speculation.own_draft is not None else "",
-        rules=speculation.rules,
-        make_engine=lambda: make_engine(config, identity, speculation),
-        metrics=VerifierMetrics(registry),
-        tls=tls,
-    )
-    await serve_model(
-        host,
-        config,
-        role=VERIFIER,
-        service_name="paceline.rpc.v1.Verifier",
-        add_servicer=lambda server: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), server),
-        registry=registry,
-        follow=host.follow,
-        tls=tls,
-    )
+    with other_ranks(config, identity.weights_hash) as (own, join):
+        prepare_process(own.cpus, spare_cpus=own.spare_cpus)
+        host = TargetHost(
+            identity=identity,
+            max_model_len=max_model_len,
+            max_queue=config.max_queue,
+            max_num_seqs=config.max_num_seqs,
+            grace_s=config.grace_s,
+            methods=speculation.methods,
+            own_drafter=LOCAL if speculation.own_draft is not None else "",
+            rules=speculation.rules,
+            make_engine=lambda: make_engine(own, identity, speculation, join),
+            metrics=VerifierMetrics(registry),
+            tls=tls,
+        )
+        await serve_model(
+            host,
+            config,
+            role=VERIFIER,
+            service_name="paceline.rpc.v1.Verifier",
+            add_servicer=lambda server: verifier_pb2_grpc.add_VerifierServicer_to_server(
+                VerifierServicer(host), server
+            ),
+            registry=registry,
+            follow=host.follow,
+            tls=tls,
+        )
 
 
 def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
@@ -111,10 +116,13 @@ def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
 
 
 def make_engine(
-    config: VerifierConfig, identity: ModelIdentity, speculation: Speculation
+    config: VerifierConfig,
+    identity: ModelIdentity,
+    speculation: Speculation,
+    join: Join,
 ) -> TargetEngine | ColocatedEngine:
-    """Loads the model, and the draft model if it runs here."""
-    target = make_target_engine(config, identity, speculation)
+    """Loads the model, once the ranks that share it are there, and the draft model if it runs here."""
+    target = make_target_engine(config, identity, speculation, join())
     if speculation.own_draft is None:
         return target
     checkpoint = DraftCheckpoint(
@@ -136,9 +144,11 @@ def make_engine(
     return ColocatedEngine(target, draft, wants_states=wants_states, clock=time.monotonic)
 
 
-def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Speculation) -> TargetEngine:
+def make_target_engine(
+    config: VerifierConfig, identity: ModelIdentity, speculation: Speculation, ranks: Ranks | None
+) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
-    decoder = load_decoder(config.model, config.dtype, config.device, config.threads)
+    decoder = load_decoder(config.model, config.dtype, config.device, config.threads, ranks)
     engine = TargetEngine(
         decoder=decoder,
         identity=identity,

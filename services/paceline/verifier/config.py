@@ -25,6 +25,7 @@ from paceline.core.params import (
     TYPICAL,
 )
 from paceline.core.rules import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules, Typical
+from paceline.engine.ranks import SILENCE_S
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 POLICIES = ("goodput", "fixed")
@@ -33,6 +34,8 @@ PLACEMENTS = (TIER, IN_VERIFIER)
 DEFAULT_DRAFT_TOKENS = 12
 # More than any model has.
 MOST_LAYERS = 1024
+# More than the GPUs of any host.
+MOST_RANKS = 64
 KEYS = frozenset(
     {
         "method",
@@ -81,6 +84,20 @@ class VerifierConfig:
     spare_cpus: str = setting(
         "", help="CPUs of its drafters, such as 4-5; plain steps run a thread on each while drafters rest."
     )
+    tensor_parallel_size: int = setting(
+        1,
+        help="Ranks that compute the model together; on the CPU they share --threads and --cpus.",
+        low=1,
+        high=MOST_RANKS,
+    )
+    tensor_parallel_rendezvous: str = setting(
+        "",
+        help="host:port of this machine where it, as rank 0, waits for the others (python -m paceline.verifier.rank); "
+        "empty: it starts them itself, on this machine.",
+    )
+    tensor_parallel_silence_s: float = setting(
+        SILENCE_S, help="Silence of a rank that ends all of them.", unit="s", low=1, high=3600
+    )
     num_kv_blocks: int = setting(2048, help="Pages of 16 tokens for committed KV.", low=8, high=10_000_000)
     max_num_seqs: int = setting(64, help="Most sessions that run at once.", low=1, high=4096)
     max_num_batched_tokens: int = setting(512, help="Most rows of a step.", unit="tokens", low=16, high=65536)
@@ -107,9 +124,13 @@ class VerifierConfig:
     )
 
     def __post_init__(self) -> None:
-        """Checks the address that others are told."""
+        """Checks the addresses that others are told."""
         if self.announce:
             check_address("--announce", self.announce)
+        if self.tensor_parallel_rendezvous:
+            check_address("--tensor-parallel-rendezvous", self.tensor_parallel_rendezvous)
+            if self.tensor_parallel_size == 1:
+                raise ConfigError("--tensor-parallel-rendezvous needs a --tensor-parallel-size of at least 2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
