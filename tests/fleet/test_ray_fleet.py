@@ -126,6 +126,11 @@ class RayFleetOnTest:
     spec: Path
     launcher: Launcher
 
+    @property
+    def gateway(self) -> str:
+        """Where clients stream from."""
+        return self.launcher.places["gateway-0"].grpc
+
     def node_of(self, replica: str) -> Any:
         """The node of the cluster that a replica is on."""
         place = self.launcher.places[replica]
@@ -155,7 +160,7 @@ class RayFleetOnTest:
         """Streams run, each again and again, while a thread disturbs the fleet."""
 
         async def story() -> list[Stream]:
-            async with ResumingClient([self.launcher.places["gateway-0"].grpc]) as client:
+            async with ResumingClient([self.gateway], patience_s=WAIT_S, silence_s=WAIT_S) as client:
                 disturbing = asyncio.create_task(asyncio.to_thread(disturb))
                 streams = await keep_running(client, requests(), disturbing.done, lambda _: None)
                 await disturbing
@@ -225,12 +230,11 @@ def fleet(cluster: Any, pair: dict[str, str], tmp_path_factory: pytest.TempPathF
         yield RayFleetOnTest(cluster, spec, launcher)
 
 
-@pytest.fixture(scope="module")
-def reference(fleet: RayFleetOnTest) -> list[list[int]]:
+def undisturbed(fleet: RayFleetOnTest) -> list[list[int]]:
     """What the streams bring when nothing happens."""
 
     async def story() -> list[list[int]]:
-        async with ResumingClient([fleet.launcher.places["gateway-0"].grpc]) as client:
+        async with ResumingClient([fleet.gateway]) as client:
             streams = await run_each(client, requests(), lambda: None)
         assert [stream.error for stream in streams] == [""] * NUM_STREAMS
         return [stream.token_ids for stream in streams]
@@ -238,6 +242,11 @@ def reference(fleet: RayFleetOnTest) -> list[list[int]]:
     tokens = asyncio.run(story())
     assert [len(each) for each in tokens] == [160] * NUM_STREAMS
     return tokens
+
+
+@pytest.fixture(scope="module")
+def reference(fleet: RayFleetOnTest) -> list[list[int]]:
+    return undisturbed(fleet)
 
 
 def test_each_service_is_on_a_node_with_its_resources_and_verifiers_on_two(fleet: RayFleetOnTest) -> None:
@@ -298,3 +307,25 @@ def test_ctrl_c_leaves_no_process_and_the_cluster_as_it_was(fleet: RayFleetOnTes
     assert left(fleet.launcher.pids) == []
     groups = fleet.cluster.global_state.placement_group_table()
     assert {group["state"] for group in groups.values()} == {"REMOVED"}
+
+
+def test_ranks_of_a_verifier_share_a_host_and_start_again_together(
+    cluster: Any, pair: dict[str, str], tmp_path: Path
+) -> None:
+    spec = tmp_path / "fleet.yaml"
+    gateway = {**SPEC["gateway"], "args": [f"--failover-s={WAIT_S}"]}
+    ranks = {"cpus": 0.2, "tensor_parallel_size": 2, "args": ["--num-kv-blocks=128"]}
+    tiers = {"gateway": gateway, "verifier": ranks, "drafter": {"replicas": 0}}
+    spec.write_text(yaml.safe_dump({**SPEC, **tiers, "model": pair["model"]}))
+    with Launcher(cluster.address, spec) as launcher:
+        fleet = RayFleetOnTest(cluster, spec, launcher)
+        before = launcher.places["verifier-0"]
+        assert len(before.pids) == 2
+        reference = undisturbed(fleet)
+
+        def kill() -> None:
+            os.kill(before.pids[1], signal.SIGKILL)
+            launcher.until(lambda: not set(launcher.places["verifier-0"].pids) & set(before.pids))
+
+        streams = fleet.stream_while(kill)
+        assert damage(streams, reference).none, [stream.error for stream in streams if stream.error]
