@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,20 @@ pytestmark = pytest.mark.timeout(400)
 
 WAIT_S = 180.0
 NUM_STREAMS = 4
-WELL = re.compile(r"(\S+) is well: node (\w+), (?:http (\S+), )?grpc (\S+?)(?:, metrics (\S+))?, pid (\d+)")
+WELL = re.compile(r"(\S+) is well: node (\w+), (?:http (\S+), )?grpc (\S+?)(?:, metrics (\S+))?, pid ([\d ]+)")
 # Nodes are told apart by their custom resources. Only the head has one of everything; it is the smallest node, which
 # Ray fills last.
 HEAD = {"front": 1.0, "verifier-gpu": 1.0, "drafter-gpu": 1.0}
 NODES = ({"verifier-gpu": 1.0}, {"verifier-gpu": 1.0}, {"drafter-gpu": 1.0})
 SMALL = {"object_store_memory": 80 * 1024 * 1024, "include_dashboard": False}
+SYSTEM = {
+    # A dead node is found in seconds; by default it takes a quarter of a minute.
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+    # Idle workers, one a CPU, that nobody here would use.
+    "prestart_worker_first_driver": False,
+}
+SOURCES = str(Path(__file__).parents[2] / "services")
 SPEC: dict[str, Any] = {
     "dtype": "float32",
     "redis_port": 0,
@@ -54,7 +62,7 @@ class Place:
     node: str
     http: str
     grpc: str
-    pid: int
+    pids: tuple[int, ...]
 
 
 class Launcher:
@@ -72,6 +80,8 @@ class Launcher:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self.until(lambda: any("is up on Ray" in line for line in self.lines) or self.process.poll() is not None)
+        assert self.process.poll() is None, "\n".join(self.lines)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -79,9 +89,10 @@ class Launcher:
             with self._heard:
                 self.lines.append(line.rstrip())
                 if match := WELL.match(line):
-                    name, node, http, grpc, _, pid = match.groups()
-                    self.places[name] = Place(node=node, http=http or "", grpc=grpc, pid=int(pid))
-                    self.pids.add(int(pid))
+                    name, node, http, grpc, _, numbers = match.groups()
+                    pids = tuple(map(int, numbers.split()))
+                    self.places[name] = Place(node=node, http=http or "", grpc=grpc, pids=pids)
+                    self.pids.update(pids)
                 self._heard.notify_all()
 
     def until(self, holds: Callable[[], object]) -> None:
@@ -91,20 +102,34 @@ class Launcher:
     def until_said(self, line: str, since: int = 0) -> None:
         self.until(lambda: any(each.startswith(line) for each in self.lines[since:]))
 
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.stop()
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGINT)
         status = self.process.wait(60)
         self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         return status
 
 
 @dataclass
 class RayFleetOnTest:
-    """The cluster, the fleet on it, and what its streams should bring."""
+    """The cluster and the fleet on it."""
 
     cluster: Any
     spec: Path
     launcher: Launcher
+
+    @property
+    def gateway(self) -> str:
+        """Where clients stream from."""
+        return self.launcher.places["gateway-0"].grpc
 
     def node_of(self, replica: str) -> Any:
         """The node of the cluster that a replica is on."""
@@ -119,7 +144,7 @@ class RayFleetOnTest:
 
     def cut_power(self, replica: str) -> None:
         """Ends all processes of a replica's node at once."""
-        node, pid = self.node_of(replica), self.launcher.places[replica].pid
+        node, (pid,) = self.node_of(replica), self.launcher.places[replica].pids
         (actor,) = re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
         self.cluster.remove_node(node, allow_graceful=False)
         os.kill(int(actor), signal.SIGKILL)
@@ -135,7 +160,7 @@ class RayFleetOnTest:
         """Streams run, each again and again, while a thread disturbs the fleet."""
 
         async def story() -> list[Stream]:
-            async with ResumingClient([self.launcher.places["gateway-0"].grpc]) as client:
+            async with ResumingClient([self.gateway], patience_s=WAIT_S, silence_s=WAIT_S) as client:
                 disturbing = asyncio.create_task(asyncio.to_thread(disturb))
                 streams = await keep_running(client, requests(), disturbing.done, lambda _: None)
                 await disturbing
@@ -162,50 +187,54 @@ def requests() -> list[Request]:
     ]
 
 
+def left(pids: Iterable[int]) -> list[int]:
+    """The processes that are still there."""
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleetOnTest]:
-    folder = tmp_path_factory.mktemp("ray")
-    target, draft = save_pair(folder)
-    spec = folder / "fleet.yaml"
-    spec.write_text(yaml.safe_dump({**SPEC, "model": str(target), "draft_model": str(draft)}))
+def cluster() -> Iterator[Any]:
+    """A head and three nodes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         # Ray runs its workers, and so our services, at niceness 15 unless told otherwise.
         patch.setenv("RAY_worker_niceness", "0")
         # Workers of Ray import this checkout.
-        patch.setenv("PYTHONPATH", os.pathsep.join(["services", *filter(None, [os.environ.get("PYTHONPATH")])]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]))
         from ray.cluster_utils import Cluster
 
         cluster = Cluster(
             initialize_head=True,
-            head_node_args={
-                **SMALL,
-                "num_cpus": 1,
-                "resources": HEAD,
-                # A dead node is found in seconds; by default it takes a quarter of a minute.
-                "_system_config": {"health_check_period_ms": 500, "health_check_failure_threshold": 4},
-            },
+            head_node_args={**SMALL, "num_cpus": 1, "resources": HEAD, "_system_config": SYSTEM},
         )
-        launcher = None
         try:
             for resources in NODES:
-                cluster.add_node(wait=False, **SMALL, num_cpus=4, resources=resources)
+                cluster.add_node(wait=False, **SMALL, num_cpus=2, resources=resources)
             cluster.wait_for_nodes()
-            launcher = Launcher(cluster.address, spec)
-            launcher.until(lambda: any("is up on Ray" in line for line in launcher.lines) or launcher.process.poll())
-            yield RayFleetOnTest(cluster, spec, launcher)
+            yield cluster
         finally:
-            if launcher is not None and launcher.process.poll() is None:
-                launcher.stop()
             cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
-def reference(fleet: RayFleetOnTest) -> list[list[int]]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    target, draft = save_pair(tmp_path_factory.mktemp("pair"))
+    return {"model": str(target), "draft_model": str(draft)}
+
+
+@pytest.fixture(scope="module")
+def fleet(cluster: Any, pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleetOnTest]:
+    spec = tmp_path_factory.mktemp("ray") / "fleet.yaml"
+    spec.write_text(yaml.safe_dump({**SPEC, **pair}))
+    with Launcher(cluster.address, spec) as launcher:
+        yield RayFleetOnTest(cluster, spec, launcher)
+
+
+def undisturbed(fleet: RayFleetOnTest) -> list[list[int]]:
     """What the streams bring when nothing happens."""
 
     async def story() -> list[list[int]]:
-        async with ResumingClient([fleet.launcher.places["gateway-0"].grpc]) as client:
+        async with ResumingClient([fleet.gateway]) as client:
             streams = await run_each(client, requests(), lambda: None)
         assert [stream.error for stream in streams] == [""] * NUM_STREAMS
         return [stream.token_ids for stream in streams]
@@ -213,6 +242,11 @@ def reference(fleet: RayFleetOnTest) -> list[list[int]]:
     tokens = asyncio.run(story())
     assert [len(each) for each in tokens] == [160] * NUM_STREAMS
     return tokens
+
+
+@pytest.fixture(scope="module")
+def reference(fleet: RayFleetOnTest) -> list[list[int]]:
+    return undisturbed(fleet)
 
 
 def test_each_service_is_on_a_node_with_its_resources_and_verifiers_on_two(fleet: RayFleetOnTest) -> None:
@@ -235,7 +269,7 @@ def test_drafters_come_when_they_lag_and_go_when_the_file_says_so_under_streams(
     streams = fleet.stream_while(resize)
     assert damage(streams, reference).none, [stream.error for stream in streams if stream.error]
     assert fleet.node_of("drafter-1") is fleet.cluster.head_node
-    assert not Path(f"/proc/{fleet.launcher.places['drafter-1'].pid}").exists()
+    assert left(fleet.launcher.places["drafter-1"].pids) == []
 
 
 def test_a_drafter_whose_node_dies_is_placed_elsewhere_and_no_token_changes(
@@ -270,6 +304,28 @@ def test_a_verifier_whose_node_dies_under_streams_costs_no_token(
 def test_ctrl_c_leaves_no_process_and_the_cluster_as_it_was(fleet: RayFleetOnTest) -> None:
     assert fleet.launcher.stop() == 0
     assert fleet.launcher.lines[-1] == "stopped"
-    assert [pid for pid in fleet.launcher.pids if Path(f"/proc/{pid}").exists()] == []
+    assert left(fleet.launcher.pids) == []
     groups = fleet.cluster.global_state.placement_group_table()
     assert {group["state"] for group in groups.values()} == {"REMOVED"}
+
+
+def test_ranks_of_a_verifier_share_a_host_and_start_again_together(
+    cluster: Any, pair: dict[str, str], tmp_path: Path
+) -> None:
+    spec = tmp_path / "fleet.yaml"
+    gateway = {**SPEC["gateway"], "args": [f"--failover-s={WAIT_S}"]}
+    ranks = {"cpus": 0.2, "tensor_parallel_size": 2, "args": ["--num-kv-blocks=128"]}
+    tiers = {"gateway": gateway, "verifier": ranks, "drafter": {"replicas": 0}}
+    spec.write_text(yaml.safe_dump({**SPEC, **tiers, "model": pair["model"]}))
+    with Launcher(cluster.address, spec) as launcher:
+        fleet = RayFleetOnTest(cluster, spec, launcher)
+        before = launcher.places["verifier-0"]
+        assert len(before.pids) == 2
+        reference = undisturbed(fleet)
+
+        def kill() -> None:
+            os.kill(before.pids[1], signal.SIGKILL)
+            launcher.until(lambda: not set(launcher.places["verifier-0"].pids) & set(before.pids))
+
+        streams = fleet.stream_while(kill)
+        assert damage(streams, reference).none, [stream.error for stream in streams if stream.error]

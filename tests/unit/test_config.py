@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import check_address, load, loggable, parse, public_url, setting
+from paceline.config import check_address, from_mapping, load, loggable, parse, public_url, setting
 from paceline.core.errors import ConfigError
 from paceline.drafter.config import DrafterConfig
 from paceline.verifier.config import VerifierConfig
@@ -58,6 +58,38 @@ def test_a_flag_wins_over_the_environment() -> None:
 
 def test_an_empty_variable_counts_as_not_set() -> None:
     assert load_example(PACELINE_PORT="").port == 8101
+
+
+def test_a_section_of_a_file_holds_field_names_and_values() -> None:
+    values = {"port": 9, "wait_s": 2, "model": "here", "folders": ["a", "b"], "eager": True}
+    assert from_mapping(ExampleConfig, values, "") == ExampleConfig(
+        port=9, wait_s=2.0, model=Path("here"), folders=(Path("a"), Path("b")), eager=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prot": 1}, "here.prot is no setting; there are port, wait_s, model, folders, dtype, eager, redis_url"),
+        ({"port": 70000}, "here.port must be a whole number from 0 to 65535, got '70000'"),
+        ({"port": 1.5}, "here.port must be a whole number from 0 to 65535, got '1.5'"),
+        ({"port": True}, "here.port must be a whole number from 0 to 65535, got 'True'"),
+        ({"port": [1]}, "here.port must be a whole number from 0 to 65535, got [1]"),
+        ({"port": None}, "here.port must be a whole number from 0 to 65535, got 'None'"),
+        ({"folders": "a"}, "here.folders must be a list, got 'a'"),
+        ({"folders": [None]}, "here.folders must be a path, got '[None]'"),
+        ({"eager": "perhaps"}, "here.eager must be true or false, got 'perhaps'"),
+    ],
+)
+def test_a_bad_value_in_a_file_is_refused_with_its_name_and_limit(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(ExampleConfig, values, "here.")
+    assert str(caught.value) == message
+
+
+def test_a_value_that_a_file_must_hold_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"^here\.model is required: Checkpoint folder\.$"):
+        from_mapping(NeedyConfig, {}, "here.")
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ DESCRIPTION = (
     "restarts what dies and stops everything on Ctrl-C. Without --model it serves the demo pair. "
     "With --ray ADDRESS --spec FILE it does so on a Ray cluster: paceline up --ray ADDRESS --help."
 )
-RAY_FLAG = "--ray"
+RAY_FLAG, RAY_VARIABLE = "--ray", "PACELINE_RAY"
 
 
 def main(argv: Sequence[str]) -> None:
     """Entry point of `paceline up`."""
-    if any(argument.partition("=")[0] == RAY_FLAG for argument in argv):
+    if os.environ.get(RAY_VARIABLE) or any(argument.partition("=")[0] == RAY_FLAG for argument in argv):
         from paceline.cluster.ray.up import main as up_on_ray
 
         up_on_ray(argv)

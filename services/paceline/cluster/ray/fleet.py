@@ -22,8 +22,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster.drain import DrainConfig, drain
 from paceline.cluster.local import resolve_checkpoints, with_heads
-from paceline.cluster.ray.host import Order, ServiceHost
+from paceline.cluster.ray.host import ServiceHost
 from paceline.cluster.ray.lag import read_lag
+from paceline.cluster.ray.order import Order
 from paceline.cluster.ray.placement import Bundle, Slot, TierPlacement
 from paceline.cluster.ray.replica import Replica
 from paceline.cluster.ray.scaling import LagReading, ScalingLimits, ScalingState, decide
@@ -54,6 +55,7 @@ class RayFleet:
         self.spec = spec
         self.redis_url = ""
         self.checkpoints: Checkpoints | None = None
+        self._services = spec.services
         self._address = address
         self._environ = environ
         self._say = say
@@ -91,7 +93,7 @@ class RayFleet:
             ConfigError: Something else differs from the present settings.
         """
         check_resize(self.spec, spec)
-        self.spec = replace(spec, services=self.spec.services)
+        self.spec = spec
         for role in ROLES:
             count = spec.num_replicas(role)
             if role == DRAFTER and spec.drafter.settings.scales:
@@ -131,8 +133,7 @@ class RayFleet:
 
     async def stop(self) -> None:
         """Stops everything, gateways first, and leaves the Ray cluster as it was."""
-        grace_s = self.spec.services.grace_s
-        deadline_s = time.monotonic() + grace_s
+        deadline_s = time.monotonic() + self._services.grace_s
         try:
             for roles in ((GATEWAY,), (VERIFIER, DRAFTER)):
                 left_s = max(0.0, deadline_s - time.monotonic())
@@ -144,8 +145,7 @@ class RayFleet:
             await self._exits.aclose()
 
     async def _start(self) -> None:
-        services = with_heads(self.spec.services)
-        self.spec = replace(self.spec, services=services)
+        self._services = services = with_heads(self.spec.services)
         self.checkpoints = await asyncio.to_thread(resolve_checkpoints, services, self._environ, self._say)
         await asyncio.to_thread(_connect, self._address)
         self._exits.push_async_callback(asyncio.to_thread, ray.shutdown)
@@ -175,7 +175,7 @@ class RayFleet:
         except (ConfigError, UnavailableError) as error:
             # It has no sessions if it is not known; what is left on it otherwise goes on elsewhere when it ends.
             self._say(str(error))
-        await replica.stop(self.spec.services.grace_s)
+        await replica.stop(self._services.grace_s)
         self._placements[replica.role].give_back(replica.slot)
         self._replicas[replica.role].remove(replica)
         self._say(f"{replica.name} is stopped")
@@ -190,7 +190,7 @@ class RayFleet:
         return Order(
             name=name,
             role=role,
-            services=self.spec.services,
+            services=self._services,
             checkpoint=checkpoint,
             target=self.checkpoints.target if role == DRAFTER and is_eagle3(checkpoint) else None,
             redis_url=self.redis_url,
@@ -202,20 +202,21 @@ class RayFleet:
         )
 
     def _actors(self, order: Order, slot: Slot) -> list[Any]:
+        """Asks Ray for the actors of a replica, that of rank 0 first."""
         tier = self.spec.tier(order.role)
-        host: Any = ray.remote(ServiceHost)
-        return [
-            host.options(
+        actors: list[Any] = []
+        for rank, bundle in enumerate(slot.bundles):
+            place = PlacementGroupSchedulingStrategy(slot.group.handle, placement_group_bundle_index=bundle)
+            host: Any = ray.remote(ServiceHost)
+            ordered = host.options(
                 num_cpus=tier.settings.cpus,
                 num_gpus=tier.settings.gpus,
                 resources=dict(tier.resources),
                 max_restarts=-1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    slot.group.handle, placement_group_bundle_index=bundle
-                ),
-            ).remote(order)
-            for bundle in slot.bundles
-        ]
+                scheduling_strategy=place,
+            )
+            actors.append(ordered.remote(replace(order, rank=rank, num_ranks=len(slot.bundles)), *actors[:1]))
+        return actors
 
     async def _reading(self) -> LagReading:
         drafters = self.replicas(DRAFTER)

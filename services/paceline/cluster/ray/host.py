@@ -7,52 +7,26 @@ node's address and announces itself in the registry; requests never come here.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from paceline.cluster.ports import Ports
-from paceline.cluster.spec import CpuShare, Endpoint, FleetSpec, gateway_child, model_child
-from paceline.cluster.supervisor import BackOff, Child, ChildSpec
+from paceline.cluster.ray.order import Order, rank_child, service_child
+from paceline.cluster.spec import Endpoint
+from paceline.cluster.supervisor import Child, ChildSpec
+from paceline.cluster.valkey import free_port
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.core.messages import GATEWAY
 
 # What a process that never got well is given to end.
 FAILED_GRACE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What an actor is to run.
-
-    Attributes:
-        name: Of the replica, in the registry too.
-        checkpoint: Folder of its model, on every node; of a gateway that of the tokenizer.
-        target: Folder of the target, for the drafter of an EAGLE-3 head.
-        num_threads: Threads of a forward pass.
-        port: Of the service; 0: a free one.
-        second_port: Of its metrics, of a gateway gRPC; 0: a free one.
-        env: Variables added to the node's environment.
-    """
-
-    name: str
-    role: str
-    services: FleetSpec
-    checkpoint: Path
-    target: Path | None
-    redis_url: str
-    log_dir: Path
-    num_threads: int
-    port: int = 0
-    second_port: int = 0
-    env: Mapping[str, str] = field(default_factory=dict)
-    back_off: BackOff = field(default_factory=BackOff)
+# Longest wait for another actor's word.
+ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +36,6 @@ class Report:
     Attributes:
         node: Ray's id of the node it is on.
         pid: Of the process; None between two lives.
-        num_lives: Processes started by this actor so far.
         well: Whether the process does its work.
         error: What ended the last life, until the next one is well.
     """
@@ -70,18 +43,27 @@ class Report:
     node: str
     endpoint: Endpoint | None
     pid: int | None
-    num_lives: int
     well: bool
     error: str
 
 
 class ServiceHost:
-    """An actor of Ray that runs one service."""
+    """An actor of Ray that runs one service, or one more rank of it.
 
-    def __init__(self, order: Order) -> None:
+    A rank that ends takes the others along, and all start again, each by its own actor.
+
+    Args:
+        order: What to run.
+        leader: The actor of rank 0, for the others.
+    """
+
+    def __init__(self, order: Order, leader: Any = None) -> None:
         self._order = order
+        self._leader = leader
         self._node = ray.get_runtime_context().get_node_id()
         self._endpoint: Endpoint | None = None
+        # Ranks that come early wait at it, so it stays the same from life to life.
+        self._rendezvous = _free_address() if order.num_ranks > 1 and leader is None else ""
         self._child: Child | None = None
         self._num_lives = 0
         self._error = ""
@@ -99,10 +81,13 @@ class ServiceHost:
             node=self._node,
             endpoint=self._endpoint,
             pid=None if child is None else child.pid,
-            num_lives=self._num_lives,
             well=well,
             error="" if well else self._error,
         )
+
+    async def rendezvous(self) -> str:
+        """Returns where rank 0 waits for the others, `host:port`."""
+        return self._rendezvous
 
     async def stop(self, grace_s: float) -> None:
         """Ends the process, which gets `grace_s` seconds to finish, and keeps it ended."""
@@ -118,7 +103,7 @@ class ServiceHost:
             started_s = time.monotonic()
             try:
                 self._error = await self._live()
-            except (ConfigError, UnavailableError, OSError) as error:
+            except (ConfigError, UnavailableError, OSError, RayActorError) as error:
                 self._error = str(error)
             self._child = None
             delay_s = self._order.back_off.delay_s(delay_s, time.monotonic() - started_s)
@@ -134,8 +119,7 @@ class ServiceHost:
         """
         order = self._order
         order.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._endpoint = _endpoint(order)
-        child = Child(await self._plan(self._endpoint), _say, order.back_off)
+        child = Child(await self._plan(), _say, order.back_off)
         self._num_lives += 1
         self._child = child
         try:
@@ -145,8 +129,12 @@ class ServiceHost:
             await child.stop(FAILED_GRACE_S)
             raise
 
-    async def _plan(self, endpoint: Endpoint) -> ChildSpec:
-        return service_child(self._order, endpoint)
+    async def _plan(self) -> ChildSpec:
+        if self._leader is not None:
+            async with asyncio.timeout(ANSWER_S):
+                return rank_child(self._order, await self._leader.rendezvous.remote())
+        self._endpoint = _endpoint(self._order)
+        return service_child(self._order, self._endpoint, self._rendezvous)
 
     def _remove_log(self, spec: ChildSpec) -> None:
         """Nothing is left on the node, unless the user has asked for logs."""
@@ -156,27 +144,8 @@ class ServiceHost:
                 spec.log_path.parent.rmdir()
 
 
-def service_child(order: Order, endpoint: Endpoint) -> ChildSpec:
-    """Returns the process of a replica."""
-    environ = {**os.environ, **order.env}
-    if order.role == GATEWAY:
-        return gateway_child(order.services, endpoint, order.checkpoint, order.redis_url, order.log_dir, environ)
-    share = CpuShare(num_threads=order.num_threads, cpus=())
-    return model_child(
-        order.services,
-        endpoint,
-        share,
-        order.checkpoint,
-        order.redis_url,
-        order.log_dir,
-        environ,
-        endpoint.address,
-        order.target,
-    )
-
-
 def _endpoint(order: Order) -> Endpoint:
-    host = ray.util.get_node_ip_address()
+    host = own_address()
     with ExitStack() as held:
         ports = Ports(host, held)
         return Endpoint(
@@ -186,6 +155,16 @@ def _endpoint(order: Order) -> Endpoint:
             port=ports.take(order.port, f"{order.role}.port"),
             second_port=ports.take(order.second_port, f"{order.role}.grpc_port"),
         )
+
+
+def _free_address() -> str:
+    host = own_address()
+    return f"{host}:{free_port(host)}"
+
+
+def own_address() -> str:
+    """Returns the address by which the other hosts of the cluster reach this one."""
+    return str(ray.util.get_node_ip_address())
 
 
 def _say(line: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 from paceline.cluster.ray.host import Report
 from paceline.cluster.ray.placement import Slot
@@ -101,7 +101,7 @@ class Replica:
                 while not (await asyncio.wait({call}, timeout=ANSWER_S))[0]:
                     await self._note(rank, None)
                 await self._note(rank, call.result())
-            except RayActorError:
+            except RayError:
                 # Ray restarts it, here or elsewhere.
                 await self._note(rank, None)
             finally:
@@ -139,6 +139,6 @@ def _doors(endpoint: Endpoint) -> str:
 
 async def _stop(actor: Any, grace_s: float) -> None:
     """Asks an actor to end its process; one that is gone or says nothing is killed by the caller."""
-    with suppress(RayActorError, TimeoutError):
+    with suppress(RayError, TimeoutError):
         async with asyncio.timeout(grace_s + LAST_ANSWER_S):
             await asyncio.wrap_future(actor.stop.remote(grace_s).future())

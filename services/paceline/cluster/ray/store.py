@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import ray
-
 from paceline.cluster.health import HealthCheck
+from paceline.cluster.ray.host import own_address
 from paceline.cluster.spec import FleetSpec, plan_store_port, store_child
 from paceline.cluster.supervisor import Supervisor
 from paceline.cluster.valkey import find_server
@@ -33,7 +32,7 @@ async def shared_store(
         say(f"using the store at {public_url(services.redis_url)}")
         yield services.redis_url
         return
-    host = ray.util.get_node_ip_address()
+    host = own_address()
     port, password = plan_store_port(replace(services, host=host)), secrets.token_urlsafe(24)
     url = f"redis://:{password}@{host}:{port}"
     supervisor = Supervisor(say)

@@ -45,7 +45,7 @@ class RayUpConfig:
 def main(argv: Sequence[str]) -> None:
     """Entry point of `paceline up --ray`."""
     config = parse(RayUpConfig, argv, os.environ, PROG, DESCRIPTION)
-    # Ray's clusters report home unless told otherwise; whether that is wanted is not ours to say.
+    # Ray reports home unless told otherwise.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     run(serve(config), prog=PROG)
 

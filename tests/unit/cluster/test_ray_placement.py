@@ -1,0 +1,90 @@
+"""Which bundles a fleet asks Ray for, who gets them, and when they are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.cluster.ray.placement import Bundle, TierPlacement, bundle_of
+from paceline.cluster.ray.spec import parse_spec
+
+
+class Groups:
+    """The placement groups that a cluster would have; a handle is their number."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[list[Bundle], str]] = []
+        self.alive: set[int] = set()
+
+    def make(self, bundles: Sequence[Bundle], strategy: str) -> int:
+        self.made.append((list(bundles), strategy))
+        self.alive.add(len(self.made) - 1)
+        return len(self.made) - 1
+
+    def remove(self, handle: int) -> None:
+        self.alive.remove(handle)
+
+
+def placement(groups: Groups, **verifier: Any) -> TierPlacement:
+    return TierPlacement(parse_spec({"verifier": verifier}).verifier, make=groups.make, remove=groups.remove)
+
+
+def test_a_bundle_holds_cpus_gpus_their_kind_and_custom_resources() -> None:
+    tier = parse_spec(
+        {"verifier": {"cpus": 8, "gpus": 1, "accelerator_type": "H100", "resources": {"verifier-gpu": 1}}}
+    ).verifier
+    assert bundle_of(tier) == {"CPU": 8.0, "GPU": 1.0, "accelerator_type:H100": 0.001, "verifier-gpu": 1.0}
+
+
+def test_replicas_placed_together_share_a_group_that_is_spread() -> None:
+    groups = Groups()
+    slots = placement(groups).take(3)
+    assert groups.made == [([{"CPU": 1.0}] * 3, "SPREAD")]
+    assert [slot.bundles for slot in slots] == [(0,), (1,), (2,)]
+
+
+def test_nothing_is_asked_for_when_nothing_is_wanted() -> None:
+    groups = Groups()
+    assert placement(groups).take(0) == []
+    assert groups.made == []
+
+
+def test_a_bundle_that_was_left_is_taken_before_a_new_group_is_made() -> None:
+    groups = Groups()
+    tier = placement(groups)
+    first, second = tier.take(2)
+    tier.give_back(first)
+    again, new = tier.take(2)
+    assert (again.group, again.bundles) == (second.group, (0,))
+    assert (len(groups.made), new.bundles) == (2, (0,))
+
+
+def test_a_group_is_given_back_with_its_last_replica() -> None:
+    groups = Groups()
+    tier = placement(groups)
+    (base,) = tier.take(1)
+    (added,) = tier.take(1)
+    assert groups.alive == {0, 1}
+    tier.give_back(added)
+    assert groups.alive == {0}
+    tier.give_back(base)
+    assert groups.alive == set()
+
+
+def test_ranks_of_a_replica_are_kept_on_one_host_in_a_group_of_their_own() -> None:
+    groups = Groups()
+    tier = placement(groups, tensor_parallel_size=4, gpus=1)
+    slots = tier.take(2)
+    assert groups.made == [([{"CPU": 1.0, "GPU": 1.0}] * 4, "STRICT_PACK")] * 2
+    assert [slot.bundles for slot in slots] == [(0, 1, 2, 3)] * 2
+    tier.give_back(slots[0])
+    assert groups.alive == {1}
+
+
+def test_all_groups_are_given_back_at_the_end() -> None:
+    groups = Groups()
+    tier = placement(groups)
+    tier.take(2)
+    tier.take(1)
+    tier.remove_all()
+    assert groups.alive == set()
