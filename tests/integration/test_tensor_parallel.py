@@ -164,7 +164,7 @@ async def stream(fleet: LocalFleet, on_first: Callable[[], None]) -> str:
     body = {"model": fleet.model_name, "prompt": "hello", "max_tokens": 200, "temperature": 0.8, "seed": 5}
     text = ""
     async with (
-        httpx.AsyncClient(trust_env=False, timeout=120) as client,
+        httpx.AsyncClient(trust_env=False, timeout=300) as client,
         client.stream(
             "POST", f"{fleet.gateway_url}/v1/completions", json={**body, "stream": True, "ignore_eos": True}
         ) as response,
@@ -182,7 +182,11 @@ async def test_the_death_of_a_rank_is_the_verifiers_and_its_session_goes_on(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     argv = [*FREE_PORTS, *SMALL, "--no-drafter", "--model", str(pair[0]), "--log-dir", str(tmp_path)]
-    argv += ["--verifier-arg=--tensor-parallel-size=2", "--gateway-arg=--failover-s=120"]
+    argv += [
+        "--verifier-arg=--tensor-parallel-size=2",
+        "--gateway-arg=--failover-s=300",
+        "--gateway-arg=--next-token-timeout-s=300",
+    ]
     async with LocalFleet(load(FleetSpec, argv, {}, "up", ""), environ=os.environ) as fleet:
         expected = await stream(fleet, lambda: None)
         [rank] = children(fleet.pid("verifier-0"))

@@ -78,6 +78,7 @@ class OtherRanks:
         self._port = int(self._listener.getsockname()[1])
         self._model = model
         self._ranks: Ranks | None = None
+        self._dismissed = False
         self.config = config if given else share_cpus(config, 0)
         started = () if given else range(1, size)
         self._children = [subprocess.Popen(self._command(share_cpus(config, rank), rank)) for rank in started]
@@ -130,12 +131,13 @@ class OtherRanks:
         if self._ranks is not None:
             dismiss(self._ranks)
             self._ranks.stop()
+            self._dismissed = True
 
     def end(self) -> None:
-        """Returns when the processes started here are gone."""
+        """Returns when the processes started here are gone; those that were not let go are killed."""
         for child in self._children:
             try:
-                child.wait(LAST_S)
+                child.wait(LAST_S if self._dismissed else 0)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()

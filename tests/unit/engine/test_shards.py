@@ -60,8 +60,10 @@ def check_on_ranks(model: TinyModel, size: int) -> None:
         if ranks.rank:
             assert isinstance(decoder, LlamaDecoder)
             follow(decoder, ranks)
-        else:
+            return
+        try:
             assert_prompt_and_tree_match(decoder, model)
+        finally:
             dismiss(ranks)
 
     on_ranks(size, work)
