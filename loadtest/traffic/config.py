@@ -40,8 +40,8 @@ class LoadConfig:
     minutes: float = setting(2.0, help="Length of the replay, for each mode.", unit="minutes", low=0.01, high=1440)
     rate: str = setting(
         "1",
-        help="Requests a second on average, the trace's clock stretched to it; trace: as it is; max: the highest that "
-        "the fleet holds, looked for first.",
+        help="Requests a second on average over the replay, the trace's clock stretched to it; trace: as it is; max: "
+        "the highest that the fleet holds, looked for first.",
     )
     speculation: str = setting(
         ADAPTIVE,

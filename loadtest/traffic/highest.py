@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,10 @@ from paceline.core.errors import ConfigError
 NUM_BURST = 32
 # The first trial, as a share of the rate at which a burst was answered: a replay has denser moments than its mean.
 FIRST_SHARE = 0.8
-STEP = 1.2
-MAX_TRIALS = 6
+# Trials go up or down by this factor until one rate is held and another is not, then between the two until they are
+# this near.
+STEP, NEAR = 1.4, 1.15
+MAX_TRIALS = 7
 # Requests under way in the last third of a trial against the third before: more than so many times, and a few, is a
 # queue that grows.
 MOST_GROWTH, FEW = 1.25, 3.0
@@ -37,14 +40,14 @@ class Trial:
 
 
 async def highest_rate(door: Door, source: Source, prompts: Prompts, config: LoadConfig) -> list[Trial]:
-    """Tries rates, upwards while they are held or downwards until one is; returns the trials, the best held one last.
+    """Tries rates until the highest held one is known to a few percent; returns the trials, that one last.
 
     Raises:
         ConfigError: None was held.
     """
-    rate = FIRST_SHARE * await _burst_rate(door, source, prompts, config)
+    rate: float | None = FIRST_SHARE * await _burst_rate(door, source, prompts, config)
     trials: list[Trial] = []
-    while len(trials) < MAX_TRIALS and not _is_known(trials):
+    while rate is not None and len(trials) < MAX_TRIALS:
         arrivals = source.arrivals(rate)
         # Prompts that no window uses, and no other trial.
         other = replace(config, seed=config.seed + 1 + len(trials))
@@ -52,7 +55,7 @@ async def highest_rate(door: Door, source: Source, prompts: Prompts, config: Loa
         stretch = [replace(each, index=-1 - each.index) for each in densest(requests, config.trial_s)]
         trials.append(judged(rate, await replay(door, stretch), config.max_ttft_s))
         _say(trials[-1])
-        rate = rate * STEP if trials[-1].held else rate / STEP
+        rate = next_rate(trials)
     held = [trial for trial in trials if trial.held]
     if not held:
         raise ConfigError(
@@ -85,17 +88,31 @@ def _mean_running(answers: Sequence[Answer], from_s: float, to_s: float) -> floa
     return sum(overlaps) / max(1e-9, to_s - from_s)
 
 
-def _is_known(trials: Sequence[Trial]) -> bool:
-    """Whether one rate was held and the next one was not."""
-    return len({trial.held for trial in trials}) == 2
+def next_rate(trials: Sequence[Trial]) -> float | None:
+    """Returns the rate to try next; None when the highest held one is known well enough."""
+    held = max((trial.rate_per_s for trial in trials if trial.held), default=None)
+    # One that failed below a held one had bad luck.
+    failed = min(
+        (trial.rate_per_s for trial in trials if not trial.held and trial.rate_per_s > (held or 0.0)), default=None
+    )
+    if failed is None:
+        return held and held * STEP
+    if held is None:
+        return failed / STEP
+    return None if failed / held <= NEAR else math.sqrt(held * failed)
 
 
 async def _burst_rate(door: Door, source: Source, prompts: Prompts, config: LoadConfig) -> float:
-    """Requests a second of a burst of the trace's requests, all sent at once."""
+    """Requests a second of a burst of the trace's requests, all sent at once, until three in four have ended.
+
+    The longest of them end alone.
+    """
     arrivals = source.arrivals(NUM_BURST / config.duration_s)
     requests = requests_of(arrivals, prompts, replace(config, seed=config.seed + MAX_TRIALS + 1))
     answers = await replay(door, [replace(each, due_s=0.0) for each in requests])
-    return len(answers) / max(each.ended_s for each in answers)
+    ends_s = sorted(each.ended_s for each in answers)
+    most = max(1, 3 * len(ends_s) // 4)
+    return most / ends_s[most - 1]
 
 
 def _say(trial: Trial) -> None:

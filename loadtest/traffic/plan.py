@@ -15,13 +15,11 @@ from paceline.arrivals import (
     Arrival,
     clipped,
     generated_arrivals,
-    rate_of,
+    opening,
     read_arrivals,
     resized,
-    scaled,
     within,
 )
-from paceline.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,28 +47,23 @@ class Source:
 
     @property
     def trace_rate_per_s(self) -> float:
-        """The trace's own rate; only with a trace."""
+        """The rate of the trace's first minutes as they are; only with a trace."""
         assert self._trace is not None, "a generated trace has the rate it is asked for"
-        return rate_of(self._trace)
+        duration_s = self._config.duration_s
+        return len(within(self._trace, 0.0, duration_s)) / duration_s
 
     def unfitted(self, rate_per_s: float) -> list[Arrival]:
-        """Returns the first minutes of the trace at this rate, lengths as they are.
+        """Returns arrivals for all minutes of the replay at this rate, lengths as they are.
 
         Raises:
-            ConfigError: The trace is too short, or brings no request in that time.
+            ConfigError: The trace has too few requests.
         """
         duration_s = self._config.duration_s
         if self._trace is None:
             return generated_arrivals(
                 rate_per_s=rate_per_s, duration_s=duration_s, seed=self._config.seed, shape=self._config.shape
             )
-        stretched = scaled(self._trace, rate_per_s)
-        if stretched[-1].at_s < duration_s:
-            raise ConfigError(
-                f"--minutes {self._config.minutes:g} is more than the {stretched[-1].at_s / 60:.1f} minutes that the "
-                f"{len(stretched)} requests of the trace last at {rate_per_s:g} a second"
-            )
-        return within(stretched, 0.0, duration_s)
+        return opening(self._trace, rate_per_s=rate_per_s, duration_s=duration_s)
 
     def arrivals(self, rate_per_s: float) -> list[Arrival]:
         """Returns the same with lengths that the model can serve.

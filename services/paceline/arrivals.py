@@ -242,6 +242,23 @@ def scaled(arrivals: Sequence[Arrival], rate_per_s: float) -> list[Arrival]:
     return [replace(each, at_s=each.at_s * stretch) for each in arrivals]
 
 
+def opening(arrivals: Sequence[Arrival], *, rate_per_s: float, duration_s: float) -> list[Arrival]:
+    """Returns as many of the first requests as come in `duration_s` at this rate, the clock stretched to fit them.
+
+    Raises:
+        ConfigError: The trace has too few requests for that.
+    """
+    count = max(1, round(rate_per_s * duration_s))
+    if count >= len(arrivals) or arrivals[count].at_s <= arrivals[0].at_s:
+        raise ConfigError(
+            f"{duration_s:g} s at {rate_per_s:g} requests/s are {count} requests and one after them, the trace has "
+            f"{len(arrivals)}"
+        )
+    first_s = arrivals[0].at_s
+    stretch = duration_s / (arrivals[count].at_s - first_s)
+    return [replace(each, at_s=(each.at_s - first_s) * stretch) for each in arrivals[:count]]
+
+
 def within(arrivals: Sequence[Arrival], start_s: float, end_s: float) -> list[Arrival]:
     """Returns the requests from `start_s` until before `end_s`, with times after `start_s`."""
     return shifted([each for each in arrivals if start_s <= each.at_s < end_s], -start_s)

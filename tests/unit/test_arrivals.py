@@ -14,6 +14,7 @@ from paceline.arrivals import (
     Arrival,
     clipped,
     generated_arrivals,
+    opening,
     rate_of,
     read_arrivals,
     resized,
@@ -143,6 +144,13 @@ def test_scaling_keeps_the_lengths_and_sets_the_rate() -> None:
     faster = scaled(trace, 20.0)
     assert rate_of(faster) == pytest.approx(20.0)
     assert [each.num_output_tokens for each in faster] == [each.num_output_tokens for each in trace]
+
+
+def test_the_opening_of_a_trace_has_the_rate_asked_for_and_what_is_dense_stays_dense() -> None:
+    trace = [Arrival(at_s, 5, 5) for at_s in (0.0, 1.0, 1.5, 4.0, 8.0, 9.0)]
+    assert [each.at_s for each in opening(trace, rate_per_s=2.0, duration_s=2.0)] == [0.0, 0.25, 0.375, 1.0]
+    with pytest.raises(ConfigError, match="the trace has 6"):
+        opening(trace, rate_per_s=3.0, duration_s=2.0)
 
 
 def test_a_window_begins_at_nought() -> None:

@@ -17,7 +17,7 @@ from loadtest.traffic.figures import (
     mode_figures,
     running_over_time,
 )
-from loadtest.traffic.highest import judged
+from loadtest.traffic.highest import MAX_TRIALS, NEAR, Trial, judged, next_rate
 from loadtest.traffic.plan import Request, Source, densest, requests_of, windows_of
 from loadtest.traffic.prompts import open_prompts, read_questions
 from loadtest.traffic.sending import Answer
@@ -170,6 +170,19 @@ def test_a_rate_is_held_while_first_tokens_are_in_time_and_the_queue_does_not_gr
     assert not trial([40.0] * 30)
 
 
+@pytest.mark.parametrize("limit", [0.4, 1.0, 1.9, 5.0])
+def test_the_highest_rate_is_closed_in_on_from_either_side(limit: float) -> None:
+    trials: list[Trial] = []
+    rate: float | None = 1.0
+    while rate is not None:
+        held = rate <= limit
+        trials.append(Trial(rate_per_s=rate, held=held, ttft_p95_s=0.1, running_before=1, running_last=1, num_errors=0))
+        rate = next_rate(trials)
+    best = max(trial.rate_per_s for trial in trials if trial.held)
+    assert best <= limit < best * NEAR
+    assert len(trials) <= MAX_TRIALS + 1
+
+
 def config(**changes: object) -> LoadConfig:
     return LoadConfig(**{"minutes": 0.5, **changes})
 
@@ -191,11 +204,8 @@ def test_lengths_are_scaled_then_clipped_and_the_report_says_so(tmp_path: Path) 
 
 def test_a_trace_that_is_too_short_is_refused_with_its_length(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text(
-        '{"timestamp": 0, "input_length": 9, "output_length": 9}\n' * 2 + '{"timestamp": 9000, '
-        '"input_length": 9, "output_length": 9}\n'
-    )
-    with pytest.raises(ConfigError, match="minutes"):
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 9}\n' * 30)
+    with pytest.raises(ConfigError, match="the trace has 30"):
         Source(config(trace=trace)).arrivals(1.0)
 
 
