@@ -57,13 +57,14 @@ def test_all_cells_together_have_the_whole_rate() -> None:
 
 
 def test_the_least_fleet_does_and_a_smaller_one_does_not() -> None:
-    goal = Goal(ttft_s=0.1, itl_s=0.02)
-    best = least_fleet(profile(), Way.PLAIN, 1, LOAD, goal)
+    goal = Goal(ttft_s=0.1, itl_s=0.03)
+    heavy = [Arrival(0.01 * index, 20, 60) for index in range(200)]
+    best = least_fleet(profile(), Way.PLAIN, 1, heavy, goal)
     assert best is not None
     assert best.meets
     assert best.fleet.num_verifiers > 1
     fewer = Fleet(way=Way.PLAIN, num_verifiers=best.fleet.num_verifiers - 1)
-    assert not evaluate(profile(), fewer, LOAD, goal).meets
+    assert not evaluate(profile(), fewer, heavy, goal).meets
 
 
 def test_goals_that_no_fleet_meets_are_told_apart() -> None:

@@ -72,7 +72,7 @@ def test_a_wrong_fact_is_named(changes: dict[str, Any], message: str) -> None:
 def test_a_missing_fact_is_named() -> None:
     given = broken()
     del given["drafter"]
-    with pytest.raises(ConfigError, match="missing.*drafter"):
+    with pytest.raises(ConfigError, match=r"missing.*drafter"):
         profile_from(given)
 
 

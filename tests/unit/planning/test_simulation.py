@@ -1,4 +1,4 @@
-"""The simulated fleet: what goes in comes out, closed forms where there are any, and the policy of core at its heart."""
+"""The simulated fleet: what goes in comes out, closed forms where there are any, and the policy is that of core."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = Cell(way=Way.PLAIN)
 TIER = Cell(way=Way.TIER, num_drafters=1)
 COLOCATED = Cell(way=Way.COLOCATED)
 WAYS = pytest.mark.parametrize("cell", [PLAIN, TIER, COLOCATED], ids=lambda cell: cell.way.name)
-MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(30)]
+MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(20)]
 
 
 def received(outcome: Outcome) -> list[int]:
@@ -50,13 +50,10 @@ def test_the_seed_decides_everything(cell: Cell) -> None:
 def test_without_speculation_every_step_takes_what_its_rows_take(streams: int) -> None:
     outcome = run_closed(profile(), PLAIN, equal(streams, num_prompt_tokens=1), streams=streams)
     step_s = STEP_S + (streams - 1) * ROW_S
-    gaps = [
-        later - sooner
-        for each in outcome.requests
-        for (sooner, _), (later, _) in zip(each.pieces, each.pieces[1:], strict=False)
-    ]
-    assert gaps == pytest.approx([step_s] * (23 * streams))
-    assert outcome.itl_s() == pytest.approx([step_s] * 3)
+    # Only the first step, and the last ones, have fewer rows.
+    assert outcome.itl_s()[0] == pytest.approx(step_s)
+    assert outcome.requests[0].num_steps == 23
+    assert outcome.requests[0].pieces[-1][0] == pytest.approx(STEP_S + 23 * step_s + profile().door_s)
     assert outcome.gamma == 0.0
 
 
@@ -68,22 +65,22 @@ def test_prompts_are_computed_in_chunks_of_what_a_step_holds() -> None:
 
 
 def test_pages_bound_the_sessions_of_a_step() -> None:
-    # Three pages each at their longest, and six pages in all.
-    outcome = run_closed(profile(kv_tokens=96), PLAIN, equal(8, 10, 30), streams=8)
+    # Three pages each, and six pages in all.
+    outcome = run_closed(profile(kv_tokens=96), PLAIN, equal(8, 33, 14), streams=8)
     assert outcome.itl_s()[0] == pytest.approx(STEP_S + ROW_S)
-    assert received(outcome) == [30] * 8
+    assert received(outcome) == [14] * 8
 
 
 def test_guesses_that_are_always_wrong_commit_nothing() -> None:
-    outcome = run_closed(profile(SureGuesses(right=False)), TIER, equal(4, 1, 200), streams=1)
+    outcome = run_closed(profile(SureGuesses(right=False)), TIER, equal(2, 1, 150), streams=1)
     assert outcome.tokens_per_step == 1.0
-    assert received(outcome) == [200] * 4
+    assert received(outcome) == [150] * 2
     assert outcome.gamma < 0.5, "the controller has drafters rest"
 
 
 def test_guesses_that_are_always_right_save_most_steps() -> None:
     plain, tier, colocated = (
-        run_closed(profile(SureGuesses(right=True)), cell, equal(4, 1, 200), streams=1)
+        run_closed(profile(SureGuesses(right=True)), cell, equal(2, 1, 150), streams=1)
         for cell in (PLAIN, TIER, COLOCATED)
     )
     assert tier.tokens_per_step > 4.0
@@ -98,8 +95,8 @@ def test_more_drafters_never_bring_less_where_one_is_too_few() -> None:
         run_closed(
             profile(draft_cost=slow),
             Cell(way=Way.TIER, num_drafters=count),
-            equal(16, 1, 64),
-            streams=8,
+            equal(8, 1, 40),
+            streams=4,
         ).tokens_per_s
         for count in (1, 2, 4)
     ]
@@ -115,7 +112,7 @@ def test_where_every_row_costs_a_step_speculation_stops_by_itself() -> None:
 
 def test_a_distant_drafter_is_of_less_use() -> None:
     rates = [
-        run_closed(profile(link_s=link_s), TIER, equal(6, 1, 100), streams=1).tokens_per_s
+        run_closed(profile(link_s=link_s), TIER, equal(2, 1, 100), streams=1).tokens_per_s
         for link_s in (0.0001, 0.005, 0.05)
     ]
     assert rates == sorted(rates, reverse=True)
@@ -148,7 +145,7 @@ def test_a_request_longer_than_the_kv_is_refused_by_name() -> None:
 
 def test_what_never_keeps_up_is_given_up_and_counted() -> None:
     flood = [Arrival(0.001 * index, 400, 50) for index in range(300)]
-    outcome = run_open(profile(), PLAIN, flood, give_up_s=1.0)
+    outcome = run_open(profile(), PLAIN, flood, give_up_s=8.0)
     assert 0 < outcome.num_unfinished < 300
     assert math.isfinite(outcome.e2e_s()[0])
 
