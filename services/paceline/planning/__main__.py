@@ -64,10 +64,8 @@ def profile_of(config: PlanConfig) -> Profile:
         ConfigError: There is none of that name, or its file is broken.
     """
     path, shipped = Path(config.profile), SHIPPED / f"{config.profile}.json"
-    if "@" in config.profile and not path.is_file():
-        profile = computed_profile(config.profile)
-    else:
-        profile = read_profile(shipped if shipped.is_file() else path)
+    files = [each for each in (path, shipped) if each.is_file()]
+    profile = read_profile(files[0]) if files else computed_profile(config.profile)
     target, drafter = profile.target, profile.drafter
     if config.verifier_price is not None:
         target = replace(target, price_per_hour=config.verifier_price)

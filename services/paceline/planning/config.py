@@ -44,10 +44,10 @@ class PlanConfig:
         None, help="Its drafters; without it a quarter as many as verifiers, at least one.", low=1, high=1_000_000
     )
     verifier_price: float | None = setting(
-        None, help="Price of a verifier's GPU instead of the profile's.", unit="an hour", low=0.0
+        None, help="Price an hour of a verifier's GPU, instead of the profile's.", low=0.0
     )
     drafter_price: float | None = setting(
-        None, help="Price of a drafter's GPU instead of the profile's.", unit="an hour", low=0.0
+        None, help="Price an hour of a drafter's GPU, instead of the profile's.", low=0.0
     )
     workers: int = setting(0, help="Processes that simulate; 0: one a CPU.", low=0, high=1024)
     seed: int = setting(0, help="Of arrivals and of the luck with step times.", low=0, high=2**31 - 1)

@@ -102,10 +102,11 @@ class SimulatedDrafter:
         self._expansions: list[_Expansion] = []
         self.num_paired = 0
 
-    def open(self, number: int, message: OpenSession, prompt_len: int) -> None:
-        """A verifier opened a session; beyond its bound a drafter leaves sessions without drafts."""
-        if len(self._sessions) < self._facts.device.max_sessions:
-            self._sessions[message.session_id] = SimulatedDraft(number, message, prompt_len)
+    def open(self, number: int, message: OpenSession, prompt_len: int) -> SimulatedDraft | None:
+        """A verifier opened a session; None, and it goes without drafts, where there are as many as may be."""
+        if len(self._sessions) >= self._facts.device.max_sessions:
+            return None
+        return self._sessions.setdefault(message.session_id, SimulatedDraft(number, message, prompt_len))
 
     def handle(self, message: ToDrafter) -> None:
         """Takes in a message about a session."""

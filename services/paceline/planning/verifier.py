@@ -27,6 +27,8 @@ STEP_SMOOTHING = 0.1
 ROOM_PER_NODE = 8
 TOLD_AT_REST = 16
 SHORT_REMAINDER = 10
+# Nobody waits for less, or rounding could keep time from going on.
+LEAST_WAIT_S = 1e-6
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,7 +240,7 @@ class SimulatedVerifier:
         self, sessions: Sequence[SimulatedSession], waits: Sequence[float | None], now_s: float
     ) -> float:
         left_s = self._step_s - (now_s - self._idle_since_s)
-        if not sessions or left_s <= 0.0 or all(wait_s is None for wait_s in waits):
+        if not sessions or left_s < LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
             return 0.0
         looks = [
             session.prospect(1.0 if wait_s is None else session.draft.price)

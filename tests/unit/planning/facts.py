@@ -1,0 +1,54 @@
+"""Profiles that tests plan with: round figures, no luck unless asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.step_cost import StepCost
+from paceline.planning.guesses import DrawnGuesses, GuessSource, Ranked
+from paceline.planning.profile import MEASURED, DeviceFacts, DrafterFacts, Profile
+
+# A step of one row, and what every row more takes.
+STEP_S, ROW_S = 0.010, 0.0001
+TARGET_COST = StepCost(rows=(1, 1025), seconds=(STEP_S, STEP_S + 1024 * ROW_S))
+DRAFT_COST = StepCost(rows=(1, 1025), seconds=(0.001, 0.001 + 1024 * 1e-5))
+
+
+class SureGuesses:
+    """A drafter that is sure of one guess, and always right or always wrong."""
+
+    def __init__(self, *, right: bool) -> None:
+        self._ranked: Ranked = [(0 if right else 1, 0.95), (2, 0.03)]
+
+    def guesses(self, session: int, position: int) -> Ranked:
+        """See `GuessSource`."""
+        return self._ranked
+
+
+def profile(
+    truth: GuessSource | None = None,
+    *,
+    cost: StepCost = TARGET_COST,
+    kv_tokens: int = 32_768,
+    noise: float = 0.0,
+    draft_cost: StepCost = DRAFT_COST,
+    link_s: float = 0.0002,
+) -> Profile:
+    """A pair whose steps take round figures."""
+    drafter = DrafterFacts(device=DeviceFacts(name="small", cost=draft_cost, price_per_hour=1.0, max_sessions=256))
+    return Profile(
+        name="test pair",
+        kind=MEASURED,
+        origin="a test",
+        target=DeviceFacts(name="large", cost=cost, kv_tokens=kv_tokens, noise=noise, price_per_hour=4.0),
+        drafter=drafter,
+        colocated=drafter,
+        colocated_kv_tokens=kv_tokens,
+        truth=DrawnGuesses() if truth is None else truth,
+        link_s=link_s,
+    )
+
+
+def equal(count: int, num_prompt_tokens: int = 20, num_output_tokens: int = 24) -> Sequence[tuple[int, int]]:
+    """Lengths of so many equal requests."""
+    return [(num_prompt_tokens, num_output_tokens)] * count

@@ -1,0 +1,124 @@
+"""`paceline plan`: fleets by their cells, the least that does, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.arrivals import Arrival
+from paceline.core.errors import ConfigError
+from paceline.planning.fleets import Fleet, Goal, dealt, evaluate, least_fleet, scaled
+from paceline.planning.profile import read_profile, write_profile
+from paceline.planning.simulation import Way
+from tests.unit.planning.facts import profile
+
+LOAD = [Arrival(0.02 * index, 50, 20) for index in range(200)]
+LOOSE = Goal(ttft_s=5.0, itl_s=5.0)
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", *argv])
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("share", "of"), [(1, 7), (3, 7), (7, 7), (9, 7)])
+def test_requests_are_dealt_out_evenly(share: int, of: int) -> None:
+    mine = dealt(LOAD, share, of)
+    assert len(mine) == min(len(LOAD), len(LOAD) * share // of)
+    assert mine == sorted(mine, key=lambda each: each.at_s)
+
+
+def test_a_load_keeps_its_lengths_at_another_rate() -> None:
+    faster = scaled(LOAD, 100.0)
+    assert [each.num_prompt_tokens for each in faster] == [50] * 200
+    assert 199 / faster[-1].at_s == pytest.approx(100.0)
+
+
+def test_a_fleet_counts_gpus_of_both_tiers() -> None:
+    facts = profile()
+    two_each = replace(facts, target=replace(facts.target, num_devices=2))
+    fleet = Fleet(way=Way.TIER, num_verifiers=8, num_drafters=2)
+    assert fleet.num_gpus(two_each) == 18
+    assert fleet.price_per_hour(two_each) == 8 * 2 * 4.0 + 2 * 1.0
+    assert (fleet.cell().num_verifiers, fleet.cell().num_drafters) == (4, 1)
+
+
+def test_all_cells_together_have_the_whole_rate() -> None:
+    alone = evaluate(profile(), Fleet(way=Way.PLAIN, num_verifiers=1), LOAD, LOOSE)
+    four = evaluate(profile(), Fleet(way=Way.PLAIN, num_verifiers=4), LOAD, LOOSE)
+    assert (len(alone.outcome.requests), len(four.outcome.requests)) == (200, 50)
+    assert four.tokens_per_s == pytest.approx(50 * 20, rel=0.1)
+
+
+def test_the_least_fleet_does_and_a_smaller_one_does_not() -> None:
+    goal = Goal(ttft_s=0.1, itl_s=0.03)
+    heavy = [Arrival(0.01 * index, 20, 60) for index in range(200)]
+    best = least_fleet(profile(), Way.PLAIN, 1, heavy, goal)
+    assert best is not None
+    assert best.meets
+    assert best.fleet.num_verifiers > 1
+    fewer = Fleet(way=Way.PLAIN, num_verifiers=best.fleet.num_verifiers - 1)
+    assert not evaluate(profile(), fewer, heavy, goal).meets
+
+
+def test_goals_that_no_fleet_meets_are_told_apart() -> None:
+    assert least_fleet(profile(), Way.PLAIN, 1, LOAD, Goal(ttft_s=5.0, itl_s=0.001)) is None
+
+
+def test_more_drafters_than_verifiers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="drafters must be at most as many as verifiers, got 3"):
+        Fleet(way=Way.TIER, num_verifiers=2, num_drafters=3)
+
+
+def test_the_command_compares_a_fleet_with_as_many_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_profile(profile(), tmp_path / "p.json")
+    arguments = ["--profile", str(tmp_path / "p.json"), "--rate", "10", "--seconds", "3", "--workers", "1"]
+    arguments += ["--verifiers", "2", "--drafters", "1", "--json", str(tmp_path / "out.json")]
+    cli.main(["plan", *arguments, "--slo-ttft-ms", "60000", "--slo-itl-ms", "60000"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("| ")]
+    assert "2 verifiers + 1 drafters" in rows[2]
+    assert "no speculation, equal GPUs: 3 verifiers" in rows[3]
+    assert "co-located drafter, equal GPUs: 3 verifiers" in rows[4]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [each["gpus"] for each in found.values()] == [3, 3, 3]
+
+
+def test_missed_goals_are_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_profile(profile(), tmp_path / "p.json")
+    arguments = ["--profile", str(tmp_path / "p.json"), "--rate", "10", "--seconds", "2", "--workers", "1"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", *arguments, "--verifiers", "1", "--slo-itl-ms", "0.1"])
+    assert caught.value.code == 1
+    assert "the goals are not met" in capsys.readouterr().out
+
+
+def test_a_computed_profile_is_written_as_a_file_to_edit(tmp_path: Path) -> None:
+    cli.main(["plan", "--profile", "8b+1b@h100+l4", "--write-profile", str(tmp_path / "p.json")])
+    assert read_profile(tmp_path / "p.json").kind == "computed"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--profile is required"),
+        (["--profile", "8b+1b@h100+l4"], "--rate is required without --trace"),
+        (["--profile", "demos", "--rate", "3"], "profile 'demos' is no file"),
+        (["--profile", "8b+1b@h100+l4", "--rate", "0"], "--rate must be a number of requests/s from 0.001"),
+        (["--profile", "8b+1b@h100+l4", "--rate", "3", "--drafters", "3"], "--drafters needs --verifiers"),
+        (
+            ["--profile", "8b+1b@h100+l4", "--rate", "3", "--drafters", "3", "--verifiers", "2"],
+            "--drafters must be at most --verifiers (2), got 3",
+        ),
+        (["--profile", "8b+1b@h100+l4", "--trace", "/nope.csv"], "/nope.csv"),
+        (["--profile", "8b+1b@h100+l4", "--rate", "0.01"], "--seconds 20: only"),
+    ],
+)
+def test_refusals_name_the_setting(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(argv, capsys)

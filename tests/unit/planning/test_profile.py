@@ -1,0 +1,120 @@
+"""Facts in files: what is written is read again, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.planning.guesses import RIGHT, STRIDE, DrawnGuesses, RecordedGuesses, RecordedPlace
+from paceline.planning.profile import (
+    MEASURED,
+    SHIPPED,
+    profile_from,
+    profile_object,
+    read_profile,
+    write_profile,
+)
+from paceline.planning.roofline import computed_profile
+from tests.unit.planning.facts import profile
+
+PLACES = [RecordedPlace(rank=1, confidences=(0.9, 0.05)), RecordedPlace(rank=None, confidences=(0.4,))]
+
+
+def broken(**changes: Any) -> dict[str, Any]:
+    given = json.loads(json.dumps(profile_object(profile())))
+    for key, value in changes.items():
+        first, _, second = key.partition("__")
+        if second:
+            given[first][second] = value
+        else:
+            given[first] = value
+    return given
+
+
+@pytest.mark.parametrize("truth", [DrawnGuesses(slope=0.9), RecordedGuesses([PLACES, PLACES[:1]])])
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path, truth: DrawnGuesses | RecordedGuesses) -> None:
+    written = profile(truth)
+    write_profile(written, tmp_path / "p.json")
+    read = read_profile(tmp_path / "p.json")
+    assert profile_object(read) == profile_object(written)
+    assert replace(read, truth=truth) == written
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target__max_rows": 0}, "target.max_rows must be at least 1, got 0"),
+        ({"target__noise": "much"}, "target.noise must be a number, got 'much'"),
+        ({"target__max_sessions": 2.5}, "target.max_sessions must be a whole number, got 2.5"),
+        ({"target__rows": [4, 2]}, "target: step cost"),
+        ({"target__speed": 3}, "target.speed is not known; there are name, cost"),
+        ({"drafter__draft_rows": 0}, "drafter.rows must be at least 1, got 0"),
+        ({"kind": "guessed"}, "kind must be measured or computed, got 'guessed'"),
+        ({"link_s": -1}, "link_s must be 0 or more, got -1"),
+        ({"most_nodes": 65}, "most_nodes must be from 0 to 64, got 65"),
+        ({"acceptance": {"texts": [["x"]]}}, "acceptance.texts: needs lists of"),
+        ({"acceptance": {"texts": []}}, "acceptance.texts: needs at least one text"),
+        ({"acceptance": {"rate": 0.7}}, "acceptance.rate is not known"),
+        ({"drafter": 7}, "drafter must be a JSON object, got 7"),
+    ],
+)
+def test_a_wrong_fact_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        profile_from(broken(**changes))
+    assert message in str(caught.value)
+
+
+def test_a_missing_fact_is_named() -> None:
+    given = broken()
+    del given["drafter"]
+    with pytest.raises(ConfigError, match=r"missing.*drafter"):
+        profile_from(given)
+
+
+def test_recorded_guesses_follow_their_text_over_and_over() -> None:
+    truth = RecordedGuesses([PLACES, [PLACES[1]]])
+    assert truth.guesses(0, 1) == [(1, 0.9), (RIGHT, 0.05)]
+    assert truth.guesses(0, 2) == [(1, 0.4)]
+    assert truth.guesses(0, 3) == truth.guesses(0, 1)
+    assert truth.guesses(2, 5) == truth.guesses(0, 1), "there are two texts"
+    assert truth.guesses(1, STRIDE * 3 + 1), "off the text there are guesses too"
+
+
+def test_profiles_in_the_package_are_measured_ones() -> None:
+    shipped = {path.stem: read_profile(path) for path in SHIPPED.glob("*.json")}
+    assert all(each.kind == MEASURED for each in shipped.values())
+
+
+def test_a_computed_step_reads_all_weights_or_computes_all_rows() -> None:
+    target = computed_profile("8b+1b@h100+l4").target
+    weights_s = 2 * 8.03e9 / (0.75 * 3.35e12)
+    assert target.cost.at(1) == pytest.approx(weights_s + 5e-4)
+    assert target.cost.at(2048) == pytest.approx(2 * 8.03e9 * 2048 / (0.6 * 989e12) + 5e-4)
+    split = computed_profile("8b+1b@2xh100+l4").target
+    assert split.cost.at(1) == pytest.approx(weights_s / 2 + 5e-4 + 64 * 1e-5)
+
+
+def test_a_drafter_inside_takes_memory_from_the_target() -> None:
+    computed = computed_profile("8b+1b@h100+l4")
+    assert computed.kind == "computed"
+    assert computed.colocated_kv_tokens < computed.target.kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("8b@h100", "not in the form"),
+        ("9b+1b@h100+l4", "no model '9b' is known; there are 1b"),
+        ("8b+1b@h100+l5", "no GPU 'l5' is known; there are h100"),
+        ("70b+8b@h100+l4", "70B does not fit 1 x H100"),
+        ("8b+1b@9xh100+l4", "from 1 to 8 GPUs, got 9"),
+    ],
+)
+def test_what_cannot_be_computed_is_said(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        computed_profile(name)

@@ -1,0 +1,159 @@
+"""The simulated fleet: what goes in comes out, closed forms where there are any, and the policy is that of core."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from paceline.arrivals import Arrival
+from paceline.core.allocator import Goodput
+from paceline.core.errors import ConfigError
+from paceline.core.session import DrafterSession, VerifierSession
+from paceline.core.step_cost import StepCost
+from paceline.core.tree import DraftTree
+from paceline.core.tree_growth import TreeGrowth
+from paceline.planning.drafter import SimulatedDrafter
+from paceline.planning.events import Events
+from paceline.planning.processes import VerifierProcess
+from paceline.planning.simulation import Cell, Outcome, Way, run_closed, run_open
+from paceline.planning.verifier import Asked, Link, SimulatedSession
+from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
+
+PLAIN = Cell(way=Way.PLAIN)
+TIER = Cell(way=Way.TIER, num_drafters=1)
+COLOCATED = Cell(way=Way.COLOCATED)
+WAYS = pytest.mark.parametrize("cell", [PLAIN, TIER, COLOCATED], ids=lambda cell: cell.way.name)
+MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(20)]
+
+
+def received(outcome: Outcome) -> list[int]:
+    return [each.num_received for each in outcome.requests]
+
+
+@WAYS
+@pytest.mark.parametrize("kv_tokens", [32_768, 320], ids=["room for all", "room for few, so sessions lose their pages"])
+def test_every_token_asked_for_comes_out_once(cell: Cell, kv_tokens: int) -> None:
+    outcome = run_open(profile(kv_tokens=kv_tokens, noise=0.05), cell, MIXED)
+    assert received(outcome) == [each.num_output_tokens for each in MIXED]
+    assert outcome.num_unfinished == 0
+
+
+@WAYS
+def test_the_seed_decides_everything(cell: Cell) -> None:
+    first, again, other = (run_open(profile(noise=0.1), cell, MIXED, seed=seed) for seed in (1, 1, 2))
+    assert first.requests == again.requests
+    assert first.requests != other.requests
+
+
+@pytest.mark.parametrize("streams", [1, 4, 16])
+def test_without_speculation_every_step_takes_what_its_rows_take(streams: int) -> None:
+    outcome = run_closed(profile(), PLAIN, equal(streams, num_prompt_tokens=1), streams=streams)
+    step_s = STEP_S + (streams - 1) * ROW_S
+    # Only the first step, and the last ones, have fewer rows.
+    assert outcome.itl_s()[0] == pytest.approx(step_s)
+    assert outcome.requests[0].num_steps == 23
+    assert outcome.requests[0].pieces[-1][0] == pytest.approx(STEP_S + 23 * step_s + profile().door_s)
+    assert outcome.gamma == 0.0
+
+
+def test_prompts_are_computed_in_chunks_of_what_a_step_holds() -> None:
+    outcome = run_open(profile(), PLAIN, [Arrival(0.0, 1100, 1)])
+    # 512 rows a step: two full ones and one of 76.
+    expected = 3 * STEP_S + (511 + 511 + 75) * ROW_S
+    assert outcome.ttft_s()[0] == pytest.approx(expected + profile().door_s)
+
+
+def test_pages_bound_the_sessions_of_a_step() -> None:
+    # Three pages each, and six pages in all.
+    outcome = run_closed(profile(kv_tokens=96), PLAIN, equal(8, 33, 14), streams=8)
+    assert outcome.itl_s()[0] == pytest.approx(STEP_S + ROW_S)
+    assert received(outcome) == [14] * 8
+
+
+def test_guesses_that_are_always_wrong_commit_nothing() -> None:
+    outcome = run_closed(profile(SureGuesses(right=False)), TIER, equal(2, 1, 150), streams=1)
+    assert outcome.tokens_per_step == 1.0
+    assert received(outcome) == [150] * 2
+    assert outcome.gamma < 0.5, "the controller has drafters rest"
+
+
+def test_guesses_that_are_always_right_save_most_steps() -> None:
+    plain, tier, colocated = (
+        run_closed(profile(SureGuesses(right=True)), cell, equal(2, 1, 150), streams=1)
+        for cell in (PLAIN, TIER, COLOCATED)
+    )
+    assert tier.tokens_per_step > 4.0
+    assert tier.tokens_per_s > 3.0 * plain.tokens_per_s
+    # Co-located, the same guesses cost the verifier's time.
+    assert plain.tokens_per_s < colocated.tokens_per_s < tier.tokens_per_s
+
+
+def test_more_drafters_never_bring_less_where_one_is_too_few() -> None:
+    slow = StepCost(rows=(1, 1025), seconds=(0.004, 0.3))
+    rates = [
+        run_closed(
+            profile(draft_cost=slow),
+            Cell(way=Way.TIER, num_drafters=count),
+            equal(8, 1, 40),
+            streams=4,
+        ).tokens_per_s
+        for count in (1, 2, 4)
+    ]
+    assert rates == sorted(rates)
+
+
+def test_where_every_row_costs_a_step_speculation_stops_by_itself() -> None:
+    dear = StepCost(rows=(1, 2, 513), seconds=(0.010, 0.020, 5.13))
+    plain, tier = (run_closed(profile(cost=dear), cell, equal(8, 1, 100), streams=4) for cell in (PLAIN, TIER))
+    assert tier.tokens_per_s > 0.95 * plain.tokens_per_s
+    assert tier.gamma < 0.2
+
+
+def test_a_distant_drafter_is_of_less_use() -> None:
+    rates = [
+        run_closed(profile(link_s=link_s), TIER, equal(2, 1, 100), streams=1).tokens_per_s
+        for link_s in (0.0001, 0.005, 0.05)
+    ]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_policy_trees_and_session_ends_are_those_of_core() -> None:
+    facts = profile()
+    process = VerifierProcess(facts, Events(0), colocated=False, on_end=lambda _: None)
+    assert type(process.verifier.allocator) is Goodput
+    link = Link(send=lambda *_: None)
+    session = SimulatedSession(Asked(number=0, at_s=0.0, num_prompt_tokens=3, num_output_tokens=9), 12, link)
+    assert type(session.draft) is VerifierSession
+    assert type(session.draft.tree) is DraftTree
+    drafter = SimulatedDrafter(facts.drafter, facts.truth)
+    drafted = drafter.open(0, session.draft.open(), 3)
+    assert drafted is not None
+    assert (type(drafted.mirror), type(drafted.growth)) == (DrafterSession, TreeGrowth)
+
+
+def test_the_allocator_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Goodput, "_ranked", lambda *_: [])
+    outcome = run_closed(profile(SureGuesses(right=True)), TIER, equal(2), streams=1)
+    assert outcome.gamma == 0.0
+
+
+def test_a_request_longer_than_the_kv_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"request 0 of the load has 1,?0?\d* tokens.*target.kv_tokens"):
+        run_open(profile(kv_tokens=512), PLAIN, [Arrival(0.0, 600, 500)])
+
+
+def test_what_never_keeps_up_is_given_up_and_counted() -> None:
+    flood = [Arrival(0.001 * index, 400, 50) for index in range(300)]
+    outcome = run_open(profile(), PLAIN, flood, give_up_s=8.0)
+    assert 0 < outcome.num_unfinished < 300
+    assert math.isfinite(outcome.e2e_s()[0])
+
+
+@pytest.mark.parametrize(
+    ("way", "verifiers", "drafters", "name"),
+    [(Way.PLAIN, 0, 0, "num_verifiers"), (Way.TIER, 1, 0, "num_drafters"), (Way.COLOCATED, 1, 1, "num_drafters")],
+)
+def test_cells_that_make_no_sense_are_refused(way: Way, verifiers: int, drafters: int, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Cell(way=way, num_verifiers=verifiers, num_drafters=drafters)
