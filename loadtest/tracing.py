@@ -28,9 +28,9 @@ from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.training.corpus import unseen_prompts
 
 OFF, OFF_AGAIN = "off", "off again"
-RATIOS = {"0 %": 0.0, "10 %": 0.1, "100 %": 1.0}
-# What a way may cost at most.
-LEAST = {"0 %": 0.99, "10 %": 0.98}
+RATIOS = (0.0, 0.1, 1.0)
+# What is to be left of the speed at a sampling ratio.
+LEAST = {0.0: 0.99, 0.1: 0.98}
 NUM_PROMPTS = 64
 
 
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="requests of a way and round (default 64)")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of a request (default 64)")
     parser.add_argument("--dtype", default="auto", help="weight type (default auto)")
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="sampling ratios (default 0 0.1 1)")
     parser.add_argument("--small", action="store_true", help="serve the demo pair unwidened, whose steps are short")
     raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
 
@@ -75,24 +76,29 @@ async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all rounds and prints the table; True when no way costs more than it may."""
     models = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER} if arguments.small else widened_target("98m")
     settings = {**models, **OWN_HARDWARE, "dtype": arguments.dtype}
-    rates = Rates(by_way={way: [] for way in (OFF, *RATIOS, OFF_AGAIN)})
+    ratios = {f"{100 * ratio:g} %": ratio for ratio in arguments.ratios}
+    rates = Rates(by_way={way: [] for way in (OFF, *ratios, OFF_AGAIN)})
     async with AsyncExitStack() as stack:
         collector = await stack.enter_async_context(collecting())
         urls = {}
-        for way, ratio in {OFF: None, **RATIOS}.items():
+        for way, ratio in {OFF: None, **ratios}.items():
             traced = {} if ratio is None else {"otlp_traces_endpoint": collector.endpoint, "trace_sample_ratio": ratio}
             fleet = await stack.enter_async_context(bench_fleet(**settings, **traced))
             urls[way] = fleet.gateway_url
         urls[OFF_AGAIN] = urls[OFF]
         await _rounds(urls, rates, arguments)
-    return _report(rates, collector.counted, arguments)
+    ok = rates.same_texts and all(rates.figures(way)["ratio"] >= LEAST.get(ratio, 0.0) for way, ratio in ratios.items())
+    _report(rates, collector.counted, arguments, ok=ok)
+    return ok
 
 
 async def _rounds(urls: dict[str, str], rates: Rates, arguments: argparse.Namespace) -> None:
     asks = _asks(arguments.requests, arguments.max_tokens)
     for way, url in urls.items():
         if way != OFF_AGAIN:
-            await run_batch(url, _asks(NUM_PROMPTS, 2), arguments.streams, f"warming up, {way}")
+            await run_batch(
+                url, _asks(min(NUM_PROMPTS, arguments.requests), 2), arguments.streams, f"warming up, {way}"
+            )
     ways = list(urls)
     with tqdm(total=arguments.rounds * len(ways), desc="tracing", unit="way") as bar:
         for number in range(arguments.rounds):
@@ -111,19 +117,17 @@ def _asks(count: int, max_tokens: int) -> list[Ask]:
     return [Ask(prompt=prompt, max_tokens=max_tokens, seed=seed) for seed, prompt in enumerate(prompts)]
 
 
-def _report(rates: Rates, counted: dict[str, int], arguments: argparse.Namespace) -> bool:
+def _report(rates: Rates, counted: dict[str, int], arguments: argparse.Namespace, *, ok: bool) -> None:
     rows = {way: rates.figures(way) for way in rates.by_way}
     for way, row in rows.items():
         print(f"{way:9} {row['tokens_per_s']:8.1f} tokens/s  ratio to off {row['ratio']:.4f} "
               f"({row['least']:.4f} to {row['most']:.4f})")  # fmt: skip
-    ok = rates.same_texts and all(rows[way]["ratio"] >= least for way, least in LEAST.items())
     print(
         f"{arguments.streams} streams, {arguments.requests} requests of {arguments.max_tokens} tokens a way and round, "
         f"{arguments.rounds} rounds; all texts {'equal' if rates.same_texts else 'NOT EQUAL'}; {machine()}"
     )
     print(f"collected: {counted['spans']} spans of {counted['traces']} traces in {counted['bytes']} bytes")
     print(json.dumps({"bench": "tracing", "machine": machine(), "ways": rows, "collected": counted, "ok": ok}))
-    return ok
 
 
 @dataclass(slots=True)

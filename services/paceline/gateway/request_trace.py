@@ -25,9 +25,11 @@ class RequestTrace:
     """
 
     def __init__(self, tracing: Tracing, operation: str, traceparent: str) -> None:
+        self._started_s = time.monotonic()
         self.span: Span = tracing.start(
             operation,
             traceparent=traceparent,
+            start_s=self._started_s,
             attributes={
                 names.GEN_AI_OPERATION_NAME: operation,
                 names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
@@ -35,7 +37,6 @@ class RequestTrace:
             },
         )
         self._operation = operation
-        self._started_s = time.monotonic()
         self._first_s: float | None = None
         self._samples_per_prompt = 1
         self._num_sessions = 0
