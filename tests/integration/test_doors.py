@@ -145,6 +145,13 @@ async def test_without_a_known_key_every_grpc_method_is_closed(fleet: ScriptedFl
     assert not fleet.verifier.requests
 
 
+async def test_whoever_may_not_come_in_is_counted_at_both_doors(fleet: ScriptedFleet) -> None:
+    assert (await fleet.http.get("/v1/models")).status_code == 401
+    assert isinstance(await grpc_error(fleet), UnauthenticatedError)
+    page = (await fleet.http.get("/metrics", headers=bearer(ALICE))).text
+    assert 'paceline:request_errors_total{type="UnauthenticatedError"} 2.0' in page
+
+
 async def test_health_needs_no_key_at_either_door(fleet: ScriptedFleet) -> None:
     assert (await fleet.http.get("/health")).status_code == 200
     async with grpc.aio.insecure_channel(fleet.addresses.grpc) as channel:

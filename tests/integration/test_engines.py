@@ -9,7 +9,16 @@ import pytest
 
 from paceline.core.allocator import FixedGamma, Goodput
 from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
-from paceline.core.params import DRAFT_MODEL, LAYER_SKIP, MEDUSA, NGRAM, SUFFIX, SamplingParams, SpeculationParams
+from paceline.core.params import (
+    DRAFT_MODEL,
+    EAGLE3,
+    LAYER_SKIP,
+    MEDUSA,
+    NGRAM,
+    SUFFIX,
+    SamplingParams,
+    SpeculationParams,
+)
 from paceline.core.tree import DraftTree
 from paceline.engine.target_events import DraftsArrived
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
@@ -323,10 +332,23 @@ def test_wrong_guesses_with_full_confidence_change_nothing(pair_folders, plain):
     assert pair.sessions["s0"].result.speculation.num_draft_tokens > 40
 
 
-def pair_link_up():
+@pytest.mark.parametrize(("wants_states", "source"), [(False, DRAFT_MODEL), (True, EAGLE3)])
+def test_guesses_without_a_place_are_counted_as_late_by_the_method_of_their_drafter(pair_folders, wants_states, source):
+    pair = EnginePair(*pair_folders)
+    pair.kill_drafter()
+    pair.target.handle(pair_link_up(wants_states=wants_states))
+    pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
+    orphan = NodeGuess(node_id=2, parent_id=1, token_id=3, confidence=1.0)
+    strange = NodeGuess(node_id=3, parent_id=0, token_id=VOCAB_SIZE, confidence=1.0)
+    nodes = DraftNodes(session_id="s0", epoch=1, base_len=len(prompts(1)[0]), nodes=(orphan, strange))
+    pair.target.handle(DraftsArrived(address=DRAFTER, messages=[nodes], arrived_s=0.0))
+    assert pair.target.step().report.late_by == {source: 2}
+
+
+def pair_link_up(wants_states: bool = False):
     from paceline.engine.target_events import LinkChanged
 
-    return LinkChanged(address=DRAFTER, up=True)
+    return LinkChanged(address=DRAFTER, up=True, wants_states=wants_states)
 
 
 def test_eos_is_not_chosen_before_min_tokens(pair_folders):

@@ -114,6 +114,7 @@ async def test_bad_fields_are_named_and_the_next_request_works(
 
 async def test_an_unknown_model_is_not_found(fleet: ScriptedFleet) -> None:
     assert isinstance(await refusal(fleet, Request(model="gpt-9", prompt="x")), ModelNotFoundError)
+    assert 'paceline:request_errors_total{type="ModelNotFoundError"} 1.0' in (await fleet.http.get("/metrics")).text
 
 
 async def test_a_failing_verifier_ends_the_stream_with_a_status(fleet: ScriptedFleet) -> None:

@@ -6,9 +6,11 @@ from collections import Counter
 
 from prometheus_client import CollectorRegistry
 
-from paceline.engine.target_events import StepReport
+from paceline.core.errors import UnavailableError
+from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, Timings
+from paceline.engine.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
-from paceline.verifier.metrics import record_served_by, record_step
+from paceline.verifier.metrics import record_output, record_served_by, record_step
 
 
 def test_time_and_turns_of_sources_that_are_not_free_are_counted():
@@ -30,3 +32,49 @@ def test_a_drafter_is_shown_while_it_has_sessions_and_no_longer():
     assert registry.get_sample_value("paceline:drafted_sessions", label) == 2
     record_served_by(metrics, "10.0.0.7:8201", 0)
     assert registry.get_sample_value("paceline:drafted_sessions", label) is None
+
+
+def test_tokens_are_counted_as_they_are_committed_and_times_when_a_session_ends():
+    registry = CollectorRegistry()
+    timings = Timings(queue_ns=2_000_000_000, prefill_ns=500_000_000, decode_ns=4_000_000_000)
+    result = GenerateResult(
+        finish_reason=FinishReason.LENGTH,
+        num_prompt_tokens=3,
+        num_cached_tokens=0,
+        num_generated_tokens=5,
+        timings=timings,
+    )
+    committed = [
+        (1, CommittedTokens(token_ids=(7, 8))),
+        (2, CommittedTokens(token_ids=(9,), result=result)),
+        (3, UnavailableError("its model gave nothing to choose from")),
+    ]
+    output = TargetOutput(committed=committed, to_drafters={}, broken_links={}, report=StepReport())
+    record_output(VerifierMetrics(registry), output)
+    assert registry.get_sample_value("vllm:generation_tokens_total") == 3
+    sums = {
+        name: registry.get_sample_value(f"vllm:request_{name}_seconds_sum")
+        for name in ("queue_time", "prefill_time", "decode_time", "time_per_output_token")
+    }
+    assert sums == {"queue_time": 2.0, "prefill_time": 0.5, "decode_time": 4.0, "time_per_output_token": 1.0}
+    assert registry.get_sample_value("vllm:request_queue_time_seconds_count") == 1
+
+
+def test_what_became_of_nodes_is_counted_by_source_and_fate():
+    registry = CollectorRegistry()
+    report = StepReport(
+        num_rows=4,
+        verified_by=Counter(draft_model=5, ngram=2),
+        accepted_by=Counter(draft_model=3),
+        unverified_by=Counter(draft_model=4),
+        late_by=Counter(eagle3=6),
+    )
+    record_step(VerifierMetrics(registry), report)
+    samples = [each for family in registry.collect() for each in family.samples if "draft_nodes_total" in each.name]
+    assert {(each.labels["source"], each.labels["fate"]): each.value for each in samples} == {
+        ("draft_model", "accepted"): 3,
+        ("draft_model", "rejected"): 2,
+        ("draft_model", "unverified"): 4,
+        ("ngram", "rejected"): 2,
+        ("eagle3", "late"): 6,
+    }
