@@ -26,7 +26,7 @@ WIDTH, HEIGHT = 1320, 1200
 MAX_TOKENS = 72
 Scheme = Literal["light", "dark"]
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
-PLAYGROUND_TIMEOUT_MS = 120_000
+PLAYGROUND_TIMEOUT_MS = 300_000
 
 
 def main() -> None:

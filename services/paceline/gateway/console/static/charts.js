@@ -79,7 +79,7 @@ const axis = (more) => ({
 function drawn(plot, options, data) {
   const size = () => ({ width: Math.max(80, plot.clientWidth), height: Math.max(60, plot.clientHeight) });
   const chart = new uPlot({ ...size(), legend: { show: false }, cursor: { y: false, drag: { x: false, y: false } },
-    padding: [8, 8, 0, 0], ...options }, data, plot);
+    padding: [8, 24, 0, 0], ...options }, data, plot);
   new ResizeObserver(() => chart.setSize(size())).observe(plot);
   return chart;
 }

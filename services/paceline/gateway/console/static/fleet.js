@@ -6,7 +6,8 @@ const MISSING = { verifier: "no verifier", drafter: "no drafter" };
 const SHOWN = 6; // replicas of a tier in the diagram; the table has all
 const NODE = { width: 140, height: 42, gap: 12, left: [1, 199, 397] };
 const WIDTH = 538;
-const COUNT_AT = 0.3; // of an edge's way: near its source, where edges that cross are still apart
+// Where on an edge's way its count stands, by the column of its source: where edges that fan out or cross are apart.
+const COUNT_AT = [0.7, 0.3];
 const TOP = 24;
 
 function shape(name, attributes, text) {
@@ -67,12 +68,12 @@ function drawEdge(edge, places) {
   const middle = (from.right + to.left) / 2;
   const path = `M${from.right} ${from.y}C${middle} ${from.y} ${middle} ${to.y} ${to.left} ${to.y}`;
   const width = Math.min(12, 1.5 + edge.sessions / 4);
-  const share = COUNT_AT * COUNT_AT * (3 - 2 * COUNT_AT);
-  const inner = 3 * COUNT_AT * (1 - COUNT_AT);
-  const x = (1 - COUNT_AT) ** 3 * from.right + inner * middle + COUNT_AT ** 3 * to.left;
+  const at = COUNT_AT[from.column];
+  const x = (1 - at) ** 3 * from.right + 3 * at * (1 - at) * middle + at ** 3 * to.left;
+  const y = from.y + at * at * (3 - 2 * at) * (to.y - from.y);
   return {
     line: shape("path", { d: path, "stroke-width": width, class: from.column ? "edge drafts" : "edge" }),
-    count: shape("text", { x, y: from.y + share * (to.y - from.y) + 4, class: "count" }, String(edge.sessions)),
+    count: shape("text", { x, y: y + 4, class: "count" }, String(edge.sessions)),
   };
 }
 
