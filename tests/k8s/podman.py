@@ -23,7 +23,7 @@ events_logger = "file"
 runtime = "runc"
 """
 COMMAND_TIMEOUT_S = 120.0
-BUILD_TIMEOUT_S = 1800.0
+BUILD_TIMEOUT_S = 3600.0
 
 
 class PodmanError(Exception):
