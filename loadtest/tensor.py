@@ -1,4 +1,4 @@
-"""Steps of one rank against those of a tensor parallel model: `make bench NAME=tensor`.
+"""Steps of one rank against those of a tensor parallel model: `make bench NAME=tensor ARGS='--model FOLDER'`.
 
 The ranks are started as a verifier starts them. Beside the steps: what it costs to tell the other ranks of one. On a
 CPU this shows that it works and what the ranks' talk costs; ranks on the same cores cannot be faster than one.
@@ -16,7 +16,6 @@ import numpy as np
 from tqdm import tqdm
 
 from loadtest.fleet import machine
-from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.decoder import Decoder, load_decoder
 from paceline.engine.identity import weights_hash
@@ -35,7 +34,7 @@ CALLS = 200
 def main() -> None:
     """Parses the command line and runs the bench."""
     parser = argparse.ArgumentParser(prog="tensor", description=__doc__)
-    parser.add_argument("--model", type=Path, default=DEMO_TARGET, help="checkpoint folder (default: the demo target)")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder; ranks must divide its heads")
     parser.add_argument("--dtype", default="float32", help="weight type (default float32)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks to compare with one (default 2)")
