@@ -7,7 +7,6 @@ replay is exact: two policies at the same position of a session see the same dra
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,86 +15,35 @@ from typing import Protocol
 import numpy as np
 
 from paceline.core.allocator import Allocator, Demand
-from paceline.core.calibration import Calibration, SessionOffset, margin
+from paceline.core.calibration import Calibration, SessionOffset
 from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.step_cost import StepCost, StepMode
 from paceline.core.tree import DraftTree, Node, best_first, walk
+from paceline.planning.guesses import RIGHT, STRIDE, DrawnGuesses, philox
 
-# The target's token is "0" at every position, so a guess matches when it is 0.
-RIGHT = 0
 DEPTH = 10
 # Of a tree that a miss emptied, so much is drafted again before the next step.
 DEPTH_AFTER_MISS = 4
-# Positions of guesses off the true text lie this far apart from it.
-STRIDE = 1 << 20
-
-Guesses = tuple[tuple[int, float], tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """The truth that no policy is told.
+class World(DrawnGuesses):
+    """The truth that no policy is told: what the drafter guesses, and what steps take.
 
     Args:
         cost: Seconds of a plain step by rows.
         drafting_overhead: Share by which steps take longer while drafters work.
-        slope: True log odds of a match per log odds of confidence.
-        intercept: True log odds of a match at even confidence.
-        session_spread: Standard deviation of the sessions' own log odds.
         noise: Spread of the step times that policies observe; one in a hundred is three times as long.
-        seed: Of everything.
     """
 
     cost: StepCost
     drafting_overhead: float = 0.15
-    slope: float = 1.3
-    intercept: float = -0.2
-    session_spread: float = 0.6
     noise: float = 0.08
-    seed: int = 0
-    _offsets: dict[int, float] = field(default_factory=dict)
-    _guesses: dict[tuple[int, int], Guesses] = field(default_factory=dict)
-
-    def offset(self, session: int) -> float:
-        """A session's own log odds."""
-        if session not in self._offsets:
-            drawn = float(_rng(self.seed, 1, session, 0).standard_normal())
-            self._offsets[session] = self.session_spread * drawn
-        return self._offsets[session]
-
-    def chance(self, confidence: float, session: int) -> float:
-        """True probability that a guess of this confidence matches, if its parent does."""
-        log_odds = self.slope * margin(confidence) + self.intercept + self.offset(session)
-        return 1.0 / (1.0 + math.exp(-log_odds))
 
     def seconds(self, rows: int, mode: StepMode) -> float:
         """Expected time of a step."""
         return self.cost.at(rows) * (1.0 + self.drafting_overhead * (mode is StepMode.DRAFTING))
-
-    def guesses(self, session: int, position: int) -> Guesses:
-        """The drafter's best two guesses at a position of the true text: `(token, confidence)`, best first."""
-        key = (session, position)
-        if key not in self._guesses:
-            self._guesses[key] = self._guess(session, position)
-        return self._guesses[key]
-
-    def _guess(self, session: int, position: int) -> Guesses:
-        rng = _rng(self.seed, 2, session, position)
-        first = float(1.0 / (1.0 + math.exp(-rng.normal(1.6, 1.8))))
-        second = (1.0 - first) * float(rng.uniform(0.3, 0.9))
-        draw = float(rng.random())
-        right_first = self.chance(first, session)
-        right_second = min(1.0 - right_first, self.chance(second, session))
-        if draw < right_first:
-            return (RIGHT, first), (1, second)
-        if draw < right_first + right_second:
-            return (1, first), (RIGHT, second)
-        return (1, first), (2, second)
-
-
-def _rng(*key: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=np.array([hash(key) & (2**63 - 1), 7], np.uint64)))
 
 
 @dataclass(slots=True)
@@ -291,7 +239,7 @@ class Replay:
         return seconds
 
     def _luck(self) -> float:
-        rng = _rng(self._world.seed, 3, self._num_steps, 0)
+        rng = philox(self._world.seed, 3, self._num_steps, 0)
         accident = 3.0 if rng.random() < 0.01 else 1.0
         return float(np.exp(self._world.noise * rng.standard_normal())) * accident
 

@@ -79,17 +79,31 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A fleet and what is expected of it."""
+    """A fleet and what is expected of it, as its cell shows.
+
+    Args:
+        fleet: The fleet.
+        profile: Facts.
+        outcome: Of one cell.
+        offered_tokens_per_s: What the load asks of the whole fleet.
+        meets: Whether the goals are met.
+    """
 
     fleet: Fleet
     profile: Profile
     outcome: Outcome
+    offered_tokens_per_s: float
     meets: bool
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole fleet."""
-        return self.outcome.tokens_per_s * self.fleet.num_verifiers / self.fleet.cell().num_verifiers
+        """Of the whole fleet: what is asked of it, or what its cell can do where that is less.
+
+        Requests of one cell may ask for a little more or less than the others', so a fleet that meets its goals is
+        taken by the load's word.
+        """
+        able = self.outcome.tokens_per_s * self.fleet.num_verifiers / self.fleet.cell().num_verifiers
+        return self.offered_tokens_per_s if self.meets else min(able, self.offered_tokens_per_s)
 
     @property
     def price_per_million(self) -> float:
@@ -108,7 +122,8 @@ def evaluate(profile: Profile, fleet: Fleet, load: Sequence[Arrival], goal: Goal
     mine = dealt(load, cell.num_verifiers, fleet.num_verifiers)
     warm_up_s = WARM_UP * load[-1].at_s
     outcome = run_open(profile, cell, mine, until_s=load[-1].at_s, warm_up_s=warm_up_s, give_up_s=PATIENCE_S, seed=seed)
-    return Plan(fleet=fleet, profile=profile, outcome=outcome, meets=goal.is_met(outcome))
+    offered = sum(each.num_output_tokens for each in load) / max(load[-1].at_s, 1e-9)
+    return Plan(fleet=fleet, profile=profile, outcome=outcome, offered_tokens_per_s=offered, meets=goal.is_met(outcome))
 
 
 def dealt(load: Sequence[Arrival], share: int, of: int) -> list[Arrival]:

@@ -12,11 +12,14 @@ from paceline import cli
 from paceline.arrivals import Arrival
 from paceline.core.errors import ConfigError
 from paceline.planning.fleets import Fleet, Goal, dealt, evaluate, least_fleet, scaled
+from paceline.planning.guesses import RecordedGuesses, RecordedPlace
 from paceline.planning.profile import read_profile, write_profile
 from paceline.planning.simulation import Way
 from tests.unit.planning.facts import profile
 
 LOAD = [Arrival(0.02 * index, 50, 20) for index in range(200)]
+PLACES = [RecordedPlace(rank=0, confidences=(0.7, 0.1)), RecordedPlace(rank=None, confidences=(0.5,))]
+TEXTS = RecordedGuesses([PLACES])
 LOOSE = Goal(ttft_s=5.0, itl_s=5.0)
 
 
@@ -77,9 +80,9 @@ def test_more_drafters_than_verifiers_are_refused() -> None:
 
 
 def test_the_command_compares_a_fleet_with_as_many_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_profile(profile(), tmp_path / "p.json")
-    arguments = ["--profile", str(tmp_path / "p.json"), "--rate", "10", "--seconds", "3", "--workers", "1"]
-    arguments += ["--verifiers", "2", "--drafters", "1", "--json", str(tmp_path / "out.json")]
+    write_profile(profile(TEXTS), tmp_path / "p.json")
+    arguments = ["--profile", str(tmp_path / "p.json"), "--shape", "code", "--rate", "10", "--seconds", "2"]
+    arguments += ["--workers", "1", "--verifiers", "2", "--drafters", "1", "--json", str(tmp_path / "out.json")]
     cli.main(["plan", *arguments, "--slo-ttft-ms", "60000", "--slo-itl-ms", "60000"])
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.startswith("| ")]
@@ -91,8 +94,9 @@ def test_the_command_compares_a_fleet_with_as_many_gpus(tmp_path: Path, capsys: 
 
 
 def test_missed_goals_are_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_profile(profile(), tmp_path / "p.json")
-    arguments = ["--profile", str(tmp_path / "p.json"), "--rate", "10", "--seconds", "2", "--workers", "1"]
+    write_profile(profile(TEXTS), tmp_path / "p.json")
+    arguments = ["--profile", str(tmp_path / "p.json"), "--shape", "code", "--rate", "5", "--seconds", "2"]
+    arguments += ["--workers", "1"]
     with pytest.raises(SystemExit) as caught:
         cli.main(["plan", *arguments, "--verifiers", "1", "--slo-itl-ms", "0.1"])
     assert caught.value.code == 1
