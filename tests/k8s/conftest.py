@@ -14,18 +14,19 @@ import pytest
 from tests.k8s.images import REPOSITORY_NAME, build_all
 from tests.k8s.kubelet import Kubelet
 from tests.k8s.podman import Podman
-from tests.unit.k8s.chart import REPOSITORY, Document, Rendered, render, values_files
+from tests.unit.k8s.chart import REPOSITORY, TIERS, Document, Rendered, render, values_files
 
 PROGRAMS = ("podman", "runc", "conmon", "debootstrap")
 TAG = "k8s-test"
 NETWORK = "paceline-k8s-test"
-# Each one's probes pass before the next one starts: a gateway is not ready before its verifier is.
-ORDER = ("redis", "drafter", "verifier", "gateway")
+STORE = "redis"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds what `make k8s-test ARGS=...` may say."""
-    parser.addoption("--keep-images", action="store_true", help="Keep the images in .build/k8s for the next run.")
+    parser.addoption(
+        "--keep-images", action="store_true", help="Keep images in .build/k8s, and use those of an earlier run."
+    )
 
 
 @pytest.fixture(scope="session")
@@ -55,11 +56,13 @@ def rendered_demo(**values: Any) -> Rendered:
 
 
 @pytest.fixture(scope="session")
-def images(podman: Podman) -> dict[str, str]:
+def images(request: pytest.FixtureRequest, podman: Podman) -> dict[str, str]:
     """Names of the images of each tier, built now."""
     demo = rendered_demo()
-    build_all(podman, demo.container("redis")["image"], TAG)
-    return {tier: demo.container(tier)["image"] for tier in ORDER}
+    names = {tier: demo.container(tier)["image"] for tier in (STORE, *TIERS)}
+    if not (request.config.getoption("--keep-images") and all(map(podman.has_image, names.values()))):
+        build_all(podman, names[STORE], TAG)
+    return names
 
 
 @contextmanager
@@ -68,8 +71,10 @@ def running(podman: Podman, rendered: Rendered, folder: Path, secrets: Sequence[
     podman("network", "create", NETWORK)
     try:
         kubelet = Kubelet(podman, rendered, folder, NETWORK, tuple(secrets))
-        for tier in ORDER:
-            kubelet.start(tier)
+        kubelet.start(STORE)
+        kubelet.start("verifier", "drafter")
+        # Ready only when a verifier is.
+        kubelet.start("gateway")
         yield kubelet
     finally:
         podman("pod", "rm", "--force", "--all", "--time=5")

@@ -1,7 +1,8 @@
 """What a kubelet does for the chart's pods, done with podman: starts them, fills in fields, asks their probes.
 
 What podman 4.3 cannot play is changed first, and nothing else: a pod template is played as a Pod, whatever workload it
-is of; Secrets become ConfigMaps; the pod's address is its name on the network; probes are asked from here.
+is of; Secrets become ConfigMaps; the pod's address is its name on the network; probes are asked from here; ports are
+not listed, since podman would open each on this machine.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from tests.k8s.podman import Podman
 from tests.unit.k8s.chart import RELEASE, Document, Rendered
 
 PROBE_TIMEOUT_S = 5.0
-POLL_S = 0.1
+POLL_S = 0.2
 HTTP_OK = 200
 
 
@@ -46,17 +48,18 @@ class Kubelet:
     network: str
     secrets: tuple[Document, ...] = ()
     states: dict[str, list[str]] = field(default_factory=dict)
+    _addresses: dict[str, str] = field(default_factory=dict)
 
-    def start(self, tier: str) -> None:
-        """Plays the pod of a tier and waits until its readiness probe passes.
+    def start(self, *tiers: str) -> None:
+        """Plays the pods of tiers and waits until their readiness probes pass.
 
         Raises:
-            TimeoutError: It does not in the time that the startup probe gives.
+            TimeoutError: One does not in the time that its startup probe gives.
         """
-        manifest = self.folder / f"{tier}.yaml"
-        manifest.write_text(yaml.safe_dump_all(self._playable(tier), sort_keys=False))
-        self.podman("kube", "play", "--network", f"{self.network}:alias={RELEASE}-{tier}", str(manifest))
-        self.until_ready(tier)
+        for tier in tiers:
+            self._play(tier)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self.until_ready, tiers))
 
     def until_ready(self, tier: str) -> None:
         """Waits for the readiness probe.
@@ -79,7 +82,7 @@ class Kubelet:
     def ask(self, tier: str, kind: str) -> str:
         """Asks a probe of a tier: `ready`, or why not."""
         probe = self.rendered.container(tier)[kind]
-        address = self.podman.address(pod_name(tier))
+        address = self._address(tier)
         if "grpc" in probe:
             return _ask_grpc(f"{address}:{probe['grpc']['port']}")
         if "httpGet" in probe:
@@ -99,7 +102,18 @@ class Kubelet:
 
     def url(self) -> str:
         """Where the gateway serves HTTP."""
-        return f"http://{self.podman.address(pod_name('gateway'))}:{self.rendered.ports('gateway')['http']}"
+        return f"http://{self._address('gateway')}:{self.rendered.ports('gateway')['http']}"
+
+    def _play(self, tier: str) -> None:
+        manifest = self.folder / f"{tier}.yaml"
+        manifest.write_text(yaml.safe_dump_all(self._playable(tier), sort_keys=False))
+        self.podman("kube", "play", "--network", f"{self.network}:alias={RELEASE}-{tier}", str(manifest))
+
+    def _address(self, tier: str) -> str:
+        """Address of a pod, which it keeps while it lives."""
+        if tier not in self._addresses:
+            self._addresses[tier] = self.podman.address(pod_name(tier))
+        return self._addresses[tier]
 
     def _states(self, tier: str) -> Iterator[str]:
         while True:
@@ -121,7 +135,10 @@ class Kubelet:
         template = copy.deepcopy(self.rendered.pod(tier))
         container = template["spec"]["containers"][0]
         container["env"] = [_filled(entry, f"{RELEASE}-{tier}") for entry in container.get("env", ())]
-        template["spec"]["volumes"] = [_playable_volume(volume) for volume in template["spec"]["volumes"]]
+        container.pop("ports")
+        template["spec"]["volumes"] = [_playable_volume(volume, tier) for volume in template["spec"]["volumes"]]
+        for mount in container["volumeMounts"]:
+            mount["name"] = f"{tier}-{mount['name']}"
         metadata = {"name": pod_name(tier), "labels": template["metadata"]["labels"]}
         return [*secrets, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}]
 
@@ -136,11 +153,13 @@ def container_name(tier: str) -> str:
     return f"{pod_name(tier)}-{tier}"
 
 
-def _playable_volume(volume: dict[str, Any]) -> dict[str, Any]:
-    if "secret" not in volume:
-        return volume
-    source = {**volume["secret"]}
-    return {"name": volume["name"], "configMap": {"name": source.pop("secretName"), **source}}
+def _playable_volume(volume: dict[str, Any], tier: str) -> dict[str, Any]:
+    """An emptyDir is a volume of its name to podman, which pods would share but for the tier in it."""
+    played = {**volume, "name": f"{tier}-{volume['name']}"}
+    secret = played.pop("secret", None)
+    if secret is not None:
+        played["configMap"] = {("name" if key == "secretName" else key): value for key, value in secret.items()}
+    return played
 
 
 def _filled(entry: dict[str, Any], service: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ LOOK_INSIDE = """
 import importlib.util, json, os, shutil
 print(json.dumps({
     "user": os.getuid(),
+    "demo": os.path.isfile("/opt/paceline/models/demo-target/config.json"),
     "torch": importlib.util.find_spec("torch") is not None,
     "tools": [name for name in ("pip", "pip3", "gcc", "cc", "ld", "make", "git", "curl") if shutil.which(name)],
     "modules": [name for name in ("pip", "setuptools", "hatchling", "pytest") if importlib.util.find_spec(name)],
@@ -69,7 +70,7 @@ def test_an_image_holds_no_build_tools_and_the_gateway_no_torch(
     inside = json.loads(
         podman("run", "--rm", "--network=none", "--entrypoint=python3", images[tier], "-c", LOOK_INSIDE)
     )
-    assert inside == {"user": 10001, "torch": tier != "gateway", "tools": [], "modules": []}
+    assert inside == {"user": 10001, "demo": True, "torch": tier != "gateway", "tools": [], "modules": []}
 
 
 @pytest.mark.parametrize("tier", ["verifier", "drafter"])
