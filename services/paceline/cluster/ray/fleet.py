@@ -205,6 +205,8 @@ class RayFleet:
         """Asks Ray for the actors of a replica, that of rank 0 first."""
         tier = self.spec.tier(order.role)
         actors: list[Any] = []
+        # Another life of the same replica may not be forgotten yet.
+        leader = f"{order.name}-{secrets.token_hex(4)}"
         for rank, bundle in enumerate(slot.bundles):
             place = PlacementGroupSchedulingStrategy(slot.group.handle, placement_group_bundle_index=bundle)
             host: Any = ray.remote(ServiceHost)
@@ -212,10 +214,11 @@ class RayFleet:
                 num_cpus=tier.settings.cpus,
                 num_gpus=tier.settings.gpus,
                 resources=dict(tier.resources),
+                name=None if rank else leader,
                 max_restarts=-1,
                 scheduling_strategy=place,
             )
-            actors.append(ordered.remote(replace(order, rank=rank, num_ranks=len(slot.bundles)), *actors[:1]))
+            actors.append(ordered.remote(replace(order, rank=rank, num_ranks=len(slot.bundles), leader=leader)))
         return actors
 
     async def _reading(self) -> LagReading:

@@ -51,19 +51,14 @@ class ServiceHost:
     """An actor of Ray that runs one service, or one more rank of it.
 
     A rank that ends takes the others along, and all start again, each by its own actor.
-
-    Args:
-        order: What to run.
-        leader: The actor of rank 0, for the others.
     """
 
-    def __init__(self, order: Order, leader: Any = None) -> None:
+    def __init__(self, order: Order) -> None:
         self._order = order
-        self._leader = leader
         self._node = ray.get_runtime_context().get_node_id()
         self._endpoint: Endpoint | None = None
         # Ranks that come early wait at it, so it stays the same from life to life.
-        self._rendezvous = _free_address() if order.num_ranks > 1 and leader is None else ""
+        self._rendezvous = _free_address() if order.num_ranks > 1 and not order.rank else ""
         self._child: Child | None = None
         self._num_lives = 0
         self._error = ""
@@ -103,7 +98,8 @@ class ServiceHost:
             started_s = time.monotonic()
             try:
                 self._error = await self._live()
-            except (ConfigError, UnavailableError, OSError, RayActorError) as error:
+            except (ConfigError, UnavailableError, OSError, RayActorError, ValueError) as error:
+                # `ValueError`: Ray knows no actor of rank 0 (yet).
                 self._error = str(error)
             self._child = None
             delay_s = self._order.back_off.delay_s(delay_s, time.monotonic() - started_s)
@@ -130,9 +126,10 @@ class ServiceHost:
             raise
 
     async def _plan(self) -> ChildSpec:
-        if self._leader is not None:
+        if self._order.rank:
             async with asyncio.timeout(ANSWER_S):
-                return rank_child(self._order, await self._leader.rendezvous.remote())
+                leader: Any = await asyncio.to_thread(ray.get_actor, self._order.leader)
+                return rank_child(self._order, await leader.rendezvous.remote())
         self._endpoint = _endpoint(self._order)
         return service_child(self._order, self._endpoint, self._rendezvous)
 

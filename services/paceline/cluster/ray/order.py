@@ -22,6 +22,7 @@ class Order:
         name: Of the replica, in the registry too.
         rank: Which of the replica's processes; 0 is the service that others call.
         num_ranks: How many processes compute its model together.
+        leader: Name of the actor of rank 0. A handle among an actor's arguments might be lost before Ray restarts it.
         checkpoint: Folder of its model, on every node; of a gateway that of the tokenizer.
         target: Folder of the target, for the drafter of an EAGLE-3 head.
         num_threads: Threads of a forward pass.
@@ -40,6 +41,7 @@ class Order:
     num_threads: int
     rank: int = 0
     num_ranks: int = 1
+    leader: str = ""
     port: int = 0
     second_port: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
