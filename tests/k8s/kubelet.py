@@ -61,6 +61,16 @@ class Kubelet:
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.until_ready, tiers))
 
+    def restart(self, tier: str) -> None:
+        """Starts a container that has ended, and waits as at its first start; its pod may get another address.
+
+        Raises:
+            TimeoutError: It is not ready in the time that the startup probe gives.
+        """
+        self._addresses.pop(tier, None)
+        self.podman("start", container_name(tier))
+        self.until_ready(tier)
+
     def until_ready(self, tier: str) -> None:
         """Waits for the readiness probe.
 
