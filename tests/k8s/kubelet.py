@@ -1,8 +1,8 @@
 """What a kubelet does for the chart's pods, done with podman: starts them, fills in fields, asks their probes.
 
 What podman 4.3 cannot play is changed first, and nothing else: a pod template is played as a Pod, whatever workload it
-is of; Secrets become ConfigMaps; the pod's address is its name on the network; probes are asked from here; ports are
-not listed, since podman would open each on this machine.
+is of; Secrets become ConfigMaps, and are written out where arguments name them; the pod's address is its name on the
+network; probes are asked from here; ports are not listed, since podman would open each on this machine.
 """
 
 from __future__ import annotations
@@ -60,6 +60,16 @@ class Kubelet:
             self._play(tier)
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.until_ready, tiers))
+
+    def restart(self, tier: str) -> None:
+        """Starts a container that has ended, and waits as at its first start; its pod may get another address.
+
+        Raises:
+            TimeoutError: It is not ready in the time that the startup probe gives.
+        """
+        self._addresses.pop(tier, None)
+        self.podman("start", container_name(tier))
+        self.until_ready(tier)
 
     def until_ready(self, tier: str) -> None:
         """Waits for the readiness probe.
@@ -136,6 +146,8 @@ class Kubelet:
         container = template["spec"]["containers"][0]
         container["env"] = [_filled(entry, f"{RELEASE}-{tier}") for entry in container.get("env", ())]
         container.pop("ports")
+        passwords = {key: value for secret in secrets for key, value in secret["data"].items()}
+        container["args"] = [_written_out(each, container["env"], passwords) for each in container.get("args", ())]
         template["spec"]["volumes"] = [_playable_volume(volume, tier) for volume in template["spec"]["volumes"]]
         for mount in container["volumeMounts"]:
             mount["name"] = f"{tier}-{mount['name']}"
@@ -160,6 +172,13 @@ def _playable_volume(volume: dict[str, Any], tier: str) -> dict[str, Any]:
     if secret is not None:
         played["configMap"] = {("name" if key == "secretName" else key): value for key, value in secret.items()}
     return played
+
+
+def _written_out(argument: str, env: list[dict[str, Any]], values: dict[str, str]) -> str:
+    for entry in env:
+        if "configMapKeyRef" in entry.get("valueFrom", {}):
+            argument = argument.replace(f"$({entry['name']})", values[entry["valueFrom"]["configMapKeyRef"]["key"]])
+    return argument
 
 
 def _filled(entry: dict[str, Any], service: str) -> dict[str, Any]:

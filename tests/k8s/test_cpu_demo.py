@@ -115,9 +115,7 @@ def test_a_stream_outlives_the_kill_of_the_drafter_and_a_new_one_drafts_again(ku
 
     texts.whole(method="draft_model")
     assert texts.record.get("num_draft_tokens", 0) == 0
-    # What the kubelet does with a container that has ended.
-    kubelet.podman("start", container_name("drafter"))
-    kubelet.until_ready("drafter")
+    kubelet.restart("drafter")
     assert drafts_again(texts)
 
 
