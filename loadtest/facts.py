@@ -213,10 +213,10 @@ async def _with_drafting(
         draft_step.add(draft_before, await scrape(draft_metrics))
         rates[streams] = outcome.tokens_per_s
     link_s = max(LEAST_LINK_S, (round_trip.value - draft_step.value) / 2)
-    return _calibrated(replace(profile, link_s=link_s), rates, prompts, arguments)
+    return calibrated(replace(profile, link_s=link_s), rates, prompts, arguments)
 
 
-def _calibrated(profile: Profile, rates: dict[int, float], prompts: Prompts, arguments: argparse.Namespace) -> Profile:
+def calibrated(profile: Profile, rates: dict[int, float], prompts: Prompts, arguments: argparse.Namespace) -> Profile:
     """The overhead at which the simulator is as fast as the fleet on average, by bisection."""
 
     def excess(overhead: float) -> float:
