@@ -40,5 +40,5 @@ def problems_of(page: Page) -> list[str]:
     """What goes wrong on a page from now on: errors of scripts and of the console, policy violations among them."""
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(f"page error: {error}"))
-    page.on("console", lambda said: problems.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
     return problems
