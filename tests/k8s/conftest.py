@@ -43,8 +43,7 @@ def podman(request: pytest.FixtureRequest) -> Iterator[Podman]:
     finally:
         podman("pod", "rm", "--force", "--all", "--time=5")
         if not request.config.getoption("--keep-images"):
-            podman("system", "reset", "--force")
-            shutil.rmtree(podman.folder)
+            podman.remove()
 
 
 def rendered_demo(**values: Any) -> Rendered:

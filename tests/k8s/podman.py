@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,15 @@ class Podman:
     def environment(self) -> dict[str, str]:
         """Environment of its commands."""
         return {**os.environ, "CONTAINERS_CONF": str(self.folder / "containers.conf")}
+
+    def remove(self) -> None:
+        """Removes its images, containers, networks and the folder."""
+        self("system", "reset", "--force")
+        mount = self.folder / "storage" / "overlay"
+        # Podman mounts it onto itself, and leaves it so.
+        if mount.is_mount():
+            subprocess.run(["umount", str(mount)], check=True, timeout=COMMAND_TIMEOUT_S)
+        shutil.rmtree(self.folder)
 
     def has_image(self, name: str) -> bool:
         """Whether an image of that name is here."""

@@ -17,7 +17,8 @@ from tests.unit.k8s.chart import TIERS, Document
 pytestmark = [pytest.mark.podman, pytest.mark.timeout(3600)]
 
 DOORS = "doors"
-GENERATE = ("paceline", "generate", "class Stack:", "--max-tokens=24", "--url=https://127.0.0.1:8000")
+# The container's PACELINE_MODEL is meant for the gateway.
+GENERATE = ("paceline", "generate", "class Stack:", "--model=demo", "--max-tokens=24", "--url=https://127.0.0.1:8000")
 CA_FILE = "/etc/paceline/tls/ca.pem"
 
 
