@@ -41,8 +41,6 @@ MANAGED = {
     "tls_key",
     "trace_sample_ratio",
 }
-# Known to the chart before any service knows them.
-COMING = {"otlp_traces_endpoint", "trace_sample_ratio", "tensor_parallel_size"}
 SCHEMA_FILE = CHART / "values.schema.json"
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean"}
 
@@ -53,9 +51,8 @@ def names(tier: str) -> set[str]:
 
 
 def known_variables(tier: str) -> set[str]:
-    """Variables that a service reads, or will."""
-    everywhere = set().union(*map(names, CONFIG_OF))
-    return {variable(name) for name in names(tier) | (COMING - everywhere)}
+    """Variables that a service reads."""
+    return set(map(variable, names(tier)))
 
 
 def variable(name: str) -> str:
