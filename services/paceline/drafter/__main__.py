@@ -19,7 +19,7 @@ from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
 from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.engine.budget import draft_scratch_blocks
-from paceline.engine.process import prepare_process
+from paceline.engine.process import prepare_process, yield_cpus
 from paceline.hosting import log_memory, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
@@ -57,7 +57,7 @@ async def serve(config: DrafterConfig) -> None:
 
 async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracing: Tracing) -> None:
     tls = load_tls(config.tls_dir, DRAFTER)
-    prepare_process(config.cpus, idle=config.idle_priority)
+    prepare_process(config.cpus)
     identity = checkpoint_of(config).identity()
     host = DraftHost(
         identity=identity,
@@ -111,6 +111,8 @@ def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
         num_blocks=config.num_kv_blocks,
         num_scratch_blocks=draft_scratch_blocks(config.num_kv_blocks),
     )
+    if config.idle_priority:
+        yield_cpus()
     return engine
 
 

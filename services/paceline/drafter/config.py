@@ -40,7 +40,7 @@ class DrafterConfig:
     threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
     cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
     idle_priority: bool = setting(
-        False, help="Take only CPU time that nobody else wants; for CPUs shared with a verifier."
+        False, help="Once loaded, take only CPU time that nobody else wants; for CPUs shared with a verifier."
     )
     num_kv_blocks: int = setting(4096, help="Pages of 16 tokens for committed KV.", low=8, high=10_000_000)
     max_num_seqs: int = setting(256, help="Most sessions drafted for.", low=1, high=65536)

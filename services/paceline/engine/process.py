@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -14,20 +15,17 @@ from paceline.core.step_cost import StepMode
 SWITCH_INTERVAL_S = 0.0005
 
 
-def prepare_process(cpus: str, *, spare_cpus: str = "", idle: bool = False) -> None:
-    """Keeps the process to the given CPUs (`0,2-3`; empty: all), and gives it its priority.
+def prepare_process(cpus: str, *, spare_cpus: str = "") -> None:
+    """Keeps the process to the given CPUs (`0,2-3`; empty: all).
 
     Args:
         cpus: Its own.
         spare_cpus: Those it may use besides, when nobody else wants them.
-        idle: Run only when nobody else wants the CPU.
 
     Raises:
         ConfigError: A list is malformed or names CPUs this process may not use.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if idle and hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     if not cpus:
         if spare_cpus:
             raise ConfigError("--spare-cpus needs --cpus beside it")
@@ -37,6 +35,18 @@ def prepare_process(cpus: str, *, spare_cpus: str = "", idle: bool = False) -> N
     if not wanted <= allowed:
         raise ConfigError(f"--cpus {cpus} {spare_cpus}: this process may use CPUs {sorted(allowed)} only")
     os.sched_setaffinity(0, wanted)
+
+
+def yield_cpus() -> None:
+    """From now on runs this process only when nobody else wants the CPU, with all its threads and those they start.
+
+    For a service that is loaded: on a busy machine one that yields from its first moment on might never get that far.
+    """
+    if not hasattr(os, "SCHED_IDLE"):
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
 
 class StepThreads:
