@@ -135,7 +135,7 @@ def rounds_of(span: ReceivedSpan) -> list[dict[str, Any]]:
 @in_one_loop
 async def test_a_trace_goes_from_the_gateway_over_the_verifier_to_the_drafter(fleet):
     trace_id, _ = await fleet.drafted()
-    spans = await fleet.collector.trace(trace_id, "text_completion tiny", "placement", "queue", "draft")
+    spans = await fleet.collector.trace(trace_id, "text_completion tiny", "verify", "draft")
     chain = {name: (span.service, span.kind) for name, span in spans.items()}
     assert chain == {
         "text_completion tiny": (GATEWAY_SERVICE, "server"),

@@ -48,11 +48,15 @@ class KeyValueFormatter(logging.Formatter):
         trace_id = current_trace_id.get()
         if trace_id:
             pairs.append(("trace_id", trace_id))
-        extra = vars(record).items()
-        pairs += [(key, value) for key, value in extra if key not in _STANDARD_ATTRIBUTES]
+        pairs += [(key, value) for key, value in vars(record).items() if _is_extra(key)]
         if record.exc_info:
             pairs.append(("exception", self.formatException(record.exc_info)))
         return " ".join(f"{key}={_quoted(value)}" for key, value in pairs)
+
+
+def _is_extra(key: str) -> bool:
+    # What begins with an underscore is a library's own mark on every record (Ray's), not a caller's value.
+    return key not in _STANDARD_ATTRIBUTES and not key.startswith("_")
 
 
 def _quoted(value: Any) -> str:
