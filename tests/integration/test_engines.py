@@ -19,6 +19,7 @@ from paceline.core.params import (
     SamplingParams,
     SpeculationParams,
 )
+from paceline.core.step_cost import StepMode
 from paceline.core.tree import DraftTree
 from paceline.engine.target_events import DraftsArrived
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
@@ -251,6 +252,19 @@ def test_speculation_off_says_nothing_to_the_drafter(pair_folders):
     pair.run()
     assert pair.draft.num_sessions == 0
     assert pair.sessions["s"].result.speculation.num_draft_tokens == 0
+
+
+def test_steps_of_long_prompts_take_the_cpus_of_drafters_at_work(pair_folders):
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=2))
+    for name in ("first", "second"):
+        pair.submit(name, prompts(1)[0] * 4, SAMPLINGS["greedy"])
+        pair.round()
+        pair.round()
+    pair.run()
+    rows = [(report.num_prefill_rows, report.num_rows) for report in pair.reports if report.num_rows]
+    assert sum(0 < prefill < all_rows for prefill, all_rows in rows) == 1, "the second prompt came into decoding"
+    wanted = [StepMode.PLAIN if prefill else StepMode.DRAFTING for prefill, _ in rows]
+    assert pair.thread_modes == wanted
 
 
 def test_max_draft_tokens_caps_every_step(pair_folders):

@@ -11,6 +11,7 @@ from paceline.core.allocator import Allocator, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.rules import Rules
+from paceline.core.step_cost import StepMode
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
 from paceline.engine.decoder import Decoder, LlamaDecoder, load_decoder
 from paceline.engine.eagle3 import head_identity, load_eagle3
@@ -78,6 +79,7 @@ class EnginePair:
             rules=rules or Rules(),
             **heads,
         )
+        self.thread_modes: list[StepMode] = []
         self.sources = make_sources(speculation, decoder) if sources is None else sources(decoder)
         self.target = TargetEngine(
             decoder=decoder,
@@ -92,6 +94,7 @@ class EnginePair:
             clock=self.clock,
             sources=self.sources,
             rules=speculation.rules,
+            use_threads=self.thread_modes.append,
         )
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []

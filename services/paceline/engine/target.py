@@ -82,7 +82,7 @@ class TargetEngine:
         clock: Seconds, monotonic.
         sources: What guesses inside the verifier, beside the drafters.
         rules: Acceptance rules that are served.
-        use_threads: Sets this thread up for steps of a mode; called before every step.
+        use_threads: Sets this thread up for steps of a mode; called before every forward.
     """
 
     def __init__(
@@ -266,13 +266,14 @@ class TargetEngine:
         """Runs one step over all sessions that have something to compute."""
         started_s = self._clock()
         mode = self._mode()
-        self._use_threads(mode)
         self._admit()
         builder = BatchBuilder()
         verifications = self._plan_decoding(builder)
         finishing = self._plan_prefill(builder)
         committed: list[_Outcome] = []
         if builder.num_rows:
+            # A prompt is worth more than what drafters would guess meanwhile: its step takes their CPUs, too.
+            self._use_threads(StepMode.PLAIN if self._is_mostly_prefill(builder.num_rows) else mode)
             logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
             batch_size = len(verifications) + len(finishing)
             for each in verifications:
@@ -288,6 +289,9 @@ class TargetEngine:
         rest = self._allocator.price >= 1.0 or not any(drafted)
         return StepMode.PLAIN if rest else StepMode.DRAFTING
 
+    def _is_mostly_prefill(self, num_rows: int) -> bool:
+        return 2 * self._report.num_prefill_rows > num_rows
+
     def _time_step(self, started_s: float, num_rows: int, mode: StepMode) -> None:
         """Keeps the step's own time, and tells the allocator the whole cycle: events and waiting are paid for too."""
         now_s = self._clock()
@@ -296,7 +300,7 @@ class TargetEngine:
         if not self._report.num_prefill_rows:
             self._step_s += STEP_SMOOTHING * (self._report.seconds - self._step_s)
         # A row is a row; but where most of them are prefill, attention over long chunks is what is paid for.
-        if self._cycle_since_s is not None and 2 * self._report.num_prefill_rows <= num_rows:
+        if self._cycle_since_s is not None and not self._is_mostly_prefill(num_rows):
             self._allocator.observe(rows=num_rows, mode=mode, seconds=now_s - self._cycle_since_s)
         self._cycle_since_s = now_s if self._running else None
 
