@@ -57,7 +57,7 @@ class LoadConfig:
     temperature: float = setting(0.8, help="0 is greedy.", low=0.0, high=100.0)
     seed: int = setting(1, help="Of generated arrivals, of prompts and of sampling.", low=0)
     window_s: float = setting(
-        120.0, help="Stretch of the replay that one mode runs before the next has its turn.", unit="seconds", low=1.0
+        60.0, help="Stretch of the replay that one mode runs before the next has its turn.", unit="seconds", low=1.0
     )
     slot_s: float = setting(
         10.0, help="Stretches that are sorted into low, mid and high load.", unit="seconds", low=0.1
@@ -67,6 +67,12 @@ class LoadConfig:
     )
     max_ttft_s: float = setting(
         2.0, help="--rate max: a rate is held while 95 % of first tokens come within this.", unit="seconds", low=0.001
+    )
+    max_itl_s: float = setting(
+        0.2,
+        help="--rate max: and while the mean time between tokens of 95 % of requests is within this.",
+        unit="seconds",
+        low=0.001,
     )
     trial_s: float = setting(30.0, help="--rate max: length of a trial.", unit="seconds", low=1.0)
     model: Path | None = setting(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -22,9 +23,6 @@ FIRST_SHARE = 0.8
 # this near.
 STEP, NEAR = 1.4, 1.15
 MAX_TRIALS = 7
-# Requests under way in the last third of a trial against the third before: more than so many times, and a few, is a
-# queue that grows.
-MOST_GROWTH, FEW = 1.25, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +32,7 @@ class Trial:
     rate_per_s: float
     held: bool
     ttft_p95_s: float
-    running_before: float
-    running_last: float
+    itl_p95_s: float
     num_errors: int
 
 
@@ -53,39 +50,40 @@ async def highest_rate(door: Door, source: Source, prompts: Prompts, config: Loa
         other = replace(config, seed=config.seed + 1 + len(trials))
         requests = requests_of(arrivals, prompts, other)
         stretch = [replace(each, index=-1 - each.index) for each in densest(requests, config.trial_s)]
-        trials.append(judged(rate, await replay(door, stretch), config.max_ttft_s))
+        trials.append(judged(rate, await replay(door, stretch), config))
         _say(trials[-1])
         rate = next_rate(trials)
     held = [trial for trial in trials if trial.held]
     if not held:
         raise ConfigError(
             f"--rate max: not even {trials[-1].rate_per_s:.3g} requests a second were held within {MAX_TRIALS} trials; "
-            "give a --rate, or a longer --max-ttft-s"
+            "give a --rate, or a longer --max-ttft-s or --max-itl-s"
         )
     held.sort(key=lambda trial: trial.rate_per_s)
     return [trial for trial in trials if trial is not held[-1]] + [held[-1]]
 
 
-def judged(rate_per_s: float, answers: Sequence[Answer], max_ttft_s: float) -> Trial:
-    """Judges a trial: held are 95 % of first tokens in time, a queue that does not grow, and no error."""
+def judged(rate_per_s: float, answers: Sequence[Answer], config: LoadConfig) -> Trial:
+    """Judges a trial: held are 95 % of first tokens and 95 % of requests' mean times between tokens, and no error.
+
+    More requests than can be served show in the one while they share steps, and in the other when they queue.
+    """
     good = [each for each in answers if not each.error]
-    ttft_p95_s = float(np.percentile([each.ttft_s for each in good], 95)) if good else float("inf")
-    last_s = max((each.sent_s for each in answers), default=0.0)
-    before, last = (_mean_running(answers, from_ * last_s, to * last_s) for from_, to in ((1 / 3, 2 / 3), (2 / 3, 1.0)))
+    ttft_p95_s = _p95(each.ttft_s for each in good)
+    itl_p95_s = _p95(fmean(gaps_s) for each in good if (gaps_s := each.gaps_s))
     num_errors = len(answers) - len(good)
     return Trial(
         rate_per_s=rate_per_s,
-        held=not num_errors and ttft_p95_s <= max_ttft_s and last <= MOST_GROWTH * before + FEW,
+        held=not num_errors and ttft_p95_s <= config.max_ttft_s and itl_p95_s <= config.max_itl_s,
         ttft_p95_s=ttft_p95_s,
-        running_before=before,
-        running_last=last,
+        itl_p95_s=itl_p95_s,
         num_errors=num_errors,
     )
 
 
-def _mean_running(answers: Sequence[Answer], from_s: float, to_s: float) -> float:
-    overlaps = (max(0.0, min(to_s, each.ended_s) - max(from_s, each.sent_s)) for each in answers)
-    return sum(overlaps) / max(1e-9, to_s - from_s)
+def _p95(values: Iterable[float]) -> float:
+    known = list(values)
+    return float(np.percentile(known, 95)) if known else float("inf")
 
 
 def next_rate(trials: Sequence[Trial]) -> float | None:
@@ -118,6 +116,6 @@ async def _burst_rate(door: Door, source: Source, prompts: Prompts, config: Load
 def _say(trial: Trial) -> None:
     verdict = "held" if trial.held else "not held"
     sys.stderr.write(
-        f"{trial.rate_per_s:.2f} requests/s: {verdict} (first token p95 {trial.ttft_p95_s:.2f} s, under way "
-        f"{trial.running_before:.1f}, then {trial.running_last:.1f}; {trial.num_errors} errors)\n"
+        f"{trial.rate_per_s:.2f} requests/s: {verdict} (p95 of first tokens {trial.ttft_p95_s:.2f} s, of mean times between "
+        f"tokens {trial.itl_p95_s:.3f} s; {trial.num_errors} errors)\n"
     )

@@ -38,7 +38,11 @@ class FleetSpec:
     speculative_config: str = setting(
         "", help='JSON with vLLM\'s keys, such as {"method": "draft_model", "num_speculative_tokens": 8}.'
     )
-    dtype: str = setting("auto", help="Weight type.", choices=("auto", "bfloat16", "float32"))
+    dtype: str = setting(
+        "auto",
+        help="Weight type; auto: as stored, but float32 where a CPU only emulates bfloat16.",
+        choices=("auto", "bfloat16", "float32"),
+    )
     host: str = setting("127.0.0.1", help="Address all services listen on.")
     gateway_port: int = setting(8000, help=f"HTTP port of gateways: {_PORT_OF_FIRST}", low=0, high=65000)
     gateway_grpc_port: int = setting(8001, help=f"gRPC port of gateways: {_PORT_OF_FIRST}", low=0, high=65000)

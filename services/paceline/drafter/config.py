@@ -35,7 +35,11 @@ class DrafterConfig:
     otlp_traces_endpoint: str = setting(
         "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
     )
-    dtype: str = setting("auto", help="Weight type.", choices=("auto", "bfloat16", "float32"))
+    dtype: str = setting(
+        "auto",
+        help="Weight type; auto: as stored, but float32 where a CPU only emulates bfloat16.",
+        choices=("auto", "bfloat16", "float32"),
+    )
     device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
     threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
     cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")

@@ -40,7 +40,7 @@ class DraftCheckpoint:
             ConfigError: A folder is missing, or is no checkpoint that can be served.
         """
         if not is_eagle3(self.folder):
-            return model_identity(self.folder, self.name, self.dtype)
+            return model_identity(self.folder, self.name, self.dtype, device=self.device)
         return head_identity(self.folder, self._target(), self.name, self.dtype)
 
     def load(self, num_threads: int) -> Decoder:

@@ -308,18 +308,23 @@ def choose_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def choose_dtype(dtype: str, checkpoint: Checkpoint) -> torch.dtype:
-    """Returns the type that a checkpoint's weights are served in.
+def choose_dtype(dtype: str, checkpoint: Checkpoint, place: torch.device) -> torch.dtype:
+    """Returns the type that a checkpoint's weights are served in; "auto" takes none that the place only emulates.
 
     Raises:
         ConfigError: The name is none of those known.
     """
     if dtype == "auto":
         kinds = {checkpoint.tensor(name).dtype for name in checkpoint.names if "embed" in name}
-        return torch.float32 if kinds <= {torch.float32, torch.float64} else torch.bfloat16
+        stored_wide = kinds <= {torch.float32, torch.float64}
+        return torch.float32 if stored_wide or _emulates_bfloat16(place) else torch.bfloat16
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype must be bfloat16, float32 or auto, got {dtype!r}")
     return _DTYPES[dtype]
+
+
+def _emulates_bfloat16(place: torch.device) -> bool:
+    return place.type == "cpu" and not has_native_bfloat16()
 
 
 def load_decoder(
@@ -333,7 +338,8 @@ def load_decoder(
 
     Args:
         folder: In the Hugging Face format, with safetensors.
-        dtype: Of the weights: "bfloat16", "float32" or "auto" (as stored; float16 becomes bfloat16).
+        dtype: Of the weights: "bfloat16", "float32" or "auto" (as stored; float16 becomes bfloat16, and both float32
+            on a CPU that only emulates bfloat16).
         device: "cpu", "cuda" or "auto" (CUDA if there is one).
         num_threads: CPU threads of the linear layers, for the whole process; None leaves torch's choice.
         ranks: Those that share the model, and say where this one computes; None: all of it is here.
@@ -347,11 +353,11 @@ def load_decoder(
     described = read_transformers_config(folder)
     config = DecoderConfig.from_transformers(described, folder)
     checkpoint = Checkpoint(folder)
-    kind = choose_dtype(dtype, checkpoint)
-    if kind is torch.bfloat16 and place.type == "cpu" and not has_native_bfloat16():
+    kind = choose_dtype(dtype, checkpoint, place)
+    if kind is torch.bfloat16 and _emulates_bfloat16(place):
         logger.warning(
             "this CPU emulates bfloat16: slow, and with several threads tokens may depend on the batch; "
-            "--dtype float32 is neither, for twice the memory"
+            "--dtype auto takes float32, which is neither, for twice the memory"
         )
     if ranks is None and architecture_of(described, folder) not in LEAN_ARCHITECTURES:
         from paceline.engine.generic import GenericDecoder

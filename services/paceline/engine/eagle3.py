@@ -184,7 +184,8 @@ def load_eagle3(
     config = eagle.decoder_config(DecoderConfig.from_transformers(of_target, target))
     shape = _shape(eagle, of_target, config.head_dim)
     target_checkpoint, checkpoint = Checkpoint(target), Checkpoint(folder)
-    kind, place = choose_dtype(dtype, target_checkpoint), choose_device(device)
+    place = choose_device(device)
+    kind = choose_dtype(dtype, target_checkpoint, place)
     hidden = shape.hidden_size
     reader = LlamaReader(checkpoint, config, shape, kind, place)
     embeddings = LlamaReader(target_checkpoint, config, shape, kind, place)

@@ -9,7 +9,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
-from paceline.engine.decoder import choose_dtype
+from paceline.engine.decoder import choose_device, choose_dtype
 from paceline.vocabulary import vocab_hash
 
 # Of each weight file so many pieces of so many bytes are hashed: other weights of the same shape differ everywhere.
@@ -18,7 +18,9 @@ SAMPLE_BYTES = 4096
 HASH_CHARS = 32
 
 
-def model_identity(folder: Path, name: str = "", dtype: str = "auto", tensor_parallel_size: int = 1) -> ModelIdentity:
+def model_identity(
+    folder: Path, name: str = "", dtype: str = "auto", tensor_parallel_size: int = 1, device: str = "auto"
+) -> ModelIdentity:
     """Reads what must agree between verifier, drafter and gateway, without loading weights.
 
     Args:
@@ -26,6 +28,7 @@ def model_identity(folder: Path, name: str = "", dtype: str = "auto", tensor_par
         name: Name for users; empty: the folder's.
         dtype: Weight type asked for, see `load_decoder`.
         tensor_parallel_size: Ranks that compute it together.
+        device: Where, see `load_decoder`.
 
     Raises:
         ConfigError: The folder is missing, or is no checkpoint that can be served.
@@ -40,11 +43,11 @@ def model_identity(folder: Path, name: str = "", dtype: str = "auto", tensor_par
         vocab_size=config.vocab_size,
         context_len=config.context_len,
         eos_token_ids=config.eos_token_ids,
-        weights_hash=weights_hash(path, dtype, tensor_parallel_size),
+        weights_hash=weights_hash(path, dtype, tensor_parallel_size, device),
     )
 
 
-def weights_hash(folder: Path, dtype: str, tensor_parallel_size: int = 1) -> str:
+def weights_hash(folder: Path, dtype: str, tensor_parallel_size: int = 1, device: str = "auto") -> str:
     """Returns a fingerprint of all that decides a model's logits: configuration, weights (sampled) and their type.
 
     The number of ranks counts too: sums are split among them, so the last bits of logits differ.
@@ -53,7 +56,7 @@ def weights_hash(folder: Path, dtype: str, tensor_parallel_size: int = 1) -> str
         ConfigError: The folder holds no weights that can be served.
     """
     checkpoint = Checkpoint(folder)
-    digest = hashlib.sha256(str(choose_dtype(dtype, checkpoint)).encode())
+    digest = hashlib.sha256(str(choose_dtype(dtype, checkpoint, choose_device(device))).encode())
     if tensor_parallel_size > 1:
         digest.update(f"tensor parallel {tensor_parallel_size}".encode())
     digest.update((folder / "config.json").read_bytes())

@@ -72,7 +72,9 @@ async def serve(config: VerifierConfig) -> None:
 async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: Tracing) -> None:
     tls = load_tls(config.tls_dir, VERIFIER)
     speculation = speculation_from(config.speculative_config)
-    own_identity = model_identity(config.model, config.model_name, config.dtype, config.tensor_parallel_size)
+    own_identity = model_identity(
+        config.model, config.model_name, config.dtype, config.tensor_parallel_size, config.device
+    )
     max_model_len = _max_model_len(config, own_identity)
     # What others may ask for is what fits here, not what the model could do.
     head = speculation.eagle3_model

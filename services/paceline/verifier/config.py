@@ -77,7 +77,11 @@ class VerifierConfig:
     metrics_port: int = setting(8102, help="Prometheus port; 0 picks a free one.", low=0, high=65535)
     redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
     replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
-    dtype: str = setting("auto", help="Weight type.", choices=("auto", "bfloat16", "float32"))
+    dtype: str = setting(
+        "auto",
+        help="Weight type; auto: as stored, but float32 where a CPU only emulates bfloat16.",
+        choices=("auto", "bfloat16", "float32"),
+    )
     device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
     threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
     cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")

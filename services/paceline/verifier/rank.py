@@ -103,7 +103,8 @@ def join(config: RankConfig) -> Ranks:
     """
     size = config.tensor_parallel_size
     check_shares(DecoderConfig.from_folder(config.model), size)
-    model, device = weights_hash(config.model, config.dtype, size), rank_device(config.device, config.rank)
+    model = weights_hash(config.model, config.dtype, size, config.device)
+    device = rank_device(config.device, config.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rendezvous = Rendezvous(*split_address(config.tensor_parallel_rendezvous), config.rank)

@@ -9,6 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ConfigError
+from paceline.engine import decoder
+from paceline.engine.checkpoint import Checkpoint
+from paceline.engine.decoder import choose_dtype
 from paceline.engine.identity import model_identity, weights_hash
 from tests.support.checkpoints import save_pair
 
@@ -28,6 +31,22 @@ def test_a_copy_of_a_checkpoint_has_its_fingerprint_and_the_type_asked_for_is_pa
     assert weights_hash(copy, "auto") == weights_hash(folder, "float32")
     assert weights_hash(copy, "bfloat16") != weights_hash(folder, "float32")
     assert model_identity(copy, "tiny") == model_identity(folder, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("asked", "emulates", "device", "served"),
+    [
+        ("auto", True, "cpu", torch.float32),
+        ("auto", False, "cpu", torch.bfloat16),
+        ("auto", True, "cuda", torch.bfloat16),
+        ("bfloat16", True, "cpu", torch.bfloat16),
+    ],
+)
+def test_auto_takes_no_type_that_the_cpu_only_emulates(copy, monkeypatch, asked, emulates, device, served):
+    weights = copy / "model.safetensors"
+    save_file({name: value.to(torch.bfloat16) for name, value in load_file(weights).items()}, weights)
+    monkeypatch.setattr(decoder, "has_native_bfloat16", lambda: not emulates)
+    assert choose_dtype(asked, Checkpoint(copy), torch.device(device)) is served
 
 
 def test_weights_that_were_trained_further_have_another_fingerprint(folder, copy):

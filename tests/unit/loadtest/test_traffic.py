@@ -154,20 +154,21 @@ def test_the_densest_stretch_is_the_one_with_most_tokens() -> None:
     assert [(each.index, each.due_s) for each in densest(requests, 2.0)] == [(1, 0.0), (2, 1.0)]
 
 
-def trial(ends_s: list[float], ttft_s: float = 0.1, error: str = "") -> bool:
-    answers = [
-        answer(index, sent_s=float(index), ended_s=end_s, counts=((index + ttft_s, 1),), error=error)
-        for index, end_s in enumerate(ends_s)
-    ]
-    return judged(1.0, answers, max_ttft_s=1.0).held
+def held(slow: int = 0, ttft_s: float = 0.1, gap_s: float = 0.1, error: str = "") -> bool:
+    """Whether a rate is held at which the first `slow` of 100 requests take so long, and the others next to nothing."""
+    answers = []
+    for index in range(100):
+        first_s, then_s = (ttft_s, gap_s) if index < slow else (0.1, 0.1)
+        counts = ((index + first_s, 1), (index + first_s + 3 * then_s, 3))
+        answers.append(answer(index, sent_s=float(index), ended_s=index + 9.0, counts=counts, error=error))
+    return judged(1.0, answers, config(max_ttft_s=1.0, max_itl_s=0.2)).held
 
 
-def test_a_rate_is_held_while_first_tokens_are_in_time_and_the_queue_does_not_grow() -> None:
-    steady = [index + 2.0 for index in range(30)]
-    assert trial(steady)
-    assert not trial(steady, ttft_s=1.5)
-    assert not trial(steady, error="status 500")
-    assert not trial([40.0] * 30)
+def test_a_rate_is_held_while_first_tokens_and_the_following_come_in_time() -> None:
+    assert held()
+    assert held(slow=4, ttft_s=9.0) and not held(slow=6, ttft_s=9.0)
+    assert held(slow=4, gap_s=9.0) and not held(slow=6, gap_s=9.0)
+    assert not held(error="status 500")
 
 
 @pytest.mark.parametrize("limit", [0.4, 1.0, 1.9, 5.0])
@@ -175,8 +176,7 @@ def test_the_highest_rate_is_closed_in_on_from_either_side(limit: float) -> None
     trials: list[Trial] = []
     rate: float | None = 1.0
     while rate is not None:
-        held = rate <= limit
-        trials.append(Trial(rate_per_s=rate, held=held, ttft_p95_s=0.1, running_before=1, running_last=1, num_errors=0))
+        trials.append(Trial(rate_per_s=rate, held=rate <= limit, ttft_p95_s=0.1, itl_p95_s=0.1, num_errors=0))
         rate = next_rate(trials)
     best = max(trial.rate_per_s for trial in trials if trial.held)
     assert best <= limit < best * NEAR
