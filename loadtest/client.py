@@ -18,7 +18,7 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What to ask the gateway for; `speculation` None leaves the defaults to it."""
+    """What to ask the gateway for; `speculation` None leaves the defaults to it, and a `traceparent` has it traced."""
 
     prompt: str
     max_tokens: int = 128
@@ -26,6 +26,12 @@ class Ask:
     top_p: float = 1.0
     seed: int = 1
     speculation: dict[str, Any] | None = None
+    traceparent: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the request."""
+        return {"traceparent": self.traceparent} if self.traceparent else {}
 
     def body(self) -> dict[str, Any]:
         """The JSON body of `/v1/completions`."""
@@ -81,7 +87,8 @@ async def complete(
     """Streams one completion; an error of the server ends up in `Completion.error`."""
     completion = Completion()
     started_s = time.perf_counter()
-    async with client.stream("POST", f"{url}/v1/completions", json=ask.body(), timeout=TIMEOUT) as response:
+    sent = client.stream("POST", f"{url}/v1/completions", json=ask.body(), headers=ask.headers, timeout=TIMEOUT)
+    async with sent as response:
         if response.status_code != 200:
             completion.error = (await response.aread()).decode(errors="replace")
             return completion

@@ -1,9 +1,10 @@
-"""What traces cost: tokens/s without them, and at sampling ratios of 0, 0.1 and 1: `make bench NAME=tracing`.
+"""What traces cost: tokens/s and CPU time a token, without them and at sampling ratios of 0, 0.1 and 1.
 
-One fleet a way, all alike, a verifier on one core and its drafter on the other; they take turns, in another order each
-round, and only one is asked at a time. The collector is a real one, in a process of its own on the same machine, and
-what it takes of the machine counts. The fleet without traces is measured twice a round: how far these two lie apart is
-what this machine cannot tell from nothing. Ratios are to the mean of these two of the same round.
+Two pairs of fleets, all on the same two cores, a verifier on one and its drafter on the other: in each pair one has no
+tracing and one sends its spans to a real collector, a process of its own whose work counts. Fleets take turns, in
+another order each round, and only one is asked at a time. What is sampled is said by the callers (`traceparent`), so
+all ratios are measured in the same processes; how far the two fleets without tracing lie apart is what this machine
+cannot tell from nothing. Every step verifies as many drafts as any other, so that no controller adds its choices.
 """
 
 from __future__ import annotations
@@ -22,39 +23,71 @@ from typing import Any
 from tqdm import tqdm
 
 from loadtest.client import Ask, run_batch
+from loadtest.collector import new_traceparent
 from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.procfs import cpu_s
 from loadtest.single import OWN_HARDWARE
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
+from paceline.cluster.local import LocalFleet
 from paceline.training.corpus import unseen_prompts
 
-OFF, OFF_AGAIN = "off", "off again"
+OFF = "off"
 RATIOS = (0.0, 0.1, 1.0)
 # What is to be left of the speed at a sampling ratio.
 LEAST = {0.0: 0.99, 0.1: 0.98}
+NUM_PAIRS = 2
 NUM_PROMPTS = 64
+FIXED = json.dumps({"method": "draft_model", "policy": "fixed", "num_speculative_tokens": 3})
+ROLES = ("gateway", "verifier", "drafter")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One fleet asked in one way: tokens/s while all streams were busy, and CPU time of all its services."""
+
+    tokens_per_s: float
+    cpu_ms_per_token: float
+    texts: tuple[str, ...]
 
 
 @dataclass(slots=True)
-class Rates:
-    """Tokens/s by way, one number a round; and whether all ways gave the same texts."""
+class Turns:
+    """All turns: by way and pair, one a round."""
 
-    by_way: dict[str, list[float]] = field(default_factory=dict)
-    same_texts: bool = True
+    by_way: dict[str, list[list[Turn]]]
 
-    def ratios(self, way: str) -> list[float]:
-        """A way over the mean of both measurements without traces, round by round."""
-        pairs = zip(self.by_way[OFF], self.by_way[OFF_AGAIN], strict=True)
-        return [rate / statistics.fmean(pair) for rate, pair in zip(self.by_way[way], pairs, strict=True)]
+    @classmethod
+    def of(cls, ways: Sequence[str]) -> Turns:
+        """None so far."""
+        return cls({way: [[] for _ in range(NUM_PAIRS)] for way in ways})
+
+    @property
+    def same_texts(self) -> bool:
+        """Whether every turn gave the same texts."""
+        return len({turn.texts for pairs in self.by_way.values() for turns in pairs for turn in turns}) == 1
 
     def figures(self, way: str) -> dict[str, Any]:
-        """Median and spread of the ratios, and the median rate."""
-        ratios = self.ratios(way)
+        """Medians, and the ratio to no tracing: median of the rounds, with the middle half of them."""
+        speeds, off = self._sums(way, "tokens_per_s"), self._sums(OFF, "tokens_per_s")
+        ratios = [mine / plain for mine, plain in zip(speeds, off, strict=True)]
+        cpu, off_cpu = self._sums(way, "cpu_ms_per_token"), self._sums(OFF, "cpu_ms_per_token")
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         return {
-            "tokens_per_s": round(statistics.median(self.by_way[way]), 1),
-            "ratio": round(statistics.median(ratios), 4),
-            "least": round(min(ratios), 4),
-            "most": round(max(ratios), 4),
+            "tokens_per_s": round(statistics.median(speeds) / NUM_PAIRS, 1),
+            "cpu_ms_per_token": round(statistics.median(cpu) / NUM_PAIRS, 3),
+            "ratio": round(middle, 4),
+            "quartiles": [round(low, 4), round(high, 4)],
+            "cpu_ratio": round(statistics.median(a / b for a, b in zip(cpu, off_cpu, strict=True)), 4),
         }
+
+    def apart(self) -> float:
+        """Speed of the second fleet without tracing over that of the first, median of the rounds."""
+        first, second = self.by_way[OFF]
+        return statistics.median(b.tokens_per_s / a.tokens_per_s for a, b in zip(first, second, strict=True))
+
+    def _sums(self, way: str, name: str) -> list[float]:
+        """A figure of a way, summed over the pairs, round by round."""
+        return [sum(getattr(turn, name) for turn in turns) for turns in zip(*self.by_way[way], strict=True)]
 
 
 def main() -> None:
@@ -63,8 +96,8 @@ def main() -> None:
         prog="tracing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=8, help="requests at a time (default 8)")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds (default 10)")
-    parser.add_argument("--requests", type=int, default=64, help="requests of a way and round (default 64)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds, at least 2 (default 20)")
+    parser.add_argument("--requests", type=int, default=20, help="requests of a turn (default 20)")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of a request (default 64)")
     parser.add_argument("--dtype", default="auto", help="weight type (default auto)")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="sampling ratios (default 0 0.1 1)")
@@ -74,60 +107,94 @@ def main() -> None:
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all rounds and prints the table; True when no way costs more than it may."""
-    models = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER} if arguments.small else widened_target("98m")
-    settings = {**models, **OWN_HARDWARE, "dtype": arguments.dtype}
     ratios = {f"{100 * ratio:g} %": ratio for ratio in arguments.ratios}
-    rates = Rates(by_way={way: [] for way in (OFF, *ratios, OFF_AGAIN)})
+    turns = Turns.of((OFF, *ratios))
     async with AsyncExitStack() as stack:
         collector = await stack.enter_async_context(collecting())
-        urls = {}
-        for way, ratio in {OFF: None, **ratios}.items():
-            traced = {} if ratio is None else {"otlp_traces_endpoint": collector.endpoint, "trace_sample_ratio": ratio}
-            fleet = await stack.enter_async_context(bench_fleet(**settings, **traced))
-            urls[way] = fleet.gateway_url
-        urls[OFF_AGAIN] = urls[OFF]
-        await _rounds(urls, rates, arguments)
-    ok = rates.same_texts and all(rates.figures(way)["ratio"] >= LEAST.get(ratio, 0.0) for way, ratio in ratios.items())
-    _report(rates, collector.counted, arguments, ok=ok)
+        pairs = [await _pair(stack, arguments, collector.endpoint) for _ in range(NUM_PAIRS)]
+        await _rounds(pairs, ratios, turns, arguments)
+    rows = {way: turns.figures(way) for way in turns.by_way}
+    ok = turns.same_texts and all(rows[way]["ratio"] >= LEAST.get(ratio, 0.0) for way, ratio in ratios.items())
+    _report(rows, turns, collector.counted, arguments, ok=ok)
     return ok
 
 
-async def _rounds(urls: dict[str, str], rates: Rates, arguments: argparse.Namespace) -> None:
-    asks = _asks(arguments.requests, arguments.max_tokens)
-    for way, url in urls.items():
-        if way != OFF_AGAIN:
-            await run_batch(
-                url, _asks(min(NUM_PROMPTS, arguments.requests), 2), arguments.streams, f"warming up, {way}"
-            )
-    ways = list(urls)
-    with tqdm(total=arguments.rounds * len(ways), desc="tracing", unit="way") as bar:
+async def _pair(stack: AsyncExitStack, arguments: argparse.Namespace, endpoint: str) -> tuple[LocalFleet, LocalFleet]:
+    """Starts a fleet without tracing and one that traces what its callers ask for."""
+    models = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER} if arguments.small else widened_target("98m")
+    settings = {**models, **OWN_HARDWARE, "dtype": arguments.dtype, "speculative_config": FIXED}
+    traced = {"otlp_traces_endpoint": endpoint, "trace_sample_ratio": 0.0}
+    off = await stack.enter_async_context(bench_fleet(**settings))
+    return off, await stack.enter_async_context(bench_fleet(**settings, **traced))
+
+
+async def _rounds(
+    pairs: Sequence[tuple[LocalFleet, LocalFleet]],
+    ratios: dict[str, float],
+    turns: Turns,
+    arguments: argparse.Namespace,
+) -> None:
+    courses = [
+        (way, number, fleets[way != OFF], ratios.get(way, 0.0))
+        for number, fleets in enumerate(pairs)
+        for way in turns.by_way
+    ]
+    for fleet in itertools.chain(*pairs):
+        await _turn(fleet, OFF, 0.0, arguments)
+    with tqdm(total=arguments.rounds * len(courses), desc="tracing", unit="turn") as bar:
         for number in range(arguments.rounds):
-            texts = []
-            shift = number % len(ways)
-            for way in ways[shift:] + ways[:shift]:
-                result = await run_batch(urls[way], asks, arguments.streams, way)
-                rates.by_way[way].append(result.busy_tokens_per_s)
-                texts.append([each.text for each in result.completions])
+            shift = number % len(courses)
+            for way, pair, fleet, ratio in courses[shift:] + courses[:shift]:
+                turns.by_way[way][pair].append(await _turn(fleet, way, ratio, arguments))
                 bar.update()
-            rates.same_texts = rates.same_texts and all(each == texts[0] for each in texts)
 
 
-def _asks(count: int, max_tokens: int) -> list[Ask]:
-    prompts = itertools.islice(itertools.cycle(unseen_prompts(NUM_PROMPTS)), count)
-    return [Ask(prompt=prompt, max_tokens=max_tokens, seed=seed) for seed, prompt in enumerate(prompts)]
+async def _turn(fleet: LocalFleet, way: str, ratio: float, arguments: argparse.Namespace) -> Turn:
+    pids = [fleet.pid(role) for role in ROLES]
+    before_s = sum(map(cpu_s, pids))
+    result = await run_batch(fleet.gateway_url, asks_of(arguments, ratio), arguments.streams, way)
+    used_s = sum(map(cpu_s, pids)) - before_s
+    num_tokens = sum(each.num_tokens for each in result.completions)
+    return Turn(
+        tokens_per_s=result.busy_tokens_per_s,
+        cpu_ms_per_token=1e3 * used_s / num_tokens,
+        texts=tuple(each.text for each in result.completions),
+    )
 
 
-def _report(rates: Rates, counted: dict[str, int], arguments: argparse.Namespace, *, ok: bool) -> None:
-    rows = {way: rates.figures(way) for way in rates.by_way}
+def asks_of(arguments: argparse.Namespace, ratio: float) -> list[Ask]:
+    """Returns the requests of a turn, of which a share is traced, evenly spread."""
+    prompts = itertools.islice(itertools.cycle(unseen_prompts(NUM_PROMPTS)), arguments.requests)
+    sampled = [int(ratio * (number + 1)) > int(ratio * number) for number in range(arguments.requests)]
+    return [
+        Ask(
+            prompt=prompt,
+            max_tokens=arguments.max_tokens,
+            seed=seed,
+            traceparent=new_traceparent()[1] if sampled[seed] else "",
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
+
+
+def _report(
+    rows: dict[str, dict[str, Any]], turns: Turns, counted: dict[str, int], arguments: argparse.Namespace, *, ok: bool
+) -> None:
     for way, row in rows.items():
-        print(f"{way:9} {row['tokens_per_s']:8.1f} tokens/s  ratio to off {row['ratio']:.4f} "
-              f"({row['least']:.4f} to {row['most']:.4f})")  # fmt: skip
+        low, high = row["quartiles"]
+        print(
+            f"{way:6} {row['tokens_per_s']:8.1f} tokens/s, to off {row['ratio']:.4f} (middle half {low:.4f} to "
+            f"{high:.4f}); CPU {row['cpu_ms_per_token']:.3f} ms a token, to off {row['cpu_ratio']:.4f}"
+        )
+    print(f"two fleets without tracing, one over the other: {turns.apart():.4f}")
     print(
-        f"{arguments.streams} streams, {arguments.requests} requests of {arguments.max_tokens} tokens a way and round, "
-        f"{arguments.rounds} rounds; all texts {'equal' if rates.same_texts else 'NOT EQUAL'}; {machine()}"
+        f"{arguments.streams} streams, {arguments.requests} requests of {arguments.max_tokens} tokens a turn, "
+        f"{arguments.rounds} rounds, {NUM_PAIRS} pairs of fleets; all texts "
+        f"{'equal' if turns.same_texts else 'NOT EQUAL'}; {machine()}"
     )
     print(f"collected: {counted['spans']} spans of {counted['traces']} traces in {counted['bytes']} bytes")
-    print(json.dumps({"bench": "tracing", "machine": machine(), "ways": rows, "collected": counted, "ok": ok}))
+    figures = {"ways": rows, "apart": round(turns.apart(), 4), "collected": counted}
+    print(json.dumps({"bench": "tracing", "machine": machine(), **figures, "ok": ok}))
 
 
 @dataclass(slots=True)

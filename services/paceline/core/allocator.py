@@ -38,8 +38,8 @@ ENOUGH = 0.98
 # none at all, and not before so many, or a few for a clear loss: the first steps after a call have no drafts yet.
 WORTH_A_CALL, CLEAR_LOSS = 1.03, 0.95
 LEAST_REST, LEAST_WORK, LEAST_TRIAL = 4, 12, 6
-# Drafters that were called back in vain rest twice as long the next time, up to so many steps, until the load is
-# another.
+# Drafters that were called back in vain rest twice as long the next time at such a load, up to so many steps. Loads
+# are alike within a factor of two: what a busy hour taught is not forgotten in a quiet minute.
 MOST_REST = 256
 # A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
 # after so many steps.
@@ -182,8 +182,8 @@ class Goodput:
         self._in_hand = self._first_look.copy()
         self._own = np.zeros(max_nodes)
         self._steps_since_change = LEAST_WORK
-        self._rest = LEAST_REST
-        self._sessions_at_rest = 0
+        # By load (digits of the number of sessions in base 2), how long drafters rest before they are called back.
+        self._rests: dict[int, int] = {}
 
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`."""
@@ -272,21 +272,22 @@ class Goodput:
         best = int(np.argmax(goodputs))
         gain = float(goodputs[best] / without.max()) if best else 0.0
         self._steps_since_change += 1
-        if resting and not self._sessions_at_rest / 2 < num_sessions < self._sessions_at_rest * 2:
-            self._rest = LEAST_REST
-        if self._changes(gain, resting=resting):
-            if not resting:
-                in_vain = gain <= 1.0 and self._steps_since_change <= 2 * LEAST_WORK
-                self._rest = min(2 * self._rest, MOST_REST) if in_vain else LEAST_REST
-                self._sessions_at_rest = num_sessions
+        load = num_sessions.bit_length()
+        rest = self._rests.get(load, LEAST_REST)
+        brief = self._steps_since_change <= 2 * LEAST_WORK
+        if self._changes(gain, rest, resting=resting):
+            if not resting and gain <= 1.0 and brief:
+                self._rests[load] = min(2 * rest, MOST_REST)
             self._steps_since_change = 0
             resting = not resting
+        elif not resting and gain > 1.0 and not brief:
+            self._rests.pop(load, None)
         self.price = 1.0 if resting else min(0.99, float(goodputs[best]) * table.slope(rows + best))
 
-    def _changes(self, gain: float, *, resting: bool) -> bool:
-        """Whether drafters at rest are called back, or those at work sent to rest."""
+    def _changes(self, gain: float, rest: int, *, resting: bool) -> bool:
+        """Whether drafters at rest are called back, after so many steps, or those at work sent to rest."""
         if resting:
-            return gain > WORTH_A_CALL and self._steps_since_change >= self._rest
+            return gain > WORTH_A_CALL and self._steps_since_change >= rest
         if self._steps_since_change >= CONTROL_EVERY:
             return True
         least = LEAST_TRIAL if gain <= CLEAR_LOSS else LEAST_WORK

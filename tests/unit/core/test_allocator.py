@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.allocator import CONTROL_EVERY, ENOUGH, Demand, FixedGamma, Goodput
+from paceline.core.allocator import CONTROL_EVERY, ENOUGH, LEAST_REST, Demand, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.messages import NodeGuess
 from paceline.core.pace import OVERDUE, LinkPace
@@ -243,6 +243,32 @@ def test_drafters_called_back_in_vain_rest_longer_each_time_until_the_load_chang
     rests = [len(rest) for rest in modes.split("work") if rest]
     assert rests[:5] == [4, 8, 16, 32, 64]
     assert rests[-1] < max(rests), "another load, another try"
+
+
+def test_what_trials_in_vain_taught_of_a_load_is_known_when_the_load_comes_back():
+    policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
+
+    def steps_of_work(count: int) -> int:
+        worked = 0
+        for _ in range(64):
+            worked += policy.price < 1.0
+            policy.allocate([Demand(tree=tree_of([]), cap=8)] * count, other_rows=0)
+        return worked
+
+    cycles = [steps_of_work(1) + steps_of_work(2) for _ in range(8)]
+    assert cycles[0] > 50
+    # Forgetful drafters would be tried for 24 steps of each cycle.
+    assert sum(cycles[3:]) < 5 * 12
+
+
+def test_a_load_at_which_drafters_are_worth_it_again_is_held_against_them_no_more():
+    policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
+    for _ in range(400):
+        policy.allocate([Demand(tree=tree_of([]), cap=8)], other_rows=0)
+    assert max(policy._rests.values()) > LEAST_REST
+    settled(1, STEEP, steps=CONTROL_EVERY + 300, policy=policy)
+    assert policy.price < 1.0
+    assert not policy._rests
 
 
 def test_nodes_that_hardly_ever_match_are_left_out_even_where_rows_are_free():
