@@ -105,15 +105,16 @@ def fitted(arrivals: Sequence[Arrival], config: LoadConfig) -> list[Arrival]:
 
 
 def requests_of(arrivals: Sequence[Arrival], prompts: Prompts, config: LoadConfig) -> list[Request]:
-    """Returns the requests of arrivals; prompt and seed of each are its number's."""
+    """Returns the requests of arrivals; prompt and seed of each are its number's, and no other configured seed's."""
+    first = config.seed * 1_000_003
     return [
         Request(
             index=index,
             due_s=each.at_s,
-            prompt=prompts.prompt(index, each.num_prompt_tokens),
+            prompt=prompts.prompt(first + index, each.num_prompt_tokens),
             max_tokens=each.num_output_tokens,
             temperature=config.temperature,
-            seed=config.seed * 1_000_003 + index,
+            seed=first + index,
         )
         for index, each in enumerate(arrivals)
     ]

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import resource
+import signal
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
@@ -146,6 +147,9 @@ async def serve_model(
         ConfigError: The checkpoint, a port or the registry makes serving impossible.
         Exception: Whatever broke the engine.
     """
+    # While it loads nothing has to be finished. Said here, since the first process of a container ignores what it did
+    # not ask for, and would come up after it was told to go.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os._exit, 128 + signal.SIGTERM)
     async with open_store(config.redis_url) as store:
         await require(store)
         with start_metrics_server(registry, config.host, config.metrics_port) as metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.k8s.podman import Podman
 from tests.unit.k8s.chart import REPOSITORY, TIERS, Document, Rendered, render, values_files
 
 PROGRAMS = ("podman", "runc", "conmon", "debootstrap")
+# What a container is made of; a sandbox may forbid it though it lets podman be installed.
+NAMESPACES = ("unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "true")
 TAG = "k8s-test"
 NETWORK = "paceline-k8s-test"
 STORE = "redis"
@@ -37,6 +40,9 @@ def podman(request: pytest.FixtureRequest) -> Iterator[Podman]:
         pytest.skip(f"needs {', '.join(missing)} (see docs/kubernetes.md for the packages)")
     if os.geteuid():
         pytest.skip("needs root: networks of containers and debootstrap do")
+    refusal = subprocess.run(NAMESPACES, capture_output=True, text=True, check=False)
+    if refusal.returncode:
+        pytest.skip(f"this machine lets nobody start a container: {refusal.stderr.strip()}")
     podman = Podman.in_folder(REPOSITORY / ".build" / "k8s")
     try:
         yield podman

@@ -22,9 +22,12 @@ from paceline.cluster.supervisor import ChildSpec
 from paceline.cluster.valkey import server_command
 from paceline.config import setting
 from paceline.core.errors import ConfigError
+from paceline.core.messages import DRAFTER
 from paceline.credentials import PROBE, folder_of, load_tls
 
 PORT_STRIDE = 10
+# Of the time that a fleet has to end, how much running requests get; the rest is for goodbyes.
+GRACE_SHARE = 0.75
 _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks free ones."
 
 
@@ -87,7 +90,9 @@ class FleetSpec:
     )
     log_dir: Path | None = setting(None, help="Folder for the services' logs; without it a temporary one.")
     start_timeout_s: float = setting(300.0, help="Longest start of a service.", unit="seconds", low=1.0)
-    grace_s: float = setting(20.0, help="Time to finish running requests at the end.", unit="seconds", low=0.0)
+    grace_s: float = setting(
+        20.0, help="Time to end in; running requests get three quarters of it.", unit="seconds", low=0.0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +262,7 @@ def model_child(
         target: The target of an EAGLE-3 head, for its drafter.
     """
     argv = [
-        *_service(spec, endpoint, redis_url),
+        *_service(spec, endpoint),
         *("--metrics-port", str(endpoint.second_port)),
         *("--model", str(checkpoint), "--dtype", spec.dtype, "--threads", str(share.num_threads)),
     ]
@@ -277,7 +282,7 @@ def model_child(
     return ChildSpec(
         name=endpoint.name,
         argv=tuple(argv),
-        env=child_environment(environ, num_threads=share.num_threads + len(share.spare_cpus)),
+        env=_environment(redis_url, environ, share.num_threads + len(share.spare_cpus)),
         is_healthy=grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE)),
         log_path=log_dir / f"{endpoint.name}.log",
     )
@@ -293,7 +298,7 @@ def gateway_child(
 ) -> ChildSpec:
     """Returns the process of a gateway."""
     argv = [
-        *_service(spec, endpoint, redis_url),
+        *_service(spec, endpoint),
         *("--grpc-port", str(endpoint.second_port), "--model", str(tokenizer)),
     ]
     if spec.tls_cert is not None:
@@ -304,7 +309,7 @@ def gateway_child(
     return ChildSpec(
         name=endpoint.name,
         argv=tuple(argv),
-        env=child_environment(environ, num_threads=1),
+        env=_environment(redis_url, environ, 1),
         is_healthy=http_health(f"{gateway_scheme(spec)}://{endpoint.address}/health"),
         log_path=log_dir / f"{endpoint.name}.log",
     )
@@ -320,15 +325,21 @@ def gateway_scheme(spec: FleetSpec) -> str:
     return "http" if spec.tls_cert is None else "https"
 
 
-def _service(spec: FleetSpec, endpoint: Endpoint, redis_url: str) -> list[str]:
+def _service(spec: FleetSpec, endpoint: Endpoint) -> list[str]:
     folder = folder_of(spec.tls_dir, endpoint.role)
     return [
         *(sys.executable, "-m", f"paceline.{endpoint.role}"),
         *("--host", endpoint.host, "--port", str(endpoint.port)),
-        *("--redis-url", redis_url, "--replica-id", endpoint.name),
+        *("--replica-id", endpoint.name),
         *(() if folder is None else ("--tls-dir", str(folder))),
+        *(() if endpoint.role == DRAFTER else ("--grace-s", f"{GRACE_SHARE * spec.grace_s:g}")),
         *_traces(spec, endpoint),
     ]
+
+
+def _environment(redis_url: str, environ: Mapping[str, str], num_threads: int) -> dict[str, str]:
+    """The environment of a service; the registry's URL may hold a password, and everybody may read command lines."""
+    return {**child_environment(environ, num_threads=num_threads), "PACELINE_REDIS_URL": redis_url}
 
 
 def _traces(spec: FleetSpec, endpoint: Endpoint) -> tuple[str, ...]:
@@ -336,4 +347,4 @@ def _traces(spec: FleetSpec, endpoint: Endpoint) -> tuple[str, ...]:
         return ()
     ratio = ("--trace-sample-ratio", f"{spec.trace_sample_ratio:g}")
     # A drafter follows its verifiers.
-    return ("--otlp-traces-endpoint", spec.otlp_traces_endpoint, *(() if endpoint.role == "drafter" else ratio))
+    return ("--otlp-traces-endpoint", spec.otlp_traces_endpoint, *(() if endpoint.role == DRAFTER else ratio))

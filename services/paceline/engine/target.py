@@ -161,6 +161,7 @@ class TargetEngine:
             sources,
             self._rules.of(event.request.speculation),
             self._clock(),
+            event.arrived_s,
         )
         self._sessions[event.request.session_id] = session
         self._waiting.append(session)

@@ -12,10 +12,11 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """A session to run; its outputs carry the serial."""
+    """A session to run; its outputs carry the serial. It waits since `arrived_s`; None: since the engine hears of it."""
 
     request: GenerateRequest
     serial: int
+    arrived_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

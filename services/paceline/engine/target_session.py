@@ -81,7 +81,8 @@ class TargetSession:
         calibrations: Of its sources.
         sources: Those inside the verifier.
         rule: What judges guesses.
-        now_s: When it was submitted.
+        now_s: Now.
+        arrived_s: When it was submitted; None: now. Steps are not interrupted, so that may be one ago.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class TargetSession:
         sources: Sequence[AnySource],
         rule: Rule,
         now_s: float,
+        arrived_s: float | None = None,
     ) -> None:
         self.serial = serial
         self.traced = bool(request.traceparent)
@@ -132,7 +134,7 @@ class TargetSession:
         self._finish: FinishReason | None = None
         self._logprobs: list[PositionLogprobs] = []
         self._fates: tuple[TokenFate, ...] = ()
-        self._submitted_s = now_s
+        self._submitted_s = now_s if arrived_s is None else arrived_s
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
         self._num_cached = 0
@@ -144,8 +146,8 @@ class TargetSession:
 
     @property
     def lag_tokens(self) -> int:
-        """Committed tokens that its drafter has not answered."""
-        return self.draft.committed_len - self.heard_len
+        """Committed tokens that its drafter has not answered; none while it rests, and is not to answer."""
+        return self.draft.committed_len - self.heard_len if self.draft.price < 1.0 else 0
 
     def open(self) -> OpenSession:
         """Everything its drafter needs to start, or to start anew; hidden states follow."""

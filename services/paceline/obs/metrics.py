@@ -138,6 +138,7 @@ class SessionMetrics:
     """What a verifier counts of sessions: how many there are, and where the time of those that ended went."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.under_way = Gauge("paceline:sessions", "Sessions accepted and not ended.", registry=registry)
         self.num_running = Gauge("vllm:num_requests_running", "Sessions in steps.", registry=registry)
         self.num_waiting = Gauge("vllm:num_requests_waiting", "Sessions that wait for a place.", registry=registry)
         self.num_preemptions = Counter(

@@ -129,8 +129,8 @@ def _cheapest(
     found = {title: plan for title, plan in _awaited(searches, "looking for fleets").items() if plan is not None}
     if not found:
         raise ConfigError(
-            f"--slo-ttft-ms {1e3 * goal.ttft_s:g} and --slo-itl-ms {1e3 * goal.itl_s:g}: no fleet of any size meets "
-            "them with this profile"
+            f"--slo-ttft-ms {1e3 * goal.ttft_s:g} and --slo-itl-ms {1e3 * goal.itl_s:g}: no fleet meets them with this "
+            f"profile, as far as {len(load):,} requests can show; ask for less, or simulate more with --seconds"
         )
     return dict(sorted(found.items(), key=lambda entry: entry[1].fleet.price_per_hour(profile)))
 

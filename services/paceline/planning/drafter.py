@@ -37,12 +37,18 @@ class SimulatedDraft:
     def __init__(self, number: int, opened: OpenSession, prompt_len: int) -> None:
         self.number = number
         self.mirror = DrafterSession(opened)
+        self._prompt_len = prompt_len
         self.expanded: set[int] = set()
         self.growth = TreeGrowth(self.mirror, self.expanded)
         self._frontier: list[Node] | None = None
         # Tokens beyond the prompt's last whose KV is computed; negative while the prompt is not.
         self.computed = 1 - prompt_len
         self.computed_to = self.computed
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens, the whole prompt included."""
+        return self._prompt_len - 1 + len(self.mirror.tokens)
 
     @property
     def num_missing(self) -> int:
@@ -103,8 +109,10 @@ class SimulatedDrafter:
         self.num_paired = 0
 
     def open(self, number: int, message: OpenSession, prompt_len: int) -> SimulatedDraft | None:
-        """A verifier opened a session; None, and it goes without drafts, where there are as many as may be."""
-        if len(self._sessions) >= self._facts.device.max_sessions:
+        """A verifier opened a session; None, and it goes without drafts, where there is no room for it."""
+        device = self._facts.device
+        held = sum(session.num_tokens for session in self._sessions.values())
+        if len(self._sessions) >= device.max_sessions or held + prompt_len > device.kv_tokens:
             return None
         return self._sessions.setdefault(message.session_id, SimulatedDraft(number, message, prompt_len))
 
@@ -135,7 +143,8 @@ class SimulatedDrafter:
             return 0.0
         rows = self._plan_catching_up()
         rows += self._plan_growth()
-        return self._facts.device.seconds(rows, num_sessions=len(self._sessions))
+        kv_tokens = sum(session.num_tokens for session in {each.session for each in self._expansions})
+        return self._facts.device.seconds(rows, num_sessions=len(self._sessions), kv_tokens=kv_tokens)
 
     def _plan_catching_up(self) -> int:
         rows = 0

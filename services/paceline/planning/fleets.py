@@ -19,7 +19,8 @@ from paceline.planning.simulation import Cell, Outcome, Way, run_open
 RATIOS = (1, 2, 4)
 # Share of the load's time that is left out at its beginning, while cells fill.
 WARM_UP = 0.25
-# A cell that has not answered everything so long after its last request never keeps up.
+# A cell that has not answered everything so long after its last request, and twice what the longest answer may take,
+# never keeps up.
 PATIENCE_S = 30.0
 # A search ends when fleets this much smaller would not do.
 TOLERANCE = 0.05
@@ -37,9 +38,14 @@ class Goal:
     itl_s: float
 
     def is_met(self, outcome: Outcome) -> bool:
-        """Whether they do, and nothing was left unanswered."""
+        """Whether they do, and nothing was left unanswered; nobody was given anything where nobody asked."""
         enough = outcome.ttft_s()[P95] <= self.ttft_s and outcome.itl_s()[P95] <= self.itl_s
-        return enough and outcome.num_unfinished == 0
+        return enough and outcome.num_counted > 0 and outcome.num_unfinished == 0
+
+    def patience_s(self, load: Sequence[Arrival]) -> float:
+        """Seconds after the last request in which a cell that meets the goal has answered everything."""
+        longest = max((each.num_output_tokens for each in load), default=0)
+        return PATIENCE_S + self.ttft_s + 2.0 * self.itl_s * longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +127,15 @@ def evaluate(profile: Profile, fleet: Fleet, load: Sequence[Arrival], goal: Goal
     cell = fleet.cell()
     mine = dealt(load, cell.num_verifiers, fleet.num_verifiers)
     warm_up_s = WARM_UP * load[-1].at_s
-    outcome = run_open(profile, cell, mine, until_s=load[-1].at_s, warm_up_s=warm_up_s, give_up_s=PATIENCE_S, seed=seed)
+    outcome = run_open(
+        profile,
+        cell,
+        mine,
+        until_s=load[-1].at_s,
+        warm_up_s=warm_up_s,
+        give_up_s=goal.patience_s(mine),
+        seed=seed,
+    )
     offered = sum(each.num_output_tokens for each in load) / max(load[-1].at_s, 1e-9)
     return Plan(fleet=fleet, profile=profile, outcome=outcome, offered_tokens_per_s=offered, meets=goal.is_met(outcome))
 

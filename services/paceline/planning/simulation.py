@@ -78,6 +78,11 @@ class Outcome:
         return sum(each.num_received < each.num_output_tokens for each in self.requests)
 
     @property
+    def num_counted(self) -> int:
+        """Requests that latencies are taken of."""
+        return len(self._counted())
+
+    @property
     def gamma(self) -> float:
         """Draft tokens that a session's step verified, on average."""
         return sum(each.num_drafted for each in self.requests) / max(1, self._num_steps)

@@ -272,8 +272,10 @@ class TargetHost:
         self._under_way[request.session_id] = mine
         self._count_drafted(mine, +1)
         self._empty.clear()
+        # Told here and not with a step: an engine that hangs makes none.
+        self._metrics.sessions.under_way.set(self.num_sessions)
         try:
-            self._engine.post(Submit(request=request, serial=serial))
+            self._engine.post(Submit(request=request, serial=serial, arrived_s=time.monotonic()))
             yield stream
         finally:
             self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
@@ -282,6 +284,7 @@ class TargetHost:
             if self._under_way.get(request.session_id) is mine:
                 del self._under_way[request.session_id]
             self._count_drafted(mine, -1)
+            self._metrics.sessions.under_way.set(self.num_sessions)
             if not self._streams:
                 self._empty.set()
             # A session that ended by itself is gone from the engine already; cancelling it again does nothing.
@@ -321,7 +324,7 @@ class TargetHost:
                     continue
                 logger.info("closing an unused stream", extra={"drafter": address})
                 link = self._links.pop(address)
-                self._link_changed(address, None)
+                self._tell_of_link(address, None)
                 await link.close()
             idle = unused
             self._drafted = +self._drafted
@@ -330,6 +333,9 @@ class TargetHost:
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         if draft is None:
             self._metrics.fallbacks.labels("link_lost").inc()
+        self._tell_of_link(address, draft)
+
+    def _tell_of_link(self, address: str, draft: ModelIdentity | None) -> None:
         wants_states = draft is not None and draft.draft_method == EAGLE3
         change = LinkChanged(address=address, up=draft is not None, wants_states=wants_states)
         with suppress(UnavailableError):

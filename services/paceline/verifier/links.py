@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextvars import Context
 
 import grpc
 
@@ -66,7 +67,8 @@ class DrafterLink:
         # Of each loss the first failure is told, not every try after it.
         self._complained = False
         self._down_since_s = asyncio.get_running_loop().time()
-        self._keeper = asyncio.create_task(self._keep_up(), name=f"link to {address}")
+        # A context of its own: the link outlives the request that it was dialled for, whose trace its lines do not name.
+        self._keeper = asyncio.create_task(self._keep_up(), name=f"link to {address}", context=Context())
 
     @property
     def down_s(self) -> float:

@@ -26,7 +26,7 @@ class SessionTrace:
     def __init__(self, tracing: Tracing, request: GenerateRequest) -> None:
         self._span: Span = tracing.start("verify", traceparent=request.traceparent)
         self._rounds = SampledRounds(MAX_ROUNDS)
-        self._started = False
+        self._start: TracedStart | None = None
 
     @property
     def recording(self) -> bool:
@@ -53,13 +53,10 @@ class SessionTrace:
         match report:
             case TracedRound():
                 self._rounds.add(report)
-            case TracedStart() if self._started:
+            case TracedStart() if self._start is not None:
                 self._span.event("computed anew", at_s=report.at_s)
             case TracedStart():
-                self._started = True
-                self._span.child("queue", start_s=report.submitted_s).end(report.admitted_s)
-                cached = {names.NUM_CACHED_TOKENS: report.num_cached_tokens}
-                self._span.child("prefill", start_s=report.admitted_s, attributes=cached).end(report.at_s)
+                self._start = report
 
     def ended(self, result: GenerateResult) -> None:
         """The session came to its end."""
@@ -88,10 +85,20 @@ class SessionTrace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self.recording:
+            # All spans of a session end with it: who collects them gets them together.
+            self._end_children()
             for each in self._rounds.kept:
                 self._span.event("round", _attributes(each), at_s=each.at_s)
             self._span.set({names.ROUNDS_LEFT_OUT: self._rounds.num_left_out})
         self._span.__exit__(kind, error, traceback)
+
+    def _end_children(self) -> None:
+        start = self._start
+        if start is None:
+            return
+        self._span.child("queue", start_s=start.submitted_s).end(start.admitted_s)
+        cached = {names.NUM_CACHED_TOKENS: start.num_cached_tokens}
+        self._span.child("prefill", start_s=start.admitted_s, attributes=cached).end(start.at_s)
 
 
 class SampledRounds:

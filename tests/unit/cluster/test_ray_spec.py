@@ -115,6 +115,16 @@ def test_only_numbers_of_replicas_may_change_while_the_fleet_runs() -> None:
             check_resize(old, parse_spec({"verifier": {"replicas": 2}, **changed}))
 
 
+def test_a_gateway_with_fixed_ports_is_added_only_where_ray_keeps_two_from_one_host() -> None:
+    one, two = ({"replicas": count, "strategy": "STRICT_SPREAD"} for count in (1, 2))
+    free, kept = {"port": 0, "grpc_port": 0}, {"resources": {"gateway-port": 1}}
+    for more in (free, kept):
+        check_resize(parse_spec({"gateway": one | more}), parse_spec({"gateway": two | more}))
+    check_resize(parse_spec({"gateway": two}), parse_spec({"gateway": one}))
+    with pytest.raises(ConfigError, match=r"^gateway\.replicas: .* port 8000 already"):
+        check_resize(parse_spec({"gateway": one}), parse_spec({"gateway": two}))
+
+
 def test_the_examples_are_read() -> None:
     specs = {path.stem: read_spec(path) for path in EXAMPLES.glob("*.yaml")}
     assert set(specs) == {"demo", "h100-l4", "tensor-parallel"}

@@ -164,8 +164,8 @@ def test_a_verifier_gets_its_flags() -> None:
     assert given == {
         "--host": "127.0.0.1",
         "--port": "1",
-        "--redis-url": "redis://r",
         "--replica-id": "verifier-0",
+        "--grace-s": "15",
         "--metrics-port": "2",
         "--model": "/m",
         "--dtype": "float32",

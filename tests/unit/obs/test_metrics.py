@@ -23,6 +23,7 @@ VERIFIER_NAMES = {
     "vllm:spec_decode_num_draft_tokens_total",
     "vllm:spec_decode_num_accepted_tokens_total",
     'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}',
+    "paceline:sessions",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",

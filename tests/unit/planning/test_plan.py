@@ -74,6 +74,17 @@ def test_goals_that_no_fleet_meets_are_told_apart() -> None:
     assert least_fleet(profile(), Way.PLAIN, 1, LOAD, Goal(ttft_s=5.0, itl_s=0.001)) is None
 
 
+def test_an_answer_may_take_as_long_as_the_goal_lets_each_of_its_tokens_take() -> None:
+    long = [Arrival(at_s, 20, 4000) for at_s in (0.0, 0.5, 1.0)]
+    plan = evaluate(profile(), Fleet(way=Way.PLAIN, num_verifiers=1), long, Goal(ttft_s=1.0, itl_s=0.02))
+    assert plan.outcome.requests[-1].pieces[-1][0] > 40.0
+    assert plan.meets
+
+
+def test_a_cell_that_nobody_asks_shows_nothing() -> None:
+    assert not evaluate(profile(), Fleet(way=Way.PLAIN, num_verifiers=200), LOAD[:100], LOOSE).meets
+
+
 def test_more_drafters_than_verifiers_are_refused() -> None:
     with pytest.raises(ConfigError, match="drafters must be at most as many as verifiers, got 3"):
         Fleet(way=Way.TIER, num_verifiers=2, num_drafters=3)

@@ -48,6 +48,10 @@ class Order:
     back_off: BackOff = field(default_factory=BackOff)
 
 
+# What a verifier's own arguments say for all of its ranks.
+OF_ALL_RANKS = ("--dtype=", "--device=", "--tensor-parallel-silence-s=")
+
+
 def service_child(order: Order, endpoint: Endpoint, rendezvous: str) -> ChildSpec:
     """Returns the process of a replica that others call; `rendezvous` is for its other ranks, if it has any."""
     environ = {**os.environ, **order.env}
@@ -74,6 +78,7 @@ def rank_child(order: Order, rendezvous: str) -> ChildSpec:
         *(sys.executable, "-m", "paceline.verifier.rank", "--rank", str(order.rank)),
         *("--model", str(order.checkpoint), "--dtype", order.services.dtype, "--threads", str(order.num_threads)),
         *_rank_flags(order, rendezvous),
+        *(given for given in order.services.verifier_arg if given.startswith(OF_ALL_RANKS)),
     ]
 
     async def runs() -> bool:

@@ -175,7 +175,7 @@ def check_resize(old: RayFleetSpec, new: RayFleetSpec) -> None:
     """Lets only numbers of replicas, and how drafters scale, change while a fleet runs.
 
     Raises:
-        ConfigError: Something else differs; names it.
+        ConfigError: Something else differs, or nothing keeps a new gateway off the ports of another; names it.
     """
     for role in ROLES:
         before, after = old.tier(role), new.tier(role)
@@ -185,6 +185,13 @@ def check_resize(old: RayFleetSpec, new: RayFleetSpec) -> None:
             _check_same(f"{role}.{name}", getattr(before.settings, name), getattr(after.settings, name))
     for name in (*SHARED, "drafter"):
         _check_same(name, getattr(old.services, name), getattr(new.services, name))
+    gateways = new.gateway
+    fixed = gateways.settings.port or gateways.settings.grpc_port
+    if fixed and not gateways.resources and gateways.settings.replicas > old.gateway.settings.replicas:
+        raise ConfigError(
+            f"gateway.replicas: another gateway may come to a host where one has port {fixed} already; start each host "
+            "with a resource such as gateway-port: 1, and have gateway.resources take it"
+        )
 
 
 def _check_same(name: str, before: Any, after: Any) -> None:

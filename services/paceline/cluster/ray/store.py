@@ -38,7 +38,11 @@ async def shared_store(
     supervisor = Supervisor(say)
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as work_dir:
         child = store_child(find_server(services.redis_server), host, port, Path(work_dir), environ)
-        guarded = replace(child, argv=(*child.argv, "--requirepass", password), is_healthy=_answers(url))
+        # Everybody may read command lines; the folder is its owner's alone.
+        settings = Path(work_dir) / "valkey.conf"
+        settings.write_text(f"requirepass {password}\n", encoding="ascii")
+        server, *flags = child.argv
+        guarded = replace(child, argv=(server, str(settings), *flags), is_healthy=_answers(url))
         try:
             await supervisor.start([guarded], services.start_timeout_s)
             yield url

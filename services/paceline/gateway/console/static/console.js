@@ -7,6 +7,8 @@ import { events, Refusal, useKey } from "./stream.js";
 
 const FIRST_PAUSE_MS = 500;
 const LAST_PAUSE_MS = 10000;
+// Frames come every second, later where replicas do not answer the gateway; after this nobody is there.
+const SILENCE_MS = 40000;
 const UNAUTHORIZED = 401;
 const element = (id) => document.getElementById(id);
 const STATES = {
@@ -51,8 +53,13 @@ const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 async function follow(all) {
   let pauseMs = FIRST_PAUSE_MS;
   for (;;) {
+    const patience = new AbortController();
+    const silent = () => patience.abort();
+    let timer = setTimeout(silent, SILENCE_MS);
     try {
-      for await (const frame of events("console/events")) {
+      for await (const frame of events("console/events", { signal: patience.signal })) {
+        clearTimeout(timer);
+        timer = setTimeout(silent, SILENCE_MS);
         pauseMs = FIRST_PAUSE_MS;
         show(frame, all);
       }
@@ -62,6 +69,8 @@ async function follow(all) {
       else if (error instanceof Refusal) say("bad", "refused", error.message);
       else say("bad", "reconnecting", "The gateway does not answer.");
       if (error.retryAfterS) pauseMs = 1e3 * error.retryAfterS;
+    } finally {
+      clearTimeout(timer);
     }
     await pause(pauseMs);
     pauseMs = Math.min(2 * pauseMs, LAST_PAUSE_MS);
