@@ -116,6 +116,6 @@ async def _burst_rate(door: Door, source: Source, prompts: Prompts, config: Load
 def _say(trial: Trial) -> None:
     verdict = "held" if trial.held else "not held"
     sys.stderr.write(
-        f"{trial.rate_per_s:.2f} requests/s: {verdict} (p95 of first tokens {trial.ttft_p95_s:.2f} s, of mean times between "
-        f"tokens {trial.itl_p95_s:.3f} s; {trial.num_errors} errors)\n"
+        f"{trial.rate_per_s:.2f} requests/s: {verdict} (p95 of first tokens {trial.ttft_p95_s:.2f} s, of mean times "
+        f"between tokens {trial.itl_p95_s:.3f} s; {trial.num_errors} errors)\n"
     )

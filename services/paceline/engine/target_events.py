@@ -12,7 +12,7 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """A session to run; its outputs carry the serial. It waits since `arrived_s`; None: since the engine hears of it."""
+    """A session to run; its outputs carry the serial. It waits since `arrived_s`; None: since the engine knows it."""
 
     request: GenerateRequest
     serial: int

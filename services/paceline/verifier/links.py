@@ -67,7 +67,7 @@ class DrafterLink:
         # Of each loss the first failure is told, not every try after it.
         self._complained = False
         self._down_since_s = asyncio.get_running_loop().time()
-        # A context of its own: the link outlives the request that it was dialled for, whose trace its lines do not name.
+        # A context of its own: the link outlives the request it was dialled for, whose trace its lines do not name.
         self._keeper = asyncio.create_task(self._keep_up(), name=f"link to {address}", context=Context())
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 
 import pytest
 from loadtest.tracing import OFF, Turn, Turns, asks_of
@@ -13,7 +14,7 @@ def test_a_share_of_the_requests_is_traced_evenly_spread(ratio: float, traced: i
     asks = asks_of(argparse.Namespace(requests=20, max_tokens=8), ratio)
     at = [number for number, ask in enumerate(asks) if ask.headers]
     assert len(at) == traced
-    assert len({later - sooner for sooner, later in zip(at, at[1:], strict=False)}) <= 1
+    assert len({later - sooner for sooner, later in pairwise(at)}) <= 1
     assert all(asks[number].traceparent.endswith("-01") for number in at)
 
 
