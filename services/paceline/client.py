@@ -167,7 +167,10 @@ def _only_model(client: httpx.Client) -> str:
     response = client.get("/v1/models")
     if response.status_code != httpx.codes.OK:
         raise PacelineError(_error_message(response.text))
-    names = [str(entry["id"]) for entry in response.json()["data"]]
+    try:
+        names = [str(entry["id"]) for entry in response.json()["data"]]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"--url {client.base_url}: what answers there is no gateway; take its HTTP address") from None
     if len(names) != 1:
         raise ConfigError(f"the gateway serves {len(names)} models, choose with --model: {', '.join(names)}")
     return names[0]

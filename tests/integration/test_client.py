@@ -144,3 +144,28 @@ def test_a_gateway_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]
 
 def test_without_draft_tokens_the_line_says_so() -> None:
     assert client.summary(None, {"completion_tokens": 3}) == "[3 tokens, no draft token verified]"
+
+
+def test_something_that_is_no_gateway_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metrics) as server,
+        pytest.raises(SystemExit) as caught,
+    ):
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        client.main(["x", "--url", f"http://127.0.0.1:{server.server_port}"])
+    thread.join()
+    assert caught.value.code == 1
+    assert "no gateway" in capsys.readouterr().err
+
+
+class _Metrics(http.server.BaseHTTPRequestHandler):
+    """Answers anything as a metrics page does."""
+
+    def log_message(self, *args: object) -> None:
+        """Says nothing."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"# HELP vllm:num_requests_running\n")
