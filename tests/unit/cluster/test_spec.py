@@ -189,6 +189,17 @@ def test_a_gateway_gets_the_targets_tokenizer() -> None:
     assert (given["--port"], given["--grpc-port"], given["--model"]) == ("5", "6", "/m")
 
 
+def test_the_stores_password_stands_in_no_command_line() -> None:
+    url = "redis://:secret@r"
+    share = CpuShare(num_threads=1, cpus=())
+    for child in (
+        model_child(FleetSpec(), DRAFTER, share, Path("/d"), url, Path("/l"), {}),
+        gateway_child(FleetSpec(), GATEWAY, Path("/m"), url, Path("/l"), {}),
+    ):
+        assert not any("secret" in argument for argument in child.argv)
+        assert child.env["PACELINE_REDIS_URL"] == url
+
+
 def test_children_inherit_the_environment_but_none_of_our_settings() -> None:
     environ = {"HOME": "/h", "PACELINE_PORT": "1", "PYTHONPATH": "/x"}
     env = child_environment(environ, num_threads=3)
