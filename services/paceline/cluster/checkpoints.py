@@ -149,8 +149,10 @@ def child_environment(environ: Mapping[str, str], *, num_threads: int | None = N
     source_root = str(Path(paceline.__file__).parents[1])
     path = [source_root, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
-    # A spinning OpenMP thread would take the core of the other tier.
+    # A thread that spins for long takes the core of the other tier; one that sleeps between two layers takes as long to
+    # wake on a virtual machine as a layer does. So threads of a step sleep only after some 0.2 ms without work.
     kept["OMP_WAIT_POLICY"] = "PASSIVE"
+    kept["GOMP_SPINCOUNT"] = "10000"
     if num_threads is not None:
         kept["OMP_NUM_THREADS"] = str(num_threads)
     return kept

@@ -18,6 +18,7 @@ from paceline.engine.batch import Batch
 from paceline.engine.kernels import exp32
 from paceline.engine.kv import as_array
 from paceline.engine.simd import LANES, add_weighted_lanes, dot_lanes, encode, fma, to_float32
+from paceline.engine.team import on_team
 from paceline.engine.torch_attention import plan_attention, run_attention, write_slots
 
 
@@ -25,17 +26,27 @@ from paceline.engine.torch_attention import plan_attention, run_attention, write
 def _fill_scores(query: Any, keys: Any, prefix: Any, context: Any, nodes: Any, scores: Any) -> None:
     """Fills scores[H, context + len(nodes)]; lanes of the last block past the context are unused.
 
-    Blocks in the outer loop, heads in the inner: a block is read once, front to back.
+    Blocks in the outer loop, heads in the inner: a block is read once, front to back. Four blocks at once, as their
+    sums would wait for their own additions one by one.
     """
     heads, head_dim = query.shape
     kv_heads, _, block_size = keys.shape[1:]
     group, head_step = heads // kv_heads, head_dim * block_size
+    step = kv_heads * head_step
     flat_query, flat_keys, flat_scores = query.reshape(-1), keys.reshape(-1), scores.reshape(-1)
-    for index in range((context + block_size - 1) // block_size):
-        start = prefix[index] * kv_heads * head_step
+    num_blocks = (context + block_size - 1) // block_size
+    in_fours = num_blocks - num_blocks % 4
+    for index in range(0, in_fours, 4):
+        b0, b1, b2, b3 = prefix[index], prefix[index + 1], prefix[index + 2], prefix[index + 3]
         for head in range(heads):
-            keys_at, scores_at = start + head // group * head_step, head * scores.shape[1] + index * block_size
+            at, into = head // group * head_step, head * scores.shape[1] + index * block_size
+            keys_at = (b0 * step + at, b1 * step + at, b2 * step + at, b3 * step + at)
+            scores_at = (into, into + block_size, into + 2 * block_size, into + 3 * block_size)
             dot_lanes(flat_query, head * head_dim, flat_keys, keys_at, head_dim, flat_scores, scores_at)
+    for index in range(in_fours, num_blocks):
+        for head in range(heads):
+            at, into = prefix[index] * step + head // group * head_step, head * scores.shape[1] + index * block_size
+            dot_lanes(flat_query, head * head_dim, flat_keys, (at,), head_dim, flat_scores, (into,))
     for index in range(nodes.shape[0]):
         start = nodes[index] // block_size * kv_heads * head_step + nodes[index] % block_size
         for head in range(heads):
@@ -65,9 +76,14 @@ def _softmax(scores: Any, scale: Any) -> Any:
 def _add_tokens(weights: Any, values: Any, start: Any, total: Any) -> None:
     """Adds weights[t] * values[start + t * head_dim:] of neighbouring tokens t to total[head_dim]."""
     head_dim, count = total.shape[0], weights.shape[0]
-    whole = head_dim - head_dim % LANES
-    for dim in range(0, whole, LANES):
-        add_weighted_lanes(weights, values, start + dim, count, head_dim, total, dim)
+    in_fours, whole = head_dim - head_dim % (4 * LANES), head_dim - head_dim % LANES
+    for dim in range(0, in_fours, 4 * LANES):
+        at, into = start + dim, dim
+        values_at = (at, at + LANES, at + 2 * LANES, at + 3 * LANES)
+        total_at = (into, into + LANES, into + 2 * LANES, into + 3 * LANES)
+        add_weighted_lanes(weights, values, values_at, count, head_dim, total, total_at)
+    for dim in range(in_fours, whole, LANES):
+        add_weighted_lanes(weights, values, (start + dim,), count, head_dim, total, (dim,))
     for dim in range(whole, head_dim):
         for token in range(count):
             value = to_float32(values[start + token * head_dim + dim])
@@ -95,18 +111,13 @@ def _add_values(weights: Any, values: Any, prefix: Any, context: Any, nodes: Any
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def attend_rows(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out: Any) -> None:
-    """Fills out[rows, H * D] from query[rows, H, D] and one layer's cache.
-
-    `keys` are [blocks, G, D, 16] and `values` [blocks, G, 16, D], float32 or bfloat16 bits; `arrays` are
-    `Batch.attention_arrays`. Each group of H / G query heads shares a KV head (GQA).
-    """
+def _attend_share(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out: Any, first: Any, step: Any) -> None:
     sequences, context_lens, ancestors, num_ancestors, block_tables = arrays
     rows, heads, head_dim = query.shape
     scores = np.empty((heads, block_tables.shape[1] * LANES + ancestors.shape[1]), np.float32)
     total = np.empty((heads, head_dim), np.float32)
     inverses = np.empty(heads, np.float32)
-    for row in range(rows):
+    for row in range(first, rows, step):
         context = np.intp(context_lens[row])
         prefix = block_tables[sequences[row]]
         nodes = ancestors[row, : num_ancestors[row]]
@@ -118,6 +129,16 @@ def attend_rows(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out
         for head in range(heads):
             for dim in range(head_dim):
                 out[row, head * head_dim + dim] = encode(total[head, dim] * inverses[head], out)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def attend_rows(query: Any, keys: Any, values: Any, arrays: Any, scale: Any, out: Any) -> None:
+    """Fills out[rows, H * D] from query[rows, H, D] and one layer's cache.
+
+    `keys` are [blocks, G, D, 16] and `values` [blocks, G, 16, D], float32 or bfloat16 bits; `arrays` are
+    `Batch.attention_arrays`. Each group of H / G query heads shares a KV head (GQA).
+    """
+    on_team(_attend_share, (query, keys, values, arrays, scale, out))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 
 from paceline.engine.simd import LANES, encode, to_float32
+from paceline.engine.team import on_team
 
 _LOG2_E = np.float32(1.4426950408889634)
 # Adding and taking away 1.5 * 2**23 rounds to the nearest integer in plain float32 additions.
@@ -78,14 +79,19 @@ def add_rms_norm_rows(residual: Any, delta: Any, weight: Any, eps: Any, out: Any
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def silu_mul_rows(gate_up: Any, out: Any) -> None:
-    """out[rows, inner] = silu(gate) * up, with gate_up[rows, 2 * inner] = [gate, up]."""
+def _silu_mul_share(gate_up: Any, out: Any, first: Any, step: Any) -> None:
     inner = out.shape[1]
-    for row in range(out.shape[0]):
+    for row in range(first, out.shape[0], step):
         for index in range(inner):
             gate = to_float32(gate_up[row, index])
             up = to_float32(gate_up[row, inner + index])
             out[row, index] = encode(gate / (np.float32(1.0) + exp32(-gate)) * up, out)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def silu_mul_rows(gate_up: Any, out: Any) -> None:
+    """out[rows, inner] = silu(gate) * up, with gate_up[rows, 2 * inner] = [gate, up]."""
+    on_team(_silu_mul_share, (gate_up, out))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -54,8 +54,11 @@ def _vector_fma(builder: Any) -> Any:
     return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
 
 
-def _accumulate(builder: Any, count: Any, start: Any, scalars: Any, vectors: Any, stride: Any) -> Any:
-    """Emits `start + sum_i scalars[i] * vectors[i * stride : ][:LANES]`, summed in the order of i."""
+def _accumulate(builder: Any, count: Any, starts: Any, scalars: Any, vectors: Any, stride: Any) -> Any:
+    """Emits, for every chain k, `starts[k] + sum_i scalars[k][i] * vectors[k][i * stride : ][:LANES]`, i in order.
+
+    A chain waits four cycles for each of its additions; several at once fill them.
+    """
     zero = ir.Constant(count.type, 0)
     before = builder.block
     head = builder.append_basic_block("sum.head")
@@ -64,36 +67,43 @@ def _accumulate(builder: Any, count: Any, start: Any, scalars: Any, vectors: Any
     builder.branch(head)
     builder.position_at_end(head)
     index = builder.phi(count.type)
-    total = builder.phi(_VECTOR)
+    totals = [builder.phi(_VECTOR) for _ in starts]
     builder.cbranch(builder.icmp_signed("<", index, count), body, done)
     builder.position_at_end(body)
-    factor = _splat(builder, builder.load(builder.gep(scalars, [index])))
-    vector = _load_vector(builder, builder.gep(vectors, [builder.mul(index, stride)]))
-    added = builder.call(_vector_fma(builder), [factor, vector, total])
+    factors = {at: _splat(builder, builder.load(builder.gep(at, [index]))) for at in dict.fromkeys(scalars)}
+    offset = builder.mul(index, stride)
+    loaded = [_load_vector(builder, builder.gep(vector, [offset])) for vector in vectors]
+    terms = zip([factors[at] for at in scalars], loaded, totals, strict=True)
+    sums = [builder.call(_vector_fma(builder), term) for term in terms]
     following = builder.add(index, ir.Constant(count.type, 1))
     builder.branch(head)
     index.add_incoming(zero, before)
     index.add_incoming(following, body)
-    total.add_incoming(start, before)
-    total.add_incoming(added, body)
+    for total, start, added in zip(totals, starts, sums, strict=True):
+        total.add_incoming(start, before)
+        total.add_incoming(added, body)
     builder.position_at_end(done)
-    return total
+    return totals
+
+
+def _all_data(context: Any, builder: Any, array_type: Any, array: Any, offsets: Any) -> list[Any]:
+    return [_data(context, builder, array_type, array, each) for each in cgutils.unpack_tuple(builder, offsets)]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def dot_lanes(
     typing: Any, query: Any, query_at: Any, keys: Any, keys_at: Any, length: Any, out: Any, out_at: Any
 ) -> Any:
-    """out[out_at + j] = sum_d query[query_at + d] * keys[keys_at + d * LANES + j] for all lanes j."""
-    signature = types.void(query, types.intp, keys, types.intp, types.intp, out, types.intp)
+    """out[out_at[k] + j] = sum_d query[query_at + d] * keys[keys_at[k] + d * LANES + j], all lanes j, all places k."""
+    signature = types.void(query, types.intp, keys, keys_at, types.intp, out, out_at)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        scalars = _data(context, builder, sig.args[0], args[0], args[1])
-        vectors = _data(context, builder, sig.args[2], args[2], args[3])
-        start = ir.Constant(_VECTOR, [0.0] * LANES)
-        stride = ir.Constant(args[4].type, LANES)
-        total = _accumulate(builder, args[4], start, scalars, vectors, stride)
-        _store_vector(builder, total, _data(context, builder, sig.args[5], args[5], args[6]))
+        vectors = _all_data(context, builder, sig.args[2], args[2], args[3])
+        scalars = [_data(context, builder, sig.args[0], args[0], args[1])] * len(vectors)
+        starts = [ir.Constant(_VECTOR, [0.0] * LANES)] * len(vectors)
+        totals = _accumulate(builder, args[4], starts, scalars, vectors, ir.Constant(args[4].type, LANES))
+        for total, target in zip(totals, _all_data(context, builder, sig.args[5], args[5], args[6]), strict=True):
+            _store_vector(builder, total, target)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -103,16 +113,18 @@ def dot_lanes(
 def add_weighted_lanes(
     typing: Any, weights: Any, rows: Any, rows_at: Any, count: Any, width: Any, out: Any, out_at: Any
 ) -> Any:
-    """out[out_at + j] += sum_t weights[t] * rows[rows_at + t * width + j] for all lanes j."""
+    """out[out_at[k] + j] += sum_t weights[t] * rows[rows_at[k] + t * width + j], all lanes j, all places k."""
     intp = types.intp
-    signature = types.void(weights, rows, intp, intp, intp, out, intp)
+    signature = types.void(weights, rows, rows_at, intp, intp, out, out_at)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        scalars = _data(context, builder, sig.args[0], args[0], ir.Constant(args[2].type, 0))
-        vectors = _data(context, builder, sig.args[1], args[1], args[2])
-        target = _data(context, builder, sig.args[5], args[5], args[6])
-        total = _accumulate(builder, args[3], _load_vector(builder, target), scalars, vectors, args[4])
-        _store_vector(builder, total, target)
+        vectors = _all_data(context, builder, sig.args[1], args[1], args[2])
+        scalars = [_data(context, builder, sig.args[0], args[0], ir.Constant(args[3].type, 0))] * len(vectors)
+        targets = _all_data(context, builder, sig.args[5], args[5], args[6])
+        starts = [_load_vector(builder, target) for target in targets]
+        totals = _accumulate(builder, args[3], starts, scalars, vectors, args[4])
+        for total, target in zip(totals, targets, strict=True):
+            _store_vector(builder, total, target)
         return context.get_dummy_value()
 
     return signature, codegen

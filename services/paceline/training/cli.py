@@ -83,6 +83,13 @@ def _add_distill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", type=int, default=defaults.layers, help="layers the drafter keeps (default: %(default)s)"
     )
+    parser.add_argument(
+        "--start",
+        type=Path,
+        default=defaults.start,
+        metavar="FOLDER",
+        help="drafter to go on from (default: the target's first layers)",
+    )
     _add_run(parser, defaults)
 
 
@@ -205,7 +212,7 @@ def export_target(work: Path, out: Path, seed: int) -> None:
 
 
 def _distill(args: argparse.Namespace) -> None:
-    config = DistillConfig(layers=args.layers, **_run_settings(args))
+    config = DistillConfig(layers=args.layers, start=args.start, **_run_settings(args))
     distill_into(config, args.out, f"Drafter for {args.target.name}")
 
 
@@ -261,7 +268,7 @@ def distill_into(config: DistillConfig, out: Path, title: str) -> None:
     """
     drafter = distill(config)
     summary = (
-        f"Drafter for `{config.target.name}`: its first {config.layers} layers, distilled on its "
+        f"Drafter for `{config.target.name}`: its first {drafter.config.num_hidden_layers} layers, distilled on its "
         "probabilities over the corpus and over text the target wrote, by `paceline train distill`."
     )
     publish(config, out, title, summary, lambda card: export_model(drafter, config.target, out, card))

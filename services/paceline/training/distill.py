@@ -2,19 +2,26 @@
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from paceline.training.models import head_weight, moved, new_model
+from paceline.training.models import head_weight, load_model, moved, new_model
 from paceline.training.rollout import hidden_states
 from paceline.training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig(RunConfig):
-    """One distillation; `layers` are what the drafter keeps of the target."""
+    """One distillation.
+
+    Attributes:
+        layers: What the drafter keeps of the target.
+        start: Folder of a drafter to go on from instead, whatever its layers; all that it has learnt is kept.
+    """
 
     layers: int = 2
+    start: Path | None = None
 
 
 def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -37,15 +44,23 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
     return moved(drafter, target.device)
 
 
+def _drafter_of(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
+    drafter = moved(load_model(folder).requires_grad_(True), target.device)
+    sizes = int(drafter.config.vocab_size), int(target.config.vocab_size)
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"the drafter to start from has {sizes[0]} token ids, but the target {sizes[1]}")
+    return drafter
+
+
 def distill(config: DistillConfig) -> PreTrainedModel:
     """Run (or resume) the distillation; leaves a checkpoint under `config.out`.
 
     Raises:
-        FileNotFoundError: no target there, or no checkpoint to resume from.
-        ValueError: the target has fewer layers than `config.layers`.
+        FileNotFoundError: no target there, no drafter to start from, or no checkpoint to resume from.
+        ValueError: the target has fewer layers than `config.layers`, or another vocabulary than the drafter.
     """
     target = frozen_target(config)
-    drafter = first_layers(target, config.layers)
+    drafter = first_layers(target, config.layers) if config.start is None else _drafter_of(config.start, target)
 
     def lessons(batch: Batch) -> list[Lesson]:
         states = hidden_states(drafter, batch.ids)

@@ -65,6 +65,13 @@ def eagle3_config(target: PreTrainedModel, draft_vocab_size: int, aux_layers: Se
     return LlamaConfig(**shape)
 
 
+class _Norm(nn.RMSNorm):
+    """In float32 like its weight, whatever mixed precision made of its input."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.float())
+
+
 class Attention(nn.Module):
     """Attention of a chain's step: over the first step's rows, and its own row in the steps since."""
 
@@ -134,10 +141,10 @@ class MidLayer(nn.Module):
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, epsilon)
-        self.hidden_norm = nn.RMSNorm(hidden, epsilon)
+        self.input_layernorm = _Norm(hidden, epsilon)
+        self.hidden_norm = _Norm(hidden, epsilon)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, epsilon)
+        self.post_attention_layernorm = _Norm(hidden, epsilon)
         self.mlp = FeedForward(config)
 
     def forward(
@@ -170,7 +177,7 @@ class Eagle3(nn.Module):
         self.taps: tuple[int, ...] = tuple(config.eagle_config["eagle_aux_hidden_state_layer_ids"])
         self.fc = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
         self.midlayer = MidLayer(config)
-        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.norm = _Norm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids)))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, draft_ids, True))

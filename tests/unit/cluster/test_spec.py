@@ -208,6 +208,7 @@ def test_children_inherit_the_environment_but_none_of_our_settings() -> None:
     assert "PACELINE_PORT" not in env
     assert env["PYTHONPATH"].split(":") == [root, "/x"]
     assert (env["OMP_WAIT_POLICY"], env["OMP_NUM_THREADS"]) == ("PASSIVE", "3")
+    assert 0 < int(env["GOMP_SPINCOUNT"]) < 100_000
 
 
 @pytest.fixture
