@@ -1,9 +1,10 @@
 """Peers side by side on the demo pair: `python -m loadtest.peers`.
 
 OpenVINO GenAI, llama.cpp, vLLM and transformers decode the same prompts greedily, plain and with the draft model as
-their own draft model, on the same cores in bf16; then our fleet does, as `paceline up` starts it. Each peer is set up
-in the user's cache folder the first time (minutes; llama.cpp is compiled), and one that cannot be is left out with its
-reason. The last line is one JSON object; the exit status is 0 when no peer is faster.
+their own draft model, on the same cores in bf16; then our engine in one process as they are, and our fleet as
+`paceline up` starts it, over HTTP. Each peer is set up in the user's cache folder the first time (minutes; llama.cpp is
+compiled), and one that cannot be is left out with its reason. The last line is one JSON object; the exit status is 0
+when no peer is faster than the fleet.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from loadtest.fleet import machine
 from loadtest.peers.ours import measure_ours, verdict
-from loadtest.peers.run import PEERS, PeerBench, PeerFigure, measure_peers
+from loadtest.peers.run import OUR_ENGINE, PEERS, PeerBench, PeerFigure, measure_peers
 from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
 from paceline.training.corpus import unseen_prompts
 
@@ -46,19 +48,23 @@ def main() -> None:
         passes=arguments.passes,
     )
     figures = measure_peers(arguments.peers, bench)
+    engine = measure_peers([OUR_ENGINE], replace(bench, drafted={}))
     ours = measure_ours(bench)
-    found = verdict(ours, figures)
-    print_table([*figures, *ours])
+    found = verdict(ours, engine, figures)
+    everything = [*figures, *engine, *ours]
+    print_table(everything)
     for streams, ratio in found["to_best_peer"].items():
         against = "the best peer with its draft model" if streams == "1" else "the best peer's plain decoding"
-        print(f"ours over {against}, {streams} streams: {ratio}")
+        print(f"our fleet, speculating, over {against}, {streams} streams: {ratio}")
+    for streams, ratio in found["engine_to_best_peer"].items():
+        print(f"our engine alone over the best peer's, both plain, {streams} streams: {ratio}")
     mean_prompt = sum(map(len, prompts)) / len(prompts)
     print(
         f"decode/s: tokens/s after the last stream's first token; total/s: prefill counted; differ: texts that are not "
         f"those of its own plain run at 1 stream\n{target.name}, drafter {arguments.draft.name}, greedy, "
         f"prompts of {mean_prompt:.0f} tokens, {arguments.max_tokens} new, median of {arguments.passes}; {machine()}"
     )
-    rows = [figure.row() for figure in (*figures, *ours)]
+    rows = [figure.row() for figure in everything]
     print(json.dumps({"bench": "peers", "machine": machine(), "model": target.name, "figures": rows, **found}))
     raise SystemExit(0 if found["ok"] else 1)
 

@@ -72,12 +72,23 @@ def _speeds(waves: Sequence[BatchResult]) -> tuple[float, float]:
     return tokens / seconds, everything / sum(wave.seconds for wave in waves)
 
 
-def verdict(ours: Sequence[PeerFigure], peers: Sequence[PeerFigure]) -> dict[str, Any]:
-    """Ours over the best peer: with drafts at 1 stream, over its plain figure at more."""
-    ratios: dict[str, float] = {}
+def verdict(ours: Sequence[PeerFigure], engine: Sequence[PeerFigure], peers: Sequence[PeerFigure]) -> dict[str, Any]:
+    """Ours over the best peer, which has neither server nor client beside it on the same cores.
+
+    The whole fleet as served (with speculation on) is held against a peer's best at 1 stream, and against its plain
+    figure at more; our engine alone, in one process as the peers are, plain against plain.
+    """
+    fleet: dict[str, float] = {}
+    alone: dict[str, float] = {}
     for streams in sorted({each.streams for each in ours}):
-        mine = best_figure(ours, streams=streams, mode="draft")
         best = best_figure(peers, streams=streams, mode=None if streams == 1 else "plain")
-        if mine is not None and best is not None:
-            ratios[str(streams)] = round(mine.decode_tokens_per_s / best.decode_tokens_per_s, 3)
-    return {"to_best_peer": ratios, "ok": bool(ratios) and all(ratio >= 1.0 for ratio in ratios.values())}
+        _add_ratio(fleet, streams, best_figure(ours, streams=streams, mode="draft"), best)
+        plain = best_figure(peers, streams=streams, mode="plain")
+        _add_ratio(alone, streams, best_figure(engine, streams=streams, mode="plain"), plain)
+    ok = bool(fleet) and all(ratio >= 1.0 for ratio in fleet.values())
+    return {"to_best_peer": fleet, "engine_to_best_peer": alone, "ok": ok}
+
+
+def _add_ratio(ratios: dict[str, float], streams: int, mine: PeerFigure | None, best: PeerFigure | None) -> None:
+    if mine is not None and best is not None:
+        ratios[str(streams)] = round(mine.decode_tokens_per_s / best.decode_tokens_per_s, 3)

