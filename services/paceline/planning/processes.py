@@ -85,11 +85,18 @@ class VerifierProcess:
         profile: Facts.
         events: The simulation's.
         colocated: Whether it drafts itself.
+        num_cohorts: See `SimulatedVerifier`.
         on_end: Told of every session that ends.
     """
 
     def __init__(
-        self, profile: Profile, events: Events, *, colocated: bool, on_end: Callable[[SimulatedSession], None]
+        self,
+        profile: Profile,
+        events: Events,
+        *,
+        colocated: bool,
+        num_cohorts: int = 1,
+        on_end: Callable[[SimulatedSession], None],
     ) -> None:
         self._events = events
         self._facts = profile.target
@@ -99,7 +106,9 @@ class VerifierProcess:
         overhead = 0.0 if colocated else profile.drafting_overhead
         plain = starting_cost(profile.target)
         allocator.times = StepTimes(plain, plain.scaled(1.0 + overhead))
-        self.verifier = SimulatedVerifier(profile.target, allocator, overhead=overhead, say=self._say, on_end=on_end)
+        self.verifier = SimulatedVerifier(
+            profile.target, allocator, overhead=overhead, num_cohorts=num_cohorts, say=self._say, on_end=on_end
+        )
         self._inbox: list[Act] = []
         self._busy = False
         self._num_waits = 0

@@ -32,18 +32,27 @@ class Way(enum.Enum):
 class Cell:
     """Replicas that work together: sessions of these verifiers are drafted for by these drafters alone.
 
+    Args:
+        way: How drafts are made.
+        num_verifiers: Replicas.
+        num_drafters: Replicas.
+        num_cohorts: Parts of a verifier's sessions that take turns in its steps; fleets have 1.
+
     Raises:
-        ConfigError: There is no verifier, or a drafter where the way has no use for one.
+        ConfigError: There is no verifier or cohort, or a drafter where the way has no use for one.
     """
 
     way: Way
     num_verifiers: int = 1
     num_drafters: int = 0
+    num_cohorts: int = 1
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
         if self.num_verifiers < 1:
             raise ConfigError(f"num_verifiers must be at least 1, got {self.num_verifiers}")
+        if self.num_cohorts < 1:
+            raise ConfigError(f"num_cohorts must be at least 1, got {self.num_cohorts}")
         if (self.num_drafters > 0) != (self.way is Way.TIER):
             raise ConfigError(f"num_drafters must be at least 1 with a {Way.TIER.value} and 0 otherwise")
 
@@ -143,7 +152,13 @@ class _CellAtWork:
         self._way = cell.way
         self._on_end = on_end
         self._verifiers = [
-            VerifierProcess(profile, self.events, colocated=cell.way is Way.COLOCATED, on_end=self._ended)
+            VerifierProcess(
+                profile,
+                self.events,
+                colocated=cell.way is Way.COLOCATED,
+                num_cohorts=cell.num_cohorts,
+                on_end=self._ended,
+            )
             for _ in range(cell.num_verifiers)
         ]
         self._drafters = [DrafterProcess(profile, self.events) for _ in range(cell.num_drafters)]

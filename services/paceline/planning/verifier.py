@@ -150,6 +150,7 @@ class SimulatedVerifier:
         facts: Of the target on its device.
         allocator: The policy of `core` that picks nodes and sets the price.
         overhead: Share by which steps take longer while drafters work.
+        num_cohorts: Parts of the decoding sessions that take turns in steps; 1, as the engine has it: no turns.
         say: Takes messages for a session's drafter.
         on_end: Told of every session that has all its tokens.
     """
@@ -160,10 +161,13 @@ class SimulatedVerifier:
         allocator: Allocator,
         *,
         overhead: float,
+        num_cohorts: int = 1,
         say: Callable[[SimulatedSession, ToDrafter], None],
         on_end: Callable[[SimulatedSession], None],
     ) -> None:
         self.allocator = allocator
+        self._num_cohorts = num_cohorts
+        self._turn = 0
         self._on_end = on_end
         self._facts = facts
         self._overhead = overhead
@@ -234,7 +238,7 @@ class SimulatedVerifier:
         decoding = [session for session in self._running if session.is_decoding]
         if self._waiting or len(decoding) < len(self._running) or self._mode() is StepMode.PLAIN:
             return []
-        return decoding
+        return self._in_turn(decoding)
 
     def _worth_waiting(
         self, sessions: Sequence[SimulatedSession], waits: Sequence[float | None], now_s: float
@@ -312,7 +316,7 @@ class SimulatedVerifier:
         for session in decoding:
             while session.num_blocks and not self._reserve(session, session.total_len):
                 self._preempt()
-        decoding = [session for session in decoding if session.num_blocks]
+        decoding = self._in_turn([session for session in decoding if session.num_blocks])
         backlog = sum(session.total_len - session.computed for session in self._running if not session.is_decoding)
         budget = self._facts.max_rows
         other_rows = min(backlog, max(0, budget - len(decoding)))
@@ -329,6 +333,15 @@ class SimulatedVerifier:
         return [
             (session, self._fitting(session, nodes)) for session, nodes in zip(decoding, allocation.nodes, strict=True)
         ]
+
+    def _in_turn(self, decoding: list[SimulatedSession]) -> list[SimulatedSession]:
+        """Those whose cohort is next; of a cohort that has nothing to verify it is the next one's turn."""
+        count = self._num_cohorts
+        for turn in range(self._turn, self._turn + count):
+            chosen = [session for session in decoding if (session.asked.number - turn) % count == 0]
+            if chosen:
+                return chosen
+        return []
 
     def _fitting(self, session: SimulatedSession, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
         """The nodes, if there are pages for the deepest of them."""
@@ -352,6 +365,8 @@ class SimulatedVerifier:
 
     def finish(self, plan: StepPlan, *, started_s: float, now_s: float) -> None:
         """Ends a step: commits what it verified, and tells the allocator what it took."""
+        if plan.decoding:
+            self._turn = plan.decoding[0][0].asked.number + 1
         for session, nodes in plan.decoding:
             tokens = walk(session.draft.tree.root, nodes, _choose)
             session.asked.num_steps += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
 
 PLAIN = Cell(way=Way.PLAIN)
 TIER = Cell(way=Way.TIER, num_drafters=1)
+TWO_COHORTS = Cell(way=Way.TIER, num_drafters=1, num_cohorts=2)
 COLOCATED = Cell(way=Way.COLOCATED)
 WAYS = pytest.mark.parametrize("cell", [PLAIN, TIER, COLOCATED], ids=lambda cell: cell.way.name)
 MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(20)]
@@ -55,6 +57,19 @@ def test_without_speculation_every_step_takes_what_its_rows_take(streams: int) -
     assert outcome.requests[0].num_steps == 23
     assert outcome.requests[0].pieces[-1][0] == pytest.approx(STEP_S + 23 * step_s + profile().door_s)
     assert outcome.gamma == 0.0
+
+
+def test_cohorts_take_turns_so_that_each_has_every_other_step() -> None:
+    outcome = run_closed(profile(), replace(PLAIN, num_cohorts=2), equal(8, num_prompt_tokens=1), streams=8)
+    # Steps of four of the eight, whose tokens wait for the others' step.
+    assert outcome.itl_s()[0] == pytest.approx(2 * (STEP_S + 3 * ROW_S))
+
+
+def test_a_cohort_whose_sessions_have_ended_gives_up_its_turns() -> None:
+    arrivals = [Arrival(0.0, 1, 2), Arrival(0.0, 1, 40)]
+    outcome = run_open(profile(), replace(PLAIN, num_cohorts=2), arrivals)
+    assert outcome.requests[1].num_steps == 39
+    assert outcome.itl_s()[0] == pytest.approx(STEP_S)
 
 
 def test_prompts_are_computed_in_chunks_of_what_a_step_holds() -> None:
