@@ -31,8 +31,8 @@ WIDENED_PRESET = "98m"
 WIDENED_SIZES = {"98m": "98 M", "400m": "400 M"}
 MAX_HEADER_BYTES = 100_000_000
 # A thread that spins for long takes the core of the other tier; one that sleeps between two layers takes as long to
-# wake on a virtual machine as a layer does. So OpenMP's threads sleep only after some 0.2 ms without work.
-THREAD_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+# wake on a virtual machine as a layer does. So OpenMP's threads sleep, but only after a gap longer than those of a step.
+THREAD_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
