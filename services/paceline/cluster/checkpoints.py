@@ -31,7 +31,7 @@ WIDENED_PRESET = "98m"
 WIDENED_SIZES = {"98m": "98 M", "400m": "400 M"}
 MAX_HEADER_BYTES = 100_000_000
 # A thread that spins for long takes the core of the other tier; one that sleeps between two layers takes as long to
-# wake on a virtual machine as a layer does. So OpenMP's threads sleep, but only after a gap longer than those of a step.
+# wake on a virtual machine as a layer does. So OpenMP's threads sleep, but after a gap longer than a step has any.
 THREAD_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 
 
