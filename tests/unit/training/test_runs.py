@@ -143,6 +143,28 @@ def test_distillation_raises_acceptance_and_resumes_exactly(tmp_path: Path, targ
         assert torch.equal(again[name], value)
 
 
+def test_a_distillation_goes_on_from_a_drafter_with_all_its_layers(tmp_path: Path, target_folder: Path) -> None:
+    config = make_distillation(tmp_path, target_folder)
+    target = load_model(target_folder).eval()
+    prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
+    bounds = []
+    for start in (None, target_folder):
+        drafter = distill(replace(config, start=start, steps=1)).eval()
+        bounds.append(measure(target, ModelChain(drafter), prompts, 1.0, num_new=64).classic_bound)
+    assert drafter.config.num_hidden_layers == 3
+    assert bounds[0] < 0.9 < bounds[1]
+
+
+def test_a_drafter_of_another_vocabulary_is_no_start(
+    tmp_path: Path, target_folder: Path, tiny_config: LlamaConfig
+) -> None:
+    config = make_distillation(tmp_path, target_folder)
+    tiny_config.vocab_size = 400
+    LlamaForCausalLM(tiny_config).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="the drafter to start from has 400 token ids, but the target 320"):
+        distill(replace(config, start=tmp_path / "other"))
+
+
 def test_a_model_agrees_with_itself_at_every_temperature(target_folder: Path) -> None:
     target = load_model(target_folder).eval()
     prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
