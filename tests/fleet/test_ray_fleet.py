@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ SPEC: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a replica was last said to be well."""
+    """Where a replica was last said to be well; `http` has its metrics."""
 
     node: str
     http: str
@@ -89,9 +90,9 @@ class Launcher:
             with self._heard:
                 self.lines.append(line.rstrip())
                 if match := WELL.match(line):
-                    name, node, http, grpc, _, numbers = match.groups()
+                    name, node, http, grpc, metrics, numbers = match.groups()
                     pids = tuple(map(int, numbers.split()))
-                    self.places[name] = Place(node=node, http=http or "", grpc=grpc, pids=pids)
+                    self.places[name] = Place(node=node, http=http or metrics, grpc=grpc, pids=pids)
                     self.pids.update(pids)
                 self._heard.notify_all()
 
@@ -169,8 +170,19 @@ class RayFleetOnTest:
         return asyncio.run(story())
 
     def failovers(self) -> float:
-        page = httpx.get(f"http://{self.launcher.places['gateway-0'].http}/metrics", trust_env=False).text
-        return sum(float(line.rpartition(" ")[2]) for line in re.findall(r"^paceline:failovers_total.*$", page, re.M))
+        return self.total("gateway-0", "paceline:failovers_total")
+
+    def total(self, name: str, metric: str) -> float:
+        """Sum of a metric of a service over its labels."""
+        page = httpx.get(f"http://{self.launcher.places[name].http}/metrics", trust_env=False).text
+        return sum(float(line.rpartition(" ")[2]) for line in re.findall(rf"^{metric}.*$", page, re.M))
+
+    def until_busy(self, verifier: str) -> None:
+        """Waits until a verifier has streams under way."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not self.total(verifier, "vllm:num_requests_running"):
+            assert time.monotonic() < deadline_s, f"{verifier} got no stream"
+            time.sleep(0.02)
 
 
 def requests() -> list[Request]:
@@ -292,6 +304,7 @@ def test_a_verifier_whose_node_dies_under_streams_costs_no_token(
     before, failovers = fleet.launcher.places["verifier-1"], fleet.failovers()
 
     def kill() -> None:
+        fleet.until_busy("verifier-1")
         fleet.cut_power("verifier-1")
         fleet.launcher.until(lambda: fleet.launcher.places["verifier-1"] != before)
 

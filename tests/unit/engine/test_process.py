@@ -10,13 +10,19 @@ import pytest
 
 SCRIPT = """
 import os, threading
+from contextlib import suppress
 from paceline.engine.process import yield_cpus
 
 def policies():
-    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+    found = set()
+    for thread in os.listdir("/proc/self/task"):
+        # One that has been joined may still be listed while it goes.
+        with suppress(ProcessLookupError):
+            found.add(os.sched_getscheduler(int(thread)))
+    return found
 
 over, seen = threading.Event(), []
-early = threading.Thread(target=over.wait)
+early = threading.Thread(target=over.wait, daemon=True)
 early.start()
 before = policies()
 yield_cpus()
