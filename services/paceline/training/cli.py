@@ -27,6 +27,7 @@ EPILOG = """examples:
   paceline train demo --out runs/demo              tokenizer, target, drafter, figures
   paceline train demo --out runs/demo --resume     go on after an interruption
   paceline train distill --target ~/models/llama --layers 2 --out ~/models/llama-drafter
+  paceline train distill --target ~/models/llama --start ~/models/llama-drafter --out ~/models/better
   paceline train medusa --target ~/models/llama --out ~/models/llama-medusa
   paceline train eagle3 --target ~/models/llama --out ~/models/llama-eagle3
   paceline train evaluate --target A --drafter B   acceptance of any drafter, heads too
