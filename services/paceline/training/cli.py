@@ -89,7 +89,7 @@ def _add_distill(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=defaults.start,
         metavar="FOLDER",
-        help="drafter to go on from (default: the target's first layers)",
+        help="drafter to go on from, with the layers that it has (default: the target's first layers)",
     )
     _add_run(parser, defaults)
 
@@ -268,8 +268,9 @@ def distill_into(config: DistillConfig, out: Path, title: str) -> None:
         ValueError: the target has fewer layers than asked for.
     """
     drafter = distill(config)
+    origin = f"its first {config.layers} layers" if config.start is None else f"`{config.start.name}`, gone on from"
     summary = (
-        f"Drafter for `{config.target.name}`: its first {drafter.config.num_hidden_layers} layers, distilled on its "
+        f"Drafter for `{config.target.name}`: {origin}, distilled on its "
         "probabilities over the corpus and over text the target wrote, by `paceline train distill`."
     )
     publish(config, out, title, summary, lambda card: export_model(drafter, config.target, out, card))
