@@ -89,7 +89,8 @@ def _add_distill(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=defaults.start,
         metavar="FOLDER",
-        help="drafter to go on from, with the layers that it has (default: the target's first layers)",
+        help="drafter to go on from, with the layers that it has and those that it lacks "
+        "(default: the target's first layers)",
     )
     _add_run(parser, defaults)
 

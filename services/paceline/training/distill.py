@@ -4,11 +4,15 @@ import copy
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from paceline.training.models import head_weight, load_model, moved, new_model
 from paceline.training.rollout import hidden_states
 from paceline.training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
+
+# The matrices whose outputs a layer adds to the residual stream.
+_CLOSING = ("o_proj.weight", "down_proj.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +21,8 @@ class DistillConfig(RunConfig):
 
     Attributes:
         layers: What the drafter keeps of the target.
-        start: Folder of a drafter to go on from instead, whatever its layers; all that it has learnt is kept.
+        start: Folder of a drafter to go on from instead. All that it has learnt is kept, with all its layers; those
+            of `layers` that it lacks are added such that they change nothing at first.
     """
 
     layers: int = 2
@@ -44,12 +49,36 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
     return moved(drafter, target.device)
 
 
-def _drafter_of(folder: Path, target: PreTrainedModel) -> PreTrainedModel:
-    drafter = moved(load_model(folder).requires_grad_(True), target.device)
-    sizes = int(drafter.config.vocab_size), int(target.config.vocab_size)
+def grown(start: PreTrainedModel, layers: int, target: PreTrainedModel) -> PreTrainedModel:
+    """A float32 drafter that computes what `start` does, with so many layers of the target's shape.
+
+    The layers that `start` lacks are the target's, but what they add to the residual stream is zero, so that training
+    goes on from what has been learnt (Chen et al. 2016, Net2Net).
+
+    Raises:
+        ValueError: `start` has matrices of another shape than the target's, or the target has fewer layers.
+    """
+    drafter = first_layers(target, layers)
+    wanted, learnt = drafter.state_dict(), start.state_dict()
+    for name, weight in learnt.items():
+        if wanted[name].shape != weight.shape:
+            raise ValueError(
+                f"only a drafter of the target's shape can grow: its {name} is {list(weight.shape)}, "
+                f"the target's {list(wanted[name].shape)}"
+            )
+    closing = [name for name in wanted.keys() - learnt.keys() if name.endswith(_CLOSING)]
+    drafter.load_state_dict(learnt | {name: torch.zeros_like(wanted[name]) for name in closing}, strict=False)
+    return drafter
+
+
+def _drafter_of(config: DistillConfig, target: PreTrainedModel) -> PreTrainedModel:
+    if config.start is None:
+        return first_layers(target, config.layers)
+    start = moved(load_model(config.start).requires_grad_(True), target.device)
+    sizes = int(start.config.vocab_size), int(target.config.vocab_size)
     if sizes[0] != sizes[1]:
         raise ValueError(f"the drafter to start from has {sizes[0]} token ids, but the target {sizes[1]}")
-    return drafter
+    return start if config.layers <= start.config.num_hidden_layers else grown(start, config.layers, target)
 
 
 def distill(config: DistillConfig) -> PreTrainedModel:
@@ -60,7 +89,7 @@ def distill(config: DistillConfig) -> PreTrainedModel:
         ValueError: the target has fewer layers than `config.layers`, or another vocabulary than the drafter.
     """
     target = frozen_target(config)
-    drafter = first_layers(target, config.layers) if config.start is None else _drafter_of(config.start, target)
+    drafter = _drafter_of(config, target)
 
     def lessons(batch: Batch) -> list[Lesson]:
         states = hidden_states(drafter, batch.ids)

@@ -13,7 +13,7 @@ from paceline.training.batches import encode_for, save_store
 from paceline.training.chains import ModelChain
 from paceline.training.corpus import SourceFile
 from paceline.training.demo import DemoConfig, train_target
-from paceline.training.distill import DistillConfig, distill, first_layers
+from paceline.training.distill import DistillConfig, distill, first_layers, grown
 from paceline.training.evaluate import encode_prompts, mean_chain_length, measure, table
 from paceline.training.loop import Schedule
 from paceline.training.models import load_model
@@ -153,6 +153,25 @@ def test_a_distillation_goes_on_from_a_drafter_with_all_its_layers(tmp_path: Pat
         bounds.append(measure(target, ModelChain(drafter), prompts, 1.0, num_new=64).classic_bound)
     assert drafter.config.num_hidden_layers == 3
     assert bounds[0] < 0.9 < bounds[1]
+
+
+def test_layers_that_a_drafter_grows_change_nothing_until_they_learn(tmp_path: Path, target_folder: Path) -> None:
+    config = make_distillation(tmp_path, target_folder)
+    target = load_model(target_folder).eval()
+    small = distill(replace(config, steps=2)).eval()
+    large = grown(small, 3, target).eval()
+    ids = torch.arange(5, 37).unsqueeze(0)
+    assert torch.equal(large(input_ids=ids).logits, small(input_ids=ids).logits)
+    large.save_pretrained(tmp_path / "large")
+    learnt = distill(replace(config, layers=3, start=tmp_path / "large", steps=1)).state_dict()
+    for name, weight in large.state_dict().items():
+        assert name.endswith("layernorm.weight") or not torch.equal(learnt[name], weight), name
+
+
+def test_a_drafter_of_another_shape_does_not_grow(target_folder: Path, tiny_config: LlamaConfig) -> None:
+    tiny_config.num_hidden_layers, tiny_config.intermediate_size = 1, 40
+    with pytest.raises(ValueError, match=r"its model.layers.0.mlp.gate_proj.weight is \[40"):
+        grown(LlamaForCausalLM(tiny_config), 2, load_model(target_folder))
 
 
 def test_a_drafter_of_another_vocabulary_is_no_start(
