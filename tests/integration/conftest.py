@@ -99,6 +99,7 @@ async def verifier_at(
         max_queue=MAX_QUEUE,
         max_num_seqs=max_num_seqs,
         grace_s=30.0,
+        stream_interval_s=0.1,
         make_engine=lambda: TargetEngine(
             decoder=target_decoder(),
             identity=identity,

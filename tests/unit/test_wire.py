@@ -303,6 +303,7 @@ def test_the_trace_context_of_a_generate_request_travels_beside_it() -> None:
         sampling=SamplingParams(max_tokens=1),
         speculation=SpeculationParams(),
         traceparent=TRACEPARENT,
+        whole=True,
     )
     message = wire.generate_request_to_pb(request)
     assert TRACEPARENT.encode() not in message.SerializeToString()

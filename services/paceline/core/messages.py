@@ -148,7 +148,8 @@ class FinishReason(enum.Enum):
 class GenerateRequest:
     """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
 
-    `traceparent` is the W3C trace context it runs in, and travels as metadata of the call.
+    A `whole` text is handed to the client in one piece, so that nobody waits for single tokens. `traceparent` is the
+    W3C trace context it runs in, and travels as metadata of the call.
     """
 
     session_id: str
@@ -159,6 +160,7 @@ class GenerateRequest:
     speculation: SpeculationParams
     drafter_address: str = ""
     max_wait_s: float | None = None
+    whole: bool = False
     traceparent: str = ""
 
 

@@ -120,6 +120,7 @@ def _sessions(
                     speculation=speculation,
                     stops=stops,
                     token_fates=body.speculation.token_fates,
+                    whole=not body.stream and not stops,
                 )
             )
     return sessions

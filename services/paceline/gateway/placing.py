@@ -171,6 +171,7 @@ class Placer:
             committed_token_ids=trail.committed_token_ids,
             sampling=request.sampling,
             speculation=request.speculation,
+            whole=request.whole,
             max_wait_s=self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s),
         )
 

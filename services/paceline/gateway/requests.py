@@ -49,6 +49,7 @@ class SessionRequest:
         committed_token_ids: Generated tokens that an earlier owner has logged.
         offset: Generated tokens that the client has already.
         token_fates: Whether to say how each token came about.
+        whole: The client gets the text in one piece, and nothing in it can end the session early.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
         traceparent: Trace context of the recorded request that it began with, if another call has it now.
         span: The request span.
@@ -67,6 +68,7 @@ class SessionRequest:
     committed_token_ids: tuple[int, ...] = ()
     offset: int = 0
     token_fates: bool = False
+    whole: bool = False
     finished: FinishReason | None = None
     traceparent: str = ""
     span: Span = field(default=UNRECORDED, compare=False)

@@ -87,6 +87,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: T
             max_queue=config.max_queue,
             max_num_seqs=config.max_num_seqs,
             grace_s=config.grace_s,
+            stream_interval_s=config.stream_interval_s,
             methods=speculation.methods,
             own_drafter=LOCAL if speculation.own_draft is not None else "",
             rules=speculation.rules,

@@ -129,6 +129,14 @@ class VerifierConfig:
     trace_sample_ratio: float = setting(
         0.1, help="Share of sessions that are traced; a gateway's traceparent decides for its own.", low=0, high=1
     )
+    stream_interval_s: float = setting(
+        0.1,
+        help="Longest time for which tokens of a session gather into one message, with 4 ms for each session under "
+        "way; 0: those of each step go out at once.",
+        unit="s",
+        low=0,
+        high=10,
+    )
     grace_s: float = setting(
         15.0, help="Time that running sessions get to finish on SIGTERM.", unit="s", low=0, high=3600
     )

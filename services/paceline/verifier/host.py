@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from paceline.core.admission import QueueClock, check_wait
-from paceline.core.errors import OverloadedError, PacelineError, StaleEpochError, UnavailableError
+from paceline.core.errors import OverloadedError, StaleEpochError, UnavailableError
 from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.rules import Rules
@@ -26,6 +26,7 @@ from paceline.store.view import RegistryView
 from paceline.verifier.checks import check_request
 from paceline.verifier.links import DrafterLink
 from paceline.verifier.metrics import record_output, record_served_by
+from paceline.verifier.outbox import Outbox, Outboxes
 from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter, of_methods, spare_drafter
 from paceline.verifier.tracing import SessionTrace
 
@@ -38,8 +39,6 @@ REFRESH_S = 1.0
 LINK_IDLE_S = 60.0
 # Requests name drafters; those named beyond so many are not dialled, and their sessions are served without.
 MAX_LINKS = 256
-
-_Stream = asyncio.Queue[CommittedTokens | PacelineError]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +63,7 @@ class TargetHost:
         own_drafter: What names a drafter inside the engine; empty: drafters of the tier draft.
         rules: Acceptance rules that are served.
         grace_s: Time that sessions get to finish when the verifier stops.
+        stream_interval_s: Longest time for which tokens of a session gather while many sessions run.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
         tls: Certificate to show to drafters; None: plain text.
@@ -81,6 +81,7 @@ class TargetHost:
         own_drafter: str = "",
         rules: Rules,
         grace_s: float,
+        stream_interval_s: float,
         make_engine: Callable[[], Stepper[TargetEvent, TargetOutput]],
         metrics: VerifierMetrics,
         tls: FleetTls | None = None,
@@ -101,9 +102,8 @@ class TargetHost:
         self._tls = tls
         self._tracing = tracing
         self._engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(make_engine, self._deliver, "target")
-        # Each queue is bounded by its session's max_tokens.
         # By serial: a session id may come back while outputs of its cancelled namesake are under way.
-        self._streams: dict[int, _Stream] = {}
+        self._outboxes = Outboxes(stream_interval_s)
         self._traces: dict[int, SessionTrace] = {}
         self._serials = itertools.count(1)
         self._under_way: dict[str, _UnderWay] = {}
@@ -120,7 +120,7 @@ class TargetHost:
     @property
     def num_sessions(self) -> int:
         """Sessions under way."""
-        return len(self._streams)
+        return len(self._outboxes)
 
     async def start(self) -> None:
         """Starts the engine; returns when the model is loaded."""
@@ -135,13 +135,9 @@ class TargetHost:
             # Nobody waits for the end any more; the engine itself goes on.
             raise
         except Exception:
-            self._end_streams("the verifier's engine has stopped")
+            self._outboxes.fail_all(UnavailableError("the verifier's engine has stopped"))
             raise
-        self._end_streams("the verifier's engine has stopped")
-
-    def _end_streams(self, reason: str) -> None:
-        for stream in self._streams.values():
-            stream.put_nowait(UnavailableError(reason))
+        self._outboxes.fail_all(UnavailableError("the verifier's engine has stopped"))
 
     async def wind_down(self) -> None:
         """Refuses new sessions, waits `grace_s` seconds for those under way, and ends what is left with a status."""
@@ -151,7 +147,7 @@ class TargetHost:
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
-        self._end_streams("this verifier shuts down")
+        self._outboxes.fail_all(UnavailableError("this verifier shuts down"))
 
     async def close(self) -> None:
         """Ends streams to drafters and the engine."""
@@ -212,11 +208,9 @@ class TargetHost:
         """
         with SessionTrace(self._tracing, request) as trace:
             request = trace.hand_on(self._taken_in(request))
-            with self._stream(request, trace) as stream:
+            with self._running(request, trace) as outbox:
                 while True:
-                    committed = await stream.get()
-                    if isinstance(committed, PacelineError):
-                        raise committed
+                    committed = await outbox.take()
                     if committed.result is not None:
                         trace.ended(committed.result)
                     yield committed
@@ -255,11 +249,10 @@ class TargetHost:
             check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
 
     @contextmanager
-    def _stream(self, request: GenerateRequest, trace: SessionTrace) -> Iterator[_Stream]:
-        stream: _Stream = asyncio.Queue()
+    def _running(self, request: GenerateRequest, trace: SessionTrace) -> Iterator[Outbox]:
         serial = next(self._serials)
         self._fence(request)
-        self._streams[serial] = stream
+        outbox = self._outboxes.open(serial, whole=request.whole)
         if trace.recording:
             self._traces[serial] = trace
         mine = _UnderWay(
@@ -276,16 +269,16 @@ class TargetHost:
         self._metrics.sessions.under_way.set(self.num_sessions)
         try:
             self._engine.post(Submit(request=request, serial=serial, arrived_s=time.monotonic()))
-            yield stream
+            yield outbox
         finally:
             self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
-            del self._streams[serial]
+            self._outboxes.close(serial)
             self._traces.pop(serial, None)
             if self._under_way.get(request.session_id) is mine:
                 del self._under_way[request.session_id]
             self._count_drafted(mine, -1)
             self._metrics.sessions.under_way.set(self.num_sessions)
-            if not self._streams:
+            if not self.num_sessions:
                 self._empty.set()
             # A session that ended by itself is gone from the engine already; cancelling it again does nothing.
             with suppress(UnavailableError):
@@ -305,7 +298,7 @@ class TargetHost:
             return
         self._engine.post(Cancel(session_id=request.session_id, serial=known.serial), always=True)
         error = StaleEpochError(f"session {request.session_id!r} goes on under epoch {request.epoch}")
-        self._streams[known.serial].put_nowait(error)
+        self._outboxes.fail(known.serial, error)
 
     def _dial(self, address: str) -> None:
         if address not in self._links and len(self._links) < MAX_LINKS:
@@ -356,10 +349,7 @@ class TargetHost:
         for address, to_drafter in output.to_drafters.items():
             if address in self._links:
                 self._links[address].send(to_drafter)
-        for serial, committed in output.committed:
-            stream = self._streams.get(serial)
-            if stream is not None:
-                stream.put_nowait(committed)
+        self._outboxes.deliver(output.committed)
         for address, error in output.broken_links.items():
             self._metrics.fallbacks.labels("protocol_error").inc()
             if address in self._links:

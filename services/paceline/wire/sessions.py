@@ -58,6 +58,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
         speculation=speculation_to_pb(request.speculation),
         drafter_address=request.drafter_address,
         max_wait_ns=None if request.max_wait_s is None else round(max(0.0, request.max_wait_s) * NS_PER_S),
+        whole=request.whole,
     )
 
 
@@ -93,6 +94,7 @@ def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest, trac
         speculation=speculation,
         drafter_address=message.drafter_address,
         max_wait_s=message.max_wait_ns / NS_PER_S if message.HasField("max_wait_ns") else None,
+        whole=message.whole,
         traceparent=traceparent,
     )
 

@@ -66,6 +66,7 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     SPECULATION_FIELD_NUMBER: builtins.int
     DRAFTER_ADDRESS_FIELD_NUMBER: builtins.int
     MAX_WAIT_NS_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """Chosen by the gateway, unique in the fleet."""
     epoch: builtins.int
@@ -76,6 +77,8 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     """Longest expected wait for a place with which the session is taken; absent: any. A session that goes on is always
     taken.
     """
+    whole: builtins.bool
+    """The client gets the text in one piece: messages may be half a second apart."""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt, at least one token."""
@@ -103,16 +106,17 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
         speculation: paceline.rpc.v1.common_pb2.SpeculationParams | None = ...,
         drafter_address: builtins.str = ...,
         max_wait_ns: builtins.int | None = ...,
+        whole: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "max_wait_ns", b"max_wait_ns", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "committed_token_ids", b"committed_token_ids", "drafter_address", b"drafter_address", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "committed_token_ids", b"committed_token_ids", "drafter_address", b"drafter_address", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "whole", b"whole"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_wait_ns", b"_max_wait_ns"]) -> typing.Literal["max_wait_ns"] | None: ...
 
 Global___VerifierGenerateRequest: typing_extensions.TypeAlias = VerifierGenerateRequest
 
 @typing.final
 class VerifierGenerateResponse(google.protobuf.message.Message):
-    """Tokens as they are committed, one message per session and step."""
+    """Tokens as they are committed: those of a step, or of several while many sessions run."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

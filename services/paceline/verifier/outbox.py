@@ -1,0 +1,152 @@
+"""What sessions have to tell their gateways: of the tokens of one step, or of several while many sessions run.
+
+A message costs verifier, gateway and client a good part of a millisecond, whatever is in it. While sessions are few
+the tokens of each step go out at once; the more there are, the longer they gather, and all outboxes are emptied
+together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from paceline.core.errors import PacelineError
+from paceline.core.messages import CommittedTokens
+
+# 250 messages a second from a verifier, while that keeps nobody waiting for long.
+GATHER_PER_SESSION_S = 0.004
+# A gateway still hears often enough to know that its verifier lives, and to lose little with it.
+GATHER_WHOLE_S = 0.5
+
+
+class Outbox:
+    """One session's tokens until its gateway takes them; bounded by the session's `max_tokens`.
+
+    Its first tokens and its last wait for nothing.
+
+    Args:
+        whole: The client gets the text in one piece.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._gather_s = GATHER_WHOLE_S if whole else 0.0
+        self._waiting: list[CommittedTokens] = []
+        self._error: PacelineError | None = None
+        self._released_s: float | None = None
+        self._ready = asyncio.Event()
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether something waits that may not leave yet."""
+        return bool(self._waiting) and not self._ready.is_set()
+
+    def put(self, committed: CommittedTokens, now_s: float) -> None:
+        """Takes in what a step committed."""
+        self._waiting.append(committed)
+        if self._released_s is None or committed.result is not None:
+            self._release(now_s)
+
+    def fail(self, error: PacelineError) -> None:
+        """Ends the session; what was committed before leaves first."""
+        self._error = self._error or error
+        self._ready.set()
+
+    def empty(self, now_s: float) -> None:
+        """Lets leave what waits, if it has gathered for long enough."""
+        if self.holds_back and (self._released_s is None or now_s - self._released_s >= self._gather_s):
+            self._release(now_s)
+
+    def _release(self, now_s: float) -> None:
+        self._released_s = now_s
+        self._ready.set()
+
+    async def take(self) -> CommittedTokens:
+        """Returns what has gathered, once it may leave.
+
+        Raises:
+            PacelineError: The session has ended with it.
+        """
+        await self._ready.wait()
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            assert self._error is not None, "only tokens or an error make it ready"
+            raise self._error
+        if self._error is None:
+            self._ready.clear()
+        return joined(waiting)
+
+
+class Outboxes:
+    """The outboxes of a verifier by the serial numbers of their sessions; belongs to one event loop.
+
+    Args:
+        longest_s: Longest time for which tokens gather; 0: those of each step go out at once.
+        per_session_s: Time for each session under way, up to that.
+    """
+
+    def __init__(self, longest_s: float, per_session_s: float = GATHER_PER_SESSION_S) -> None:
+        self._longest_s = longest_s
+        self._per_session_s = per_session_s
+        self._outboxes: dict[int, Outbox] = {}
+        self._emptied_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """Sessions under way."""
+        return len(self._outboxes)
+
+    def open(self, serial: int, *, whole: bool = False) -> Outbox:
+        """Makes the outbox of a session."""
+        outbox = self._outboxes[serial] = Outbox(whole=whole)
+        return outbox
+
+    def close(self, serial: int) -> None:
+        """Drops the outbox of a session, and what is in it."""
+        del self._outboxes[serial]
+
+    def deliver(self, committed: Sequence[tuple[int, CommittedTokens | PacelineError]]) -> None:
+        """Takes in what a step committed or ended; sessions that have left meanwhile are passed over."""
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        for serial, each in committed:
+            outbox = self._outboxes.get(serial)
+            if outbox is None:
+                continue
+            if isinstance(each, PacelineError):
+                outbox.fail(each)
+            else:
+                outbox.put(each, now_s)
+        if self._timer is None:
+            due_s = self._emptied_s + min(self._longest_s, self._per_session_s * len(self))
+            if now_s >= due_s:
+                self._empty()
+            elif any(outbox.holds_back for outbox in self._outboxes.values()):
+                self._timer = loop.call_at(due_s, self._empty)
+
+    def fail(self, serial: int, error: PacelineError) -> None:
+        """Ends one session."""
+        self._outboxes[serial].fail(error)
+
+    def fail_all(self, error: PacelineError) -> None:
+        """Ends every session."""
+        for outbox in self._outboxes.values():
+            outbox.fail(error)
+
+    def _empty(self) -> None:
+        self._timer = None
+        self._emptied_s = asyncio.get_running_loop().time()
+        for outbox in self._outboxes.values():
+            outbox.empty(self._emptied_s)
+
+
+def joined(parts: Sequence[CommittedTokens]) -> CommittedTokens:
+    """One message with the tokens of several steps of a session, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    return CommittedTokens(
+        token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+        fates=tuple(fate for part in parts for fate in part.fates),
+        logprobs=tuple(position for part in parts for position in part.logprobs),
+        result=parts[-1].result,
+        lossy=any(part.lossy for part in parts),
+    )
