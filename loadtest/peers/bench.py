@@ -23,6 +23,7 @@ from loadtest.peers.ours import measure_ours, verdict
 from loadtest.peers.run import OUR_ENGINE, PEERS, PeerBench, PeerFigure, measure_peers
 from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
 from paceline.training.corpus import unseen_prompts
+from paceline.verifier.config import DEFAULT_DRAFT_TOKENS
 
 HEADINGS = f"{'peer':16} {'mode':7} {'streams':>7} {'gamma':>5} {'decode/s':>9} {'total/s':>9} {'differ':>7}"
 
@@ -48,7 +49,8 @@ def main() -> None:
         passes=arguments.passes,
     )
     figures = measure_peers(arguments.peers, bench)
-    engine = measure_peers([OUR_ENGINE], replace(bench, drafted={}))
+    drafted = {streams: [DEFAULT_DRAFT_TOKENS] for streams in bench.plain}
+    engine = measure_peers([OUR_ENGINE], replace(bench, drafted=drafted))
     ours = measure_ours(bench)
     found = verdict(ours, engine, figures)
     everything = [*figures, *engine, *ours]
@@ -56,11 +58,12 @@ def main() -> None:
     for streams, ratio in found["to_best_peer"].items():
         against = "the best peer with its draft model" if streams == "1" else "the best peer's plain decoding"
         print(f"our fleet, speculating, over {against}, {streams} streams: {ratio}")
-    for streams, ratio in found["engine_to_best_peer"].items():
-        print(f"our engine alone over the best peer's, both plain, {streams} streams: {ratio}")
+    for name, how in (("engine_to_best_peer", "both plain"), ("speculating_engine_to_best_peer", "ours speculating")):
+        for streams, ratio in found[name].items():
+            print(f"our engine alone over the best peer's, {how}, {streams} streams: {ratio}")
     mean_prompt = sum(map(len, prompts)) / len(prompts)
     print(
-        f"decode/s: tokens/s after the last stream's first token; total/s: prefill counted; differ: texts that are not "
+        f"decode/s: tokens/s while all streams decoded; total/s: prefill and stragglers counted; differ: texts that are not "
         f"those of its own plain run at 1 stream\n{target.name}, drafter {arguments.draft.name}, greedy, "
         f"prompts of {mean_prompt:.0f} tokens, {arguments.max_tokens} new, median of {arguments.passes}; {machine()}"
     )

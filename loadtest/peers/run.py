@@ -78,7 +78,7 @@ class PeerBench:
 class PeerFigure:
     """One figure of a peer, or why there is none.
 
-    Decode speed counts what came after the last stream had its first token, total speed counts prefill too.
+    Decode speed counts what came while all streams decoded, total speed counts prefill and stragglers too.
     """
 
     peer: str

@@ -53,6 +53,7 @@ class LlamaCpp:
         if len(prompts) == 1:
             decode_s = answers[0]["timings"]["predicted_ms"] / 1000
         else:
+            # Its server tells no single steps: a wave with drafts is timed with its stragglers.
             decode_s = seconds - self._time_of_prefill(prompts)
         num_tokens = sum(len(ids) for ids in token_ids)
         return protocol.Wave(

@@ -37,7 +37,7 @@ class OpenVino:
     def run(self, prompts: protocol.TokenIds, max_new_tokens: int) -> protocol.Wave:
         """All prompts as requests of one pipeline."""
         config = self._config(max_new_tokens)
-        clock = protocol.WaveClock(len(prompts))
+        clock = protocol.WaveClock(len(prompts), max_new_tokens)
         handles = [
             self._pipeline.add_request(number, openvino.Tensor(np.array([prompt], dtype=np.int64)), config)
             for number, prompt in enumerate(prompts)

@@ -22,25 +22,48 @@ from paceline.cluster.checkpoints import THREAD_SETTINGS
 os.environ.update(THREAD_SETTINGS)
 
 from paceline import __version__
-from paceline.core.allocator import FixedGamma
+from paceline.core.allocator import Allocator, FixedGamma, Goodput
 from paceline.core.errors import PacelineError
 from paceline.core.messages import GenerateRequest
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import NGRAM, SamplingParams, SpeculationParams
+from paceline.core.step_cost import StepMode
+from paceline.drafting.checkpoint import DraftCheckpoint
+from paceline.drafting.colocated import LOCAL, ColocatedEngine
+from paceline.drafting.draft_model import DraftEngine, DraftLimits
+from paceline.drafting.suffix import TextSource
 from paceline.engine.blocks import BLOCK_SIZE
-from paceline.engine.decoder import load_decoder
+from paceline.engine.decoder import Decoder, load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
 from paceline.engine.target_events import Submit, TargetLimits
 
+MAX_ROWS = 512
+
 
 class Paceline:
-    """The target engine with plain decoding, a thread for each core."""
+    """The target engine, a thread for each core: plain, or with the draft model beside it taking turns.
+
+    A draft length is the most nodes that a step verifies of a session; how many it does, the policy says.
+    """
 
     def __init__(self, job: protocol.Job) -> None:
         self._job = job
         self._decoder = load_decoder(Path(job.target), "auto", "cpu", len(job.cores))
         self._dtype = str(self._decoder.dtype).removeprefix("torch.")
         self._identity = model_identity(Path(job.target), "target", self._dtype)
+        self._draft = DraftCheckpoint(folder=Path(job.draft))
+        self._draft_decoder: Decoder | None = None
+        self._allocator: Allocator = FixedGamma(gamma=0)
+        if job.draft_length is not None:
+            self._draft_decoder = self._draft.load(len(job.cores))
+            self._allocator = self._goodput(job.draft_length)
+
+    def _goodput(self, most_nodes: int) -> Goodput:
+        allocator = Goodput(max_nodes=most_nodes)
+        self._decoder.prepare(MAX_ROWS)
+        plain, drafting = (self._target_engine().profile(mode) for mode in (StepMode.PLAIN, StepMode.DRAFTING))
+        allocator.start_from(plain, drafting)
+        return allocator
 
     def about(self) -> protocol.About:
         """Version and precision."""
@@ -49,11 +72,12 @@ class Paceline:
     def run(self, prompts: protocol.TokenIds, max_new_tokens: int) -> protocol.Wave:
         """All prompts as sessions of one engine, whose prefix cache is empty."""
         engine = self._engine()
-        clock = protocol.WaveClock(len(prompts))
+        clock = protocol.WaveClock(len(prompts), max_new_tokens)
         token_ids: list[list[int]] = [[] for _ in prompts]
         for serial, prompt in enumerate(prompts):
-            engine.handle(Submit(request=_request(serial, prompt, max_new_tokens), serial=serial))
-        while engine.num_sessions:
+            request = _request(serial, prompt, max_new_tokens, drafted=self._draft_decoder is not None)
+            engine.handle(Submit(request=request, serial=serial))
+        while min(map(len, token_ids)) < max_new_tokens:
             for serial, committed in engine.step().committed:
                 if isinstance(committed, PacelineError):
                     raise committed
@@ -64,7 +88,20 @@ class Paceline:
     def close(self) -> None:
         """Nothing to stop."""
 
-    def _engine(self) -> TargetEngine:
+    def _engine(self) -> TargetEngine | ColocatedEngine:
+        target = self._target_engine()
+        if self._draft_decoder is None:
+            return target
+        draft = DraftEngine(
+            decoder=self._draft_decoder,
+            identity=self._draft.identity(),
+            num_blocks=target.pool.num_blocks,
+            limits=DraftLimits(),
+            clock=time.perf_counter,
+        )
+        return ColocatedEngine(target, draft, wants_states=False, clock=time.perf_counter)
+
+    def _target_engine(self) -> TargetEngine:
         job = self._job
         blocks = -(-job.longest // BLOCK_SIZE) + 1
         return TargetEngine(
@@ -73,22 +110,23 @@ class Paceline:
             num_blocks=job.most_streams * blocks,
             limits=TargetLimits(
                 max_num_seqs=job.most_streams,
-                max_num_batched_tokens=job.most_streams * job.longest,
+                max_num_batched_tokens=max(MAX_ROWS, job.most_streams * job.longest),
                 max_model_len=self._identity.context_len,
             ),
-            allocator=FixedGamma(gamma=0),
+            allocator=self._allocator,
             clock=time.perf_counter,
+            sources=[TextSource(NGRAM)] if job.draft_length is not None else (),
         )
 
 
-def _request(serial: int, prompt: Sequence[int], max_new_tokens: int) -> GenerateRequest:
+def _request(serial: int, prompt: Sequence[int], max_new_tokens: int, *, drafted: bool) -> GenerateRequest:
     return GenerateRequest(
         session_id=f"stream {serial}",
         epoch=1,
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_new_tokens, temperature=0.0, ignore_eos=True),
-        speculation=SpeculationParams(enabled=False),
-        drafter_address="",
+        speculation=SpeculationParams(enabled=drafted),
+        drafter_address=LOCAL if drafted else "",
     )
 
 

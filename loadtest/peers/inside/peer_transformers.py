@@ -51,7 +51,7 @@ class Transformers:
         width = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[PAD] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        clock = protocol.WaveClock(len(prompts))
+        clock = protocol.WaveClock(len(prompts), max_new_tokens)
         with torch.inference_mode():
             out = self._target.generate(
                 ids,

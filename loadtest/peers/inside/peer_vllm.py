@@ -46,7 +46,7 @@ class Vllm:
     def run(self, prompts: protocol.TokenIds, max_new_tokens: int) -> protocol.Wave:
         """All prompts as requests of one engine."""
         greedy = vllm.SamplingParams(temperature=0.0, max_tokens=max_new_tokens, ignore_eos=True, detokenize=False)
-        clock = protocol.WaveClock(len(prompts))
+        clock = protocol.WaveClock(len(prompts), max_new_tokens)
         names = []
         for prompt in prompts:
             self._num_requests += 1

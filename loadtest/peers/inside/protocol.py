@@ -3,8 +3,9 @@
 The standard library only, since every peer's environment imports this. Scripts run by path, so they find this module
 beside them.
 
-A *wave* is as many prompts as there are streams, all asked at once. Decode speed counts the tokens that came after the
-last stream had its first one, total speed counts everything from the moment of asking.
+A *wave* is as many prompts as there are streams, all asked at once. Decode speed counts the tokens that came while all
+streams were decoding, from the moment when the last one had its first token until the first one had its last: drafts
+let texts of one length end at different times. Total speed counts everything from the moment of asking.
 """
 
 from __future__ import annotations
@@ -111,25 +112,31 @@ class WaveClock:
     """Times one wave of an engine that is driven step by step."""
 
     streams: int
+    max_new_tokens: int
     started_s: float = field(default_factory=time.perf_counter)
-    _first_s: float | None = None
-    _first_tokens: int = 0
+    # When all streams decoded first and last, with all tokens by then.
+    _first: tuple[float, int] | None = None
+    _last: tuple[float, int] | None = None
+    _one_ended: bool = False
 
     def note(self, counts: Sequence[int]) -> None:
-        """Takes the number of tokens each stream has after a step."""
-        if self._first_s is None and len(counts) == self.streams and all(counts):
-            self._first_s = time.perf_counter()
-            self._first_tokens = sum(counts)
+        """Takes the number of tokens each stream has after a step; those beyond the length wanted do not count."""
+        if self._one_ended or len(counts) < self.streams or not all(counts):
+            return
+        kept = [min(count, self.max_new_tokens) for count in counts]
+        self._last = time.perf_counter(), sum(kept)
+        self._first = self._first or self._last
+        self._one_ended = max(kept) == self.max_new_tokens
 
     def wave(self, token_ids: TokenIds) -> Wave:
         """The wave that ends now."""
         ended_s = time.perf_counter()
-        first_s = self._first_s or ended_s
+        (first_s, first_tokens), (last_s, last_tokens) = self._first or (ended_s, 0), self._last or (ended_s, 0)
         return Wave(
             token_ids=token_ids,
             seconds=ended_s - self.started_s,
-            decode_tokens=sum(len(ids) for ids in token_ids) - self._first_tokens,
-            decode_s=ended_s - first_s,
+            decode_tokens=last_tokens - first_tokens,
+            decode_s=last_s - first_s,
         )
 
 

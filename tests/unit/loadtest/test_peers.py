@@ -117,15 +117,17 @@ def test_a_case_is_warmed_up_and_then_measured_in_waves() -> None:
     assert answer["token_ids"] == [[7] * 4] * 8
 
 
-def test_decode_time_begins_when_the_last_stream_has_a_token() -> None:
-    clock = WaveClock(streams=2)
-    clock.note([3])
-    clock.note([3, 0])
-    clock.note([4, 2])
-    clock.note([5, 5])
-    wave = clock.wave([[1] * 5, [1] * 5])
-    assert (wave.num_tokens, wave.decode_tokens) == (10, 4)
-    assert 0 < wave.decode_s <= wave.seconds
+def test_decode_counts_what_came_while_all_streams_decoded() -> None:
+    clock = WaveClock(streams=2, max_new_tokens=8)
+    for counts in ([3], [3, 0], [4, 2], [6, 3], [9, 4], [9, 8]):
+        clock.note(counts)
+    wave = clock.wave([[1] * 8, [1] * 8])
+    assert (wave.num_tokens, wave.decode_tokens) == (16, 6)
+    assert 0 < wave.decode_s < wave.seconds
+
+
+def test_a_wave_without_a_token_has_no_decode_speed() -> None:
+    assert WaveClock(streams=1, max_new_tokens=8).wave([[]]).decode_tokens == 0
 
 
 def test_figures_keep_what_was_measured_before_a_failure() -> None:
