@@ -63,8 +63,8 @@ def main() -> None:
             print(f"our engine alone over the best peer's, {how}, {streams} streams: {ratio}")
     mean_prompt = sum(map(len, prompts)) / len(prompts)
     print(
-        f"decode/s: tokens/s while all streams decoded; total/s: prefill and stragglers counted; differ: texts that are "
-        f"not those of its own plain run at 1 stream\n{target.name}, drafter {arguments.draft.name}, greedy, "
+        f"decode/s: tokens/s while all streams decoded; total/s: prefill and stragglers counted; differ: texts that "
+        f"are not those of its own plain run at 1 stream\n{target.name}, drafter {arguments.draft.name}, greedy, "
         f"prompts of {mean_prompt:.0f} tokens, {arguments.max_tokens} new, median of {arguments.passes}; {machine()}"
     )
     rows = [figure.row() for figure in everything]

@@ -57,7 +57,8 @@ def _vector_fma(builder: Any) -> Any:
 def _accumulate(builder: Any, count: Any, starts: Any, scalars: Any, vectors: Any, stride: Any) -> Any:
     """Emits, for every chain k, `starts[k] + sum_i scalars[k][i] * vectors[k][i * stride : ][:LANES]`, i in order.
 
-    A chain waits four cycles for each of its additions; several at once fill them.
+    A chain waits four cycles for each of its additions; several at once fill them. What several have in common is read
+    once.
     """
     zero = ir.Constant(count.type, 0)
     before = builder.block
@@ -72,8 +73,8 @@ def _accumulate(builder: Any, count: Any, starts: Any, scalars: Any, vectors: An
     builder.position_at_end(body)
     factors = {at: _splat(builder, builder.load(builder.gep(at, [index]))) for at in dict.fromkeys(scalars)}
     offset = builder.mul(index, stride)
-    loaded = [_load_vector(builder, builder.gep(vector, [offset])) for vector in vectors]
-    terms = zip([factors[at] for at in scalars], loaded, totals, strict=True)
+    loaded = {at: _load_vector(builder, builder.gep(at, [offset])) for at in dict.fromkeys(vectors)}
+    terms = zip([factors[at] for at in scalars], [loaded[at] for at in vectors], totals, strict=True)
     sums = [builder.call(_vector_fma(builder), term) for term in terms]
     following = builder.add(index, ir.Constant(count.type, 1))
     builder.branch(head)
@@ -90,19 +91,44 @@ def _all_data(context: Any, builder: Any, array_type: Any, array: Any, offsets: 
     return [_data(context, builder, array_type, array, each) for each in cgutils.unpack_tuple(builder, offsets)]
 
 
+def _of_rows(builder: Any, pointers: Any, rows: Any, step: Any) -> list[Any]:
+    """The pointers `step` elements further on for every row after another."""
+    offsets = [builder.mul(row, step) for row in cgutils.unpack_tuple(builder, rows)]
+    return [builder.gep(pointer, [offset]) for offset in offsets for pointer in pointers]
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def dot_lanes(
-    typing: Any, query: Any, query_at: Any, keys: Any, keys_at: Any, length: Any, out: Any, out_at: Any
+    typing: Any,
+    query: Any,
+    query_at: Any,
+    rows: Any,
+    query_step: Any,
+    keys: Any,
+    keys_at: Any,
+    length: Any,
+    out: Any,
+    out_at: Any,
+    out_step: Any,
 ) -> Any:
-    """out[out_at[k] + j] = sum_d query[query_at + d] * keys[keys_at[k] + d * LANES + j], all lanes j, all places k."""
-    signature = types.void(query, types.intp, keys, keys_at, types.intp, out, out_at)
+    """Scores of a few rows at a few places k, all lanes j.
+
+    out[out_at[k] + row * out_step + j] =
+        sum_d query[query_at + row * query_step + d] * keys[keys_at[k] + d * LANES + j]
+    """
+    intp = types.intp
+    signature = types.void(query, intp, rows, intp, keys, keys_at, intp, out, out_at, intp)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        vectors = _all_data(context, builder, sig.args[2], args[2], args[3])
-        scalars = [_data(context, builder, sig.args[0], args[0], args[1])] * len(vectors)
-        starts = [ir.Constant(_VECTOR, [0.0] * LANES)] * len(vectors)
-        totals = _accumulate(builder, args[4], starts, scalars, vectors, ir.Constant(args[4].type, LANES))
-        for total, target in zip(totals, _all_data(context, builder, sig.args[5], args[5], args[6]), strict=True):
+        first = _data(context, builder, sig.args[0], args[0], args[1])
+        queries = _of_rows(builder, [first], args[2], args[3])
+        places = _all_data(context, builder, sig.args[4], args[4], args[5])
+        scalars = [each for each in queries for _ in places]
+        starts = [ir.Constant(_VECTOR, [0.0] * LANES)] * len(scalars)
+        vectors = places * len(queries)
+        totals = _accumulate(builder, args[6], starts, scalars, vectors, ir.Constant(args[6].type, LANES))
+        targets = _of_rows(builder, _all_data(context, builder, sig.args[7], args[7], args[8]), args[2], args[9])
+        for total, target in zip(totals, targets, strict=True):
             _store_vector(builder, total, target)
         return context.get_dummy_value()
 
@@ -111,18 +137,35 @@ def dot_lanes(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_weighted_lanes(
-    typing: Any, weights: Any, rows: Any, rows_at: Any, count: Any, width: Any, out: Any, out_at: Any
+    typing: Any,
+    weights: Any,
+    weights_at: Any,
+    rows: Any,
+    weights_step: Any,
+    values: Any,
+    values_at: Any,
+    count: Any,
+    width: Any,
+    out: Any,
+    out_at: Any,
+    out_step: Any,
 ) -> Any:
-    """out[out_at[k] + j] += sum_t weights[t] * rows[rows_at[k] + t * width + j], all lanes j, all places k."""
+    """Adds weighted values to the outputs of a few rows at a few places k, all lanes j.
+
+    out[out_at[k] + row * out_step + j] +=
+        sum_t weights[weights_at + row * weights_step + t] * values[values_at[k] + t * width + j]
+    """
     intp = types.intp
-    signature = types.void(weights, rows, rows_at, intp, intp, out, out_at)
+    signature = types.void(weights, intp, rows, intp, values, values_at, intp, intp, out, out_at, intp)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        vectors = _all_data(context, builder, sig.args[1], args[1], args[2])
-        scalars = [_data(context, builder, sig.args[0], args[0], ir.Constant(args[3].type, 0))] * len(vectors)
-        targets = _all_data(context, builder, sig.args[5], args[5], args[6])
+        first = _data(context, builder, sig.args[0], args[0], args[1])
+        factors = _of_rows(builder, [first], args[2], args[3])
+        places = _all_data(context, builder, sig.args[4], args[4], args[5])
+        scalars = [each for each in factors for _ in places]
+        targets = _of_rows(builder, _all_data(context, builder, sig.args[8], args[8], args[9]), args[2], args[10])
         starts = [_load_vector(builder, target) for target in targets]
-        totals = _accumulate(builder, args[3], starts, scalars, vectors, args[4])
+        totals = _accumulate(builder, args[6], starts, scalars, places * len(factors), args[7])
         for total, target in zip(totals, targets, strict=True):
             _store_vector(builder, total, target)
         return context.get_dummy_value()

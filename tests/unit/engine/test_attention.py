@@ -72,10 +72,12 @@ def batches(draw):
         if block not in np.ravel(tables)
         for slot in range(block * 16, block * 16 + 16)
     ]
+    # Few of them, so that neighbours often have their context in common.
+    contexts = draw(st.lists(st.integers(1, 5 * BLOCK_SIZE), min_size=1, max_size=3))
     rows = [
         (
             draw(st.integers(0, 2)),
-            draw(st.integers(1, 5 * BLOCK_SIZE)),
+            draw(st.sampled_from(contexts)),
             rng.choice(scratch, draw(st.integers(0, 6)), replace=False).tolist(),
         )
         for _ in range(draw(st.integers(1, 8)))
@@ -114,6 +116,24 @@ def test_a_row_has_the_same_bits_in_blocks_in_ancestor_slots_and_in_any_company(
     moved = slots_of(tables[sequence], context)[kept:] + nodes
     as_tree = make_batch([(sequence, kept, moved)], tables)
     assert torch.equal(paged_attention(lone_query, cache.keys[0], cache.values[0], as_tree, 0.3)[0], whole[index])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "context"), [(64, 70), (16, 64), (72, 5), (9, 33)])
+def test_rows_side_by_side_have_the_bits_that_each_has_alone(dtype, head_dim, context):
+    rng = np.random.default_rng(head_dim)
+    cache = random_cache(rng, 2, head_dim, dtype)
+    keys, values = cache.keys[0], cache.values[0]
+    tables = [[3, 1, 4, 15, 9], [2, 6, 5, 8, 7]]
+    # A tree of seven rows, one of another session between its parts, and two at another place of their text.
+    slots = [16 * block + 5 for block in (10, 11, 12, 13, 14, 16)]
+    tree = [(0, context, slots[:count]) for count in range(7)]
+    rows = [*tree[:3], (1, context, []), *tree[3:], (0, context - 1, []), (0, context - 1, slots[:1])]
+    query = torch.from_numpy(rng.standard_normal((len(rows), 4, head_dim)).astype(np.float32))
+    together = paged_attention(query, keys, values, make_batch(rows, tables), 0.3)
+    for index, row in enumerate(rows):
+        alone = paged_attention(query[index : index + 1].contiguous(), keys, values, make_batch([row], tables), 0.3)
+        assert torch.equal(together[index], alone[0]), index
 
 
 @pytest.mark.parametrize("scale", [30.0, 1e-3])
