@@ -1,10 +1,10 @@
 """Peers side by side on the demo pair: `python -m loadtest.peers`.
 
 OpenVINO GenAI, llama.cpp, vLLM and transformers decode the same prompts greedily, plain and with the draft model as
-their own draft model, on the same cores in bf16; then our engine in one process as they are, and our fleet as
-`paceline up` starts it, over HTTP. Each peer is set up in the user's cache folder the first time (minutes; llama.cpp is
-compiled), and one that cannot be is left out with its reason. The last line is one JSON object; the exit status is 0
-when no peer is faster than the fleet.
+their own draft model, on the same cores in bf16; then our engine in one process as they are, and our fleet over HTTP:
+as `paceline up` starts it, and with the drafter inside the verifier, where both take turns as theirs do. Each peer is
+set up in the user's cache folder the first time (minutes; llama.cpp is compiled), and one that cannot be is left out
+with its reason. The last line is one JSON object; the exit status is 0 when no peer is faster than the fleet.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -11,29 +12,42 @@ from loadtest.client import Ask, BatchResult, run_batch
 from loadtest.fleet import bench_fleet
 from loadtest.peers.run import PeerBench, PeerFigure, best_figure
 from paceline.training.corpus import unseen_prompts
+from paceline.verifier.config import DEFAULT_METHODS, IN_VERIFIER
 
 OURS = "paceline"
+IN_TURN = "paceline in turn"
 MODES = {"plain": {"enabled": False}, "draft": {"enabled": True}}
 
 
 def measure_ours(bench: PeerBench) -> list[PeerFigure]:
-    """Measures the fleet as `paceline up` starts it, plain and speculating, at the numbers of streams of the bench."""
+    """Measures the whole fleet at the numbers of streams of the bench.
+
+    As `paceline up` starts it, plain and speculating; and speculating with the drafter inside the verifier, where both
+    models run on all cores in turn, as they do in every peer.
+    """
     return asyncio.run(_measure(bench))
 
 
 async def _measure(bench: PeerBench) -> list[PeerFigure]:
-    figures: list[PeerFigure] = []
+    inside = json.dumps({"method": DEFAULT_METHODS, "placement": IN_VERIFIER, "model": str(bench.draft)})
     async with bench_fleet(model=bench.target, draft_model=bench.draft) as fleet:
-        for streams in bench.plain:
-            asks = _asks(bench, streams)
-            for mode, speculation in MODES.items():
-                passes = [
-                    [await run_batch(fleet.gateway_url, wave, streams, f"{OURS}, {mode}, {streams} streams")
-                     for wave in _waves(asks, streams, speculation)]
-                    for _ in range(bench.passes + 1)
-                ]  # fmt: skip
-                # The first pass fills the prefix cache and lets the controller meet the load.
-                figures.append(_figure(mode, streams, passes[1:]))
+        figures = await _figures(OURS, fleet.gateway_url, tuple(MODES), bench)
+    async with bench_fleet(model=bench.target, drafter=False, speculative_config=inside) as fleet:
+        return figures + await _figures(IN_TURN, fleet.gateway_url, ("draft",), bench)
+
+
+async def _figures(name: str, url: str, modes: Sequence[str], bench: PeerBench) -> list[PeerFigure]:
+    figures: list[PeerFigure] = []
+    for streams in bench.plain:
+        asks = _asks(bench, streams)
+        for mode in modes:
+            passes = [
+                [await run_batch(url, wave, streams, f"{name}, {mode}, {streams} streams")
+                 for wave in _waves(asks, streams, MODES[mode])]
+                for _ in range(bench.passes + 1)
+            ]  # fmt: skip
+            # The first pass fills the prefix cache and lets the controller meet the load.
+            figures.append(_figure(name, mode, streams, passes[1:]))
     return figures
 
 
@@ -47,10 +61,10 @@ def _waves(asks: Sequence[Ask], streams: int, speculation: dict[str, Any]) -> li
     return [asked[start : start + streams] for start in range(0, len(asked), streams)]
 
 
-def _figure(mode: str, streams: int, passes: Sequence[Sequence[BatchResult]]) -> PeerFigure:
+def _figure(name: str, mode: str, streams: int, passes: Sequence[Sequence[BatchResult]]) -> PeerFigure:
     decode, total = zip(*(_speeds(waves) for waves in passes), strict=True)
     return PeerFigure(
-        peer=OURS,
+        peer=name,
         precision="bfloat16",
         mode=mode,
         streams=streams,
@@ -75,7 +89,7 @@ def _speeds(waves: Sequence[BatchResult]) -> tuple[float, float]:
 def verdict(ours: Sequence[PeerFigure], engine: Sequence[PeerFigure], peers: Sequence[PeerFigure]) -> dict[str, Any]:
     """Ours over the best peer, which has neither server nor client beside it on the same cores.
 
-    The whole fleet as served (with speculation on) is held against a peer's best at 1 stream, and against its plain
+    The whole fleet as served (with speculation on, by the better placement of the drafter) is held against a peer's best at 1 stream, and against its plain
     figure at more; so is our engine alone, in one process as the peers are, and it is plain against plain as well.
     """
     fleet: dict[str, float] = {}

@@ -35,6 +35,11 @@ def test_the_fleet_speculates_against_the_best_of_one_stream_and_the_plain_figur
     assert found["ok"]
 
 
+def test_the_better_placement_of_the_drafter_counts() -> None:
+    ours = [figure("paceline", "draft", 8, 300.0), figure("paceline in turn", "draft", 8, 420.0)]
+    assert verdict(ours, ENGINE, PEERS)["to_best_peer"] == {"8": 1.05}
+
+
 def test_an_engine_that_is_faster_makes_no_slower_fleet_good() -> None:
     ours = [figure("paceline", "draft", 1, 300.0), figure("paceline", "draft", 8, 399.0)]
     assert not verdict(ours, ENGINE, PEERS)["ok"]
