@@ -47,12 +47,12 @@ def time_linears(folder: Path, count: int) -> float:
     import torch
 
     from paceline.engine.decoder import LlamaDecoder, load_decoder
-    from paceline.engine.linear import padded_rows
+    from paceline.engine.linear import rows_computed
 
     decoder = load_decoder(folder, num_threads=1)
     assert isinstance(decoder, LlamaDecoder), "the demo target is of the Llama family"
     layers = decoder.linears()
-    inputs = [torch.zeros(padded_rows(1), layer.in_features, dtype=layer.dtype) for layer in layers]
+    inputs = [torch.zeros(rows_computed(1, layer.dtype), layer.in_features, dtype=layer.dtype) for layer in layers]
     hidden = torch.zeros(1, layers[0].in_features)
     seconds = []
     with torch.inference_mode():

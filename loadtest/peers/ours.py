@@ -89,8 +89,9 @@ def _speeds(waves: Sequence[BatchResult]) -> tuple[float, float]:
 def verdict(ours: Sequence[PeerFigure], engine: Sequence[PeerFigure], peers: Sequence[PeerFigure]) -> dict[str, Any]:
     """Ours over the best peer, which has neither server nor client beside it on the same cores.
 
-    The whole fleet as served (with speculation on, by the better placement of the drafter) is held against a peer's best at 1 stream, and against its plain
-    figure at more; so is our engine alone, in one process as the peers are, and it is plain against plain as well.
+    The whole fleet as served (with speculation on, by the better placement of the drafter) is held against a peer's
+    best at 1 stream, and against its plain figure at more; so is our engine alone, in one process as the peers are, and
+    it is plain against plain as well.
     """
     fleet: dict[str, float] = {}
     alone: dict[str, float] = {}

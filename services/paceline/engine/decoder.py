@@ -29,7 +29,7 @@ from paceline.engine.config import (
 from paceline.engine.graphs import Capture, GraphCache
 from paceline.engine.kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
 from paceline.engine.kv import KVCache, as_array
-from paceline.engine.linear import Linear, has_native_bfloat16, padded_rows, row_counts
+from paceline.engine.linear import Linear, has_native_bfloat16, row_counts, rows_computed
 from paceline.engine.llama import Head, LlamaLayer, LlamaReader, LlamaWeights
 from paceline.engine.ranks import Ranks
 from paceline.engine.rope import RopeTable
@@ -199,14 +199,14 @@ class LlamaDecoder:
         """Compiles the packed linears of steps of up to so many rows; layers of one shape share them."""
         if not self._compiled:
             return
-        for count in row_counts(max_rows):
+        for count in row_counts(max_rows, self.dtype):
             for layer in self.linears()[:4]:
                 layer.raw(torch.zeros(count, layer.in_features, dtype=layer.dtype))
 
     def rows_computed(self, rows: int) -> int:
         """See `Decoder`."""
         if self._compiled:
-            return padded_rows(rows)
+            return rows_computed(rows, self.dtype)
         return bucket_rows(rows) if self._static else rows
 
     @torch.inference_mode()
@@ -222,7 +222,7 @@ class LlamaDecoder:
 
     def _rows_buffer(self, rows: int, width: int) -> tuple[torch.Tensor, npt.NDArray[Any]]:
         """Input of a packed linear, padded, and the array of its real rows."""
-        tensor = torch.zeros((padded_rows(rows), width), dtype=self.dtype)
+        tensor = torch.zeros((rows_computed(rows, self.dtype), width), dtype=self.dtype)
         return tensor, as_array(tensor)[:rows]
 
     def _forward_compiled(self, batch: Batch, cache: KVCache, layers: Layers) -> torch.Tensor:

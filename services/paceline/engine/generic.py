@@ -23,7 +23,7 @@ from paceline.engine.attention import paged_attention, write_kv
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig
 from paceline.engine.kv import BLOCK_SIZE, KVCache
-from paceline.engine.linear import HeadLinear, Linear, padded_rows
+from paceline.engine.linear import HeadLinear, Linear, rows_computed
 from paceline.engine.rope import LENGTH_DEPENDENT
 from paceline.engine.states import NO_STATES, StateLayout
 from paceline.engine.torch_attention import GroupPlan, plan_attention, run_attention
@@ -136,7 +136,7 @@ class GenericDecoder:
 
     def rows_computed(self, rows: int) -> int:
         """See `Decoder`."""
-        return padded_rows(rows) if self.device.type == "cpu" else rows
+        return rows_computed(rows, self._model.dtype) if self.device.type == "cpu" else rows
 
     def new_cache(self, num_blocks: int) -> KVCache:
         """An empty cache of `num_blocks` blocks."""

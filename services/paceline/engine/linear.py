@@ -1,17 +1,22 @@
-"""Linear layers over Hugging Face weights, prepacked for oneDNN on the CPU; knows matrices, no models.
+"""Linear layers over Hugging Face weights, packed for the CPU; knows matrices, no models.
 
-Measured on the reference machine with torch 2.13: from two rows up, a row of a layer packed for 64 rows has
-the same bits whatever the other rows are and however many, in bfloat16 and float32, with one thread and with
-two. A lone row takes another kernel that differs once a sum is longer than 1,024. One to three rows are
+bfloat16 goes through `bfloat16_product` where the CPU multiplies it itself, everything else on a CPU through oneDNN. Of
+the latter was measured on the reference machine with torch 2.13: from two rows up, a row of a layer packed for 64 rows
+has the same bits whatever the other rows are and however many, in bfloat16 and float32, with one thread and with two. A
+lone row takes another kernel that differs once a sum is longer than 1,024. One to three rows are
 computed as the first of four: with so short a dot product in flight the kernels of one and two rows are
 bound by latency, and take 1.2 to 1.35 times as long as four rows do.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from paceline.engine import bfloat16_product
 
 # oneDNN's packed layout is reachable through torch's private operators only (inductor uses the same).
 _can_use_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
@@ -25,8 +30,13 @@ _ROW_STEPS: Final = ((64, 4), (256, 16))
 _LARGE_STEP: Final = 64
 
 
+def rows_computed(count: int, dtype: torch.dtype) -> int:
+    """Rows that a packed linear of this kind computes for so many."""
+    return count if _has_own_product(dtype) else padded_rows(count)
+
+
 def padded_rows(count: int) -> int:
-    """Rows that a packed linear computes for so many: the next multiple of 4, from 65 of 16, from 257 of 64."""
+    """Rows that oneDNN computes for so many: the next multiple of 4, from 65 of 16, from 257 of 64."""
     step = next((step for limit, step in _ROW_STEPS if count <= limit), _LARGE_STEP)
     return max(MIN_ROWS, -(-count // step) * step)
 
@@ -37,8 +47,14 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32 or bool(_can_use_bf16())
 
 
-def row_counts(limit: int) -> list[int]:
-    """Every number of rows that packed linears compute in steps of up to `limit` rows."""
+def _has_own_product(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and has_native_bfloat16() and bfloat16_product.is_supported()
+
+
+def row_counts(limit: int, dtype: torch.dtype) -> list[int]:
+    """Every number of rows for which packed linears of this kind compile something in steps of up to `limit` rows."""
+    if _has_own_product(dtype):
+        return [1]
     counts = [padded_rows(1)]
     while counts[-1] < limit:
         counts.append(padded_rows(counts[-1] + 1))
@@ -49,7 +65,7 @@ class Linear:
     """y = x W^T + b with weights in bfloat16 or float32.
 
     Where oneDNN is missing, and on CUDA, it is torch's own linear: then a row's last bits may depend on the
-    other rows.
+    other rows. `raw` takes as many rows as `rows_computed` says.
 
     Attributes:
         dtype: Of the weight, and of what `raw` takes and gives.
@@ -63,13 +79,19 @@ class Linear:
         self.packed = _can_pack(weight)
         self._bias = None if bias is None else bias.to(weight.dtype).contiguous()
         self.nbytes = weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+        self._own: _OwnProduct | None = None
         with torch.inference_mode():
             self._weight = weight.contiguous()
-            if self.packed:
+            if self.packed and _has_own_product(weight.dtype):
+                self._own = _OwnProduct(self._weight, self._bias)
+                self._weight = torch.empty(0, dtype=self.dtype)
+            elif self.packed:
                 self._weight = _pack_weight(self._weight, PACKED_ROWS)
 
     def raw(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, in] -> [rows, out] in `dtype`; where `packed`, in inference mode and from MIN_ROWS rows."""
+        """[rows, in] -> [rows, out] in `dtype`; where `packed`, in inference mode."""
+        if self._own is not None:
+            return self._own(rows)
         if self.packed:
             result: torch.Tensor = _packed_linear(rows, self._weight, self._bias, "none", [], "")
             return result
@@ -80,8 +102,32 @@ class Linear:
         """float32 [rows, in] -> float32 [rows, out]."""
         count = len(rows)
         if self.packed:
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, padded_rows(count) - count))
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, rows_computed(count, self.dtype) - count))
         return self.raw(rows.to(self.dtype))[:count].to(torch.float32)
+
+
+class _OwnProduct:
+    """Weight [out, in] and bias [out] for `bfloat16_product`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._inputs_are_odd = weight.shape[1] % 2 == 1
+        self._outputs = weight.shape[0]
+        self._words = bfloat16_product.pack(_bits(weight))
+        self._bias = np.zeros(bfloat16_product.OUTPUTS * len(self._words), np.float32)
+        if bias is not None:
+            self._bias[: len(bias)] = bias.to(torch.float32).numpy()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [rows, in] -> bfloat16 [rows, out]."""
+        if self._inputs_are_odd:
+            rows = torch.nn.functional.pad(rows, (0, 1))
+        out = torch.empty((len(rows), self._outputs), dtype=torch.bfloat16)
+        bfloat16_product.multiply(_bits(rows.contiguous()).view(np.uint32), self._words, self._bias, _bits(out))
+        return out
+
+
+def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    return tensor.view(torch.uint16).numpy()
 
 
 class HeadLinear:

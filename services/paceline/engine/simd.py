@@ -25,12 +25,12 @@ _INT_VECTOR = ir.VectorType(_INT32, LANES)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
-def _data(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+def array_data(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
     """Pointer to element `offset` of a C-contiguous array seen as flat."""
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
 
 
-def _load_vector(builder: Any, pointer: Any) -> Any:
+def load_vector(builder: Any, pointer: Any) -> Any:
     """LANES float32 values, widened when the pointer is to bfloat16 bits."""
     if pointer.type.pointee == _FLOAT:
         return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
@@ -39,7 +39,8 @@ def _load_vector(builder: Any, pointer: Any) -> Any:
     return builder.bitcast(builder.shl(wide, ir.Constant(_INT_VECTOR, [16] * LANES)), _VECTOR)
 
 
-def _store_vector(builder: Any, vector: Any, pointer: Any) -> None:
+def store_vector(builder: Any, vector: Any, pointer: Any) -> None:
+    """Stores LANES float32 values."""
     builder.store(vector, builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
 
 
@@ -73,7 +74,7 @@ def _accumulate(builder: Any, count: Any, starts: Any, scalars: Any, vectors: An
     builder.position_at_end(body)
     factors = {at: _splat(builder, builder.load(builder.gep(at, [index]))) for at in dict.fromkeys(scalars)}
     offset = builder.mul(index, stride)
-    loaded = {at: _load_vector(builder, builder.gep(at, [offset])) for at in dict.fromkeys(vectors)}
+    loaded = {at: load_vector(builder, builder.gep(at, [offset])) for at in dict.fromkeys(vectors)}
     terms = zip([factors[at] for at in scalars], [loaded[at] for at in vectors], totals, strict=True)
     sums = [builder.call(_vector_fma(builder), term) for term in terms]
     following = builder.add(index, ir.Constant(count.type, 1))
@@ -88,7 +89,7 @@ def _accumulate(builder: Any, count: Any, starts: Any, scalars: Any, vectors: An
 
 
 def _all_data(context: Any, builder: Any, array_type: Any, array: Any, offsets: Any) -> list[Any]:
-    return [_data(context, builder, array_type, array, each) for each in cgutils.unpack_tuple(builder, offsets)]
+    return [array_data(context, builder, array_type, array, each) for each in cgutils.unpack_tuple(builder, offsets)]
 
 
 def _of_rows(builder: Any, pointers: Any, rows: Any, step: Any) -> list[Any]:
@@ -120,7 +121,7 @@ def dot_lanes(
     signature = types.void(query, intp, rows, intp, keys, keys_at, intp, out, out_at, intp)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        first = _data(context, builder, sig.args[0], args[0], args[1])
+        first = array_data(context, builder, sig.args[0], args[0], args[1])
         queries = _of_rows(builder, [first], args[2], args[3])
         places = _all_data(context, builder, sig.args[4], args[4], args[5])
         scalars = [each for each in queries for _ in places]
@@ -129,7 +130,7 @@ def dot_lanes(
         totals = _accumulate(builder, args[6], starts, scalars, vectors, ir.Constant(args[6].type, LANES))
         targets = _of_rows(builder, _all_data(context, builder, sig.args[7], args[7], args[8]), args[2], args[9])
         for total, target in zip(totals, targets, strict=True):
-            _store_vector(builder, total, target)
+            store_vector(builder, total, target)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -159,15 +160,15 @@ def add_weighted_lanes(
     signature = types.void(weights, intp, rows, intp, values, values_at, intp, intp, out, out_at, intp)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        first = _data(context, builder, sig.args[0], args[0], args[1])
+        first = array_data(context, builder, sig.args[0], args[0], args[1])
         factors = _of_rows(builder, [first], args[2], args[3])
         places = _all_data(context, builder, sig.args[4], args[4], args[5])
         scalars = [each for each in factors for _ in places]
         targets = _of_rows(builder, _all_data(context, builder, sig.args[8], args[8], args[9]), args[2], args[10])
-        starts = [_load_vector(builder, target) for target in targets]
+        starts = [load_vector(builder, target) for target in targets]
         totals = _accumulate(builder, args[6], starts, scalars, places * len(factors), args[7])
         for total, target in zip(totals, targets, strict=True):
-            _store_vector(builder, total, target)
+            store_vector(builder, total, target)
         return context.get_dummy_value()
 
     return signature, codegen

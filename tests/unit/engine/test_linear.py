@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.engine.linear import MIN_ROWS, HeadLinear, Linear, has_native_bfloat16, padded_rows, row_counts
+from paceline.engine.linear import (
+    MIN_ROWS,
+    HeadLinear,
+    Linear,
+    has_native_bfloat16,
+    padded_rows,
+    row_counts,
+    rows_computed,
+)
 
 # Sums longer than 1,024 are where oneDNN's kernel for a lone row parts from the others; odd sizes have tails.
 SHAPES = [(64, 96), (100, 37), (1027, 130), (2304, 64)]
@@ -85,5 +93,6 @@ def test_raw_takes_and_gives_the_weights_kind():
 
 def test_rows_are_padded_to_few_different_counts():
     assert [padded_rows(count) for count in (1, 4, 5, 64, 65, 256, 257)] == [4, 4, 8, 64, 80, 256, 320]
-    assert row_counts(512) == sorted({padded_rows(count) for count in range(1, 513)})
-    assert len(row_counts(512)) == 32
+    counts = row_counts(512, torch.float32)
+    assert counts == sorted({rows_computed(count, torch.float32) for count in range(1, 513)})
+    assert len(counts) == 32
