@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 # Rows at which a profile is taken and a factor is learned; linear between them.
-KNOTS = (1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+KNOTS = (1, 4, 6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256)
 # Spread of a single step around its expectation, and how far off one may be before it is an accident.
 NOISE = 0.08
 CLIP = 3.0

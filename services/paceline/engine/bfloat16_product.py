@@ -234,17 +234,20 @@ def _multiply_group(inputs: Any, weights: Any, group: Any, totals: Any) -> None:
     """Adds the products with the weights of 32 outputs to totals[rows * OUTPUTS]."""
     rows, pairs = inputs.shape
     flat_inputs, flat_weights = inputs.reshape(-1), weights.reshape(-1)
+    # Tiles of about the same size: a row or two alone would take as long as six.
+    num_tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    tile_rows = (rows + num_tiles - 1) // num_tiles
     for first in range(0, pairs, BLOCK_PAIRS):
         count, at = min(BLOCK_PAIRS, pairs - first), (group * pairs + first) * OUTPUTS
-        for row in range(0, rows, TILE_ROWS):
-            size, from_input, into = min(TILE_ROWS, rows - row), row * pairs + first, row * OUTPUTS
+        for row in range(0, rows, tile_rows):
+            size, from_input, into = min(tile_rows, rows - row), row * pairs + first, row * OUTPUTS
             if rows <= TILE_ROWS:
                 # A lone tile reads on as it goes.
                 aheads = (at + AHEAD, at + AHEAD + LANES)
                 _multiply_tile(flat_inputs, from_input, pairs, size, flat_weights, at, count, totals, into, aheads)
             else:
                 # Of several, the first two ask for the next block, half of it each.
-                half = count * OUTPUTS + (LANES if row else 0) if row <= TILE_ROWS else 0
+                half = count * OUTPUTS + (LANES if row else 0) if row <= tile_rows else 0
                 _multiply_tile(
                     flat_inputs, from_input, pairs, size, flat_weights, at, count, totals, into, (at + half,)
                 )
