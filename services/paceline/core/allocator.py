@@ -38,9 +38,10 @@ ENOUGH = 0.98
 # none at all, and not before so many, or a few for a clear loss: the first steps after a call have no drafts yet.
 WORTH_A_CALL, CLEAR_LOSS = 1.03, 0.95
 LEAST_REST, LEAST_WORK, LEAST_TRIAL = 4, 12, 6
-# Drafters that were called back in vain rest twice as long the next time at such a load, up to so many steps. Loads
-# are alike within a factor of two: what a busy hour taught is not forgotten in a quiet minute.
-MOST_REST = 256
+# Drafters that were called back in vain rest so many times as long the next time at such a load, up to so many steps:
+# where plain steps have the drafters' CPUs as well, a call in vain costs several of them. Loads are alike within a
+# factor of two: what a busy hour taught is not forgotten in a quiet minute.
+REST_GROWTH, MOST_REST = 4, 512
 # A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
 # after so many steps.
 CONTROL_EVERY = 250
@@ -277,7 +278,7 @@ class Goodput:
         brief = self._steps_since_change <= 2 * LEAST_WORK
         if self._changes(gain, rest, resting=resting):
             if not resting and gain <= 1.0 and brief:
-                self._rests[load] = min(2 * rest, MOST_REST)
+                self._rests[load] = min(REST_GROWTH * rest, MOST_REST)
             self._steps_since_change = 0
             resting = not resting
         elif not resting and gain > 1.0 and not brief:

@@ -237,12 +237,12 @@ def test_prefill_alone_changes_no_price():
 def test_drafters_called_back_in_vain_rest_longer_each_time_until_the_load_changes():
     policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
     modes = ""
-    for count in [1] * 400 + [4] * 60:
+    for count in [1] * 300 + [4] * 60:
         modes += "work" if policy.price < 1.0 else " "
         policy.allocate([Demand(tree=tree_of([]), cap=8)] * count, other_rows=0)
     rests = [len(rest) for rest in modes.split("work") if rest]
-    assert rests[:5] == [4, 8, 16, 32, 64]
-    assert rests[-1] < max(rests), "another load, another try"
+    assert rests[:3] == [4, 16, 64]
+    assert 64 < rests[3] < 256, "another load, another try"
 
 
 def test_what_trials_in_vain_taught_of_a_load_is_known_when_the_load_comes_back():
@@ -256,7 +256,7 @@ def test_what_trials_in_vain_taught_of_a_load_is_known_when_the_load_comes_back(
         return worked
 
     cycles = [steps_of_work(1) + steps_of_work(2) for _ in range(8)]
-    assert cycles[0] > 50
+    assert cycles[0] > 40
     # Forgetful drafters would be tried for 24 steps of each cycle.
     assert sum(cycles[3:]) < 5 * 12
 
