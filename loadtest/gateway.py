@@ -95,7 +95,7 @@ class Ways:
     async def run(self, way: str, session: Session) -> Streamed:
         """Streams a session."""
         if way == "http":
-            return await self._http.stream(session.body())
+            return await self._http.stream(session.body() | {"stream_options": {"include_usage": True}})
         return await self._direct.stream(session.request(f"bench-{next(self._numbers)}"))
 
     async def close(self) -> None:
@@ -151,7 +151,9 @@ async def _fleet(model: Path | None, *verifier_arg: str) -> AsyncIterator[LocalF
     """A fleet without drafters, each tier on CPUs of its own."""
     named = {} if model is None else {"model": model, "draft_model": DEMO_DRAFTER}
     first, *others = available_cpus()
-    fleet = bench_fleet(drafter=False, verifier_threads=1, verifier_arg=(f"--cpus={first}", *verifier_arg), **named)
+    # A message for each token, so that what one costs is seen.
+    flags = (f"--cpus={first}", "--stream-interval-s=0", *verifier_arg)
+    fleet = bench_fleet(drafter=False, verifier_threads=1, verifier_arg=flags, **named)
     async with fleet:
         if others:
             keep_to(fleet.pid("gateway"), others)
@@ -195,15 +197,12 @@ async def measure_overhead(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _overhead(model: str, runs: dict[str, list[Streamed]]) -> dict[str, Any]:
     pairs = list(zip(runs["direct"], runs["http"], strict=True))
-    # A character made of several tokens is one piece of text; such sessions have fewer pieces than tokens.
-    whole = [(direct, http) for direct, http in pairs if len(direct.times_s) == len(http.times_s)]
-    differences_ms = [1e3 * (http.per_token_s - direct.per_token_s) for direct, http in whole]
+    differences_ms = [1e3 * (http.per_token_s - direct.per_token_s) for direct, http in pairs]
     rows = {way: _way(runs[way]) for way in WAYS}
     figures: dict[str, Any] = {
         "model": model,
         "batch_size": 1,
-        "pairs": len(whole),
-        "pairs_left_out": len(pairs) - len(whole),
+        "pairs": len(pairs),
         **rows,
         "overhead_ms": {
             "median": round(statistics.median(differences_ms), 4),
@@ -211,7 +210,7 @@ def _overhead(model: str, runs: dict[str, list[Streamed]]) -> dict[str, Any]:
         },
         "ratio": round(rows["http"]["per_token_ms"] / rows["direct"]["per_token_ms"], 4),
     }
-    figures["ok"] = len(whole) >= len(pairs) / 2 and figures["overhead_ms"]["median"] <= MOST_OVERHEAD_MS
+    figures["ok"] = figures["overhead_ms"]["median"] <= MOST_OVERHEAD_MS
     _print_overhead(figures)
     return figures
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -25,7 +26,9 @@ def cpu_s(pid: int) -> float:
 def keep_to(pid: int, cpus: Collection[int]) -> None:
     """Keeps all threads that a process has now, and those they start, to some CPUs."""
     for thread in os.listdir(f"/proc/{pid}/task"):
-        os.sched_setaffinity(int(thread), cpus)
+        # One may have ended since it was listed.
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cpus)
 
 
 def num_open_files(pid: int) -> int:

@@ -53,8 +53,9 @@ class Streamed:
 
     @property
     def per_token_s(self) -> float:
-        """Time per output token after the first."""
-        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
+        """Time per output token after the first, which comes alone; pieces where nobody told of tokens."""
+        num_tokens = len(self.token_ids) or sum(count for _, count in self.counts) or len(self.times_s)
+        return (self.times_s[-1] - self.times_s[0]) / (num_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
