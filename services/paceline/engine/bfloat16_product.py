@@ -40,7 +40,6 @@ _FLOAT, _WORD, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _FLOATS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_WORD, LANES)
 
 Words = npt.NDArray[np.uint32]
-Floats = npt.NDArray[np.float32]
 
 
 @cache

@@ -261,8 +261,8 @@ async def _http_server(
         access_log=False,
         lifespan="off",
         loop="none",
-        # Its parser is compiled; h11, uvicorn's other choice, takes a quarter of the gateway's time.
-        http="httptools",
+        # uvicorn's other parser is compiled, and takes in headers without end.
+        http="h11",
         ws="none",
         # Bodies are read before a request is admitted; this bounds how many at once.
         limit_concurrency=max_connections,
