@@ -128,6 +128,16 @@ async def test_a_body_that_does_not_arrive_is_given_up(tmp_path: Path) -> None:
         await assert_next_request_works(fleet)
 
 
+async def test_headers_without_end_are_given_up(fleet: ScriptedFleet) -> None:
+    host, port = fleet.addresses.http.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 1_000_000)
+    async with asyncio.timeout(10):
+        assert b" 400 " in await reader.readline()
+    writer.close()
+    await assert_next_request_works(fleet)
+
+
 async def test_unknown_paths_and_methods_have_an_error_object(fleet: ScriptedFleet) -> None:
     assert "GET /v2" in error_of(await fleet.http.get("/v2"), 404)["message"]
     error_of(await fleet.http.get(COMPLETIONS), 405)
