@@ -17,7 +17,7 @@ from tests.k8s.kubelet import Kubelet
 from tests.k8s.podman import Podman
 from tests.unit.k8s.chart import REPOSITORY, TIERS, Document, Rendered, render, values_files
 
-PROGRAMS = ("podman", "runc", "conmon", "debootstrap")
+PROGRAMS = ("podman", "runc", "conmon", "debootstrap", "ip")
 # What a container is made of; a sandbox may forbid it though it lets podman be installed.
 NAMESPACES = ("unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "true")
 TAG = "k8s-test"
@@ -77,6 +77,7 @@ def running(podman: Podman, rendered: Rendered, folder: Path, secrets: Sequence[
     try:
         kubelet = Kubelet(podman, rendered, folder, NETWORK, tuple(secrets))
         kubelet.start(STORE)
+        podman.keep_bridge_address(NETWORK)
         kubelet.start("verifier", "drafter")
         # Ready only when a verifier is.
         kubelet.start("gateway")

@@ -97,6 +97,15 @@ class Podman:
         described: dict[str, Any] = found
         return described
 
+    def keep_bridge_address(self, network: str) -> None:
+        """Keeps a network's bridge from changing its hardware address when a pod comes or goes.
+
+        A bridge takes the lowest address of its ports, and other pods send to the old one for up to two minutes.
+        """
+        bridge = self("network", "inspect", network, "--format", "{{.NetworkInterface}}")
+        address = Path(f"/sys/class/net/{bridge}/address").read_text().strip()
+        subprocess.run(["ip", "link", "set", bridge, "address", address], check=True, timeout=COMMAND_TIMEOUT_S)
+
     def address(self, pod: str) -> str:
         """Address of a pod on its network; this machine reaches it, others do not."""
         infra = self("pod", "inspect", pod, "--format", "{{.InfraContainerID}}")
