@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import openai
 import pytest
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
+from paceline.gateway import connection
+from paceline.gateway.connection import MAX_FRAMING_BYTES
 from paceline.store.base import Replica
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
 
@@ -25,6 +28,18 @@ PAUSED = Script(pause_after=6)
 async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
     async with scripted_fleet(tmp_path) as started:
         yield started
+
+
+@asynccontextmanager
+async def connected(fleet: ScriptedFleet) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to the gateway's HTTP door while a block runs, which must not take long."""
+    host, port = fleet.addresses.http.split(":")
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
 
 
 async def post(fleet: ScriptedFleet, **fields: Any) -> httpx.Response:
@@ -128,14 +143,59 @@ async def test_a_body_that_does_not_arrive_is_given_up(tmp_path: Path) -> None:
         await assert_next_request_works(fleet)
 
 
-async def test_headers_without_end_are_given_up(fleet: ScriptedFleet) -> None:
-    host, port = fleet.addresses.http.split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 1_000_000)
-    async with asyncio.timeout(10):
-        assert b" 400 " in await reader.readline()
-    writer.close()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (HEAD + b"X-Long: ", b"a"),
+        (HEAD, b"X-Many: a\r\n"),
+        (b"GET /", b"a"),
+        (CHUNKED + b"5;extension=", b"a"),
+        (CHUNKED + b"0\r\n", b"X-Trailer: a\r\n"),
+    ],
+    ids=["header", "headers", "path", "chunk-extension", "trailers"],
+)
+async def test_a_request_whose_framing_has_no_end_is_refused(fleet: ScriptedFleet, begin: bytes, more: bytes) -> None:
+    async with connected(fleet) as (reader, writer):
+        # Not a byte more, which would be unread when the gateway closes, and reset the connection.
+        writer.write((begin + more * MAX_FRAMING_BYTES)[: MAX_FRAMING_BYTES + 1])
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert f"limit of {MAX_FRAMING_BYTES} bytes".encode() in answer
     await assert_next_request_works(fleet)
+
+
+async def test_a_body_in_chunks_of_one_byte_is_as_good_as_any(fleet: ScriptedFleet) -> None:
+    body = json.dumps(REQUEST) + " " * MAX_FRAMING_BYTES
+    async with connected(fleet) as (reader, writer):
+        writer.write(CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body.encode()) + b"0\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+
+
+@pytest.mark.parametrize("begin", [b"", HEAD])
+async def test_a_head_that_does_not_come_is_waited_for_in_vain_only_so_long(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    async with connected(fleet) as (reader, writer):
+        writer.write(begin)
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 0.2 s" in answer
+
+
+async def test_a_head_is_waited_for_anew_with_each_request_of_a_connection(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    async with connected(fleet) as (reader, writer):
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD)
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in answer
 
 
 async def test_unknown_paths_and_methods_have_an_error_object(fleet: ScriptedFleet) -> None:

@@ -21,6 +21,7 @@ from paceline.credentials import load_tls
 from paceline.gateway.access import Access, GuardedApp
 from paceline.gateway.completions import BodyLimits
 from paceline.gateway.config import GatewayConfig
+from paceline.gateway.connection import BoundedConnection
 from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.console.frames import OwnCounts
 from paceline.gateway.doors import DoorTls, guard, load_door_tls
@@ -261,8 +262,7 @@ async def _http_server(
         access_log=False,
         lifespan="off",
         loop="none",
-        # uvicorn's other parser is compiled, and takes in headers without end.
-        http="h11",
+        http=BoundedConnection,
         ws="none",
         # Bodies are read before a request is admitted; this bounds how many at once.
         limit_concurrency=max_connections,
