@@ -14,11 +14,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
-import httpx
 from playwright.async_api import Page
 
 from loadtest.browser import browsing, chromium, problems_of
-from loadtest.client import Ask, complete
+from loadtest.client import Ask, complete, http_client
 from loadtest.fleet import bench_fleet
 from paceline.training.corpus import unseen_prompts
 
@@ -84,7 +83,7 @@ async def picture(page: Page, scheme: Scheme, folder: Path) -> Path:
 async def load(url: str, num_streams: int) -> AsyncIterator[None]:
     """Streams that come and go while a block runs."""
     prompts = unseen_prompts(4 * num_streams)
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with http_client() as client:
 
         async def stream(index: int) -> None:
             chance = random.Random(index)

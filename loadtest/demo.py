@@ -12,9 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import httpx
-
-from loadtest.client import Ask, BatchResult, Completion, complete, run_batch
+from loadtest.client import Ask, BatchResult, Completion, complete, http_client, run_batch
 from loadtest.fleet import bench_fleet, machine
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.up import describe_target
@@ -77,7 +75,7 @@ def _introduce(fleet: LocalFleet) -> None:
 
 async def _show_one(url: str, ask: Ask) -> None:
     """Streams one prompt twice: what the plain run wrote is shown dim, the speculative one plainly."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with http_client() as client:
         for title, speculation in (("plain decoding", PLAIN), ("speculative decoding", SPECULATIVE)):
             print(f"{BOLD}{title}{RESET}\n{DIM}{ask.prompt}{RESET}", end="", flush=True)
             done = await complete(client, url, replace(ask, speculation=speculation), _write)

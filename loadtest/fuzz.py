@@ -28,13 +28,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import httpx
 import uvloop
 from tqdm import tqdm
 
 from loadtest.bad import http, rpc
 from loadtest.bad.kinds import Bad, Kind, Target, bad_messages
-from loadtest.client import Ask, complete
+from loadtest.client import Ask, complete, http_client
 from loadtest.doors import CallDoor, Door, HttpDoor, StreamDoor, send_all
 from loadtest.fleet import bench_fleet, machine
 from loadtest.procfs import resident_bytes
@@ -193,7 +192,7 @@ async def _target(gateway: str) -> Target:
 
 
 async def _good_text(fleet: LocalFleet) -> str:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with http_client() as client:
         done = await complete(client, fleet.gateway_url, GOOD)
     return f"refused: {done.error}" if done.error else done.text
 

@@ -35,10 +35,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 from tqdm import tqdm
 
-from loadtest.client import Ask, Completion, complete
+from loadtest.client import Ask, Completion, complete, http_client
 from loadtest.fleet import bench_fleet, machine, widened_target
 from loadtest.single import OWN_HARDWARE
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, DEMO_TARGET
@@ -210,7 +210,7 @@ async def _measure_fleet(
     cases: list[Case] = []
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(bench_fleet(**settings))
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        client = await stack.enter_async_context(http_client())
         for kind, prompts in tqdm(kinds.items(), desc="prompts", unit="kind", leave=False):
             for temperature in TEMPERATURES:
                 asks = [
@@ -222,7 +222,7 @@ async def _measure_fleet(
 
 
 async def _measure_kind(
-    client: httpx.AsyncClient, url: str, kind: str, asks: Sequence[Ask], methods: Sequence[str]
+    client: aiohttp.ClientSession, url: str, kind: str, asks: Sequence[Ask], methods: Sequence[str]
 ) -> list[Case]:
     """All methods take turns on each prompt, so that a slow minute hits all of them."""
     cases = [Case(kind=kind, temperature=asks[0].temperature, method=method) for method in methods]
@@ -235,7 +235,7 @@ async def _measure_kind(
     return cases
 
 
-async def _complete(client: httpx.AsyncClient, url: str, ask: Ask, speculation: dict[str, Any]) -> Completion:
+async def _complete(client: aiohttp.ClientSession, url: str, ask: Ask, speculation: dict[str, Any]) -> Completion:
     done = await complete(client, url, replace(ask, speculation=speculation))
     if done.error:
         raise RuntimeError(done.error)

@@ -26,10 +26,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import httpx
+import aiohttp
 from tqdm import tqdm
 
-from loadtest.client import Ask, Completion, complete
+from loadtest.client import Ask, Completion, complete, http_client
 from loadtest.fleet import bench_fleet, machine, widened_target
 from paceline.training.corpus import unseen_prompts
 
@@ -135,7 +135,7 @@ async def _model(model: str, arguments: argparse.Namespace) -> list[Case]:
             {"method": "draft_model+ngram", "placement": "verifier", "model": str(settings["draft_model"])}
         )
         in_turn = await stack.enter_async_context(bench_fleet(**settings, drafter=False, speculative_config=inside))
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        client = await stack.enter_async_context(http_client())
         ways = {
             PLAIN: (own.gateway_url, {"enabled": False}),
             SPECULATIVE: (own.gateway_url, {"enabled": True}),
@@ -149,7 +149,7 @@ async def _model(model: str, arguments: argparse.Namespace) -> list[Case]:
 
 
 async def _case(
-    client: httpx.AsyncClient,
+    client: aiohttp.ClientSession,
     case: Case,
     ways: dict[str, tuple[str, dict[str, bool]]],
     arguments: argparse.Namespace,
@@ -172,7 +172,7 @@ async def _case(
     return case
 
 
-async def _warm_up(client: httpx.AsyncClient, asks: Sequence[Ask], ways: dict[str, Any]) -> None:
+async def _warm_up(client: aiohttp.ClientSession, asks: Sequence[Ask], ways: dict[str, Any]) -> None:
     """Fills the prefix caches, and lets the controller meet the load."""
     for url, speculation in ways.values():
         for ask in asks:

@@ -13,9 +13,9 @@ import json
 import statistics
 from dataclasses import replace
 
-import httpx
+import aiohttp
 
-from loadtest.client import Ask, Completion, complete
+from loadtest.client import Ask, Completion, complete, http_client
 from loadtest.fleet import bench_fleet, machine
 from paceline.cluster.local import LocalFleet
 from paceline.training.corpus import unseen_prompts
@@ -35,7 +35,7 @@ def main() -> None:
 async def measure(max_tokens: int) -> bool:
     """Runs both cases; True when the median gap is at most two plain steps, and p99 grew by no more than that."""
     ask = Ask(prompt=unseen_prompts(1)[0], max_tokens=max_tokens)
-    async with bench_fleet() as fleet, httpx.AsyncClient(trust_env=False) as client:
+    async with bench_fleet() as fleet, http_client() as client:
         url = fleet.gateway_url
         plain = await complete(client, url, replace(ask, speculation={"enabled": False}))
         stopped, gaps_s = await _with_a_stop(fleet, client, ask)
@@ -61,7 +61,7 @@ async def measure(max_tokens: int) -> bool:
     return bool(figures["ok"])
 
 
-async def _with_a_stop(fleet: LocalFleet, client: httpx.AsyncClient, ask: Ask) -> tuple[Completion, list[float]]:
+async def _with_a_stop(fleet: LocalFleet, client: aiohttp.ClientSession, ask: Ask) -> tuple[Completion, list[float]]:
     """One session with the drafter stopped in its middle, and the gaps between pieces that fell into the stop."""
     clock = asyncio.get_running_loop().time
     started_s = clock()
