@@ -15,11 +15,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loadtest.fleet import machine
-from loadtest.peers.ours import measure_ours, verdict
+from loadtest.peers.ours import measure_ours, median_figures, median_verdict, verdict
 from loadtest.peers.run import OUR_ENGINE, PEERS, PeerBench, PeerFigure, measure_peers
 from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
 from paceline.training.corpus import unseen_prompts
@@ -48,12 +48,9 @@ def main() -> None:
         least_prompts=arguments.least_prompts,
         passes=arguments.passes,
     )
-    figures = measure_peers(arguments.peers, bench)
-    drafted = {streams: [DEFAULT_DRAFT_TOKENS] for streams in bench.plain}
-    engine = measure_peers([OUR_ENGINE], replace(bench, drafted=drafted))
-    ours = measure_ours(bench)
-    found = verdict(ours, engine, figures)
-    everything = [*figures, *engine, *ours]
+    rounds = [_measure(arguments.peers, bench) for _ in range(arguments.rounds)]
+    found = median_verdict([verdict(each.ours, each.engine, each.peers) for each in rounds])
+    everything = median_figures([[*each.peers, *each.engine, *each.ours] for each in rounds])
     print_table(everything)
     for streams, ratio in found["to_best_peer"].items():
         against = "the best peer with its draft model" if streams == "1" else "the best peer's plain decoding"
@@ -65,11 +62,30 @@ def main() -> None:
     print(
         f"decode/s: tokens/s while all streams decoded; total/s: prefill and stragglers counted; differ: texts that "
         f"are not those of its own plain run at 1 stream\n{target.name}, drafter {arguments.draft.name}, greedy, "
-        f"prompts of {mean_prompt:.0f} tokens, {arguments.max_tokens} new, median of {arguments.passes}; {machine()}"
+        f"prompts of {mean_prompt:.0f} tokens, {arguments.max_tokens} new, median of {arguments.passes}; "
+        f"{arguments.rounds} rounds, of which figures and ratios are medians; {machine()}"
     )
     rows = [figure.row() for figure in everything]
     print(json.dumps({"bench": "peers", "machine": machine(), "model": target.name, "figures": rows, **found}))
     raise SystemExit(0 if found["ok"] else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """Everything measured once, one after the other."""
+
+    peers: Sequence[PeerFigure]
+    engine: Sequence[PeerFigure]
+    ours: Sequence[PeerFigure]
+
+
+def _measure(names: Sequence[str], bench: PeerBench) -> _Round:
+    drafted = {streams: [DEFAULT_DRAFT_TOKENS] for streams in bench.plain}
+    return _Round(
+        peers=measure_peers(names, bench),
+        engine=measure_peers([OUR_ENGINE], replace(bench, drafted=drafted)),
+        ours=measure_ours(bench),
+    )
 
 
 def encoded_prompts(checkpoint: Path, count: int) -> list[list[int]]:
@@ -128,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per prompt (default: 128)")
     parser.add_argument("--least-prompts", type=int, default=8, help="prompts of a case, at least (default: 8)")
     parser.add_argument("--passes", type=int, default=3, help="over the prompts, the median counts (default: 3)")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="of everything, for machines whose speed drifts (default: 1)"
+    )
     return parser
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from loadtest.client import Ask, BatchResult, run_batch
@@ -86,7 +88,9 @@ def _speeds(waves: Sequence[BatchResult]) -> tuple[float, float]:
     return tokens / seconds, everything / sum(wave.seconds for wave in waves)
 
 
-def verdict(ours: Sequence[PeerFigure], engine: Sequence[PeerFigure], peers: Sequence[PeerFigure]) -> dict[str, Any]:
+def verdict(
+    ours: Sequence[PeerFigure], engine: Sequence[PeerFigure], peers: Sequence[PeerFigure]
+) -> dict[str, dict[str, float]]:
     """Ours over the best peer, which has neither server nor client beside it on the same cores.
 
     The whole fleet as served (with speculation on, by the better placement of the drafter) is held against a peer's
@@ -102,13 +106,44 @@ def verdict(ours: Sequence[PeerFigure], engine: Sequence[PeerFigure], peers: Seq
         plain = best_figure(peers, streams=streams, mode="plain")
         _add_ratio(alone, streams, best_figure(engine, streams=streams, mode="plain"), plain)
         _add_ratio(speculating, streams, best_figure(engine, streams=streams, mode="draft"), best)
-    ok = bool(fleet) and all(ratio >= 1.0 for ratio in fleet.values())
     return {
         "to_best_peer": fleet,
         "engine_to_best_peer": alone,
         "speculating_engine_to_best_peer": speculating,
-        "ok": ok,
     }
+
+
+def median_verdict(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The medians of the ratios of several rounds, each measured within its round; `ok` by these."""
+    found = {
+        name: {
+            streams: round(statistics.median(each[name][streams] for each in rounds if streams in each[name]), 3)
+            for streams in sorted({streams for each in rounds for streams in each[name]}, key=int)
+        }
+        for name in rounds[0]
+    }
+    fleet = found["to_best_peer"]
+    return {**found, "ok": bool(fleet) and all(ratio >= 1.0 for ratio in fleet.values())}
+
+
+def median_figures(rounds: Sequence[Sequence[PeerFigure]]) -> list[PeerFigure]:
+    """The figures of the first round with the median speeds of all rounds in which there is one."""
+    by_case: dict[tuple[Any, ...], list[PeerFigure]] = {}
+    for figure in itertools.chain.from_iterable(rounds):
+        case = by_case.setdefault((figure.peer, figure.mode, figure.streams, figure.draft_length), [])
+        case.append(figure)
+    return [_median_figure(case) for case in by_case.values()]
+
+
+def _median_figure(case: Sequence[PeerFigure]) -> PeerFigure:
+    measured = [each for each in case if not each.error]
+    if not measured:
+        return case[0]
+    return replace(
+        measured[0],
+        decode_tokens_per_s=statistics.median(each.decode_tokens_per_s for each in measured),
+        total_tokens_per_s=statistics.median(each.total_tokens_per_s for each in measured),
+    )
 
 
 def _add_ratio(ratios: dict[str, float], streams: int, mine: PeerFigure | None, best: PeerFigure | None) -> None:

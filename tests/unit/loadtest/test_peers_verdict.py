@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadtest.peers.ours import verdict
+from loadtest.peers.ours import median_figures, median_verdict, verdict
 from loadtest.peers.run import PeerFigure
 
 
@@ -32,7 +32,7 @@ def test_the_fleet_speculates_against_the_best_of_one_stream_and_the_plain_figur
     assert found["to_best_peer"] == {"1": 1.5, "8": 1.25}
     assert found["engine_to_best_peer"] == {"1": 0.9, "8": 1.1}
     assert found["speculating_engine_to_best_peer"] == {"1": 1.1, "8": 1.2}
-    assert found["ok"]
+    assert median_verdict([found])["ok"]
 
 
 def test_the_better_placement_of_the_drafter_counts() -> None:
@@ -42,10 +42,34 @@ def test_the_better_placement_of_the_drafter_counts() -> None:
 
 def test_an_engine_that_is_faster_makes_no_slower_fleet_good() -> None:
     ours = [figure("paceline", "draft", 1, 300.0), figure("paceline", "draft", 8, 399.0)]
-    assert not verdict(ours, ENGINE, PEERS)["ok"]
+    assert not median_verdict([verdict(ours, ENGINE, PEERS)])["ok"]
 
 
 def test_without_peers_nothing_is_good() -> None:
     failed = [PeerFigure(peer="fast", mode="plain", streams=1, error="not installed")]
     found = verdict([figure("paceline", "draft", 1, 300.0)], ENGINE, failed)
     assert not any(found.values())
+    assert not median_verdict([found])["ok"]
+
+
+def test_ratios_are_medians_of_those_within_a_round() -> None:
+    # A machine twice as fast in one round changes no ratio of it.
+    rounds = [
+        verdict([figure("paceline", "draft", 1, 240.0 * speed)], [], [figure("fast", "draft", 1, 200.0 * speed)])
+        for speed in (1.0, 2.0, 0.5)
+    ]
+    rounds.append(verdict([figure("paceline", "draft", 1, 100.0)], [], [figure("fast", "draft", 1, 200.0)]))
+    assert median_verdict(rounds) == {
+        "to_best_peer": {"1": 1.2},
+        "engine_to_best_peer": {},
+        "speculating_engine_to_best_peer": {},
+        "ok": True,
+    }
+
+
+def test_a_figure_is_the_median_of_the_rounds_that_have_one() -> None:
+    failed = PeerFigure(peer="fast", mode="plain", streams=1, error="was not done")
+    rounds = [[figure("fast", "plain", 1, rate), figure("fast", "draft", 1, 7.0)] for rate in (90.0, 100.0, 200.0)]
+    merged = median_figures([*rounds, [failed]])
+    assert [(each.mode, each.decode_tokens_per_s) for each in merged] == [("plain", 100.0), ("draft", 7.0)]
+    assert median_figures([[failed], [failed]]) == [failed]
