@@ -47,7 +47,13 @@ class GatewayConfig:
         unit="s",
         low=0.1,
     )
-    next_token_timeout_s: float = setting(60.0, help="Longest wait between a verifier's steps.", unit="s", low=0.1)
+    next_token_timeout_s: float = setting(
+        60.0,
+        # Verifiers tell of whole answers every 0.5 s (`verifier/outbox.py`).
+        help="Longest silence of a verifier between tokens; above its --stream-interval-s.",
+        unit="s",
+        low=1.0,
+    )
     max_wait_s: float = setting(
         30.0,
         help="Longest expected wait for a place at a verifier; requests that would wait longer get status 429.",
