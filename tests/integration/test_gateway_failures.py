@@ -168,6 +168,21 @@ async def test_a_request_whose_framing_has_no_end_is_refused(fleet: ScriptedFlee
     await assert_next_request_works(fleet)
 
 
+async def test_a_long_body_earns_no_trailers_without_end(fleet: ScriptedFleet) -> None:
+    body = json.dumps(REQUEST).encode() + b" " * 20 * MAX_FRAMING_BYTES
+    async with connected(fleet) as (reader, writer):
+        writer.write(CHUNKED + b"%x\r\n%s\r\n0\r\n" % (len(body), body))
+        answer = asyncio.create_task(reader.readline())
+        trailers, num_sent = b"X-Trailer: a\r\n" * 100, 0
+        while not answer.done():
+            num_sent += len(trailers)
+            writer.write(trailers)
+            await asyncio.sleep(0.001)
+        assert b" 431 " in answer.result()
+        # The limit, as much that the body earns, and what is under way.
+        assert num_sent < 8 * MAX_FRAMING_BYTES
+
+
 async def test_a_body_in_chunks_of_one_byte_is_as_good_as_any(fleet: ScriptedFleet) -> None:
     body = json.dumps(REQUEST) + " " * MAX_FRAMING_BYTES
     async with connected(fleet) as (reader, writer):

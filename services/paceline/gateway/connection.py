@@ -57,7 +57,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of its body is there."""
-        self._num_framing_bytes -= len(body) * (1 + FRAMING_PER_BODY_BYTE)
+        framing = self._num_framing_bytes - len(body) * (1 + FRAMING_PER_BODY_BYTE)
+        # A long body earns no trailers without end.
+        self._num_framing_bytes = max(framing, -MAX_FRAMING_BYTES)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
