@@ -213,6 +213,21 @@ async def test_a_head_is_waited_for_anew_with_each_request_of_a_connection(
     assert b"HTTP/1.1 408 " in answer
 
 
+async def test_a_late_head_breaks_off_no_answer_before_it(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
+    fleet.verifier.script = PAUSED
+    body = json.dumps({**REQUEST, "stream": True}).encode()
+    async with connected(fleet) as (reader, writer):
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body) + HEAD)
+        session_id = await fleet.verifier.paused.get()
+        await asyncio.sleep(0.2)
+        fleet.verifier.resume(session_id)
+        answer = await reader.read()
+    assert answer.index(b"data: [DONE]") < answer.index(b"HTTP/1.1 408 ")
+
+
 async def test_unknown_paths_and_methods_have_an_error_object(fleet: ScriptedFleet) -> None:
     assert "GET /v2" in error_of(await fleet.http.get("/v2"), 404)["message"]
     error_of(await fleet.http.get(COMPLETIONS), 405)

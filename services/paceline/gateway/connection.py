@@ -76,6 +76,10 @@ class BoundedConnection(HttpToolsProtocol):
             self._head_timer = None
 
     def _head_is_late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The head of a later request, maybe unread until this answer ends, which nothing may break off.
+            self._await_head()
+            return
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"headers: did not arrive within {HEAD_TIMEOUT_S:g} s")
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
