@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline.engine.attention import attend_rows
 from paceline.engine.batch import Batch
 from paceline.engine.checkpoint import Checkpoint
+from paceline.engine.compiled_layers import CompiledLayers
 from paceline.engine.config import (
     LEAN_ARCHITECTURES,
     DecoderConfig,
@@ -150,6 +151,10 @@ class LlamaDecoder:
         self.hidden_size = shape.hidden_size
         self._compiled = self.device.type == "cpu" if compiled is None else compiled
         self._layers = [_CompiledLayer(layer) for layer in weights.layers] if self._compiled else []
+        self._whole: CompiledLayers | None = None
+        if self._compiled and CompiledLayers.are_possible(weights.layers, shape.hidden_size):
+            eps, scale = np.float32(self._eps), np.float32(self._scale)
+            self._whole = CompiledLayers(weights.layers, self._inner, eps, scale)
         self._torch_layers = None if self._compiled else self._make_torch_layers(config, shape, weights)
         self._static = self.device.type == "cuda" if static is None else static
         self._capture = capture
@@ -226,17 +231,53 @@ class LlamaDecoder:
         return tensor, as_array(tensor)[:rows]
 
     def _forward_compiled(self, batch: Batch, cache: KVCache, layers: Layers) -> torch.Tensor:
+        residual, entering = self._enter(batch)
+        wanted = range(len(self._layers)) if layers is None else layers
+        run = self._run_one_by_one if self._whole is None else self._run_whole
+        delta, tapped = run(wanted, batch, cache, residual, entering)
+        eps = np.float32(self._eps)
+        if layers is not None or not self.states.width:
+            return self._weights.head(self._final(residual[batch.logit_rows], delta[batch.logit_rows], eps))
+        final = self._final(residual, delta[: batch.num_rows], eps)
+        tapped[len(self._layers)] = torch.from_numpy(residual)
+        return self._head_and_states(batch, cache, final, tapped)
+
+    def _run_whole(
+        self,
+        wanted: Sequence[int],
+        batch: Batch,
+        cache: KVCache,
+        residual: npt.NDArray[Any],
+        entering: torch.Tensor | None,
+    ) -> tuple[npt.NDArray[Any], dict[int, torch.Tensor]]:
+        """As `_run_one_by_one`, in one call."""
+        assert self._whole is not None, "the caller asked"
+        assert entering is None, "such layers take the residual stream"
+        taps = [index for index in wanted if index in self.states.taps]
+        rope, kv = self._rope.rows(batch.positions), (as_array(cache.keys), as_array(cache.values))
+        heads, arrays = self.config.num_heads, batch.attention_arrays
+        delta, tapped = self._whole.run(wanted, residual, taps, rope, batch.slots, arrays, kv, heads)
+        return delta, dict(zip(taps, torch.from_numpy(tapped), strict=True))
+
+    def _run_one_by_one(
+        self,
+        wanted: Sequence[int],
+        batch: Batch,
+        cache: KVCache,
+        residual: npt.NDArray[Any],
+        entering: torch.Tensor | None,
+    ) -> tuple[npt.NDArray[Any], dict[int, torch.Tensor]]:
+        """Runs layers; returns what is still to be added to the residual stream, and that before the tapped ones."""
         config, rows, eps = self.config, batch.num_rows, np.float32(self._eps)
         scale, arrays = np.float32(self._scale), batch.attention_arrays
         cos, sin = self._rope.rows(batch.positions)
-        residual, entering = self._enter(batch)
         query = np.empty((rows, config.num_heads, config.head_dim), dtype=np.float32)
         normed, normed_rows = self._rows_buffer(rows, residual.shape[1])
         attended, attended_rows = self._rows_buffer(rows, config.num_heads * config.head_dim)
         activated, activated_rows = self._rows_buffer(rows, self._inner)
         tapped: dict[int, torch.Tensor] = {}
         delta = None
-        for index in range(len(self._layers)) if layers is None else layers:
+        for index in wanted:
             layer, (keys, values) = self._layers[index], cache.layers[index]
             if delta is not None:
                 add_rms_norm_rows(residual, delta, layer.input_norm, eps, normed_rows)
@@ -253,12 +294,8 @@ class LlamaDecoder:
             add_rms_norm_rows(residual, as_array(layer.out(attended)), layer.post_norm, eps, normed_rows)
             silu_mul_rows(as_array(layer.gate_up(normed)), activated_rows)
             delta = as_array(layer.down(activated))
-        assert delta is not None
-        if layers is not None or not self.states.width:
-            return self._weights.head(self._final(residual[batch.logit_rows], delta[batch.logit_rows], eps))
-        final = self._final(residual, delta[:rows], eps)
-        tapped[len(self._layers)] = torch.from_numpy(residual)
-        return self._head_and_states(batch, cache, final, tapped)
+        assert delta is not None, "at least one layer runs"
+        return delta, tapped
 
     def _head_and_states(
         self, batch: Batch, cache: KVCache, final: torch.Tensor, tapped: dict[int, torch.Tensor]

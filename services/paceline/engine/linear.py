@@ -10,13 +10,13 @@ bound by latency, and take 1.2 to 1.35 times as long as four rows do.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.engine import bfloat16_product
+from paceline.engine.kv import as_array
 
 # oneDNN's packed layout is reachable through torch's private operators only (inductor uses the same).
 _can_use_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
@@ -32,7 +32,7 @@ _LARGE_STEP: Final = 64
 
 def rows_computed(count: int, dtype: torch.dtype) -> int:
     """Rows that a packed linear of this kind computes for so many."""
-    return count if _has_own_product(dtype) else padded_rows(count)
+    return count if has_own_product(dtype) else padded_rows(count)
 
 
 def padded_rows(count: int) -> int:
@@ -47,13 +47,14 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32 or bool(_can_use_bf16())
 
 
-def _has_own_product(dtype: torch.dtype) -> bool:
+def has_own_product(dtype: torch.dtype) -> bool:
+    """Says whether linears of this kind go through `bfloat16_product` on this CPU."""
     return dtype == torch.bfloat16 and has_native_bfloat16() and bfloat16_product.is_supported()
 
 
 def row_counts(limit: int, dtype: torch.dtype) -> list[int]:
     """Every number of rows for which packed linears of this kind compile something in steps of up to `limit` rows."""
-    if _has_own_product(dtype):
+    if has_own_product(dtype):
         return [1]
     counts = [padded_rows(1)]
     while counts[-1] < limit:
@@ -70,6 +71,7 @@ class Linear:
     Attributes:
         dtype: Of the weight, and of what `raw` takes and gives.
         nbytes: Of weight and bias.
+        product: What multiplies, where that is our own; else None.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -79,19 +81,19 @@ class Linear:
         self.packed = _can_pack(weight)
         self._bias = None if bias is None else bias.to(weight.dtype).contiguous()
         self.nbytes = weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
-        self._own: _OwnProduct | None = None
+        self.product: OwnProduct | None = None
         with torch.inference_mode():
             self._weight = weight.contiguous()
-            if self.packed and _has_own_product(weight.dtype):
-                self._own = _OwnProduct(self._weight, self._bias)
+            if self.packed and has_own_product(weight.dtype):
+                self.product = OwnProduct(self._weight, self._bias)
                 self._weight = torch.empty(0, dtype=self.dtype)
             elif self.packed:
                 self._weight = _pack_weight(self._weight, PACKED_ROWS)
 
     def raw(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out] in `dtype`; where `packed`, in inference mode."""
-        if self._own is not None:
-            return self._own(rows)
+        if self.product is not None:
+            return self.product(rows)
         if self.packed:
             result: torch.Tensor = _packed_linear(rows, self._weight, self._bias, "none", [], "")
             return result
@@ -106,28 +108,29 @@ class Linear:
         return self.raw(rows.to(self.dtype))[:count].to(torch.float32)
 
 
-class _OwnProduct:
-    """Weight [out, in] and bias [out] for `bfloat16_product`."""
+class OwnProduct:
+    """Weight [out, in] and bias [out] for `bfloat16_product`.
+
+    Attributes:
+        words: The weight as `bfloat16_product.pack` leaves it.
+        bias: float32, filled up with zeros to whole groups of outputs.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._inputs_are_odd = weight.shape[1] % 2 == 1
         self._outputs = weight.shape[0]
-        self._words = bfloat16_product.pack(_bits(weight))
-        self._bias = np.zeros(bfloat16_product.OUTPUTS * len(self._words), np.float32)
+        self.words = bfloat16_product.pack(as_array(weight))
+        self.bias = np.zeros(bfloat16_product.OUTPUTS * len(self.words), np.float32)
         if bias is not None:
-            self._bias[: len(bias)] = bias.to(torch.float32).numpy()
+            self.bias[: len(bias)] = bias.to(torch.float32).numpy()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """bfloat16 [rows, in] -> bfloat16 [rows, out]."""
         if self._inputs_are_odd:
             rows = torch.nn.functional.pad(rows, (0, 1))
         out = torch.empty((len(rows), self._outputs), dtype=torch.bfloat16)
-        bfloat16_product.multiply(_bits(rows.contiguous()).view(np.uint32), self._words, self._bias, _bits(out))
+        bfloat16_product.multiply(as_array(rows.contiguous()).view(np.uint32), self.words, self.bias, as_array(out))
         return out
-
-
-def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    return tensor.view(torch.uint16).numpy()
 
 
 class HeadLinear:

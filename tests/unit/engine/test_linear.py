@@ -69,7 +69,7 @@ def test_a_bfloat16_layer_rounds_rows_and_results_to_bfloat16_and_nothing_else()
 @pytest.mark.skipif(not has_native_bfloat16(), reason="this CPU emulates bfloat16: there is one product only")
 def test_our_bfloat16_product_is_onednns_but_for_the_order_of_sums(monkeypatch):
     ours, weight, bias, rows = random_layer(Linear, 1027, 130, torch.bfloat16)
-    monkeypatch.setattr(linear, "_has_own_product", lambda dtype: False)
+    monkeypatch.setattr(linear, "has_own_product", lambda dtype: False)
     theirs = Linear(weight, bias)
     assert rows_computed(5, torch.bfloat16) == 8
     torch.testing.assert_close(ours(rows), theirs(rows), atol=2**-8, rtol=2**-7)
