@@ -41,7 +41,7 @@ LEAST_REST, LEAST_WORK, LEAST_TRIAL = 4, 12, 6
 # Drafters that were called back in vain rest so many times as long the next time at such a load, up to so many steps:
 # where plain steps have the drafters' CPUs as well, a call in vain costs several of them. Loads are alike within a
 # factor of two: what a busy hour taught is not forgotten in a quiet minute.
-REST_GROWTH, MOST_REST = 4, 512
+REST_GROWTH, MOST_REST = 4, 2048
 # A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
 # after so many steps.
 CONTROL_EVERY = 250
@@ -61,12 +61,14 @@ class Demand:
         tree: Its guesses.
         cap: Most nodes it may have verified.
         drafted: Whether a drafter is there for it.
+        answered: Whether that drafter has answered since it was called to work, so that the tree is what it brings.
         own: Survivals of guesses that it has without a drafter, best first.
     """
 
     tree: DraftTree
     cap: int
     drafted: bool = True
+    answered: bool = True
     own: Sequence[float] = ()
 
 
@@ -206,8 +208,10 @@ class Goodput:
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
-        if drafted:
-            self._look(ranked, drafted)
+        answered = [index for index in drafted if demands[index].answered]
+        # Until drafters that were called have read what they were not told, there is nothing to judge them by.
+        if answered or (drafted and self._mode is StepMode.PLAIN):
+            self._look(ranked, answered)
             self._look_without(demands, drafted)
             self._set_price(len(demands), len(drafted), rows)
         return Allocation(nodes=tuple(map(tuple, chosen)), price=self.price)
@@ -240,14 +244,14 @@ class Goodput:
         ranked.sort(key=lambda entry: (-entry[0], entry[2].position - demands[entry[1]].tree.root.position, entry[1]))
         return ranked
 
-    def _look(self, ranked: Sequence[tuple[float, int, Node]], drafted: Sequence[int]) -> None:
-        """Remembers what drafted sessions have in hand; what drafters at rest would bring is slowly forgotten."""
+    def _look(self, ranked: Sequence[tuple[float, int, Node]], answered: Sequence[int]) -> None:
+        """Remembers what sessions of drafters have in hand; what those at rest would bring is slowly forgotten."""
         if self._mode is StepMode.PLAIN:
             self._in_hand += FORGETTING * (self._first_look - self._in_hand)
             return
-        looks = np.zeros((len(drafted), self.max_nodes))
-        place = {index: row for row, index in enumerate(drafted)}
-        filled = [0] * len(drafted)
+        looks = np.zeros((len(answered), self.max_nodes))
+        place = {index: row for row, index in enumerate(answered)}
+        filled = [0] * len(answered)
         for survival, index, _ in ranked:
             row = place.get(index)
             # Sessions without a drafter have nodes too: of look-up, or left over from a drafter that is gone.

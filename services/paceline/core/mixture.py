@@ -33,10 +33,10 @@ FORGETTING = 1 / 32
 PROBE_SHARE = 0.005
 
 
-def in_hand(tree: DraftTree, limit: int, *, least: float) -> float:
-    """Expected draft tokens of a tree: the sum of its best `limit` survivals, those below `least` left out."""
+def in_hand(tree: DraftTree, limit: int, *, price: float) -> float:
+    """Draft tokens that a tree is worth: what its best `limit` survivals are above the price of their rows."""
     survivals = sorted((tree.survival(node) for node in tree.nodes()), reverse=True)[:limit]
-    return sum(survival for survival in survivals if survival >= least)
+    return sum(max(0.0, survival - price) for survival in survivals)
 
 
 def num_worth_asking(gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]) -> int:

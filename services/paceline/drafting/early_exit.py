@@ -102,7 +102,6 @@ class EarlyExitSource:
     """
 
     name = LAYER_SKIP
-    is_free = False
 
     def __init__(
         self,

@@ -33,7 +33,6 @@ class MedusaSource:
     """
 
     name = MEDUSA
-    is_free = False
 
     def __init__(self, heads: MedusaHeads) -> None:
         self._heads = heads

@@ -115,8 +115,6 @@ class TextSource:
         name: `ngram` or `suffix`.
     """
 
-    is_free = True
-
     def __init__(self, name: str) -> None:
         self.name = name
         self._recent = RecentTexts(RECENT_TOKENS if name == SUFFIX else 0)

@@ -29,10 +29,10 @@ class _Candidate:
 
 
 class Growth:
-    """All sources of an engine: free ones are asked for every session, others where that pays.
+    """All sources of an engine, each asked for the sessions where that pays.
 
     Args:
-        sources: Free ones are asked in this order, the others best first.
+        sources: Asked in the order of what they bring a second.
         allocator: Says what guesses are worth.
         rules: Acceptance rules.
         clock: Seconds, monotonic.
@@ -45,7 +45,7 @@ class Growth:
         self._rules = rules
         self._allocator = allocator
         self._clock = clock
-        self._records = {source.name: SourceRecord() for source in sources if not source.is_free}
+        self._records = {source.name: SourceRecord() for source in sources}
         self._sessions: list[TargetSession] = []
         self._step_s: float | None = None
 
@@ -73,11 +73,7 @@ class Growth:
             self._step_s += STEP_SMOOTHING * (seconds - self._step_s)
         if self._allocator.least_survival >= 1.0:
             return
-        for source in self._sources:
-            if source.is_free:
-                self._ask(source, [each for each in sessions if source.name in each.followers and self._cap(each)])
-        costly = [source for source in self._sources if not source.is_free]
-        for source in sorted(costly, key=lambda each: -self._records[each.name].merit):
+        for source in sorted(self._sources, key=lambda each: -self._records[each.name].merit):
             self._ask_where_it_pays(source, sessions, self._step_s, report)
 
     def _ask(self, source: AnySource, sessions: Sequence[TargetSession]) -> None:
@@ -135,7 +131,8 @@ class Growth:
         report.asked_s[source.name] = now_s - started_s
 
     def _in_hand(self, session: TargetSession) -> float:
-        return in_hand(session.draft.tree, self._cap(session), least=LEAST_SURVIVAL)
+        price = max(LEAST_SURVIVAL, self._allocator.least_survival)
+        return in_hand(session.draft.tree, self._cap(session), price=price)
 
     def _cap(self, session: TargetSession) -> int:
         return min(session.cap(), self._allocator.max_nodes)

@@ -75,16 +75,10 @@ class LocalSource(Protocol[FollowerT]):
 
     Attributes:
         name: The method's name.
-        is_free: Whether guesses cost next to no time; others are asked where that pays, see `core.mixture`.
     """
 
     @property
     def name(self) -> str:
-        """See above."""
-        ...
-
-    @property
-    def is_free(self) -> bool:
         """See above."""
         ...
 

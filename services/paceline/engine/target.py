@@ -16,7 +16,6 @@ from paceline.core.allocator import Allocation, Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError
 from paceline.core.messages import (
-    CloseSession,
     CommittedTokens,
     GenerateRequest,
     ModelIdentity,
@@ -167,15 +166,15 @@ class TargetEngine:
         self._waiting.append(session)
         session.draft.price = self._allocator.price
         session.draft.room = ROOM_PER_NODE * self._cap(session)
-        self._tier.say(session, session.open())
+        self._tier.tell(session)
 
     def _pair(self, session: TargetSession, address: str) -> None:
         """Closes a session at its drafter and opens it at another; what the first may still send is not heard."""
         request = session.draft.request
-        self._tier.say(session, CloseSession(session_id=request.session_id, epoch=request.epoch))
+        self._tier.part(session)
         session.drafter_address = address
         session.draft.calibrations = self._calibrations_for(request, address, self._growth.sources_of(request))
-        self._tier.say(session, session.open())
+        self._tier.tell(session)
 
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
@@ -200,7 +199,7 @@ class TargetEngine:
             self._running.remove(session)
         else:
             self._waiting.remove(session)
-        self._tier.say(session, CloseSession(session_id=session.draft.session_id, epoch=session.draft.epoch))
+        self._tier.part(session)
 
     def profile(self, mode: StepMode) -> StepCost:
         """Measures steps of so many rows, for the allocator to start from; takes seconds, with no session about."""
@@ -329,6 +328,7 @@ class TargetEngine:
                 tree=each.draft.tree,
                 cap=min(self._cap(each), share),
                 drafted=self._tier.drafts_for(each),
+                answered=self._tier.answers(each),
                 own=each.own_survivals,
             )
             for each in decoding
@@ -467,8 +467,8 @@ class TargetEngine:
         if committed.result is not None:
             self._drop(session)
         else:
-            self._growth.add(session)
             self._tier.tell(session)
+            self._growth.add(session)
         return session.serial, committed
 
     def _output(self, committed: list[_Outcome], num_rows: int) -> TargetOutput:

@@ -113,9 +113,12 @@ class TargetSession:
         self.committed_s = now_s
         self.heard_s: float | None = None
         self.heard_len = self.draft.committed_len
-        # What its drafter was told last: committed tokens, and the price.
-        self.told_len = self.draft.committed_len
-        self.told_price = 0.0
+        # What its drafter was told last: committed tokens, 0: it does not know the session; and the price.
+        self.told_len = 0
+        self.told_price = 1.0
+        # Committed tokens when the drafter was called to work, and whether it has answered since.
+        self.called_len = self.draft.committed_len
+        self.answered = False
         # Committed positions whose hidden states it was told.
         self.told_states = 0
         self._sampler = RowSampler(

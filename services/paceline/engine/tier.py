@@ -12,6 +12,7 @@ import torch
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import (
+    CloseSession,
     CommittedStates,
     DraftNodes,
     LaggingSession,
@@ -28,8 +29,9 @@ from paceline.engine.target_session import TargetSession
 
 # Hidden states that a step hands to drafters at most, far within one message; and what a number of them takes.
 STATE_BYTES, WIRE_BYTES = 4 * 1024 * 1024, 2
-# While drafters rest they are told of so many tokens at a time: that keeps them warm, and costs next to nothing.
-TOLD_AT_REST = 16
+# A drafter that was called back may leave so many tokens of a session unanswered while it reads what it was not told;
+# after that it counts as one that has nothing to say.
+MOST_UNANSWERED = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +92,8 @@ class DrafterTier:
         self._links[event.address] = _Link(wants_states=event.wants_states)
         for session in sessions.values():
             if session.drafter_address == event.address:
-                self.say(session, session.open())
+                session.told_len = 0
+                self.tell(session)
 
     def say(self, session: TargetSession, message: ToDrafter) -> None:
         """Queues a message for the session's drafter, if there is one."""
@@ -141,6 +144,7 @@ class DrafterTier:
         if message.epoch != session.draft.epoch or not message.nodes:
             return
         session.heard_len = max(session.heard_len, message.base_len)
+        session.answered = True
         if message.base_len == session.draft.committed_len:
             round_trip_s = session.heard(arrived_s, link.pace)
             if round_trip_s is not None:
@@ -148,12 +152,27 @@ class DrafterTier:
                 tree = session.draft.tree
                 link.pace.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
 
+    def answers(self, session: TargetSession) -> bool:
+        """Whether the session's drafter has answered since it was called, or should have."""
+        waited = session.draft.committed_len - session.called_len
+        return self.drafts_for(session) and (session.answered or waited > MOST_UNANSWERED)
+
     def tell(self, session: TargetSession) -> None:
-        """Tells a session's drafter what it does not know yet; while drafters rest, not at every step."""
+        """Tells a session's drafter what it does not know yet; at rest it is told that, and no more."""
         draft = session.draft
-        if draft.price < 1.0 or session.told_price < 1.0 or draft.committed_len - session.told_len >= TOLD_AT_REST:
-            self.say(session, draft.commit_message(session.told_len))
-            session.told_len, session.told_price = draft.committed_len, draft.price
+        rests = draft.price >= 1.0
+        if rests:
+            session.answered, session.called_len = False, draft.committed_len
+        if rests and (session.told_price >= 1.0 or not session.told_len):
+            return
+        self.say(session, draft.commit_message(session.told_len) if session.told_len else session.open())
+        session.told_len, session.told_price = draft.committed_len, draft.price
+
+    def part(self, session: TargetSession) -> None:
+        """Closes a session at its drafter, which need know of it no more."""
+        if session.told_len:
+            self.say(session, CloseSession(session_id=session.draft.session_id, epoch=session.draft.epoch))
+        session.told_len = 0
 
     def tell_states(self, sessions: Sequence[TargetSession]) -> None:
         """Hands hidden states to drafters that draft from them, so many bytes a step; the rest follows."""

@@ -92,9 +92,10 @@ def test_of_a_tree_the_best_nodes_that_fit_are_in_hand():
     rows = [(0, 1, 0.8), (0, 2, 0.1), (1, 1, 0.5), (3, 1, 0.1)]
     for index, (parent_id, token_id, confidence) in enumerate(rows, start=1):
         tree.graft([NodeGuess(node_id=index, parent_id=parent_id, token_id=token_id, confidence=confidence)], 1, [0])
-    assert in_hand(tree, 2, least=0.05) == pytest.approx(0.8 + 0.4)
-    assert in_hand(tree, 9, least=0.05) == pytest.approx(0.8 + 0.4 + 0.1)
-    assert in_hand(tree, 0, least=0.05) == 0.0
+    assert in_hand(tree, 2, price=0.05) == pytest.approx(0.75 + 0.35)
+    assert in_hand(tree, 9, price=0.05) == pytest.approx(0.75 + 0.35 + 0.05)
+    assert in_hand(tree, 9, price=0.5) == pytest.approx(0.3)
+    assert in_hand(tree, 0, price=0.05) == 0.0
 
 
 class Play:
