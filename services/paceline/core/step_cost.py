@@ -22,9 +22,13 @@ Ints = npt.NDArray[np.int64]
 
 # Rows at which a profile is taken and a factor is learned; linear between them.
 KNOTS = (1, 4, 6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256)
-# Spread of a single step around its expectation, and how far off one may be before it is an accident.
+# Least spread of single steps around their expectation, as a share of it; how fast their spread is learned; and how far
+# off, in spreads, one may be before it is an accident.
 NOISE = 0.08
+NOISE_SMOOTHING = 0.02
 CLIP = 3.0
+# Standard deviation of a normal error over its mean size.
+SIGMA_OF_SIZE = 1.25
 # How far factors may be off at the start: all together, those of a mode, and each for itself; and the share of that
 # uncertainty which comes back with every step, so that what was not seen for a thousand steps is as good as unknown.
 LEVEL, CONTRAST, SHAPE = 0.3, 0.15, 0.1
@@ -120,6 +124,7 @@ class StepTimes:
         self._start = LEVEL**2 + CONTRAST**2 * (modes[:, None] == modes[None]) + SHAPE**2 * near
         self._factors = np.ones(len(self._base))
         self._spread = self._start.copy()
+        self._noise = NOISE
         self._tables: dict[tuple[StepMode, float], StepCost] = {}
 
     def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
@@ -132,8 +137,11 @@ class StepTimes:
         expected = float(weights @ self._factors)
         self._spread += FORGETTING * (self._start - self._spread)
         shared = self._spread @ weights
-        surprise = float(weights @ shared) + (NOISE * expected) ** 2
+        surprise = float(weights @ shared) + (self._noise * expected) ** 2
         error = float(np.clip(seconds - expected, -CLIP * surprise**0.5, CLIP * surprise**0.5))
+        # Beside a busy gateway steps of a small model scatter by a third; taken for news, that would shake the table.
+        size = SIGMA_OF_SIZE * abs(error) / expected
+        self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
         self._factors = np.maximum(self._factors + shared / surprise * error, 0.05)
         self._spread -= np.outer(shared, shared) / surprise
         self._tables.clear()
