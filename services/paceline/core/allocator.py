@@ -249,25 +249,15 @@ class Goodput:
         if self._mode is StepMode.PLAIN:
             self._in_hand += FORGETTING * (self._first_look - self._in_hand)
             return
-        looks = np.zeros((len(answered), self.max_nodes))
-        place = {index: row for row, index in enumerate(answered)}
-        filled = [0] * len(answered)
+        survivals: dict[int, list[float]] = {index: [] for index in answered}
         for survival, index, _ in ranked:
-            row = place.get(index)
             # Sessions without a drafter have nodes too: of look-up, or left over from a drafter that is gone.
-            if row is not None:
-                looks[row, filled[row]] = survival
-                filled[row] += 1
-        # Sessions at once weigh no more than as many steps of one.
-        for look in looks:
-            self._in_hand += SMOOTHING * (look - self._in_hand)
+            if index in survivals:
+                survivals[index].append(survival)
+        self._in_hand = _smoothed(self._in_hand, list(survivals.values()))
 
     def _look_without(self, demands: Sequence[Demand], drafted: Sequence[int]) -> None:
-        for index in drafted:
-            look = np.zeros(self.max_nodes)
-            own = demands[index].own[: demands[index].cap]
-            look[: len(own)] = own
-            self._own += SMOOTHING * (look - self._own)
+        self._own = _smoothed(self._own, [demands[index].own[: demands[index].cap] for index in drafted])
 
     def _set_price(self, num_sessions: int, num_drafted: int, rows: int) -> None:
         resting = self._mode is StepMode.PLAIN
@@ -297,6 +287,15 @@ class Goodput:
             return True
         least = LEAST_TRIAL if gain <= CLEAR_LOSS else LEAST_WORK
         return gain <= 1.0 and self._steps_since_change >= least
+
+
+def _smoothed(known: Floats, looks: Sequence[Sequence[float]]) -> Floats:
+    """Survivals by rank after so many looks; sessions at once weigh no more than as many steps of one."""
+    mean = np.zeros(len(known))
+    for look in looks:
+        for rank, survival in enumerate(look):
+            mean[rank] += survival / len(looks)
+    return known + (1.0 - (1.0 - SMOOTHING) ** len(looks)) * (mean - known)
 
 
 def _outlook(table: StepCost, num_sessions: int, rows: int, survivals: Floats) -> Floats:

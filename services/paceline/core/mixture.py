@@ -16,8 +16,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from paceline.core.tree import DraftTree
 
 # Tokens that a source is taken to add before it was asked.
@@ -48,9 +46,13 @@ def num_worth_asking(gains: Sequence[float], *, expected: float, step_s: float, 
         step_s: Time of a step without it.
         call_s: Time of asking for so many sessions at once.
     """
-    tokens = expected + np.concatenate(([0.0], np.cumsum(gains)))
-    seconds = step_s + np.array([0.0, *(call_s(count) for count in range(1, len(gains) + 1))])
-    return int(np.argmax(tokens / seconds))
+    best, best_rate, tokens = 0, expected / step_s, expected
+    for count, gain in enumerate(gains, start=1):
+        tokens += gain
+        rate = tokens / (step_s + call_s(count))
+        if rate > best_rate:
+            best, best_rate = count, rate
+    return best
 
 
 class CallCost:

@@ -27,6 +27,9 @@ KNOTS = (1, 4, 6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256)
 NOISE = 0.08
 NOISE_SMOOTHING = 0.02
 CLIP = 3.0
+# After so many steps in a row that were alike, so many are taken in together: learning takes a twentieth of a small
+# model's step.
+FIRST_ALIKE, ALIKE = 8, 4
 # Standard deviation of a normal error over its mean size.
 SIGMA_OF_SIZE = 1.25
 # How far factors may be off at the start: all together, those of a mode, and each for itself; and the share of that
@@ -125,6 +128,10 @@ class StepTimes:
         self._factors = np.ones(len(self._base))
         self._spread = self._start.copy()
         self._noise = NOISE
+        # Rows and mode of the last step, how many in a row were so, and the times of those not taken in yet.
+        self._alike: tuple[int, StepMode] = (0, StepMode.PLAIN)
+        self._num_alike = 0
+        self._seconds: list[float] = []
         self._tables: dict[tuple[StepMode, float], StepCost] = {}
 
     def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
@@ -133,14 +140,28 @@ class StepTimes:
             rows = int(self._computed[rows])
         if not 1 <= rows <= KNOTS[-1]:
             return
-        weights = self._weights(rows, mode)
+        if self._alike != (rows, mode):
+            self._take_in()
+            self._alike, self._num_alike = (rows, mode), 0
+        self._num_alike += 1
+        self._seconds.append(seconds)
+        if self._num_alike <= FIRST_ALIKE or len(self._seconds) >= ALIKE:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        count = len(self._seconds)
+        if not count:
+            return
+        seconds = sum(self._seconds) / count
+        self._seconds.clear()
+        weights = self._weights(*self._alike)
         expected = float(weights @ self._factors)
-        self._spread += FORGETTING * (self._start - self._spread)
+        self._spread += count * FORGETTING * (self._start - self._spread)
         shared = self._spread @ weights
-        surprise = float(weights @ shared) + (self._noise * expected) ** 2
+        surprise = float(weights @ shared) + (self._noise * expected) ** 2 / count
         error = float(np.clip(seconds - expected, -CLIP * surprise**0.5, CLIP * surprise**0.5))
         # Beside a busy gateway steps of a small model scatter by a third; taken for news, that would shake the table.
-        size = SIGMA_OF_SIZE * abs(error) / expected
+        size = SIGMA_OF_SIZE * count**0.5 * abs(error) / expected
         self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
         self._factors = np.maximum(self._factors + shared / surprise * error, 0.05)
         self._spread -= np.outer(shared, shared) / surprise

@@ -285,7 +285,7 @@ class DraftTree:
             for node_id, node in self._index.items()
             if node.state is NodeState.LIVE or (node.state is NodeState.COMMITTED and node.position >= oldest)
         }
-        self.num_nodes = sum(1 for _ in self.nodes())
+        self.num_nodes = sum(1 for _ in self.nodes()) if self.root.children else 0
 
 
 def _bury(nodes: Iterable[Node]) -> list[Node]:

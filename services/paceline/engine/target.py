@@ -110,6 +110,8 @@ class TargetEngine:
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
         self._tier = DrafterTier(identity.vocab_size, self._cache, decoder.states)
         self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
+        # Of this step's accepted nodes: scratch slots, and the slots of their positions.
+        self._moves: list[tuple[int, int]] = []
         for source in sources:
             source.attach(self._cache, self._scratch)
         self._waiting: deque[TargetSession] = deque()
@@ -280,6 +282,7 @@ class TargetEngine:
                 committed.append(self._verify(each, logits, batch_size))
             for session, logit_index in finishing:
                 committed.append(self._first_token(session, logits[logit_index], batch_size))
+            self._move_accepted()
             self._growth.grow(self._report, self._clock() - started_s)
             self._time_step(started_s, builder.num_rows, mode)
         return self._output(committed, builder.num_rows)
@@ -407,9 +410,11 @@ class TargetEngine:
             return self._fail(session, error)
         pruning = session.draft.commit(verdict.token_ids, verdict.chances)
         accepted = [node for node in pruning.matched if id(node) in each.slots]
-        unverified = [node for node in (*pruning.matched, *pruning.dead) if id(node) not in each.slots]
-        self._report.unverified_by.update(node.first_source for node in unverified)
-        self._compact(session, accepted, each)
+        if pruning.matched or pruning.dead:
+            unverified = [node for node in (*pruning.matched, *pruning.dead) if id(node) not in each.slots]
+            self._report.unverified_by.update(node.first_source for node in unverified)
+        self._moves += [(each.slots[id(node)], session.pages.slot(node.position)) for node in accepted]
+        self._free_scratch(each)
         session.pages.mark_computed(base_len + len(accepted))
         session.draft.tally.count(
             num_draft_tokens=len(each.nodes),
@@ -431,12 +436,12 @@ class TargetEngine:
             self._report.traced.append(session.round(len(each.nodes), len(accepted), batch_size))
         return outcome
 
-    def _compact(self, session: TargetSession, accepted: Sequence[Node], each: _Verification) -> None:
-        if accepted:
-            sources = [each.slots[id(node)] for node in accepted]
-            targets = [session.pages.slot(node.position) for node in accepted]
-            self._cache.copy_slots(np.array(sources, np.int64), np.array(targets, np.int64))
-        self._free_scratch(each)
+    def _move_accepted(self) -> None:
+        """Puts the KV of accepted nodes in place, before anything else is written to scratch slots."""
+        if self._moves:
+            sources, targets = np.array(self._moves, np.int64).T
+            self._cache.copy_slots(np.ascontiguousarray(sources), np.ascontiguousarray(targets))
+            self._moves.clear()
 
     def _free_scratch(self, each: _Verification) -> None:
         for slot in each.slots.values():

@@ -247,7 +247,7 @@ class TargetSession:
                 break
             node = node.children.get(token_id)
         self._fates = token_fates(root, verified, kept)
-        return replace(verdict, token_ids=tuple(kept))
+        return verdict if len(kept) == len(verdict.token_ids) else replace(verdict, token_ids=tuple(kept))
 
     def _take(self, token_id: int, row: np.ndarray) -> None:
         """Appends a token to the prefix; `row` is the one it was chosen from."""
