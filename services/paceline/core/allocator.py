@@ -261,16 +261,18 @@ class Goodput:
 
     def _set_price(self, num_sessions: int, num_drafted: int, rows: int) -> None:
         resting = self._mode is StepMode.PLAIN
+        self._steps_since_change += 1
+        load = num_sessions.bit_length()
+        rest = self._rests.get(load, LEAST_REST)
+        if resting and self._steps_since_change < rest:
+            return
         table = self.times.table(StepMode.DRAFTING, kindness=KINDNESS if resting else 0.0)
         goodputs = _outlook(table, num_sessions, rows, np.repeat(self._in_hand, num_drafted))
         without = _outlook(self.times.table(StepMode.PLAIN), num_sessions, rows, np.repeat(self._own, num_drafted))
         best = int(np.argmax(goodputs))
         gain = float(goodputs[best] / without.max()) if best else 0.0
-        self._steps_since_change += 1
-        load = num_sessions.bit_length()
-        rest = self._rests.get(load, LEAST_REST)
         brief = self._steps_since_change <= 2 * LEAST_WORK
-        if self._changes(gain, rest, resting=resting):
+        if self._changes(gain, resting=resting):
             if not resting and gain <= 1.0 and brief:
                 self._rests[load] = min(REST_GROWTH * rest, MOST_REST)
             self._steps_since_change = 0
@@ -279,10 +281,10 @@ class Goodput:
             self._rests.pop(load, None)
         self.price = 1.0 if resting else min(0.99, float(goodputs[best]) * table.slope(rows + best))
 
-    def _changes(self, gain: float, rest: int, *, resting: bool) -> bool:
-        """Whether drafters at rest are called back, after so many steps, or those at work sent to rest."""
+    def _changes(self, gain: float, *, resting: bool) -> bool:
+        """Whether drafters that have rested for long enough are called back, or those at work sent to rest."""
         if resting:
-            return gain > WORTH_A_CALL and self._steps_since_change >= rest
+            return gain > WORTH_A_CALL
         if self._steps_since_change >= CONTROL_EVERY:
             return True
         least = LEAST_TRIAL if gain <= CLEAR_LOSS else LEAST_WORK

@@ -33,6 +33,8 @@ PROBE_SHARE = 0.005
 
 def in_hand(tree: DraftTree, limit: int, *, price: float) -> float:
     """Draft tokens that a tree is worth: what its best `limit` survivals are above the price of their rows."""
+    if not tree.root.children:
+        return 0.0
     survivals = sorted((tree.survival(node) for node in tree.nodes()), reverse=True)[:limit]
     return sum(max(0.0, survival - price) for survival in survivals)
 
