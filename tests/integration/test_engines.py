@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,7 @@ from paceline.core.params import (
 from paceline.core.step_cost import StepMode
 from paceline.core.tree import DraftTree
 from paceline.engine.target_events import DraftsArrived
+from paceline.engine.tier import MOST_UNANSWERED
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
 from tests.support.engines import DRAFTER, EnginePair
 from tests.support.heads import random_medusa, save_medusa
@@ -384,3 +386,55 @@ def test_only_sessions_that_gain_by_it_are_delayed_for_drafts(pair_folders, max_
     assert (pair.target.patience_s() > 0.0) is waits
     pair.submit("opted out", prompts(2)[1], SAMPLINGS["greedy"], SpeculationParams(enabled=False))
     assert pair.target.patience_s() == 0.0, "another one's first token is due"
+
+
+class Called(Goodput):
+    """Four nodes of every session; drafters work when the test calls them."""
+
+    def __init__(self, price):
+        super().__init__()
+        self.price = price
+        self.answered = []
+
+    def allocate(self, demands, *, other_rows):
+        self.answered = [each.answered for each in demands]
+        return replace(FixedGamma(gamma=4).allocate(demands, other_rows=other_rows), price=self.price)
+
+
+def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(pair_folders):
+    policy = Called(1.0)
+    pair = EnginePair(*pair_folders, allocator=policy)
+    for name, prompt in zip("ab", prompts(2), strict=True):
+        pair.submit(name, prompt, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+    for _ in range(20):
+        pair.round()
+    assert not pair.to_drafter, "not even that there are sessions"
+    assert policy.answered == [False, False]
+    policy.price = 0.0
+    pair.round()
+    assert sorted(type(each).__name__ for each in pair.to_drafter) == ["OpenSession", "OpenSession"]
+    assert all(len(each.token_ids) > 20 for each in pair.to_drafter)
+    pair.round()
+    pair.round()
+    assert policy.answered == [True, True]
+    assert pair.reports[-1].gammas == [4, 4]
+    pair.to_drafter.clear()
+    policy.price = 1.0
+    for _ in range(5):
+        pair.round()
+    assert sorted((type(each).__name__, each.price) for each in pair.to_drafter) == [("Commit", 1.0)] * 2
+    assert policy.answered == [False, False]
+    pair.run()
+    assert all(len(each.token_ids) == 60 for each in pair.sessions.values())
+
+
+def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say(pair_folders):
+    policy = Called(0.0)
+    pair = EnginePair(*pair_folders, allocator=policy)
+    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
+    answered = []
+    while pair.target.has_work():
+        pair.round(draft_steps=0)
+        answered += policy.answered
+    assert answered == [False] * MOST_UNANSWERED + [True] * (len(answered) - MOST_UNANSWERED)
+    assert len(answered) > MOST_UNANSWERED

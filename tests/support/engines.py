@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.allocator import Allocator, Goodput
-from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult
+from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.rules import Rules
 from paceline.core.step_cost import StepMode
@@ -99,6 +99,7 @@ class EnginePair:
         self.sessions: dict[str, Generated] = {}
         self.names: list[str] = []
         self.num_preempted = 0
+        self.to_drafter: list[ToDrafter] = []
         self.reports: list[StepReport] = []
         self.draft: DraftEngine | None = None
         self.start_drafter()
@@ -186,8 +187,9 @@ class EnginePair:
             generated.messages.append(committed)
             generated.token_ids += committed.token_ids
             generated.result = committed.result
-        if self.draft is not None:
-            for messages in output.to_drafters.values():
+        for messages in output.to_drafters.values():
+            self.to_drafter += messages
+            if self.draft is not None:
                 self.draft.handle(VerifierSaid(link=1, messages=messages))
 
     def _draft_step(self) -> None:

@@ -180,10 +180,10 @@ class Goodput:
         self.max_nodes = max_nodes
         self.price = 0.0
         self.least_survival = 0.0
-        self._first_look = FIRST_SURVIVAL * DECLINE ** np.arange(max_nodes)
+        self._first_look: Floats = FIRST_SURVIVAL * np.power(DECLINE, np.arange(max_nodes, dtype=np.float64))
         # By rank: survivals of what sessions have in hand while drafters work, and of what they have without them.
-        self._in_hand = self._first_look.copy()
-        self._own = np.zeros(max_nodes)
+        self._in_hand: Floats = self._first_look.copy()
+        self._own: Floats = np.zeros(max_nodes)
         self._steps_since_change = LEAST_WORK
         # By load (digits of the number of sessions in base 2), how long drafters rest before they are called back.
         self._rests: dict[int, int] = {}

@@ -22,10 +22,10 @@ from paceline.planning.guesses import RIGHT
 from paceline.planning.profile import BLOCK, DeviceFacts
 
 # As in the engine: smoothing of the step time that waiting is weighed against, nodes a drafter may keep ahead per node
-# that may be verified, tokens told at a time to drafters at rest, and the remainder that is not waited for.
+# that may be verified, tokens after which a drafter should have answered, and the remainder that is not waited for.
 STEP_SMOOTHING = 0.1
 ROOM_PER_NODE = 8
-TOLD_AT_REST = 16
+MOST_UNANSWERED = 64
 SHORT_REMAINDER = 10
 # Nobody waits for less, or rounding could keep time from going on.
 LEAST_WAIT_S = 1e-6
@@ -90,7 +90,9 @@ class SimulatedSession:
         self.computed = 0
         self.committed_s = 0.0
         self.heard_s: float | None = None
-        self.told_len, self.told_price = 1, 0.0
+        # As in the engine: what its drafter was told last, when it was called, and whether it has answered since.
+        self.told_len, self.told_price = 0, 1.0
+        self.called_len, self.answered = self.draft.committed_len, False
         self.num_blocks = 0
         self._cap = cap if link is not None else 0
         self._look: tuple[float, Prospect] | None = None
@@ -113,6 +115,12 @@ class SimulatedSession:
     def cap(self) -> int:
         """Most nodes that may be verified now."""
         return max(0, min(self._cap, self.num_left - 1))
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether its drafter has answered since it was called, or should have."""
+        waited = self.draft.committed_len - self.called_len
+        return self.link is not None and (self.answered or waited > MOST_UNANSWERED)
 
     def changed(self) -> None:
         """Its tree is another than it was."""
@@ -188,14 +196,14 @@ class SimulatedVerifier:
     # Events
 
     def submit(self, session: SimulatedSession, now_s: float) -> None:
-        """Takes in a session; its drafter is told to start."""
+        """Takes in a session; its drafter is told to start, unless drafters rest."""
         session.committed_s = now_s
         self._sessions[session.draft.session_id] = session
         self._waiting.append(session)
         session.draft.price = self.allocator.price
         session.draft.room = ROOM_PER_NODE * self._cap(session)
         if session.link is not None:
-            self._say(session, session.draft.open())
+            self._tell(session)
 
     def receive(self, message: DraftNodes, now_s: float) -> None:
         """Takes in what a drafter said."""
@@ -206,6 +214,7 @@ class SimulatedVerifier:
         pace.silent = False
         session.draft.receive(message)
         session.changed()
+        session.answered = session.answered or bool(message.nodes)
         if not message.nodes or message.base_len != session.draft.committed_len:
             return
         if session.heard_s is None:
@@ -323,7 +332,12 @@ class SimulatedVerifier:
         # A quarter of the rows is prefill's when it has need of them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         demands = [
-            Demand(tree=each.draft.tree, cap=min(self._cap(each), share), drafted=each.link is not None)
+            Demand(
+                tree=each.draft.tree,
+                cap=min(self._cap(each), share),
+                drafted=each.link is not None,
+                answered=each.has_answered,
+            )
             for each in decoding
         ]
         allocation = self.allocator.allocate(demands, other_rows=other_rows)
@@ -402,16 +416,20 @@ class SimulatedVerifier:
         self._running.remove(session)
         self._release(session)
         del self._sessions[session.draft.session_id]
-        if session.link is not None:
+        if session.told_len:
             self._say(session, CloseSession(session_id=session.draft.session_id, epoch=session.draft.epoch))
         self._on_end(session)
 
     def _tell(self, session: SimulatedSession) -> None:
-        """While drafters rest they are not told at every step."""
+        """As `DrafterTier.tell`: drafters at rest are told that, and no more."""
         draft = session.draft
-        if draft.price < 1.0 or session.told_price < 1.0 or draft.committed_len - session.told_len >= TOLD_AT_REST:
-            self._say(session, draft.commit_message(session.told_len))
-            session.told_len, session.told_price = draft.committed_len, draft.price
+        rests = draft.price >= 1.0
+        if rests:
+            session.answered, session.called_len = False, draft.committed_len
+        if rests and (session.told_price >= 1.0 or not session.told_len):
+            return
+        self._say(session, draft.commit_message(session.told_len) if session.told_len else draft.open())
+        session.told_len, session.told_price = draft.committed_len, draft.price
 
 
 def _choose(_: Node) -> int:
