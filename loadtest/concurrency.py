@@ -32,6 +32,7 @@ from tqdm import tqdm
 from loadtest.client import Ask, BatchResult, run_batch
 from loadtest.fleet import bench_fleet, machine, widened_target
 from loadtest.single import OWN_HARDWARE
+from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.training.corpus import unseen_prompts
 
 PLAIN, SPECULATIVE, NO_DRAFTER = "plain", "speculative", "no drafter"
@@ -90,7 +91,8 @@ def main() -> None:
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all loads and prints the table; True when every ratio is met."""
-    settings = {} if arguments.small else widened_target("98m")
+    small = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER}
+    settings = small if arguments.small else widened_target("98m")
     core = ("--cpus", str(min(os.sched_getaffinity(0))))
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
