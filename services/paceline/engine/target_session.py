@@ -149,8 +149,9 @@ class TargetSession:
 
     @property
     def lag_tokens(self) -> int:
-        """Committed tokens that its drafter has not answered; none while it rests, and is not to answer."""
-        return self.draft.committed_len - self.heard_len if self.draft.price < 1.0 else 0
+        """Committed tokens since it was called that its drafter has not answered; none while it rests."""
+        heard_len = max(self.heard_len, self.called_len)
+        return self.draft.committed_len - heard_len if self.draft.price < 1.0 else 0
 
     def open(self) -> OpenSession:
         """Everything its drafter needs to start, or to start anew; hidden states follow."""

@@ -161,7 +161,7 @@ class DrafterTier:
         """Tells a session's drafter what it does not know yet; at rest it is told that, and no more."""
         draft = session.draft
         rests = draft.price >= 1.0
-        if rests:
+        if rests or not session.told_len:
             session.answered, session.called_len = False, draft.committed_len
         if rests and (session.told_price >= 1.0 or not session.told_len):
             return

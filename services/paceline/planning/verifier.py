@@ -424,7 +424,7 @@ class SimulatedVerifier:
         """As `DrafterTier.tell`: drafters at rest are told that, and no more."""
         draft = session.draft
         rests = draft.price >= 1.0
-        if rests:
+        if rests or not session.told_len:
             session.answered, session.called_len = False, draft.committed_len
         if rests and (session.told_price >= 1.0 or not session.told_len):
             return

@@ -179,6 +179,15 @@ def test_drafters_rest_when_their_work_slows_steps_by_more_than_it_brings():
     assert slowed.price == 1.0
 
 
+def test_drafters_are_judged_from_their_first_answer_on():
+    policy = settled(1, STEEP)
+    assert policy.price < 1.0
+    for answered in (False, True):
+        silent = [Demand(tree=tree_of([]), cap=8, answered=answered)]
+        prices = [policy.allocate(silent, other_rows=0).price for _ in range(200)]
+        assert (1.0 in prices) is answered
+
+
 def test_drafters_are_called_back_when_the_load_falls():
     busy = settled(64, STEEP)
     assert busy.price == 1.0

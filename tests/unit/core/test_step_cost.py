@@ -95,3 +95,16 @@ def test_a_model_that_rounds_up_is_charged_for_what_it_computes():
     table = times.table(PLAIN)
     assert table.at(5) == table.at(8) == pytest.approx(16.0, rel=0.02)
     assert table.at(4) < table.at(5)
+
+
+def test_steps_that_scatter_do_not_shake_the_table():
+    times, rng = StepTimes(PROFILE), np.random.default_rng(5)
+    ratios = []
+    for number in range(1500):
+        rows = int(rng.choice([8, 8, 8, 12]))
+        times.observe(rows=rows, mode=PLAIN, seconds=PROFILE.at(rows) * float(np.exp(0.35 * rng.standard_normal())))
+        if number >= 300:
+            ratios.append(times.table(PLAIN).at(12) / times.table(PLAIN).at(8))
+    truth = PROFILE.at(12) / PROFILE.at(8)
+    assert np.std(ratios) < 0.03 * truth
+    assert np.mean(ratios) == pytest.approx(truth, rel=0.1)
