@@ -153,6 +153,7 @@ class CompiledLayers:
             bfloat16 bits [rows, hidden] that are still to be added to the residual stream, and what was kept,
             [taps, rows, hidden].
         """
+        assert len(wanted), "at least one layer runs"
         keys, values = cache
         places = np.full(len(self._addresses), -1, np.int64)
         places[list(taps)] = np.arange(len(taps))

@@ -15,11 +15,7 @@ import numpy as np
 from paceline.core.allocator import Allocation, Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError
-from paceline.core.messages import (
-    CommittedTokens,
-    GenerateRequest,
-    ModelIdentity,
-)
+from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity
 from paceline.core.params import TIER_METHODS
 from paceline.core.patience import CHILD_SHARE, Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
