@@ -2,7 +2,8 @@
 
 With nodes sorted by survival `s_1 >= s_2 >= ...`, `B` roots and a step that takes `T(rows)` seconds,
 
-    goodput(m) = (B + s_1 + ... + s_m) / T(B + m),   m* = argmax over all m,   price = goodput(m*) * dT/dm at m*.
+    goodput(m) = (B + s_1 + ... + s_m) / T(B + m),   m* = argmax over all m,
+    price = goodput(m*) * (T(B + m*) - T(B + m* - 1)).
 
 Speculation off is the fixed point under load (m* = 0), not a special case. See DSpark (2607.05147) and TETRIS
 (2502.15197) for the same allocation inside one box.
@@ -31,6 +32,8 @@ Floats = npt.NDArray[np.float64]
 
 # Nodes less likely than this are left out even where kernels compute their rows anyway.
 LEAST_SURVIVAL = 0.05
+# Of drafters at work; 1 would send them to rest.
+MOST_PRICE = 0.99
 # Of all sets of nodes that do as well as the best one, or nearly so, the smallest: what more rows bring may be less
 # than what their times are off.
 ENOUGH = 0.98
@@ -201,10 +204,7 @@ class Goodput:
         table = self.times.table(self._mode if drafted else StepMode.PLAIN)
         goodputs = _expected(len(demands), survivals) / table.from_to(rows, rows + len(ranked))
         best = int(np.argmax(goodputs >= ENOUGH * goodputs.max()))
-        self.least_survival = float(goodputs[best]) * table.slope(rows + best)
-        if best:
-            # Where times bend, one row more may cost a lot; what was worth its row is worth it again.
-            self.least_survival = min(self.least_survival, float(survivals[best - 1]))
+        self.least_survival = _price(float(goodputs[best]), table, rows, best)
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
@@ -279,7 +279,7 @@ class Goodput:
             resting = not resting
         elif not resting and gain > 1.0 and not brief:
             self._rests.pop(load, None)
-        self.price = 1.0 if resting else min(0.99, float(goodputs[best]) * table.slope(rows + best))
+        self.price = 1.0 if resting else min(MOST_PRICE, _price(float(goodputs[best]), table, rows, best))
 
     def _changes(self, gain: float, *, resting: bool) -> bool:
         """Whether drafters that have rested for long enough are called back, or those at work sent to rest."""
@@ -289,6 +289,15 @@ class Goodput:
             return True
         least = LEAST_TRIAL if gain <= CLEAR_LOSS else LEAST_WORK
         return gain <= 1.0 and self._steps_since_change >= least
+
+
+def _price(goodput: float, table: StepCost, rows: int, num_nodes: int) -> float:
+    """What the last of so many nodes costs in tokens: what is less likely is not worth a row.
+
+    The last, not the next: where times bend, the next row may cost ten times as much, and sessions that have less in
+    hand than usual have not come to it.
+    """
+    return max(LEAST_SURVIVAL, goodput * table.slope(rows + max(1, num_nodes) - 1))
 
 
 def _smoothed(known: Floats, looks: Sequence[Sequence[float]]) -> Floats:

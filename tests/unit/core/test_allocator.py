@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.allocator import CONTROL_EVERY, ENOUGH, LEAST_REST, Demand, FixedGamma, Goodput
+from paceline.core.allocator import CONTROL_EVERY, ENOUGH, LEAST_REST, LEAST_SURVIVAL, Demand, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.messages import NodeGuess
 from paceline.core.pace import OVERDUE, LinkPace
@@ -49,10 +49,10 @@ def test_a_table_that_is_not_monotone_is_refused(rows, seconds):
         StepCost(rows=rows, seconds=seconds)
 
 
-def test_when_rows_are_free_everything_is_verified_and_the_price_is_zero():
+def test_when_rows_are_free_everything_is_verified_and_the_price_is_the_least():
     allocation = Goodput(StepTimes(FLAT)).allocate([Demand(tree=tree_of(CHAIN), cap=64)], other_rows=0)
     assert len(allocation.nodes[0]) == 4
-    assert allocation.price == 0.0
+    assert allocation.price == LEAST_SURVIVAL
 
 
 def test_when_every_row_costs_a_whole_step_speculation_is_off():
@@ -220,12 +220,15 @@ def test_guesses_without_a_drafter_are_worth_a_row_while_rows_are_cheap():
     assert many.least_survival >= 1.0
 
 
-def test_what_is_worth_its_row_is_worth_guessing_where_one_row_more_is_not():
-    bent = StepCost(rows=(1, 4, 5), seconds=(1.0, 1.01, 9.0))
+def test_where_times_bend_a_row_is_priced_by_those_that_pay_not_by_the_one_beyond():
+    bent = StepCost(rows=(1, 4, 5), seconds=(1.0, 1.3, 9.0))
     policy = Goodput(StepTimes(bent))
-    allocation = policy.allocate([Demand(tree=tree_of(CHAIN), cap=8)], other_rows=0)
+    for _ in range(20):
+        allocation = policy.allocate([Demand(tree=tree_of(CHAIN), cap=8)], other_rows=0)
     assert len(allocation.nodes[0]) == 3
-    assert policy.least_survival == pytest.approx(0.9 * 0.8 * 0.7)
+    goodput = (1 + 0.9 + 0.72 + 0.504) / 1.3
+    assert policy.least_survival == pytest.approx(0.1 * goodput)
+    assert LEAST_SURVIVAL < policy.price < 0.3 < goodput * (9.0 - 1.3)
 
 
 def test_sessions_that_opted_out_change_no_price():
