@@ -109,8 +109,8 @@ class Allocator(Protocol):
         """Picks nodes for every session; `other_rows` rows of the step are spoken for (prefill)."""
         ...
 
-    def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
-        """Learns what a step without prefill took, from the end of the one before it."""
+    def observe(self, *, rows: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+        """Learns what a step took; see `StepTimes.observe`."""
         ...
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
@@ -154,7 +154,7 @@ class FixedGamma:
         chosen = tuple(tuple(best_first(each.tree, min(self.gamma, each.cap))) for each in demands)
         return Allocation(nodes=chosen, price=self.price)
 
-    def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
+    def observe(self, *, rows: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """See `Allocator`; nothing to learn."""
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
@@ -216,9 +216,9 @@ class Goodput:
             self._set_price(len(demands), len(drafted), rows)
         return Allocation(nodes=tuple(map(tuple, chosen)), price=self.price)
 
-    def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
+    def observe(self, *, rows: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """See `Allocator`."""
-        self.times.observe(rows=rows, mode=mode, seconds=seconds)
+        self.times.observe(rows=rows, mode=mode, seconds=seconds, mixed=mixed)
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
         """See `Allocator`; the same objective, applied to time."""

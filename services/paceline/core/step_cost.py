@@ -21,12 +21,15 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 # Rows at which a profile is taken and a factor is learned; linear between them.
-KNOTS = (1, 4, 6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256)
+KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
 # Least spread of single steps around their expectation, as a share of it; how fast their spread is learned; and how far
 # off, in spreads, one may be before it is an accident.
 NOISE = 0.08
 NOISE_SMOOTHING = 0.02
 CLIP = 3.0
+# A step that computes a prompt besides pays for its arrival and for attention over it: its spread is so many times as
+# wide, and what it says of the price of a row weighs the less.
+MIXED_NOISE = 4.0
 # After so many steps in a row that were alike, so many are taken in together: learning takes a twentieth of a small
 # model's step.
 FIRST_ALIKE, ALIKE = 8, 4
@@ -128,21 +131,29 @@ class StepTimes:
         self._factors = np.ones(len(self._base))
         self._spread = self._start.copy()
         self._noise = NOISE
-        # Rows and mode of the last step, how many in a row were so, and the times of those not taken in yet.
-        self._alike: tuple[int, StepMode] = (0, StepMode.PLAIN)
+        # Rows and mode of the last step and whether it was mixed, how many in a row were so, and the times of those not
+        # taken in yet.
+        self._alike: tuple[int, StepMode, bool] = (0, StepMode.PLAIN, False)
         self._num_alike = 0
         self._seconds: list[float] = []
         self._tables: dict[tuple[StepMode, float], StepCost] = {}
 
-    def observe(self, *, rows: int, mode: StepMode, seconds: float) -> None:
-        """Takes in the time of one step; steps with more rows than the table, or prefill in them, are left out."""
+    def observe(self, *, rows: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+        """Takes in the time of one step; those with more rows than the table are left out.
+
+        Args:
+            rows: Of the step.
+            mode: Whether drafters were at work.
+            seconds: From the end of the step before it.
+            mixed: Whether some of its rows were prefill.
+        """
         if self._computed is not None and rows < len(self._computed):
             rows = int(self._computed[rows])
         if not 1 <= rows <= KNOTS[-1]:
             return
-        if self._alike != (rows, mode):
+        if self._alike != (rows, mode, mixed):
             self._take_in()
-            self._alike, self._num_alike = (rows, mode), 0
+            self._alike, self._num_alike = (rows, mode, mixed), 0
         self._num_alike += 1
         self._seconds.append(seconds)
         if self._num_alike <= FIRST_ALIKE or len(self._seconds) >= ALIKE:
@@ -154,15 +165,18 @@ class StepTimes:
             return
         seconds = sum(self._seconds) / count
         self._seconds.clear()
-        weights = self._weights(*self._alike)
+        rows, mode, mixed = self._alike
+        weights = self._weights(rows, mode)
         expected = float(weights @ self._factors)
         self._spread += count * FORGETTING * (self._start - self._spread)
         shared = self._spread @ weights
-        surprise = float(weights @ shared) + (self._noise * expected) ** 2 / count
+        noise = self._noise * (MIXED_NOISE if mixed else 1.0)
+        surprise = float(weights @ shared) + (noise * expected) ** 2 / count
         error = float(np.clip(seconds - expected, -CLIP * surprise**0.5, CLIP * surprise**0.5))
         # Beside a busy gateway steps of a small model scatter by a third; taken for news, that would shake the table.
         size = SIGMA_OF_SIZE * count**0.5 * abs(error) / expected
-        self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
+        if not mixed:
+            self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
         self._factors = np.maximum(self._factors + shared / surprise * error, 0.05)
         self._spread -= np.outer(shared, shared) / surprise
         self._tables.clear()

@@ -27,10 +27,11 @@ from paceline.engine.team import on_team
 
 OUTPUTS = 2 * LANES
 """Outputs that are computed side by side."""
-TILE_ROWS = 8
-"""Rows that are computed side by side: with 16 sums in registers an addition never waits for the one before it."""
-BLOCK_PAIRS = 256
-"""Input pairs whose weights, 32 KiB, stay in the first cache while one tile of rows after another is multiplied."""
+TILE_ROWS = 14
+"""Rows that are computed side by side: their 28 sums, two vectors of weights and one input fill the registers. A tile
+costs as much as four rows before its first one."""
+BLOCK_PAIRS = 160
+"""Input pairs whose weights, 20 KiB, stay in the first cache while one tile of rows after another is multiplied."""
 AHEAD = 2048
 """Words between the weights at hand and those that are asked for, 8 KiB: the time that memory takes to answer."""
 TAKEN_AT_ONCE = 64 * 1024
@@ -119,12 +120,11 @@ def _multiply_rows(builder: Any, inputs: Any, weights: Any, count: Any, totals: 
     halves = [builder.load(builder.bitcast(vector(here, half), _WORDS.as_pointer()), align=4) for half in (0, 1)]
     for ahead in aheads:
         _prefetch(builder, builder.gep(ahead, [offset]))
-    pairs = [_splat_word(builder, builder.load(builder.gep(row, [index]))) for row in inputs]
-    added = [
-        _add_products(builder, sums[2 * row + half], halves[half], pair)
-        for row, pair in enumerate(pairs)
-        for half in (0, 1)
-    ]
+    added: list[Any] = []
+    for row, at in enumerate(inputs):
+        # Loaded where it is used: with all inputs loaded first, registers run out.
+        pair = _splat_word(builder, builder.load(builder.gep(at, [index])))
+        added += [_add_products(builder, sums[2 * row + half], halves[half], pair) for half in (0, 1)]
     following = builder.add(index, ir.Constant(count.type, 1))
     branched_from = builder.block
     builder.branch(head)

@@ -108,3 +108,16 @@ def test_steps_that_scatter_do_not_shake_the_table():
     truth = PROFILE.at(12) / PROFILE.at(8)
     assert np.std(ratios) < 0.03 * truth
     assert np.mean(ratios) == pytest.approx(truth, rel=0.1)
+
+
+def test_steps_with_prefill_say_little_beside_others_and_enough_where_there_are_no_others():
+    def learned(pure) -> float:
+        times = StepTimes(PROFILE)
+        for _ in range(300):
+            if pure:
+                times.observe(rows=8, mode=PLAIN, seconds=PROFILE.at(8))
+            times.observe(rows=8, mode=PLAIN, seconds=1.3 * PROFILE.at(8), mixed=True)
+        return times.table(PLAIN).at(8) / PROFILE.at(8)
+
+    assert learned(pure=True) < 1.05
+    assert learned(pure=False) > 1.25
