@@ -3,9 +3,11 @@
 A verifier on one core and its drafter on the other, as on machines of their own; nothing is tuned between the loads.
 At every load three ways take turns: plain (speculation disabled by the requests), speculative, and a fleet that has no
 drafter at all and the same one core for its verifier, so that what speculation costs when it is merely configured can
-be seen. Requests of half to one and a half times --max-tokens keep so many streams busy: of equal length, plain ones
-would start and end in lockstep, as no traffic does. Their prompts are cached. Tokens/s over all streams while all are
-busy, medians of the rounds.
+be seen; every other round in the opposite order, as machines drift. Requests of half to one and a half times
+--max-tokens keep so many streams busy: of equal length, plain ones would start and end in lockstep, as no traffic does.
+Their prompts are cached. Tokens/s over all streams while all are busy, medians of the rounds. Ratios are medians of
+ratios within a round; rounds go on until these are known to one percent or lie three standard errors from what is asked
+of them, on either side, or there were --most-rounds.
 
 With --small the target is the demo pair's as shipped, whose steps take 3 ms: there everything around the step counts.
 
@@ -18,6 +20,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -39,6 +42,8 @@ PLAIN, SPECULATIVE, NO_DRAFTER = "plain", "speculative", "no drafter"
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 # Never slower, anywhere; and faster by this much up to so many streams.
 LEAST, LEAST_AT_FEW, FEW = 0.98, 1.2, 4
+# Standard error at which a ratio is known; and how many of them from what is asked it is as good as known.
+PRECISION, FAR = 0.01, 3.0
 NUM_PROMPTS = 64
 REQUESTS_PER_STREAM = 4
 
@@ -54,7 +59,27 @@ class Row:
 
     def ratio(self, way: str, base: str) -> float:
         """Median over rounds of one way over another of the same round."""
-        return statistics.median(a / b for a, b in zip(self.rates[way], self.rates[base], strict=True))
+        return statistics.median(self._ratios(way, base))
+
+    def _ratios(self, way: str, base: str) -> list[float]:
+        return [a / b for a, b in zip(self.rates[way], self.rates[base], strict=True)]
+
+    @property
+    def least(self) -> float:
+        """What is asked of both ratios."""
+        return LEAST_AT_FEW if self.streams <= FEW else LEAST
+
+    @property
+    def is_known(self) -> bool:
+        """Whether another round would say little."""
+        distances = (abs(self.ratio(SPECULATIVE, base) - self.least) for base in (PLAIN, NO_DRAFTER))
+        return self.error <= PRECISION or min(distances) > FAR * self.error
+
+    @property
+    def error(self) -> float:
+        """Standard error of the less certain ratio."""
+        ratios = [self._ratios(SPECULATIVE, base) for base in (PLAIN, NO_DRAFTER)]
+        return max(statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.inf for each in ratios)
 
     def figures(self) -> dict[str, Any]:
         """What goes into the table and the last line."""
@@ -62,16 +87,17 @@ class Row:
         steps = sum(result.total("num_steps") for result in self.speculative)
         accepted = sum(result.total("num_accepted_draft_tokens") for result in self.speculative)
         ratio, off_path = self.ratio(SPECULATIVE, PLAIN), self.ratio(SPECULATIVE, NO_DRAFTER)
-        least = LEAST_AT_FEW if self.streams <= FEW else LEAST
         return {
             "streams": self.streams,
             "tokens_per_s": {way: round(statistics.median(rates), 1) for way, rates in self.rates.items()},
             "ratio": round(ratio, 3),
             "to_no_drafter": round(off_path, 3),
+            "error": round(self.error, 3) if len(self.speculative) > 1 else None,
+            "rounds": len(self.speculative),
             "gamma": round(drafted / max(1, steps), 2),
             "tokens_per_step": round(1 + accepted / max(1, steps), 2),
             "same_texts": self.same_texts,
-            "ok": ratio >= least and off_path >= least and self.same_texts,
+            "ok": min(ratio, off_path) >= self.least and self.same_texts,
         }
 
 
@@ -81,7 +107,8 @@ def main() -> None:
         prog="concurrency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, nargs="+", default=LOADS, help="loads (default 1 2 4 ... 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds at each load (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="least rounds at each load (default 3)")
+    parser.add_argument("--most-rounds", type=int, default=8, help="most rounds at each load (default 8)")
     parser.add_argument("--max-tokens", type=int, default=64, help="mean tokens of a request (default 64)")
     parser.add_argument("--small", action="store_true", help="the demo target as shipped, not widened to 98 M")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
@@ -124,7 +151,8 @@ def _line(row: dict[str, Any]) -> str:
     rates = "  ".join(f"{way} {rate:7.1f}" for way, rate in row["tokens_per_s"].items())
     return (
         f"{row['streams']:3} streams  {rates}  ratio {row['ratio']:5.2f}  to no drafter {row['to_no_drafter']:5.2f}  "
-        f"gamma {row['gamma']:5.2f}  tokens a step {row['tokens_per_step']:5.2f}"
+        f"gamma {row['gamma']:5.2f}  tokens a step {row['tokens_per_step']:5.2f}  "
+        f"{row['rounds']} rounds, error {'-' if row['error'] is None else row['error']}"
     )
 
 
@@ -152,9 +180,11 @@ def _asks(count: int, max_tokens: int, temperature: float) -> list[Ask]:
 async def _row(ways: dict[str, tuple[str, dict[str, bool]]], streams: int, arguments: argparse.Namespace) -> Row:
     row = Row(streams=streams, rates={way: [] for way in ways})
     asks = _asks(max(8, REQUESTS_PER_STREAM * streams), arguments.max_tokens, arguments.temperature)
-    for _ in range(arguments.rounds):
+    most = max(arguments.rounds, arguments.most_rounds)
+    while len(row.speculative) < arguments.rounds or (not row.is_known and len(row.speculative) < most):
         texts: list[Sequence[str]] = []
-        for way, (url, speculation) in ways.items():
+        in_order = list(ways.items())[:: -1 if len(row.speculative) % 2 else 1]
+        for way, (url, speculation) in in_order:
             batch = [replace(ask, speculation=speculation) for ask in asks]
             result = await run_batch(url, batch, streams, f"{way}, {streams} streams")
             row.rates[way].append(result.busy_tokens_per_s)
