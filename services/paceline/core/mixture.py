@@ -29,6 +29,8 @@ UNCOUNTED_CALLS, MOST_DELAY, DOUBT = 2, 4.0, 0.1
 FORGETTING = 1 / 32
 # Calls of a source that is worth none take no more of the time than this.
 PROBE_SHARE = 0.005
+# And for so many steps nobody weighs it again: with a small model that takes a twentieth of a step.
+LEFT_ALONE = 4
 
 
 def in_hand(tree: DraftTree, limit: int, *, price: float) -> float:
@@ -123,11 +125,13 @@ class SourceRecord:
         mean: Gain of all sessions.
         call_s: Time of a call.
         asked_s: When it was asked last.
+        num_left_alone: Steps for which it is not weighed.
     """
 
     mean: Gain = field(default_factory=Gain)
     call_s: CallCost = field(default_factory=CallCost)
     asked_s: float = 0.0
+    num_left_alone: int = 0
 
     @property
     def merit(self) -> float:
@@ -138,6 +142,17 @@ class SourceRecord:
     def new_session(self) -> Gain:
         """A session is taken to be like the others."""
         return Gain(self.mean.empty_handed, self.mean.otherwise)
+
+    def is_weighed(self) -> bool:
+        """Whether it is weighed in this step; once a step."""
+        if self.num_left_alone:
+            self.num_left_alone -= 1
+            return False
+        return True
+
+    def was_worth_none(self) -> None:
+        """No session was worth a call: it is left alone for a while."""
+        self.num_left_alone = LEFT_ALONE
 
     def is_due(self, count: int, now_s: float) -> bool:
         """Whether a call for `count` sessions would be a small share of the time since the last one."""

@@ -96,6 +96,8 @@ class Growth:
         self, source: AnySource, sessions: Sequence[TargetSession], step_s: float, report: StepReport
     ) -> None:
         record = self._records[source.name]
+        if not record.is_weighed():
+            return
         held = [self._in_hand(session) for session in sessions]
         candidates = [
             _Candidate(session=each, known=each.gains.setdefault(source.name, record.new_session()), held=in_hand_now)
@@ -108,6 +110,8 @@ class Growth:
         count = self._num_asked(record, candidates, len(sessions) + sum(held), step_s)
         if count:
             self._call(source, record, candidates[:count], report)
+        else:
+            record.was_worth_none()
         for each in candidates[count:]:
             record.left_out(each.known, each.held)
 

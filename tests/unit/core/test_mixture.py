@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.messages import NodeGuess
 from paceline.core.mixture import (
     FIRST_GAIN,
+    LEFT_ALONE,
     PROBE_SHARE,
     UNCOUNTED_CALLS,
     CallCost,
@@ -108,10 +109,14 @@ class Play:
         self.sessions = [self.record.new_session() for _ in gains]
         self.now_s = self.spent_s = 0.0
         self.asked = [0] * len(gains)
+        self.num_weighed = 0
 
     def steps(self, count) -> None:
         for _ in range(count):
             self.now_s += 0.02
+            if not self.record.is_weighed():
+                continue
+            self.num_weighed += 1
             order = sorted(range(len(self.sessions)), key=lambda index: -self.sessions[index].of(0.0))
             gains = [self.sessions[index].of(0.0) for index in order]
             number = num_worth_asking(gains, expected=len(gains), step_s=0.02, call_s=self.record.call_s)
@@ -121,6 +126,8 @@ class Play:
                 self.now_s += self.call(number)
                 self.spent_s += self.call(number)
                 self.record.asked(number, seconds=self.call(number), now_s=self.now_s)
+            else:
+                self.record.was_worth_none()
             for index in order[:number]:
                 self.asked[index] += 1
                 self.record.gained(self.sessions[index], 0.0, self.true_gains[index])
@@ -155,6 +162,14 @@ def test_where_sessions_cost_time_each_only_those_it_helps_are_asked_for():
     play.steps(2000)
     assert min(play.asked[:2]) > 1900
     assert max(play.asked[2:]) < 200
+
+
+def test_a_source_that_is_worth_none_is_left_alone_for_most_steps_and_a_good_one_for_none():
+    useless, good = Play([0.0] * 4), Play([1.5] * 4)
+    useless.steps(2000)
+    good.steps(2000)
+    assert useless.num_weighed < 2000 / LEFT_ALONE
+    assert good.num_weighed == 2000
 
 
 def test_a_source_that_gets_better_is_found_out():
