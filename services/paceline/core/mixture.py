@@ -143,8 +143,8 @@ class SourceRecord:
         """A session is taken to be like the others."""
         return Gain(self.mean.empty_handed, self.mean.otherwise)
 
-    def is_weighed(self) -> bool:
-        """Whether it is weighed in this step; once a step."""
+    def begin_step(self) -> bool:
+        """A step begins; says whether the source is weighed in it."""
         if self.num_left_alone:
             self.num_left_alone -= 1
             return False

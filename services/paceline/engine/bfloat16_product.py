@@ -2,7 +2,7 @@
 
 With few rows a step waits for its weights. oneDNN's kernels let the core wait for memory in one moment and for
 arithmetic in the next, so that 8 rows took 1.4 times as long as one. Here the weights to come are asked for while those
-at hand are multiplied: 8 rows take as long as one, and the whole stream of weights comes faster than oneDNN reads it.
+at hand are multiplied: few rows take as long as one, and the whole stream of weights comes faster than oneDNN reads it.
 
 Weights are packed for 32 outputs at a time, input pair by input pair, which is the order in which they are read. A sum
 runs over its input pairs in order, in float32, whatever the other rows are and whichever thread computes it: a row has

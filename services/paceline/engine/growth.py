@@ -96,7 +96,7 @@ class Growth:
         self, source: AnySource, sessions: Sequence[TargetSession], step_s: float, report: StepReport
     ) -> None:
         record = self._records[source.name]
-        if not record.is_weighed():
+        if not record.begin_step():
             return
         held = [self._in_hand(session) for session in sessions]
         candidates = [

@@ -114,7 +114,7 @@ class Play:
     def steps(self, count) -> None:
         for _ in range(count):
             self.now_s += 0.02
-            if not self.record.is_weighed():
+            if not self.record.begin_step():
                 continue
             self.num_weighed += 1
             order = sorted(range(len(self.sessions)), key=lambda index: -self.sessions[index].of(0.0))
