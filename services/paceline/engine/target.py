@@ -300,8 +300,8 @@ class TargetEngine:
             self._step_s += STEP_SMOOTHING * (self._report.seconds - self._step_s)
         # A row is a row; but where most of them are prefill, attention over long chunks is what is paid for.
         if self._cycle_since_s is not None and not self._is_mostly_prefill(num_rows):
-            mixed = self._report.num_prefill_rows > 0
-            self._allocator.observe(rows=num_rows, mode=mode, seconds=now_s - self._cycle_since_s, mixed=mixed)
+            cycle_s, mixed = now_s - self._cycle_since_s, self._report.num_prefill_rows > 0
+            self._allocator.observe(rows=num_rows, mode=mode, seconds=cycle_s, mixed=mixed)
         self._cycle_since_s = now_s if self._running else None
 
     def _admit(self) -> None:
@@ -399,7 +399,6 @@ class TargetEngine:
     def _verify(self, each: _Verification, logits: np.ndarray, batch_size: int) -> _Outcome:
         session = each.session
         base_len = session.draft.committed_len
-
         try:
             verdict = session.judge(each.nodes, lambda node: logits[each.logit_index[id(node)]])
         except UnusableLogitsError as error:
