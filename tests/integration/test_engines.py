@@ -438,3 +438,28 @@ def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say(pair_f
         answered += policy.answered
     assert answered == [False] * MOST_UNANSWERED + [True] * (len(answered) - MOST_UNANSWERED)
     assert len(answered) > MOST_UNANSWERED
+
+
+class Told(Called):
+    """Keeps what it is told of steps."""
+
+    def __init__(self):
+        super().__init__(1.0)
+        self.steps = []
+
+    def observe(self, *, rows, mode, seconds, mixed=False):
+        self.steps.append((rows, mixed))
+
+
+def test_the_policy_is_told_which_steps_had_prefill_in_them(pair_folders):
+    policy = Told()
+    pair = EnginePair(*pair_folders, allocator=policy)
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    for name, prompt in zip("abc", ([1, 2], [3, 4], [5, 6]), strict=True):
+        pair.submit(name, prompt, greedy)
+    pair.round(draft_steps=0)
+    pair.round(draft_steps=0)
+    pair.submit("late", [9, 8, 7], greedy)
+    pair.round(draft_steps=0)
+    pair.round(draft_steps=0)
+    assert policy.steps == [(3, False), (6, True), (4, False)], "and of steps that are mostly prefill nothing"
