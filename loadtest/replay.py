@@ -16,6 +16,7 @@ import numpy as np
 
 from paceline.core.allocator import Allocator, Demand
 from paceline.core.calibration import Calibration, SessionOffset
+from paceline.core.holdings import Holdings
 from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.step_cost import StepCost, StepMode
@@ -57,6 +58,7 @@ class ReplayedSession:
     drafted: bool = False
     tree: DraftTree = field(default_factory=lambda: DraftTree(1))
     offset: SessionOffset = field(default_factory=SessionOffset)
+    holdings: Holdings = field(default_factory=Holdings)
 
 
 class Policy(Protocol):
@@ -90,7 +92,7 @@ class AllocatorPolicy:
 
     def nodes(self, sessions: Sequence[ReplayedSession]) -> Sequence[Sequence[Node]]:
         """See `Policy`."""
-        demands = [Demand(tree=each.tree, cap=self._cap) for each in sessions]
+        demands = [Demand(tree=each.tree, cap=self._cap, holdings=each.holdings) for each in sessions]
         return self._allocator.allocate(demands, other_rows=0).nodes
 
     def observe(self, rows: int, mode: StepMode, seconds: float) -> None:

@@ -17,18 +17,16 @@ guesses are there in plain steps too, and what drafters bring is measured agains
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.holdings import Floats, Holdings, Usual, first_holdings
 from paceline.core.mixture import num_worth_asking
 from paceline.core.patience import Prospect, worth_waiting
 from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepMode, StepTimes
 from paceline.core.tree import DraftTree, Node, best_first
-
-Floats = npt.NDArray[np.float64]
 
 # Nodes less likely than this are left out even where kernels compute their rows anyway.
 LEAST_SURVIVAL = 0.05
@@ -50,10 +48,6 @@ REST_GROWTH, MOST_REST = 4, 2048
 CONTROL_EVERY = 250
 # Standard deviations by which steps with drafters at work are looked upon kindly while they rest.
 KINDNESS = 0.5
-# What sessions have in hand before any was seen: survival of the k-th best node; and the weight of a new look.
-FIRST_SURVIVAL, DECLINE = 0.7, 0.8
-SMOOTHING = 0.05
-FORGETTING = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +60,7 @@ class Demand:
         drafted: Whether a drafter is there for it.
         answered: Whether that drafter has answered since it was called to work, so that the tree is what it brings.
         own: Survivals of guesses that it has without a drafter, best first.
+        holdings: What it usually has in hand; the allocator keeps it up.
     """
 
     tree: DraftTree
@@ -73,6 +68,7 @@ class Demand:
     drafted: bool = True
     answered: bool = True
     own: Sequence[float] = ()
+    holdings: Holdings = field(default_factory=Holdings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +179,9 @@ class Goodput:
         self.max_nodes = max_nodes
         self.price = 0.0
         self.least_survival = 0.0
-        self._first_look: Floats = FIRST_SURVIVAL * np.power(DECLINE, np.arange(max_nodes, dtype=np.float64))
-        # By rank: survivals of what sessions have in hand while drafters work, and of what they have without them.
-        self._in_hand: Floats = self._first_look.copy()
-        self._own: Floats = np.zeros(max_nodes)
+        # While drafters work, and without them.
+        self._in_hand = Usual(first_holdings(max_nodes))
+        self._own = Usual(np.zeros(max_nodes))
         self._steps_since_change = LEAST_WORK
         # By load (digits of the number of sessions in base 2), how long drafters rest before they are called back.
         self._rests: dict[int, int] = {}
@@ -208,12 +203,10 @@ class Goodput:
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
-        answered = [index for index in drafted if demands[index].answered]
         # Until drafters that were called have read what they were not told, there is nothing to judge them by.
-        if answered or (drafted and self._mode is StepMode.PLAIN):
-            self._look(ranked, answered)
-            self._look_without(demands, drafted)
-            self._set_price(len(demands), len(drafted), rows)
+        if drafted and (self._mode is StepMode.PLAIN or any(demands[index].answered for index in drafted)):
+            self._look(ranked, demands, drafted)
+            self._set_price(len(demands), [demands[index].holdings for index in drafted], rows)
         return Allocation(nodes=tuple(map(tuple, chosen)), price=self.price)
 
     def observe(self, *, rows: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
@@ -244,22 +237,29 @@ class Goodput:
         ranked.sort(key=lambda entry: (-entry[0], entry[2].position - demands[entry[1]].tree.root.position, entry[1]))
         return ranked
 
-    def _look(self, ranked: Sequence[tuple[float, int, Node]], answered: Sequence[int]) -> None:
+    def _look(
+        self, ranked: Sequence[tuple[float, int, Node]], demands: Sequence[Demand], drafted: Sequence[int]
+    ) -> None:
         """Remembers what sessions of drafters have in hand; what those at rest would bring is slowly forgotten."""
+        holdings = [demands[index].holdings for index in drafted]
+        own = self._own.of([each.own for each in holdings])
+        own = self._own.see(own, [demands[index].own[: demands[index].cap] for index in drafted])
+        in_hand = self._in_hand.of([each.in_hand for each in holdings])
         if self._mode is StepMode.PLAIN:
-            self._in_hand += FORGETTING * (self._first_look - self._in_hand)
-            return
-        survivals: dict[int, list[float]] = {index: [] for index in answered}
-        for survival, index, _ in ranked:
-            # Sessions without a drafter have nodes too: of look-up, or left over from a drafter that is gone.
-            if index in survivals:
-                survivals[index].append(survival)
-        self._in_hand = _smoothed(self._in_hand, list(survivals.values()))
+            in_hand = self._in_hand.forget(in_hand)
+        else:
+            survivals: dict[int, list[float]] = {index: [] for index in drafted}
+            for survival, index, _ in ranked:
+                # Sessions without a drafter have nodes too: of look-up, or left over from a drafter that is gone.
+                if index in survivals:
+                    survivals[index].append(survival)
+            answered = [place for place, index in enumerate(drafted) if demands[index].answered]
+            looks = [survivals[drafted[place]] for place in answered]
+            in_hand[answered] = self._in_hand.see(in_hand[answered], looks)
+        for each, its_own, its_in_hand in zip(holdings, own, in_hand, strict=True):
+            each.own, each.in_hand = its_own, its_in_hand
 
-    def _look_without(self, demands: Sequence[Demand], drafted: Sequence[int]) -> None:
-        self._own = _smoothed(self._own, [demands[index].own[: demands[index].cap] for index in drafted])
-
-    def _set_price(self, num_sessions: int, num_drafted: int, rows: int) -> None:
+    def _set_price(self, num_sessions: int, drafted: Sequence[Holdings], rows: int) -> None:
         resting = self._mode is StepMode.PLAIN
         self._steps_since_change += 1
         load = num_sessions.bit_length()
@@ -267,8 +267,8 @@ class Goodput:
         if resting and self._steps_since_change < rest:
             return
         table = self.times.table(StepMode.DRAFTING, kindness=KINDNESS if resting else 0.0)
-        goodputs = _outlook(table, num_sessions, rows, np.repeat(self._in_hand, num_drafted))
-        without = _outlook(self.times.table(StepMode.PLAIN), num_sessions, rows, np.repeat(self._own, num_drafted))
+        goodputs = _outlook(table, num_sessions, rows, [each.in_hand for each in drafted])
+        without = _outlook(self.times.table(StepMode.PLAIN), num_sessions, rows, [each.own for each in drafted])
         best = int(np.argmax(goodputs))
         gain = float(goodputs[best] / without.max()) if best else 0.0
         brief = self._steps_since_change <= 2 * LEAST_WORK
@@ -300,17 +300,9 @@ def _price(goodput: float, table: StepCost, rows: int, num_nodes: int) -> float:
     return max(LEAST_SURVIVAL, goodput * table.slope(rows + max(1, num_nodes) - 1))
 
 
-def _smoothed(known: Floats, looks: Sequence[Sequence[float]]) -> Floats:
-    """Survivals by rank after so many looks; sessions at once weigh no more than as many steps of one."""
-    mean = np.zeros(len(known))
-    for look in looks:
-        for rank, survival in enumerate(look):
-            mean[rank] += survival / len(looks)
-    return known + (1.0 - (1.0 - SMOOTHING) ** len(looks)) * (mean - known)
-
-
-def _outlook(table: StepCost, num_sessions: int, rows: int, survivals: Floats) -> Floats:
-    """Goodput of steps that verify the first 0, 1, ... of the nodes, tokens/s `[nodes + 1]`."""
+def _outlook(table: StepCost, num_sessions: int, rows: int, holdings: Sequence[Floats | None]) -> Floats:
+    """Goodput of steps that verify the first 0, 1, ... of what sessions usually have, tokens/s `[nodes + 1]`."""
+    survivals = np.sort(np.concatenate([np.empty(0), *(each for each in holdings if each is not None)]))[::-1]
     return _expected(num_sessions, survivals) / table.from_to(rows, rows + len(survivals))
 
 

@@ -330,6 +330,7 @@ class TargetEngine:
                 drafted=self._tier.drafts_for(each),
                 answered=self._tier.answers(each),
                 own=each.own_survivals,
+                holdings=each.holdings,
             )
             for each in decoding
         ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.core.calibration import Calibrations
+from paceline.core.holdings import Holdings
 from paceline.core.messages import (
     CommittedTokens,
     FinishReason,
@@ -105,6 +106,7 @@ class TargetSession:
         self.draft = VerifierSession(request, calibrations, rule.name)
         # Survivals of the guesses these have made since the last commit, best first.
         self.own_survivals: list[float] = []
+        self.holdings = Holdings()
         # What costly sources add to its steps, by source.
         self.gains: dict[str, Gain] = {}
         self.pages = KVSequence(self.draft.tokens, pool)

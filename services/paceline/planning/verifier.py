@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.allocator import Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
+from paceline.core.holdings import Holdings
 from paceline.core.messages import CloseSession, DraftNodes, GenerateRequest, ToDrafter
 from paceline.core.pace import LinkPace
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
@@ -87,6 +88,7 @@ class SimulatedSession:
             speculation=SpeculationParams(),
         )
         self.draft = VerifierSession(request, Calibrations(known))
+        self.holdings = Holdings()
         self.computed = 0
         self.committed_s = 0.0
         self.heard_s: float | None = None
@@ -337,6 +339,7 @@ class SimulatedVerifier:
                 cap=min(self._cap(each), share),
                 drafted=each.link is not None,
                 answered=each.has_answered,
+                holdings=each.holdings,
             )
             for each in decoding
         ]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.allocator import CONTROL_EVERY, ENOUGH, LEAST_REST, LEAST_SURVIVAL, Demand, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
+from paceline.core.holdings import Holdings, Usual
 from paceline.core.messages import NodeGuess
 from paceline.core.pace import OVERDUE, LinkPace
 from paceline.core.patience import Prospect, prospect, worth_waiting
@@ -158,10 +161,12 @@ STEEP = StepCost(rows=(1, 8, 128), seconds=(0.010, 0.012, 0.200))
 def settled(count: int, drafting: StepCost, *, steps: int = 60, policy: Goodput | None = None) -> Goodput:
     """A policy after so many steps of `count` sessions that have fair chains in hand while drafters work."""
     policy = policy or Goodput(StepTimes(STEEP, STEEP))
+    holdings = [Holdings() for _ in range(count)]
     for _ in range(steps):
         mode = StepMode.PLAIN if policy.price >= 1.0 else StepMode.DRAFTING
         trees = [tree_of(CHAIN if mode is StepMode.DRAFTING else []) for _ in range(count)]
-        allocation = policy.allocate([Demand(tree=tree, cap=8) for tree in trees], other_rows=0)
+        demands = [Demand(tree=tree, cap=8, holdings=each) for tree, each in zip(trees, holdings, strict=True)]
+        allocation = policy.allocate(demands, other_rows=0)
         rows = count + sum(map(len, allocation.nodes))
         cost = drafting if mode is StepMode.DRAFTING else STEEP
         policy.observe(rows=rows, mode=mode, seconds=cost.at(rows))
@@ -183,7 +188,7 @@ def test_drafters_are_judged_from_their_first_answer_on():
     policy = settled(1, STEEP)
     assert policy.price < 1.0
     for answered in (False, True):
-        silent = [Demand(tree=tree_of([]), cap=8, answered=answered)]
+        silent = [Demand(tree=tree_of([]), cap=8, answered=answered, holdings=Holdings())]
         prices = [policy.allocate(silent, other_rows=0).price for _ in range(200)]
         assert (1.0 in prices) is answered
 
@@ -197,11 +202,11 @@ def test_drafters_are_called_back_when_the_load_falls():
 def test_drafters_rest_where_the_sessions_own_text_says_as_much():
     def steps_drafted(own) -> int:
         costs = {StepMode.PLAIN: STEEP, StepMode.DRAFTING: STEEP.scaled(1.05)}
-        policy, count = Goodput(StepTimes(*costs.values())), 0
+        policy, count, holdings = Goodput(StepTimes(*costs.values())), 0, Holdings()
         for _ in range(200):
             mode = StepMode.PLAIN if policy.price >= 1.0 else StepMode.DRAFTING
             tree = tree_of(CHAIN if own or mode is StepMode.DRAFTING else [])
-            allocation = policy.allocate([Demand(tree=tree, cap=8, own=own)], other_rows=0)
+            allocation = policy.allocate([Demand(tree=tree, cap=8, own=own, holdings=holdings)], other_rows=0)
             rows = 1 + len(allocation.nodes[0])
             policy.observe(rows=rows, mode=mode, seconds=costs[mode].at(rows))
             count += mode is StepMode.DRAFTING
@@ -222,9 +227,9 @@ def test_guesses_without_a_drafter_are_worth_a_row_while_rows_are_cheap():
 
 def test_where_times_bend_a_row_is_priced_by_those_that_pay_not_by_the_one_beyond():
     bent = StepCost(rows=(1, 4, 5), seconds=(1.0, 1.3, 9.0))
-    policy = Goodput(StepTimes(bent))
+    policy, holdings = Goodput(StepTimes(bent)), Holdings()
     for _ in range(20):
-        allocation = policy.allocate([Demand(tree=tree_of(CHAIN), cap=8)], other_rows=0)
+        allocation = policy.allocate([Demand(tree=tree_of(CHAIN), cap=8, holdings=holdings)], other_rows=0)
     assert len(allocation.nodes[0]) == 3
     goodput = (1 + 0.9 + 0.72 + 0.504) / 1.3
     assert policy.least_survival == pytest.approx(0.1 * goodput)
@@ -248,10 +253,10 @@ def test_prefill_alone_changes_no_price():
 
 def test_drafters_called_back_in_vain_rest_longer_each_time_until_the_load_changes():
     policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
-    modes = ""
+    modes, demands = "", [Demand(tree=tree_of([]), cap=8) for _ in range(4)]
     for count in [1] * 300 + [4] * 60:
         modes += "work" if policy.price < 1.0 else " "
-        policy.allocate([Demand(tree=tree_of([]), cap=8)] * count, other_rows=0)
+        policy.allocate(demands[:count], other_rows=0)
     rests = [len(rest) for rest in modes.split("work") if rest]
     assert rests[:3] == [4, 16, 64]
     assert 64 < rests[3] < 256, "another load, another try"
@@ -259,12 +264,13 @@ def test_drafters_called_back_in_vain_rest_longer_each_time_until_the_load_chang
 
 def test_what_trials_in_vain_taught_of_a_load_is_known_when_the_load_comes_back():
     policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
+    demands = [Demand(tree=tree_of([]), cap=8) for _ in range(2)]
 
     def steps_of_work(count: int) -> int:
         worked = 0
         for _ in range(64):
             worked += policy.price < 1.0
-            policy.allocate([Demand(tree=tree_of([]), cap=8)] * count, other_rows=0)
+            policy.allocate(demands[:count], other_rows=0)
         return worked
 
     cycles = [steps_of_work(1) + steps_of_work(2) for _ in range(8)]
@@ -275,8 +281,9 @@ def test_what_trials_in_vain_taught_of_a_load_is_known_when_the_load_comes_back(
 
 def test_a_load_at_which_drafters_are_worth_it_again_is_held_against_them_no_more():
     policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
+    in_vain = Demand(tree=tree_of([]), cap=8)
     for _ in range(400):
-        policy.allocate([Demand(tree=tree_of([]), cap=8)], other_rows=0)
+        policy.allocate([in_vain], other_rows=0)
     assert max(policy._rests.values()) > LEAST_REST
     settled(1, STEEP, steps=CONTROL_EVERY + 300, policy=policy)
     assert policy.price < 1.0
@@ -292,7 +299,34 @@ def test_nodes_that_hardly_ever_match_are_left_out_even_where_rows_are_free():
 @given(TREES, st.lists(st.booleans(), min_size=3, max_size=3))
 def test_sessions_whose_drafter_is_gone_share_steps_with_the_others_and_teach_nothing_about_drafters(rows, drafted):
     demands = [Demand(tree=tree_of(tree), cap=8, drafted=each) for tree, each in zip(rows, drafted, strict=False)]
-    mixed, alone = Goodput(StepTimes(FLAT)), Goodput(StepTimes(FLAT))
-    mixed.allocate(demands, other_rows=0)
-    alone.allocate([each for each in demands if each.drafted], other_rows=0)
-    assert mixed._in_hand.tolist() == alone._in_hand.tolist()
+    with_drafter = [replace(each, holdings=Holdings()) for each in demands if each.drafted]
+    Goodput(StepTimes(FLAT)).allocate(demands, other_rows=0)
+    Goodput(StepTimes(FLAT)).allocate(with_drafter, other_rows=0)
+    assert [each.holdings.in_hand is not None for each in demands] == [each.drafted for each in demands]
+    for mixed, alone in zip([each for each in demands if each.drafted], with_drafter, strict=True):
+        assert mixed.holdings.in_hand.tolist() == alone.holdings.in_hand.tolist()
+
+
+def test_the_session_after_one_that_look_up_served_well_has_its_drafter_from_the_first_step_on():
+    sure = [(index, 1, 0.99) for index in range(8)]
+    policy = settled(1, STEEP.scaled(1.02), policy=Goodput(StepTimes(STEEP, STEEP.scaled(1.02))))
+    usual = policy.price
+    looping = Demand(tree=tree_of(sure), cap=8, own=[0.99**rank for rank in range(1, 9)])
+    prices = [policy.allocate([looping], other_rows=0).price for _ in range(100)]
+    assert 1.0 in prices, "look-up says as much as the drafter"
+    # Whatever it is doing at the end of that text, resting or in a trial, the next one finds it at work.
+    policy.price, policy._steps_since_change = 1.0, LEAST_REST
+    fresh = Demand(tree=tree_of([]), cap=8)
+    assert policy.allocate([fresh], other_rows=0).price < 2 * usual
+
+
+def test_a_new_session_is_taken_for_a_typical_one():
+    usual = Usual(np.array([0.7, 0.56]))
+    records = usual.of([None])
+    for _ in range(1000):
+        records = usual.see(records, [[0.9]])
+    assert records[0] == pytest.approx([0.9, 0.0], abs=1e-3)
+    assert usual.of([None, records[0]]).round(2).tolist() == [[0.9, 0.0], [0.9, 0.0]]
+    for _ in range(3000):
+        records = usual.forget(records)
+    assert usual.of([None, records[0]]).round(2).tolist() == [[0.7, 0.56], [0.7, 0.56]]
