@@ -214,8 +214,7 @@ class TargetEngine:
     def patience_s(self) -> float:
         """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
         now_s = self._clock()
-        waits = [self._wait_s(session, now_s) for session in self._delayable()]
-        return self._worth_waiting(waits, now_s)
+        return self._worth_waiting([self._wait_s(session, now_s) for session in self._delayable()], now_s)
 
     def drafts_pay(self, draft_s: float) -> bool:
         """Whether a draft step of so many seconds, for all sessions, is worth the delay; the same objective."""
