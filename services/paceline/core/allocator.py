@@ -32,9 +32,6 @@ from paceline.core.tree import DraftTree, Node, best_first
 LEAST_SURVIVAL = 0.05
 # Of drafters at work; 1 would send them to rest.
 MOST_PRICE = 0.99
-# Of all sets of nodes that do as well as the best one, or nearly so, the smallest: what more rows bring may be less
-# than what their times are off.
-ENOUGH = 0.98
 # Drafters that rest are called back for a gain of this much, and not before so many steps; they are sent to rest for
 # none at all, and not before so many, or a few for a clear loss: the first steps after a call have no drafts yet.
 WORTH_A_CALL, CLEAR_LOSS = 1.03, 0.95
@@ -46,6 +43,9 @@ REST_GROWTH, MOST_REST = 4, 2048
 # A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
 # after so many steps.
 CONTROL_EVERY = 250
+# Sessions that are looked at in a step, in turn: what they have in hand is learned over many, and to look at all of
+# many takes a hundredth of a step.
+MOST_LOOKS = 16
 # Standard deviations by which steps with drafters at work are looked upon kindly while they rest.
 KINDNESS = 0.5
 
@@ -198,14 +198,14 @@ class Goodput:
         drafted = [index for index, each in enumerate(demands) if each.cap and each.drafted]
         table = self.times.table(self._mode if drafted else StepMode.PLAIN)
         goodputs = _expected(len(demands), survivals) / table.from_to(rows, rows + len(ranked))
-        best = int(np.argmax(goodputs >= ENOUGH * goodputs.max()))
+        best = int(np.argmax(goodputs))
         self.least_survival = _price(float(goodputs[best]), table, rows, best)
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
         # Until drafters that were called have read what they were not told, there is nothing to judge them by.
         if drafted and (self._mode is StepMode.PLAIN or any(demands[index].answered for index in drafted)):
-            self._look(ranked, demands, drafted)
+            self._look(ranked, demands, self._in_turn(drafted))
             self._set_price(len(demands), [demands[index].holdings for index in drafted], rows)
         return Allocation(nodes=tuple(map(tuple, chosen)), price=self.price)
 
@@ -229,13 +229,19 @@ class Goodput:
 
     def _ranked(self, demands: Sequence[Demand]) -> list[tuple[float, int, Node]]:
         ranked = [
-            (each.tree.survival(node), index, node)
+            (survival, index, node)
             for index, each in enumerate(demands)
+            if each.cap and each.tree.root.children
             for node in best_first(each.tree, min(self.max_nodes, each.cap))
-            if each.tree.survival(node) >= LEAST_SURVIVAL
+            if (survival := each.tree.survival(node)) >= LEAST_SURVIVAL
         ]
         ranked.sort(key=lambda entry: (-entry[0], entry[2].position - demands[entry[1]].tree.root.position, entry[1]))
         return ranked
+
+    def _in_turn(self, drafted: Sequence[int]) -> Sequence[int]:
+        """Those that are looked at in this step."""
+        num_turns = -(-len(drafted) // MOST_LOOKS)
+        return drafted[self._steps_since_change % num_turns :: num_turns]
 
     def _look(
         self, ranked: Sequence[tuple[float, int, Node]], demands: Sequence[Demand], drafted: Sequence[int]

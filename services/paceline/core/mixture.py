@@ -35,8 +35,6 @@ LEFT_ALONE = 4
 
 def in_hand(tree: DraftTree, limit: int, *, price: float) -> float:
     """Draft tokens that a tree is worth: what its best `limit` survivals are above the price of their rows."""
-    if not tree.root.children:
-        return 0.0
     survivals = sorted((tree.survival(node) for node in tree.nodes()), reverse=True)[:limit]
     return sum(max(0.0, survival - price) for survival in survivals)
 
@@ -48,12 +46,16 @@ def num_worth_asking(gains: Sequence[float], *, expected: float, step_s: float, 
         gains: Tokens that the source would add, of each session, best first.
         expected: Tokens of the whole step without it.
         step_s: Time of a step without it.
-        call_s: Time of asking for so many sessions at once.
+        call_s: Time of asking for so many sessions at once; one more never costs less than the one before it.
     """
-    best, best_rate, tokens = 0, expected / step_s, expected
+    best, best_rate, tokens, seconds = 0, expected / step_s, expected, step_s
     for count, gain in enumerate(gains, start=1):
+        before_s, seconds = seconds, step_s + call_s(count)
+        # Less than what its time is worth already, and so are all after it.
+        if count > 1 and gain * before_s <= tokens * (seconds - before_s):
+            break
         tokens += gain
-        rate = tokens / (step_s + call_s(count))
+        rate = tokens / seconds
         if rate > best_rate:
             best, best_rate = count, rate
     return best

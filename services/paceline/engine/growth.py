@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from operator import attrgetter
 
 from paceline.core.allocator import LEAST_SURVIVAL, Allocator
 from paceline.core.messages import GenerateRequest
@@ -18,14 +19,18 @@ from paceline.engine.target_session import TargetSession
 # Weight of a step in the time of steps that calls are weighed against.
 STEP_SMOOTHING = 0.1
 
+_gain_of = attrgetter("gain")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+# Not frozen, and made by position: with many sessions a step makes as many.
+@dataclass(slots=True)
 class _Candidate:
-    """A session that a costly source may be asked for; it has `held` expected draft tokens in hand."""
+    """A session that a costly source may be asked for; it has `held` expected draft tokens in hand, and gains some."""
 
     session: TargetSession
     known: Gain
     held: float
+    gain: float
 
 
 class Growth:
@@ -100,13 +105,13 @@ class Growth:
             return
         held = [self._in_hand(session) for session in sessions]
         candidates = [
-            _Candidate(session=each, known=each.gains.setdefault(source.name, record.new_session()), held=in_hand_now)
-            for each, in_hand_now in zip(sessions, held, strict=True)
-            if source.name in each.followers and self._cap(each) and each.may_wait()
+            self._candidate(source, record, session, in_hand_now)
+            for session, in_hand_now in zip(sessions, held, strict=True)
+            if source.name in session.followers and self._cap(session) and session.may_wait()
         ]
         if not candidates:
             return
-        candidates.sort(key=lambda each: -each.known.of(each.held))
+        candidates.sort(key=_gain_of, reverse=True)
         count = self._num_asked(record, candidates, len(sessions) + sum(held), step_s)
         if count:
             self._call(source, record, candidates[:count], report)
@@ -115,8 +120,15 @@ class Growth:
         for each in candidates[count:]:
             record.left_out(each.known, each.held)
 
+    @staticmethod
+    def _candidate(source: AnySource, record: SourceRecord, session: TargetSession, held: float) -> _Candidate:
+        known = session.gains.get(source.name)
+        if known is None:
+            known = session.gains[source.name] = record.new_session()
+        return _Candidate(session, known, held, known.of(held))
+
     def _num_asked(self, record: SourceRecord, candidates: Sequence[_Candidate], expected: float, step_s: float) -> int:
-        gains = [each.known.of(each.held) for each in candidates]
+        gains = [each.gain for each in candidates]
         count = self._allocator.num_asked(gains, expected=expected, step_s=step_s, call_s=record.call_s)
         if not count and record.is_due(len(gains), self._clock()):
             return len(gains)
@@ -135,6 +147,8 @@ class Growth:
         report.asked_s[source.name] = now_s - started_s
 
     def _in_hand(self, session: TargetSession) -> float:
+        if not session.draft.tree.root.children:
+            return 0.0
         price = max(LEAST_SURVIVAL, self._allocator.least_survival)
         return in_hand(session.draft.tree, self._cap(session), price=price)
 

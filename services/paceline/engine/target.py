@@ -225,10 +225,9 @@ class TargetEngine:
 
     def _delayable(self) -> list[TargetSession]:
         """The decoding sessions; none when something else waits for the next step, or no drafts are to come."""
-        decoding = [session for session in self._running if session.is_decoding]
-        if self._tier.has_work or self._waiting or len(decoding) < len(self._running):
+        if self._tier.has_work or self._waiting or self._mode() is StepMode.PLAIN:
             return []
-        return [] if self._mode() is StepMode.PLAIN else decoding
+        return self._running if all(session.is_decoding for session in self._running) else []
 
     def _worth_waiting(self, waits: Sequence[float | None], now_s: float) -> float:
         """Seconds to wait, at most a step in all; by `_delayable` session those until its next nodes, None: never."""
@@ -322,20 +321,20 @@ class TargetEngine:
         other_rows = min(backlog, max(0, budget - len(decoding)))
         # A quarter of the rows is prefill's when it has need of them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
-        demands = [
-            Demand(
-                tree=each.draft.tree,
-                cap=min(self._cap(each), share),
-                drafted=self._tier.drafts_for(each),
-                answered=self._tier.answers(each),
-                own=each.own_survivals,
-                holdings=each.holdings,
-            )
-            for each in decoding
-        ]
+        demands = [self._demand(session, share) for session in decoding]
         allocation = self._allocator.allocate(demands, other_rows=other_rows)
         self._set_price(decoding, allocation)
         return [self._pack(builder, session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
+
+    def _demand(self, session: TargetSession, share: int) -> Demand:
+        return Demand(
+            tree=session.draft.tree,
+            cap=min(self._cap(session), share),
+            drafted=self._tier.drafts_for(session),
+            answered=self._tier.answers(session),
+            own=session.own_survivals,
+            holdings=session.holdings,
+        )
 
     def _cap(self, session: TargetSession) -> int:
         return min(session.cap(), self._allocator.max_nodes)
