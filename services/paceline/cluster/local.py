@@ -182,7 +182,7 @@ class LocalFleet:
             self._say(f"using the store at {public_url(spec.redis_url)}")
             return
         server = find_server(spec.redis_server)
-        port = plan_store_port(spec)
+        port = plan_store_port(spec, self.endpoints)
         child = store_child(server, spec.host, port, work_dir, self._environ)
         self.endpoints.append(Endpoint(name="valkey", role="valkey", host=spec.host, port=port, second_port=port))
         await self._supervisor.start([child], spec.start_timeout_s)

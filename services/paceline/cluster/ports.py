@@ -9,7 +9,7 @@ from paceline.core.errors import ConfigError
 
 
 class Ports:
-    """Hands out ports; each stays bound until all are given, so that none is given twice."""
+    """Hands out ports; each is listened on until all are given, so that none is given twice."""
 
     def __init__(self, host: str, held: ExitStack) -> None:
         self._host = host
@@ -27,6 +27,8 @@ class Ports:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((self._host, port))
+            # A port that is bound only may be bound again.
+            probe.listen()
         except OSError as error:
             raise ConfigError(
                 f"{flag} {port}: cannot listen on {self._host} ({error.strerror}); choose another port or 0"

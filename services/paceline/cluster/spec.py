@@ -189,15 +189,19 @@ def plan_endpoints(spec: FleetSpec) -> list[Endpoint]:
         return endpoints
 
 
-def plan_store_port(spec: FleetSpec) -> int:
-    """Gives the Valkey server of the fleet its port.
+def plan_store_port(spec: FleetSpec, endpoints: Sequence[Endpoint] = ()) -> int:
+    """Gives the Valkey server of the fleet its port: none that was given to these endpoints.
 
     Raises:
         ConfigError: The port asked for is in use.
     """
     with ExitStack() as held:
+        ports = Ports(spec.host, held)
+        for endpoint in endpoints:
+            for port in {endpoint.port, endpoint.second_port}:
+                ports.take(port, f"port of {endpoint.name}")
         try:
-            return Ports(spec.host, held).take(spec.redis_port, "--redis-port")
+            return ports.take(spec.redis_port, "--redis-port")
         except ConfigError as error:
             raise ConfigError(f"{error}, or --redis-url to use the server that runs there") from None
 

@@ -115,6 +115,20 @@ def test_a_store_that_runs_already_is_pointed_to() -> None:
             plan_store_port(load_free("--redis-port", str(taken.getsockname()[1])))
 
 
+def test_a_store_gets_no_port_of_another_process() -> None:
+    endpoints = plan_endpoints(load_free())
+    gateway = next(each for each in endpoints if each.role == "gateway")
+    with pytest.raises(ConfigError, match=rf"--redis-port {gateway.port}: cannot listen"):
+        plan_store_port(load_free("--redis-port", str(gateway.port)), endpoints)
+
+
+def test_two_processes_get_no_port_both() -> None:
+    verifier = next(each for each in plan_endpoints(load_free()) if each.role == "verifier")
+    ports = ("--verifier-port", str(verifier.port), "--drafter-port", str(verifier.port))
+    with pytest.raises(ConfigError, match=rf"--drafter-port {verifier.port}: cannot listen"):
+        plan_endpoints(load_free(*ports))
+
+
 def test_two_cpus_are_one_each() -> None:
     assert share_cpus(FleetSpec(), [0, 1]) == (
         [CpuShare(num_threads=1, cpus=(0,), spare_cpus=(1,))],
