@@ -73,7 +73,7 @@ class Policy(Protocol):
         """Whether drafters work during the coming step."""
         ...
 
-    def observe(self, rows: int, mode: StepMode, seconds: float) -> None:
+    def observe(self, rows: int, guesses: int, mode: StepMode, seconds: float) -> None:
         """Learns from a step."""
         ...
 
@@ -95,9 +95,9 @@ class AllocatorPolicy:
         demands = [Demand(tree=each.tree, cap=self._cap, holdings=each.holdings) for each in sessions]
         return self._allocator.allocate(demands, other_rows=0).nodes
 
-    def observe(self, rows: int, mode: StepMode, seconds: float) -> None:
+    def observe(self, rows: int, guesses: int, mode: StepMode, seconds: float) -> None:
         """See `Policy`."""
-        self._allocator.observe(rows=rows, mode=mode, seconds=seconds)
+        self._allocator.observe(rows=rows, guesses=guesses, mode=mode, seconds=seconds)
 
 
 class Optimum:
@@ -145,7 +145,7 @@ class Optimum:
             step = step.parent
         return survival
 
-    def observe(self, rows: int, mode: StepMode, seconds: float) -> None:
+    def observe(self, rows: int, guesses: int, mode: StepMode, seconds: float) -> None:
         """See `Policy`; there is nothing that it does not know."""
 
 
@@ -229,10 +229,11 @@ class Replay:
         mode = self._policy.mode if isinstance(self._policy, Optimum) else before
         tokens = sum(self._verify(*each) for each in zip(self._sessions, chosen, strict=True))
         count = len(self._sessions)
-        rows = count + sum(map(len, chosen))
+        guesses = sum(map(len, chosen))
+        rows = count + guesses
         # Policies see noisy times; what counts is the expected one, or luck would decide between them.
         seconds = self._world.seconds(rows, mode)
-        self._policy.observe(rows, mode, seconds * self._luck())
+        self._policy.observe(rows, guesses, mode, seconds * self._luck())
         self._result.tokens[count] += tokens
         self._result.seconds[count] += seconds
         self._result.rows += rows

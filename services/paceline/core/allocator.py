@@ -105,7 +105,7 @@ class Allocator(Protocol):
         """Picks nodes for every session; `other_rows` rows of the step are spoken for (prefill)."""
         ...
 
-    def observe(self, *, rows: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """Learns what a step took; see `StepTimes.observe`."""
         ...
 
@@ -150,7 +150,7 @@ class FixedGamma:
         chosen = tuple(tuple(best_first(each.tree, min(self.gamma, each.cap))) for each in demands)
         return Allocation(nodes=chosen, price=self.price)
 
-    def observe(self, *, rows: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """See `Allocator`; nothing to learn."""
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
@@ -194,12 +194,10 @@ class Goodput:
         """See `Allocator`."""
         ranked = self._ranked(demands)
         rows = len(demands) + other_rows
-        survivals = np.array([survival for survival, _, _ in ranked])
         drafted = [index for index, each in enumerate(demands) if each.cap and each.drafted]
         table = self.times.table(self._mode if drafted else StepMode.PLAIN)
-        goodputs = _expected(len(demands), survivals) / table.from_to(rows, rows + len(ranked))
-        best = int(np.argmax(goodputs))
-        self.least_survival = _price(float(goodputs[best]), table, rows, best)
+        best, goodput = _best(table, len(demands), rows, [survival for survival, _, _ in ranked])
+        self.least_survival = _price(goodput, table, rows, best)
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
@@ -209,9 +207,9 @@ class Goodput:
             self._set_price(len(demands), [demands[index].holdings for index in drafted], rows)
         return Allocation(nodes=tuple(map(tuple, chosen)), price=self.price)
 
-    def observe(self, *, rows: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """See `Allocator`."""
-        self.times.observe(rows=rows, mode=mode, seconds=seconds, mixed=mixed)
+        self.times.observe(rows=rows, guesses=guesses, mode=mode, seconds=seconds, mixed=mixed)
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
         """See `Allocator`; the same objective, applied to time."""
@@ -297,6 +295,16 @@ class Goodput:
         return gain <= 1.0 and self._steps_since_change >= least
 
 
+def _best(table: StepCost, num_sessions: int, rows: int, survivals: Sequence[float]) -> tuple[int, float]:
+    """How many of the guesses, best first, a step verifies, and its goodput."""
+    if not survivals:
+        # In most steps of drafters at rest, and arrays of one element take a hundredth of a small model's step.
+        return 0, num_sessions / table.at(rows)
+    goodputs = _goodputs(table, num_sessions, rows, np.array(survivals))
+    best = int(np.argmax(goodputs))
+    return best, float(goodputs[best])
+
+
 def _price(goodput: float, table: StepCost, rows: int, num_nodes: int) -> float:
     """What the last of so many nodes costs in tokens: what is less likely is not worth a row.
 
@@ -313,9 +321,10 @@ def _outlook(table: StepCost, num_sessions: int, rows: int, holdings: Sequence[F
     """
     known = np.array([each for each in holdings if each is not None])
     survivals = np.repeat(known.mean(axis=0), len(known)) if len(known) else np.empty(0)
-    return _expected(num_sessions, survivals) / table.from_to(rows, rows + len(survivals))
+    return _goodputs(table, num_sessions, rows, survivals)
 
 
-def _expected(num_roots: int, survivals: Floats) -> Floats:
-    """Expected tokens of a step that verifies the first 0, 1, ... of the nodes, `[nodes + 1]`."""
-    return num_roots + np.concatenate(([0.0], np.cumsum(survivals)))
+def _goodputs(table: StepCost, num_sessions: int, rows: int, survivals: Floats) -> Floats:
+    """Expected tokens/s of a step that verifies the first 0, 1, ... of the guesses, `[guesses + 1]`."""
+    tokens = num_sessions + np.concatenate(([0.0], np.cumsum(survivals)))
+    return np.asarray(tokens / table.with_guesses(rows, len(survivals)))

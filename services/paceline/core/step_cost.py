@@ -1,7 +1,8 @@
 """What a step costs by its rows: a table, and the model that learns one from every step.
 
 The learned model is recursive least squares in its Kalman form: the state holds, for each mode and each point of the
-table, a factor on what the start-up profile measured. Factors drift together (a machine gets slower as a whole) far
+table, a factor on what the start-up profile measured, and one on what a guess costs besides its row, for it is asked
+for, judged, and put in place or buried. Factors drift together (a machine gets slower as a whole) far
 more than apart, so one observation moves all points, and the one it was made at most. Points that are not visited
 grow uncertain, which `StepTimes.table` can be told to look upon kindly.
 """
@@ -38,6 +39,8 @@ SIGMA_OF_SIZE = 1.25
 # How far factors may be off at the start: all together, those of a mode, and each for itself; and the share of that
 # uncertainty which comes back with every step, so that what was not seen for a thousand steps is as good as unknown.
 LEVEL, CONTRAST, SHAPE = 0.3, 0.15, 0.1
+# Seconds that a guess is taken to cost besides its row, and how far off that may be, as a share.
+NODE_S, NODE_DOUBT = 5e-5, 0.5
 FORGETTING = 0.001
 # Points this far apart (in log rows) keep 1/e of their correlation.
 REACH = 1.5
@@ -57,6 +60,7 @@ class StepCost:
     Args:
         rows: Increasing numbers of rows, the first at least 1.
         seconds: Time of a step with so many rows, never decreasing.
+        node_s: Seconds that a guess costs besides its row.
         computed: [most rows + 1], rows that the model really computes for so many: kernels round up. None: as many.
 
     Raises:
@@ -65,6 +69,7 @@ class StepCost:
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
+    node_s: float = 0.0
     computed: Ints | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -79,8 +84,8 @@ class StepCost:
         return self._between(self.rows_computed(rows))
 
     def slope(self, rows: int) -> float:
-        """Seconds of one row more, rounding apart."""
-        return self._between(rows + 1) - self._between(rows)
+        """Seconds of one guess more, rounding apart."""
+        return self._between(rows + 1) - self._between(rows) + self.node_s
 
     def rows_computed(self, rows: int) -> int:
         """Rows that the model computes for so many."""
@@ -101,6 +106,10 @@ class StepCost:
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
         beyond = np.maximum(rows - self.rows[-1], 0) * slope
         return np.asarray(np.interp(rows, self.rows, self.seconds) + beyond)
+
+    def with_guesses(self, rows: int, most: int) -> Floats:
+        """Seconds of steps with so many rows and 0 to `most` guesses, `[most + 1]`."""
+        return self.from_to(rows, rows + most) + self.node_s * np.arange(most + 1)
 
     def scaled(self, factor: float) -> StepCost:
         """The same shape, `factor` times as long."""
@@ -123,26 +132,29 @@ class StepTimes:
     def __init__(self, plain: StepCost, drafting: StepCost | None = None) -> None:
         self._computed = plain.computed
         costs = [replace(cost, computed=None) for cost in (plain, drafting or plain)]
-        self._base = np.concatenate([cost.from_to(0, KNOTS[-1])[list(KNOTS)] for cost in costs])
+        self._base = np.concatenate([*(cost.from_to(0, KNOTS[-1])[list(KNOTS)] for cost in costs), [NODE_S]])
         knots = np.tile(np.log(KNOTS), len(StepMode))
         modes = np.repeat(np.arange(len(StepMode)), len(KNOTS))
         near = np.exp(-np.abs(knots[:, None] - knots[None]) / REACH)
-        self._start = LEVEL**2 + CONTRAST**2 * (modes[:, None] == modes[None]) + SHAPE**2 * near
+        self._start = np.full((len(self._base), len(self._base)), LEVEL**2)
+        self._start[:-1, :-1] += CONTRAST**2 * (modes[:, None] == modes[None]) + SHAPE**2 * near
+        self._start[-1, -1] += NODE_DOUBT**2
         self._factors = np.ones(len(self._base))
         self._spread = self._start.copy()
         self._noise = NOISE
-        # Rows and mode of the last step and whether it was mixed, how many in a row were so, and the times of those not
-        # taken in yet.
-        self._alike: tuple[int, StepMode, bool] = (0, StepMode.PLAIN, False)
+        # Rows, guesses and mode of the last step and whether it was mixed, how many in a row were so, and the times of
+        # those not taken in yet.
+        self._alike: tuple[int, int, StepMode, bool] = (0, 0, StepMode.PLAIN, False)
         self._num_alike = 0
         self._seconds: list[float] = []
         self._tables: dict[tuple[StepMode, float], StepCost] = {}
 
-    def observe(self, *, rows: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
+    def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """Takes in the time of one step; those with more rows than the table are left out.
 
         Args:
             rows: Of the step.
+            guesses: How many of them were guesses.
             mode: Whether drafters were at work.
             seconds: From the end of the step before it.
             mixed: Whether some of its rows were prefill.
@@ -151,9 +163,9 @@ class StepTimes:
             rows = int(self._computed[rows])
         if not 1 <= rows <= KNOTS[-1]:
             return
-        if self._alike != (rows, mode, mixed):
+        if self._alike != (rows, guesses, mode, mixed):
             self._take_in()
-            self._alike, self._num_alike = (rows, mode, mixed), 0
+            self._alike, self._num_alike = (rows, guesses, mode, mixed), 0
         self._num_alike += 1
         self._seconds.append(seconds)
         if self._num_alike <= FIRST_ALIKE or len(self._seconds) >= ALIKE:
@@ -165,8 +177,8 @@ class StepTimes:
             return
         seconds = sum(self._seconds) / count
         self._seconds.clear()
-        rows, mode, mixed = self._alike
-        weights = self._weights(rows, mode)
+        rows, guesses, mode, mixed = self._alike
+        weights = self._weights(rows, guesses, mode)
         expected = float(weights @ self._factors)
         self._spread += count * FORGETTING * (self._start - self._spread)
         shared = self._spread @ weights
@@ -198,16 +210,18 @@ class StepTimes:
         own = slice(mode * len(KNOTS), (mode + 1) * len(KNOTS))
         factors = self._factors[own]
         if kindness:
-            level = self._spread.min()
+            level = self._spread[:-1, :-1].min()
             factors = factors - kindness * np.sqrt(np.maximum(np.diag(self._spread)[own] - level, 0.0))
         seconds = _isotonic(np.maximum(factors, 0.05) * self._base[own])
-        return StepCost(rows=KNOTS, seconds=tuple(seconds.tolist()), computed=self._computed)
+        node_s = float(self._factors[-1] * self._base[-1])
+        return StepCost(rows=KNOTS, seconds=tuple(seconds.tolist()), node_s=node_s, computed=self._computed)
 
-    def _weights(self, rows: int, mode: StepMode) -> Floats:
-        """Seconds that each factor stands for in a step with so many rows."""
+    def _weights(self, rows: int, guesses: int, mode: StepMode) -> Floats:
+        """Seconds that each factor stands for in a step with so many rows, some of them guesses."""
         right = min(max(bisect_right(KNOTS, rows), 1), len(KNOTS) - 1)
         share = (rows - KNOTS[right - 1]) / (KNOTS[right] - KNOTS[right - 1])
         weights = np.zeros(len(self._base))
+        weights[-1] = guesses * self._base[-1]
         at = mode * len(KNOTS) + right
         weights[at - 1], weights[at] = (1.0 - share) * self._base[at - 1], share * self._base[at]
         return weights

@@ -299,7 +299,8 @@ class TargetEngine:
         # A row is a row; but where most of them are prefill, attention over long chunks is what is paid for.
         if self._cycle_since_s is not None and not self._is_mostly_prefill(num_rows):
             cycle_s, mixed = now_s - self._cycle_since_s, self._report.num_prefill_rows > 0
-            self._allocator.observe(rows=num_rows, mode=mode, seconds=cycle_s, mixed=mixed)
+            guesses = sum(self._report.gammas)
+            self._allocator.observe(rows=num_rows, guesses=guesses, mode=mode, seconds=cycle_s, mixed=mixed)
         self._cycle_since_s = now_s if self._running else None
 
     def _admit(self) -> None:

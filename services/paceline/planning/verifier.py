@@ -402,8 +402,13 @@ class SimulatedVerifier:
         if not plan.num_prefill_rows:
             self._step_s += STEP_SMOOTHING * (now_s - started_s - self._step_s)
         if self._cycle_since_s is not None and 2 * plan.num_prefill_rows <= plan.rows:
-            mixed = plan.num_prefill_rows > 0
-            self.allocator.observe(rows=plan.rows, mode=plan.mode, seconds=now_s - self._cycle_since_s, mixed=mixed)
+            self.allocator.observe(
+                rows=plan.rows,
+                guesses=sum(len(nodes) for _, nodes in plan.decoding),
+                mode=plan.mode,
+                seconds=now_s - self._cycle_since_s,
+                mixed=plan.num_prefill_rows > 0,
+            )
         self._cycle_since_s = now_s if self._running else None
 
     def _commit(self, session: SimulatedSession, tokens: tuple[int, ...], now_s: float) -> None:

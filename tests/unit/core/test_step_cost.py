@@ -29,7 +29,9 @@ def test_steps_of_a_machine_with_another_curve_are_learned():
     rng = np.random.default_rng(3)
     for _ in range(2000):
         rows = int(rng.integers(1, 129))
-        times.observe(rows=rows, mode=PLAIN, seconds=truth.at(rows) * float(np.exp(0.08 * rng.standard_normal())))
+        times.observe(
+            rows=rows, guesses=0, mode=PLAIN, seconds=truth.at(rows) * float(np.exp(0.08 * rng.standard_normal()))
+        )
     for rows in (1, 8, 32, 100):
         assert times.table(PLAIN).at(rows) == pytest.approx(truth.at(rows), rel=0.1)
 
@@ -37,7 +39,7 @@ def test_steps_of_a_machine_with_another_curve_are_learned():
 def test_a_slower_machine_moves_points_that_were_not_visited_and_the_other_mode():
     times = StepTimes(PROFILE)
     for _ in range(100):
-        times.observe(rows=4, mode=PLAIN, seconds=1.5 * PROFILE.at(4))
+        times.observe(rows=4, guesses=0, mode=PLAIN, seconds=1.5 * PROFILE.at(4))
     assert times.table(PLAIN).at(4) == pytest.approx(1.5 * PROFILE.at(4), rel=0.03)
     assert times.table(PLAIN).at(64) > 1.3 * PROFILE.at(64)
     assert times.table(DRAFTING).at(4) > 1.3 * PROFILE.at(4)
@@ -46,8 +48,8 @@ def test_a_slower_machine_moves_points_that_were_not_visited_and_the_other_mode(
 def test_one_accident_hardly_counts():
     times = StepTimes(PROFILE)
     for _ in range(200):
-        times.observe(rows=8, mode=PLAIN, seconds=PROFILE.at(8))
-    times.observe(rows=8, mode=PLAIN, seconds=100.0)
+        times.observe(rows=8, guesses=0, mode=PLAIN, seconds=PROFILE.at(8))
+    times.observe(rows=8, guesses=0, mode=PLAIN, seconds=100.0)
     assert times.table(PLAIN).at(8) < 1.25 * PROFILE.at(8)
 
 
@@ -55,7 +57,7 @@ def test_tables_never_decrease_whatever_was_observed():
     times, rng = StepTimes(PROFILE), np.random.default_rng(5)
     for _ in range(500):
         mode = StepMode(int(rng.integers(2)))
-        times.observe(rows=int(rng.integers(1, 129)), mode=mode, seconds=float(rng.uniform(1e-4, 1.0)))
+        times.observe(rows=int(rng.integers(1, 129)), guesses=0, mode=mode, seconds=float(rng.uniform(1e-4, 1.0)))
         for kindness in (0.0, 1.0):
             seconds = times.table(mode, kindness=kindness).seconds
             assert all(low <= high for low, high in itertools.pairwise(seconds))
@@ -63,23 +65,23 @@ def test_tables_never_decrease_whatever_was_observed():
 
 def test_rows_beyond_the_table_are_left_out():
     times = StepTimes(PROFILE)
-    times.observe(rows=500, mode=PLAIN, seconds=9.0)
+    times.observe(rows=500, guesses=0, mode=PLAIN, seconds=9.0)
     assert times.table(PLAIN).at(128) == pytest.approx(PROFILE.at(128))
 
 
 def test_kindness_grows_while_a_mode_is_not_seen_and_ends_when_it_is():
     times = StepTimes(PROFILE)
     for _ in range(300):
-        times.observe(rows=8, mode=DRAFTING, seconds=PROFILE.at(8))
+        times.observe(rows=8, guesses=0, mode=DRAFTING, seconds=PROFILE.at(8))
 
     def kindness() -> float:
         return times.table(DRAFTING).at(8) / times.table(DRAFTING, kindness=1.0).at(8)
 
     just_seen = kindness()
     for _ in range(300):
-        times.observe(rows=8, mode=PLAIN, seconds=PROFILE.at(8))
+        times.observe(rows=8, guesses=0, mode=PLAIN, seconds=PROFILE.at(8))
     long_ago = kindness()
-    times.observe(rows=8, mode=DRAFTING, seconds=PROFILE.at(8))
+    times.observe(rows=8, guesses=0, mode=DRAFTING, seconds=PROFILE.at(8))
     assert 1.0 <= just_seen < kindness() < long_ago < 1.3
 
 
@@ -91,7 +93,7 @@ def test_a_model_that_rounds_up_is_charged_for_what_it_computes():
     assert cost.slope(2) == pytest.approx(1.0)
     times = StepTimes(cost)
     for _ in range(200):
-        times.observe(rows=5, mode=PLAIN, seconds=16.0)
+        times.observe(rows=5, guesses=0, mode=PLAIN, seconds=16.0)
     table = times.table(PLAIN)
     assert table.at(5) == table.at(8) == pytest.approx(16.0, rel=0.02)
     assert table.at(4) < table.at(5)
@@ -102,7 +104,9 @@ def test_steps_that_scatter_do_not_shake_the_table():
     ratios = []
     for number in range(1500):
         rows = int(rng.choice([8, 8, 8, 12]))
-        times.observe(rows=rows, mode=PLAIN, seconds=PROFILE.at(rows) * float(np.exp(0.35 * rng.standard_normal())))
+        times.observe(
+            rows=rows, guesses=0, mode=PLAIN, seconds=PROFILE.at(rows) * float(np.exp(0.35 * rng.standard_normal()))
+        )
         if number >= 300:
             ratios.append(times.table(PLAIN).at(12) / times.table(PLAIN).at(8))
     truth = PROFILE.at(12) / PROFILE.at(8)
@@ -115,9 +119,22 @@ def test_steps_with_prefill_say_little_beside_others_and_enough_where_there_are_
         times = StepTimes(PROFILE)
         for _ in range(300):
             if pure:
-                times.observe(rows=8, mode=PLAIN, seconds=PROFILE.at(8))
-            times.observe(rows=8, mode=PLAIN, seconds=1.3 * PROFILE.at(8), mixed=True)
+                times.observe(rows=8, guesses=0, mode=PLAIN, seconds=PROFILE.at(8))
+            times.observe(rows=8, guesses=0, mode=PLAIN, seconds=1.3 * PROFILE.at(8), mixed=True)
         return times.table(PLAIN).at(8) / PROFILE.at(8)
 
     assert learned(pure=True) < 1.05
     assert learned(pure=False) > 1.25
+
+
+def test_what_a_guess_costs_besides_its_row_is_told_from_the_row():
+    times, rng = StepTimes(PROFILE), np.random.default_rng(5)
+    for _ in range(2000):
+        roots, guesses = int(rng.integers(1, 40)), int(rng.integers(0, 2)) * int(rng.integers(1, 40))
+        seconds = PROFILE.at(roots + guesses) + 0.0002 * guesses
+        times.observe(rows=roots + guesses, guesses=guesses, mode=PLAIN, seconds=seconds)
+    table = times.table(PLAIN)
+    assert table.node_s == pytest.approx(0.0002, rel=0.2)
+    assert table.at(40) == pytest.approx(PROFILE.at(40), rel=0.05)
+    assert table.with_guesses(8, 4).tolist() == pytest.approx([table.at(8 + n) + n * table.node_s for n in range(5)])
+    assert table.slope(8) == pytest.approx(table.at(9) - table.at(8) + table.node_s)
