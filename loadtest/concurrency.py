@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import math
 import os
 import random
 import statistics
@@ -34,6 +33,7 @@ from tqdm import tqdm
 
 from loadtest.client import Ask, BatchResult, run_batch
 from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.rounds import is_known, standard_error
 from loadtest.single import OWN_HARDWARE
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.training.corpus import unseen_prompts
@@ -42,8 +42,6 @@ PLAIN, SPECULATIVE, NO_DRAFTER = "plain", "speculative", "no drafter"
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 # Never slower, anywhere; and faster by this much up to so many streams.
 LEAST, LEAST_AT_FEW, FEW = 0.98, 1.2, 4
-# Standard error at which a ratio is known; and how many of them from what is asked it is as good as known.
-PRECISION, FAR = 0.01, 3.0
 NUM_PROMPTS = 64
 REQUESTS_PER_STREAM = 4
 
@@ -72,14 +70,12 @@ class Row:
     @property
     def is_known(self) -> bool:
         """Whether another round would say little."""
-        distances = (abs(self.ratio(SPECULATIVE, base) - self.least) for base in (PLAIN, NO_DRAFTER))
-        return self.error <= PRECISION or min(distances) > FAR * self.error
+        return all(is_known(self._ratios(SPECULATIVE, base), self.least) for base in (PLAIN, NO_DRAFTER))
 
     @property
     def error(self) -> float:
         """Standard error of the less certain ratio."""
-        ratios = [self._ratios(SPECULATIVE, base) for base in (PLAIN, NO_DRAFTER)]
-        return max(statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.inf for each in ratios)
+        return max(standard_error(self._ratios(SPECULATIVE, base)) for base in (PLAIN, NO_DRAFTER))
 
     def figures(self) -> dict[str, Any]:
         """What goes into the table and the last line."""

@@ -2,14 +2,16 @@
 
 A proxy of this bench stands between the two, at every setting, and delays each direction by half the round trip: the
 drafter announces the proxy's address instead of its own (`--announce`). Concurrency 1, greedy, decoding only. Every
-round of the bench decodes the same prompts plainly and then at each round trip, so that a slow minute of the machine
-meets all of them; shown are medians over the rounds.
+round of the bench decodes the same prompts plainly and then at each round trip, every other one in the opposite order,
+so that a slow minute of the machine meets all of them; shown are medians over the rounds. Rounds go on until the ratios
+that are judged are known to one percent or lie three standard errors from what is asked, or there were --most-rounds.
 
 The bench is met when all texts are equal to the plain ones, and at every round trip below the measured verify step
 decoding is at most 10 % slower than at 0 ms: what the drafter does ahead must hide a delay that is no longer than the
 step. In the table:
 
-* ratio: decode tokens/s over plain decoding of the same round; to 0 ms: over the same round's row of 0 ms
+* ratio: decode tokens/s over plain decoding of the same round; to 0 ms: over the same round's row of 0 ms; error:
+  standard error of the latter
 * hits: rounds whose committed tokens were all in the tree already, so the drafter goes on without looking back
 * length: mean acceptance length, 1 + accepted / speculative steps; gamma: draft tokens verified a speculative step
 * drafted: speculative steps among all steps; answer: from a commit to the first node that builds on it, as the
@@ -30,6 +32,7 @@ from typing import Any
 from loadtest.client import Ask, BatchResult, run_batch
 from loadtest.fleet import bench_fleet, machine
 from loadtest.proxy import DelayProxy
+from loadtest.rounds import is_known, standard_error
 from loadtest.scrape import MeanOf, scrape
 from paceline.cluster.local import LocalFleet
 from paceline.training.corpus import unseen_prompts
@@ -59,9 +62,13 @@ class Setting:
         """Decode tokens/s of each round of the bench."""
         return [decode_speed(result) for result in self.results]
 
+    def ratios_to(self, other: Setting) -> list[float]:
+        """This speed over the other one's, of each round."""
+        return [mine / its for mine, its in zip(self.speeds, other.speeds, strict=True)]
+
     def ratio_to(self, other: Setting) -> float:
         """Median over the rounds of this speed over the other one's."""
-        return statistics.median(mine / its for mine, its in zip(self.speeds, other.speeds, strict=True))
+        return statistics.median(self.ratios_to(other))
 
     def total(self, key: str) -> int:
         """Sum of an entry of the speculation records."""
@@ -79,7 +86,8 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=6, help="prompts a round (default 6)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt (default 128)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds over all settings (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="least rounds over all settings (default 3)")
+    parser.add_argument("--most-rounds", type=int, default=12, help="most rounds (default 12)")
     parser.add_argument(
         "--round-trips-ms",
         type=float,
@@ -102,8 +110,10 @@ async def measure(arguments: argparse.Namespace) -> bool:
             model = fleet.model_name
             # Both ways then find every prompt in the prefix cache.
             await run_batch(fleet.gateway_url, [replace(ask, max_tokens=1) for ask in asks], 1, "prompts")
-            for index in range(arguments.rounds):
-                for setting in settings:
+            for index in range(max(arguments.rounds, arguments.most_rounds)):
+                if index >= arguments.rounds and _is_known(settings):
+                    break
+                for setting in settings[:: -1 if index % 2 else 1]:
                     await _measure_one(fleet, proxy, setting, asks, f"round {index + 1}, {setting.title}")
     figures = _figures(settings)
     _print_table(settings, figures)
@@ -131,18 +141,27 @@ def decode_speed(result: BatchResult) -> float:
     return sum(each.num_tokens - 1 for each in result.completions) / sum(spans_s)
 
 
+def _judged(settings: Sequence[Setting]) -> list[Setting]:
+    """Those whose round trip is below the verify step."""
+    verify_step_ms = 1e3 * settings[1].step.value
+    return [each for each in settings[1:] if each.round_trip_ms is not None and each.round_trip_ms < verify_step_ms]
+
+
+def _is_known(settings: Sequence[Setting]) -> bool:
+    return all(is_known(each.ratios_to(settings[1]), LEAST_TO_ZERO) for each in _judged(settings))
+
+
 def _figures(settings: Sequence[Setting]) -> dict[str, Any]:
     plain, zero, *_ = settings
-    verify_step_ms = 1e3 * zero.step.value
     rows = {each.title: _row(each, plain, zero) for each in settings[1:]}
     same = all(each.texts() == plain.texts() for each in settings[1:])
-    judged = [each for each in settings[1:] if each.round_trip_ms is not None and each.round_trip_ms < verify_step_ms]
+    judged = _judged(settings)
     return {
         "batch_size": 1,
         "rounds": len(plain.results),
         "plain_tokens_per_s": round(statistics.median(plain.speeds), 1),
         "plain_step_ms": round(1e3 * plain.step.value, 2),
-        "verify_step_ms": round(verify_step_ms, 2),
+        "verify_step_ms": round(1e3 * zero.step.value, 2),
         "round_trips": rows,
         "judged": [each.title for each in judged],
         "same_text": same,
@@ -157,6 +176,7 @@ def _row(setting: Setting, plain: Setting, zero: Setting) -> dict[str, float]:
         "tokens_per_s": round(statistics.median(setting.speeds), 1),
         "ratio": round(setting.ratio_to(plain), 3),
         "to_zero": round(setting.ratio_to(zero), 3),
+        "error": round(standard_error(setting.ratios_to(zero)), 3) if len(setting.results) > 1 else 0.0,
         "hit_rate": round(hits / max(1, hits + misses), 3),
         "mean_acceptance_length": round(1 + setting.total("num_accepted_draft_tokens") / max(1, spec_steps), 3),
         "mean_gamma": round(setting.total("num_draft_tokens") / max(1, spec_steps), 2),
@@ -168,7 +188,7 @@ def _row(setting: Setting, plain: Setting, zero: Setting) -> dict[str, float]:
 def _print_table(settings: Sequence[Setting], figures: dict[str, Any]) -> None:
     print(f"{machine()}; batch size 1, greedy")
     print(f"plain step {figures['plain_step_ms']:.2f} ms, verify step {figures['verify_step_ms']:.2f} ms\n")
-    heads = ("tokens/s", "ratio", "to 0 ms", "hits", "length", "gamma", "drafted", "answer ms")
+    heads = ("tokens/s", "ratio", "to 0 ms", "error", "hits", "length", "gamma", "drafted", "answer ms")
     print(f"{'round trip':12}" + "".join(f"{head:>10}" for head in heads))
     print(f"{'plain':12}{figures['plain_tokens_per_s']:10.1f}{1:10.3f}")
     for each in settings[1:]:

@@ -10,8 +10,9 @@ Every prompt is decoded in turn by
 
 so that three ratios come out: a tier on hardware of its own (speculative against plain on one core), and on equal
 hardware (against plain on all cores) the tier and the drafter inside, of which the better counts. Decode time counts,
-from the first token to the last; of the rounds the median. Texts of all must be equal. The target is the demo target
-widened to 98 M parameters, with --large to 400 M too.
+from the first token to the last; of the rounds the median. Rounds go on until both ratios are known to one percent or
+lie three standard errors from what is asked, or there were --most-rounds. Texts of all must be equal. The target is the
+demo target widened to 98 M parameters, with --large to 400 M too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tqdm import tqdm
 
 from loadtest.client import Ask, Completion, complete, http_client
 from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.rounds import is_known, standard_error
 from paceline.training.corpus import unseen_prompts
 
 PLAIN, SPECULATIVE, ALL_CORES, IN_TURN = "plain, 1 core", "speculative", "plain, all cores", "taking turns"
@@ -66,17 +68,34 @@ class Case:
         seconds = sum(statistics.median(rounds) for rounds in self.seconds[way].values())
         return self.num_tokens * len(self.seconds[way]) / seconds
 
+    def ratios(self, way: str, base: str) -> list[float]:
+        """One way over another, all prompts, of each round."""
+        rounds = [[sum(times) for times in zip(*self.seconds[each].values(), strict=True)] for each in (base, way)]
+        return [its / mine for its, mine in zip(*rounds, strict=True)]
+
+    @property
+    def least(self) -> list[float]:
+        """What is asked, on hardware of its own and on equal hardware."""
+        share = 1.0 if self.temperature == 0 else SAMPLED_SHARE
+        return [limit * share for limit in LEAST[self.model]]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether another round would say little."""
+        own, equal = self.least
+        better = max((self.ratios(way, ALL_CORES) for way in (SPECULATIVE, IN_TURN)), key=statistics.median)
+        return is_known(self.ratios(SPECULATIVE, PLAIN), own) and is_known(better, equal)
+
     def total(self, key: str) -> int:
         """Sum of an entry of the speculation records."""
         return sum(int(record.get(key, 0)) for record in self.records)
 
     def figures(self) -> dict[str, Any]:
         """What goes into the table and the last line."""
-        share = 1.0 if self.temperature == 0 else SAMPLED_SHARE
         own, equal = (self.rate(SPECULATIVE) / self.rate(way) for way in (PLAIN, ALL_CORES))
         in_turn = self.rate(IN_TURN) / self.rate(ALL_CORES)
+        ratios = self.ratios(SPECULATIVE, PLAIN)
         same_texts = all(len(texts) == 1 for texts in self.texts.values())
-        least = [limit * share for limit in LEAST[self.model]]
         return {
             "model": self.model,
             "temperature": self.temperature,
@@ -84,14 +103,16 @@ class Case:
             "own_hardware": round(own, 3),
             "equal_hardware": round(equal, 3),
             "equal_hardware_in_turn": round(in_turn, 3),
-            "least": [round(limit, 3) for limit in least],
+            "least": [round(limit, 3) for limit in self.least],
+            "rounds": len(ratios),
+            "error": round(standard_error(ratios), 3) if len(ratios) > 1 else None,
             "mean_acceptance_length": round(
                 1 + self.total("num_accepted_draft_tokens") / max(1, self.total("num_spec_steps")), 2
             ),
             "gamma": round(self.total("num_draft_tokens") / max(1, self.total("num_spec_steps")), 2),
             "hit_rate": round(self.total("num_hits") / max(1, self.total("num_hits") + self.total("num_misses")), 3),
             "same_texts": same_texts,
-            "ok": own >= least[0] and max(equal, in_turn) >= least[1] and same_texts,
+            "ok": own >= self.least[0] and max(equal, in_turn) >= self.least[1] and same_texts,
         }
 
 
@@ -102,7 +123,8 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=8, help="number of prompts (default 8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt (default 128)")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each prompt is decoded each way (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="least times that each prompt is decoded (default 3)")
+    parser.add_argument("--most-rounds", type=int, default=8, help="most times (default 8)")
     parser.add_argument("--large", action="store_true", help="the 400 M widening too (800 MB; takes longer)")
     arguments = parser.parse_args()
     raise SystemExit(0 if asyncio.run(measure(arguments)) else 1)
@@ -160,8 +182,11 @@ async def _case(
     ]
     await _warm_up(client, asks, ways)
     title = f"{case.model}, temperature {case.temperature:g}"
-    with tqdm(total=arguments.rounds * len(asks) * len(ways), desc=title, unit="completion", leave=False) as bar:
-        for _ in range(arguments.rounds):
+    rounds = range(max(arguments.rounds, arguments.most_rounds))
+    with tqdm(total=len(rounds) * len(asks) * len(ways), desc=title, unit="completion", leave=False) as bar:
+        for index in rounds:
+            if index >= arguments.rounds and case.is_known:
+                break
             for number, ask in enumerate(asks):
                 for way, (url, speculation) in ways.items():
                     done = await complete(client, url, replace(ask, speculation=speculation))
