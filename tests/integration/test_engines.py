@@ -443,16 +443,27 @@ def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say(pair_f
 class Told(Called):
     """Keeps what it is told of steps."""
 
-    def __init__(self):
-        super().__init__(1.0)
+    def __init__(self, price):
+        super().__init__(price)
         self.steps = []
 
-    def observe(self, *, rows, mode, seconds, mixed=False):
-        self.steps.append((rows, mixed))
+    def observe(self, *, rows, guesses, mode, seconds, mixed=False):
+        self.steps.append((rows, guesses, mixed))
+
+
+def test_the_policy_is_told_how_many_rows_of_a_step_were_guesses(pair_folders):
+    policy = Told(0.0)
+    pair = EnginePair(*pair_folders, allocator=policy)
+    for name, prompt in zip("ab", prompts(2), strict=True):
+        pair.submit(name, prompt, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+    for _ in range(6):
+        pair.round()
+    assert [sum(report.gammas) for report in pair.reports[-4:]] == [guesses for _, guesses, _ in policy.steps[-4:]]
+    assert policy.steps[-1] == (2 + 8, 8, False)
 
 
 def test_the_policy_is_told_which_steps_had_prefill_in_them(pair_folders):
-    policy = Told()
+    policy = Told(1.0)
     pair = EnginePair(*pair_folders, allocator=policy)
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     for name, prompt in zip("abc", ([1, 2], [3, 4], [5, 6]), strict=True):
@@ -462,4 +473,4 @@ def test_the_policy_is_told_which_steps_had_prefill_in_them(pair_folders):
     pair.submit("late", [9, 8, 7], greedy)
     pair.round(draft_steps=0)
     pair.round(draft_steps=0)
-    assert policy.steps == [(3, False), (6, True), (4, False)], "and of steps that are mostly prefill nothing"
+    assert policy.steps == [(3, 0, False), (6, 0, True), (4, 0, False)], "and of steps that are mostly prefill nothing"
