@@ -113,7 +113,7 @@ class StepCost:
 
     def scaled(self, factor: float) -> StepCost:
         """The same shape, `factor` times as long."""
-        return replace(self, seconds=tuple(value * factor for value in self.seconds))
+        return replace(self, seconds=tuple(value * factor for value in self.seconds), node_s=self.node_s * factor)
 
 
 # Shape of a weight-bound step on a CPU core with prepacked bfloat16 weights, relative to one row: 8 rows cost

@@ -169,7 +169,7 @@ def settled(count: int, drafting: StepCost, *, steps: int = 60, policy: Goodput 
         allocation = policy.allocate(demands, other_rows=0)
         rows = count + sum(map(len, allocation.nodes))
         cost = drafting if mode is StepMode.DRAFTING else STEEP
-        policy.observe(rows=rows, guesses=0, mode=mode, seconds=cost.at(rows))
+        policy.observe(rows=rows, guesses=rows - count, mode=mode, seconds=cost.at(rows))
     return policy
 
 
@@ -208,7 +208,7 @@ def test_drafters_rest_where_the_sessions_own_text_says_as_much():
             tree = tree_of(CHAIN if own or mode is StepMode.DRAFTING else [])
             allocation = policy.allocate([Demand(tree=tree, cap=8, own=own, holdings=holdings)], other_rows=0)
             rows = 1 + len(allocation.nodes[0])
-            policy.observe(rows=rows, guesses=0, mode=mode, seconds=costs[mode].at(rows))
+            policy.observe(rows=rows, guesses=rows - 1, mode=mode, seconds=costs[mode].at(rows))
             count += mode is StepMode.DRAFTING
         return count
 

@@ -138,3 +138,4 @@ def test_what_a_guess_costs_besides_its_row_is_told_from_the_row():
     assert table.at(40) == pytest.approx(PROFILE.at(40), rel=0.05)
     assert table.with_guesses(8, 4).tolist() == pytest.approx([table.at(8 + n) + n * table.node_s for n in range(5)])
     assert table.slope(8) == pytest.approx(table.at(9) - table.at(8) + table.node_s)
+    assert table.scaled(2.0).slope(8) == pytest.approx(2.0 * table.slope(8))
