@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -233,7 +234,8 @@ class Goodput:
             for node in best_first(each.tree, min(self.max_nodes, each.cap))
             if (survival := each.tree.survival(node)) >= LEAST_SURVIVAL
         ]
-        ranked.sort(key=lambda entry: (-entry[0], entry[2].position - demands[entry[1]].tree.root.position, entry[1]))
+        # Of equals those that came first stay first, so parents before children.
+        ranked.sort(key=itemgetter(0), reverse=True)
         return ranked
 
     def _in_turn(self, drafted: Sequence[int]) -> Sequence[int]:
@@ -320,7 +322,7 @@ def _outlook(table: StepCost, num_sessions: int, rows: int, holdings: Sequence[F
     The mean of a rank stands for all: of single records the best would be those that err most.
     """
     known = np.array([each for each in holdings if each is not None])
-    survivals = np.repeat(known.mean(axis=0), len(known)) if len(known) else np.empty(0)
+    survivals = np.repeat(known.sum(axis=0) / len(known), len(known)) if len(known) else np.empty(0)
     return _goodputs(table, num_sessions, rows, survivals)
 
 

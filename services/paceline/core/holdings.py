@@ -56,7 +56,7 @@ class Usual:
             row[: len(look)] = look[: len(row)]
         if len(seen):
             weight = 1.0 - (1.0 - TYPICAL_SMOOTHING) ** len(seen)
-            self._typical += weight * (seen.mean(axis=0) - self._typical)
+            self._typical += weight * (seen.sum(axis=0) / len(seen) - self._typical)
         return records + SMOOTHING * (seen - records)
 
     def forget(self, records: Floats) -> Floats:

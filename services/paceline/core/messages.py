@@ -110,8 +110,7 @@ class NodeGuess:
 
     def within(self, vocab_size: int) -> bool:
         """True when a vocabulary holds all ids named here; with a distribution, its token does not matter."""
-        token_ids = (self.token_id,) if self.draft is None else self.draft.token_ids
-        return max(token_ids) < vocab_size
+        return (self.token_id if self.draft is None else max(self.draft.token_ids)) < vocab_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,7 @@ LEFT_ALONE = 4
 
 def in_hand(tree: DraftTree, limit: int, *, price: float) -> float:
     """Draft tokens that a tree is worth: what its best `limit` survivals are above the price of their rows."""
-    survivals = sorted((tree.survival(node) for node in tree.nodes()), reverse=True)[:limit]
-    return sum(max(0.0, survival - price) for survival in survivals)
+    return sum(max(0.0, survival - price) for survival in tree.survivals(limit))
 
 
 def num_worth_asking(gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]) -> int:

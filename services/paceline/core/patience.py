@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from paceline.core.tree import DraftTree
 
 # Share of a promising leaf's survival that its best child keeps, until a drafter's first guesses say what it is: the
 # mean confidence of a fair one.
 CHILD_SHARE = 0.75
+
+_log_weight = attrgetter("log_weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +43,10 @@ def prospect(tree: DraftTree, cap: int, *, price: float, child_share: float = CH
         price: Least survival worth verifying; 1 for a session that must not be delayed for drafts.
         child_share: Survival of a node's best child over that of the node, with this drafter.
     """
-    survivals = sorted((tree.survival(node) for node in tree.nodes()), reverse=True)[:cap]
+    survivals = tree.survivals(cap)
     in_hand = 1.0 + sum(survivals)
-    leaves = (tree.survival(node) for node in tree.nodes() if not node.children)
-    best_child = child_share * max(leaves, default=1.0)
+    best_leaf = max((node for node in tree.nodes() if not node.children), key=_log_weight, default=tree.root)
+    best_child = child_share * tree.survival(best_leaf)
     # With as many nodes as it may use, a session gains what the new node has over the weakest one.
     replaced = survivals[-1] if survivals and len(survivals) >= cap else 0.0
     gain = max(0.0, best_child - replaced) if cap and best_child > price else 0.0

@@ -10,7 +10,9 @@ grow uncertain, which `StepTimes.table` can be told to look upon kindly.
 from __future__ import annotations
 
 import enum
+import operator
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -53,6 +55,10 @@ class StepMode(enum.IntEnum):
     DRAFTING = 1
 
 
+def _is_monotone(values: Sequence[float]) -> bool:
+    return all(map(operator.le, values, values[1:]))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
     """Seconds a step takes by its rows: linear between the points of a table, last slope beyond it.
@@ -74,9 +80,8 @@ class StepCost:
 
     def __post_init__(self) -> None:
         """Checks the table."""
-        increasing = all(low < high for low, high in zip(self.rows, self.rows[1:], strict=False))
-        monotone = all(low <= high for low, high in zip(self.seconds, self.seconds[1:], strict=False))
-        if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not (increasing and monotone):
+        increasing = all(map(operator.lt, self.rows, self.rows[1:]))
+        if len(self.rows) < 2 or len(self.rows) != len(self.seconds) or not (increasing and _is_monotone(self.seconds)):
             raise ConfigError("step cost: needs at least two points of increasing rows and non-decreasing seconds")
 
     def at(self, rows: int) -> float:
@@ -212,9 +217,9 @@ class StepTimes:
         if kindness:
             level = self._spread[:-1, :-1].min()
             factors = factors - kindness * np.sqrt(np.maximum(np.diag(self._spread)[own] - level, 0.0))
-        seconds = _isotonic(np.maximum(factors, 0.05) * self._base[own])
+        seconds = _isotonic((np.maximum(factors, 0.05) * self._base[own]).tolist())
         node_s = float(self._factors[-1] * self._base[-1])
-        return StepCost(rows=KNOTS, seconds=tuple(seconds.tolist()), node_s=node_s, computed=self._computed)
+        return StepCost(rows=KNOTS, seconds=tuple(seconds), node_s=node_s, computed=self._computed)
 
     def _weights(self, rows: int, guesses: int, mode: StepMode) -> Floats:
         """Seconds that each factor stands for in a step with so many rows, some of them guesses."""
@@ -227,15 +232,17 @@ class StepTimes:
         return weights
 
 
-def _isotonic(values: Floats) -> Floats:
+def _isotonic(values: list[float]) -> list[float]:
     """Nearest never-decreasing values (pool adjacent violators)."""
+    if _is_monotone(values):
+        return values
     means: list[float] = []
     counts: list[int] = []
-    for value in values.tolist():
+    for value in values:
         mean, count = value, 1
         while means and means[-1] > mean:
             last, number = means.pop(), counts.pop()
             mean, count = (mean * count + last * number) / (count + number), count + number
         means.append(mean)
         counts.append(count)
-    return np.repeat(np.array(means), counts)
+    return [mean for mean, count in zip(means, counts, strict=True) for _ in range(count)]

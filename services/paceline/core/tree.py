@@ -9,6 +9,7 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from paceline.core.acceptance import SparseDraft
 from paceline.core.errors import RemoteProtocolError
@@ -21,6 +22,8 @@ LEAST_CONFIDENCE = 1 / 512
 REMEMBERED_POSITIONS = 128
 # Far more than a session can use; what a peer sends beyond that is not taken in.
 MAX_NODES = 1024
+
+_log_weight = attrgetter("log_weight")
 
 
 class NodeState(enum.Enum):
@@ -134,12 +137,18 @@ class DraftTree:
         """Steps from the root."""
         return node.position - self.root.position
 
-    def nodes(self) -> Iterator[Node]:
-        """All live nodes, parents before children."""
-        level = list(self.root.children.values())
-        while level:
-            yield from level
-            level = [child for node in level for child in node.children.values()]
+    def nodes(self) -> list[Node]:
+        """All live nodes, by their depth."""
+        nodes = list(self.root.children.values())
+        for node in nodes:
+            # The list grows while it is walked.
+            nodes.extend(node.children.values())
+        return nodes
+
+    def survivals(self, limit: int) -> list[float]:
+        """Survivals of the best `limit` nodes, best first."""
+        log_weights = sorted(map(_log_weight, self.nodes()), reverse=True)
+        return [math.exp(log_weight - self.root.log_weight) for log_weight in log_weights[:limit]]
 
     def probability(self, source: str, confidence: float) -> float:
         """Probability that a source's guess matches if its parent does."""
@@ -285,7 +294,7 @@ class DraftTree:
             for node_id, node in self._index.items()
             if node.state is NodeState.LIVE or (node.state is NodeState.COMMITTED and node.position >= oldest)
         }
-        self.num_nodes = sum(1 for _ in self.nodes()) if self.root.children else 0
+        self.num_nodes = len(self.nodes())
 
 
 def _bury(nodes: Iterable[Node]) -> list[Node]:
@@ -299,9 +308,8 @@ def _bury(nodes: Iterable[Node]) -> list[Node]:
 
 
 def best_first(tree: DraftTree, limit: int) -> list[Node]:
-    """The `limit` live nodes of highest survival, parents before children (ties: shallow first, then lowest id)."""
-    ranked = sorted(tree.nodes(), key=lambda node: (-node.log_weight, node.position, node.node_id))
-    return ranked[:limit]
+    """The `limit` live nodes of highest survival, parents before children (ties: shallow first, then as they came)."""
+    return sorted(tree.nodes(), key=_log_weight, reverse=True)[:limit]
 
 
 def walk(root: Node, verified: Sequence[Node], choose: Callable[[Node], int]) -> tuple[int, ...]:

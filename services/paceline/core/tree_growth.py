@@ -6,8 +6,9 @@ Pure rules over the drafter's end of a session; they know nothing of models, KV 
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from operator import attrgetter
 
 from paceline.core.acceptance import SparseDraft
 from paceline.core.messages import DraftNodes
@@ -77,7 +78,7 @@ class TreeGrowth:
             and (node.parent is tree.root or (node.parent is not None and node.parent.node_id in expanded))
             and node.position + 1 < context_len
         ]
-        worth.sort(key=lambda node: -node.log_weight)
+        worth.sort(key=attrgetter("log_weight"), reverse=True)
         return worth[:limit]
 
     def offer(self, node: Node, guesses: Guesses) -> None:
@@ -112,16 +113,16 @@ class TreeGrowth:
         for node in self._withheld if self._mirror.price < 1.0 else ():
             self._grow(node)
 
-    def push(self, *, goes_on: bool) -> DraftNodes | None:
+    def push(self, goes_on: Callable[[], bool]) -> DraftNodes | None:
         """Nodes that are due after a draft step: held long enough, or the last for now.
 
         Args:
-            goes_on: Whether the next step would grow more of this tree.
+            goes_on: Says whether the next step would grow more of this tree; asked where it matters.
         """
         if not self._mirror.has_unsent:
             return None
         self._steps_since_commit += 1
-        if self._steps_since_commit < self._push_at and goes_on:
+        if self._steps_since_commit < self._push_at and goes_on():
             return None
         self._push_at = self._steps_since_commit + min(self._steps_since_commit, MOST_HELD)
         return self._mirror.drain()

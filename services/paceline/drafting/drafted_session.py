@@ -188,7 +188,7 @@ class DraftedSession:
 
     def push(self, context_len: int, can_grow: bool) -> DraftNodes | None:
         """Nodes that are due after a draft step: held long enough, or the last for now."""
-        return self._growth.push(goes_on=self.wants_step(context_len, can_grow)) if self.mirror.has_unsent else None
+        return self._growth.push(lambda: self.wants_step(context_len, can_grow))
 
     def fits(self, num_blocks: int) -> bool:
         """True when so many pages hold all its tokens."""

@@ -135,13 +135,14 @@ class EngineThread(Generic[_Event, _Output]):
             self._tell(self._ended, None)
 
     def _drive(self, stepper: Stepper[_Event, _Output]) -> None:
+        patience_s: float | None = 0.0
         while True:
-            patience_s = stepper.patience_s() if stepper.has_work() else None
             for event in self._take(patience_s):
                 stepper.handle(event)
             if self._closing:
                 return
-            if stepper.has_work() and stepper.patience_s() <= 0:
+            patience_s = stepper.patience_s() if stepper.has_work() else None
+            if patience_s is not None and patience_s <= 0.0:
                 self._post_output(stepper.step())
 
     def _take(self, timeout_s: float | None) -> list[_Event]:

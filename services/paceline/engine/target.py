@@ -213,15 +213,14 @@ class TargetEngine:
 
     def patience_s(self) -> float:
         """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
-        now_s = self._clock()
-        return self._worth_waiting([self._wait_s(session, now_s) for session in self._delayable()], now_s)
+        sessions, now_s = self._delayable(), self._clock()
+        return self._worth_waiting(sessions, [self._wait_s(session, now_s) for session in sessions], now_s)
 
     def drafts_pay(self, draft_s: float) -> bool:
         """Whether a draft step of so many seconds, for all sessions, is worth the delay; the same objective."""
-        waits = [
-            draft_s if session.may_wait() and self._tier.drafts_for(session) else None for session in self._delayable()
-        ]
-        return self._worth_waiting(waits, self._clock()) > 0.0
+        sessions = self._delayable()
+        waits = [draft_s if session.may_wait() and self._tier.drafts_for(session) else None for session in sessions]
+        return self._worth_waiting(sessions, waits, self._clock()) > 0.0
 
     def _delayable(self) -> list[TargetSession]:
         """The decoding sessions; none when something else waits for the next step, or no drafts are to come."""
@@ -229,14 +228,14 @@ class TargetEngine:
             return []
         return self._running if all(session.is_decoding for session in self._running) else []
 
-    def _worth_waiting(self, waits: Sequence[float | None], now_s: float) -> float:
-        """Seconds to wait, at most a step in all; by `_delayable` session those until its next nodes, None: never."""
+    def _worth_waiting(self, sessions: Sequence[TargetSession], waits: Sequence[float | None], now_s: float) -> float:
+        """Seconds to wait, at most a step in all; by session those until its next nodes, None: never."""
         left_s = self._step_s - (now_s - self._idle_since_s)
-        if not waits or left_s <= 0.0:
+        if left_s <= 0.0 or all(wait_s is None for wait_s in waits):
             return 0.0
         prospects: list[Prospect] = []
         gainful: list[float] = []
-        for session, wait_s in zip(self._delayable(), waits, strict=True):
+        for session, wait_s in zip(sessions, waits, strict=True):
             price = 1.0 if wait_s is None else session.draft.price
             pace = self._tier.pace_of(session)
             share = CHILD_SHARE if pace is None else pace.child_share

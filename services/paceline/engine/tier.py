@@ -136,9 +136,10 @@ class DrafterTier:
     def _graft(
         self, session: TargetSession, message: DraftNodes, arrived_s: float, link: _Link, report: StepReport
     ) -> None:
-        known = tuple(node for node in message.nodes if node.within(self._vocab_size))
-        outcome = session.draft.receive(replace(message, nodes=known), link.source)
-        num_lost = outcome.num_late + outcome.num_stale + len(message.nodes) - len(known)
+        known = [node for node in message.nodes if node.within(self._vocab_size)]
+        num_strange = len(message.nodes) - len(known)
+        outcome = session.draft.receive(replace(message, nodes=tuple(known)) if num_strange else message, link.source)
+        num_lost = outcome.num_late + outcome.num_stale + num_strange
         if num_lost:
             report.late_by[link.source] += num_lost
         if message.epoch != session.draft.epoch or not message.nodes:

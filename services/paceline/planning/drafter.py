@@ -89,7 +89,7 @@ class SimulatedDraft:
 
     def push(self) -> DraftNodes | None:
         """See `TreeGrowth.push`."""
-        return self.growth.push(goes_on=self.wants_step) if self.mirror.has_unsent else None
+        return self.growth.push(lambda: self.wants_step)
 
 
 class SimulatedDrafter:

@@ -87,7 +87,7 @@ def test_the_first_nodes_after_a_commit_go_at_once_and_later_ones_are_held() -> 
         growth.offer(node, Guesses(ranked=[(token_id, 0.9)]))
         node = node.children[token_id]
         expanded.add(node.node_id)
-        message = growth.push(goes_on=True)
+        message = growth.push(lambda: True)
         sent.append(0 if message is None else len(message.nodes))
     assert sent == [1, 1, 0, 2, 0, 0, 3, 0]
-    assert growth.push(goes_on=False) is not None, "the last for now is not held"
+    assert growth.push(lambda: False) is not None, "the last for now is not held"
