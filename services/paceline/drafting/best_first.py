@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import count
+from typing import TypeVar
 
 from paceline.core.tree import DraftTree, Node
 
 # What a source needs to know of a node to guess its children.
 State = TypeVar("State")
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate(Generic[State]):
-    survival: float
-    parent: Node
-    token_id: int
-    confidence: float
-    state: State
-
-    def __lt__(self, other: _Candidate[State]) -> bool:
-        return self.survival > other.survival
 
 
 def grow_best_first(
@@ -48,17 +36,19 @@ def grow_best_first(
         Survival of each guess by this source alone, best first.
     """
     survivals: list[float] = []
-    heap: list[_Candidate[State]] = []
+    # Negated survivals, as the least comes first; of equals the one that came first.
+    heap: list[tuple[float, int, Node, int, float, State]] = []
+    arrivals = count()
 
     def nominate(above: float, parent: Node, of: State) -> None:
         for token_id, confidence, below in guesses(of):
             survival = above * tree.probability(source, confidence)
             if survival >= least:
-                heapq.heappush(heap, _Candidate(survival, parent, token_id, confidence, below))
+                heapq.heappush(heap, (-survival, next(arrivals), parent, token_id, confidence, below))
 
     nominate(1.0, tree.root, state)
     while heap and len(survivals) < limit:
-        best = heapq.heappop(heap)
-        survivals.append(best.survival)
-        nominate(best.survival, tree.suggest(best.parent, best.token_id, best.confidence, source), best.state)
+        negated, _, parent, token_id, confidence, below = heapq.heappop(heap)
+        survivals.append(-negated)
+        nominate(-negated, tree.suggest(parent, token_id, confidence, source), below)
     return survivals
