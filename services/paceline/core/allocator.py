@@ -39,14 +39,15 @@ WORTH_A_CALL, CLEAR_LOSS = 1.03, 0.95
 LEAST_REST, LEAST_WORK, LEAST_TRIAL = 4, 12, 6
 # Drafters that were called back in vain rest so many times as long the next time at such a load, up to so many steps:
 # where plain steps have the drafters' CPUs as well, a call in vain costs several of them. Loads are alike within a
-# factor of two: what a busy hour taught is not forgotten in a quiet minute.
-REST_GROWTH, MOST_REST = 4, 2048
+# factor of two: what a busy hour taught is not forgotten in a quiet minute. A gain that no such call was made for ends
+# the rest at once: the text that look-up served well has ended, and another one began.
+REST_GROWTH, MOST_REST, WORTH_A_CALL_AT_ONCE = 4, 2048, 1.25
 # A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
 # after so many steps.
 CONTROL_EVERY = 250
-# Sessions that are looked at in a step, in turn: what they have in hand is learned over many, and to look at all of
-# many takes a hundredth of a step.
-MOST_LOOKS = 16
+# What sessions have in hand is learned over many steps, and looked at in every so many: to look, and to set the price
+# by it, takes a twenty-fifth of a small model's step.
+LOOK_EVERY = 4
 # Standard deviations by which steps with drafters at work are looked upon kindly while they rest.
 KINDNESS = 0.5
 
@@ -183,7 +184,8 @@ class Goodput:
         # While drafters work, and without them.
         self._in_hand = Usual(first_holdings(max_nodes))
         self._own = Usual(np.zeros(max_nodes))
-        self._steps_since_change = LEAST_WORK
+        # The first step looks.
+        self._steps_since_change = LEAST_WORK - 1
         # By load (digits of the number of sessions in base 2), how long drafters rest before they are called back.
         self._rests: dict[int, int] = {}
 
@@ -204,8 +206,10 @@ class Goodput:
             chosen[index].append(node)
         # Until drafters that were called have read what they were not told, there is nothing to judge them by.
         if drafted and (self._mode is StepMode.PLAIN or any(demands[index].answered for index in drafted)):
-            self._look(ranked, demands, self._in_turn(drafted))
-            self._set_price(len(demands), [demands[index].holdings for index in drafted], rows)
+            self._steps_since_change += 1
+            if self._steps_since_change % LOOK_EVERY == 0:
+                self._look(ranked, demands, drafted)
+                self._set_price(len(demands), [demands[index].holdings for index in drafted], rows)
         return Allocation(nodes=tuple(map(tuple, chosen)), price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
@@ -238,11 +242,6 @@ class Goodput:
         ranked.sort(key=itemgetter(0), reverse=True)
         return ranked
 
-    def _in_turn(self, drafted: Sequence[int]) -> Sequence[int]:
-        """Those that are looked at in this step."""
-        num_turns = -(-len(drafted) // MOST_LOOKS)
-        return drafted[self._steps_since_change % num_turns :: num_turns]
-
     def _look(
         self, ranked: Sequence[tuple[float, int, Node]], demands: Sequence[Demand], drafted: Sequence[int]
     ) -> None:
@@ -267,18 +266,15 @@ class Goodput:
 
     def _set_price(self, num_sessions: int, drafted: Sequence[Holdings], rows: int) -> None:
         resting = self._mode is StepMode.PLAIN
-        self._steps_since_change += 1
         load = num_sessions.bit_length()
         rest = self._rests.get(load, LEAST_REST)
-        if resting and self._steps_since_change < rest:
-            return
         table = self.times.table(StepMode.DRAFTING, kindness=KINDNESS if resting else 0.0)
         goodputs = _outlook(table, num_sessions, rows, [each.in_hand for each in drafted])
         without = _outlook(self.times.table(StepMode.PLAIN), num_sessions, rows, [each.own for each in drafted])
         best = int(np.argmax(goodputs))
         gain = float(goodputs[best] / without.max()) if best else 0.0
         brief = self._steps_since_change <= 2 * LEAST_WORK
-        if self._changes(gain, resting=resting):
+        if self._is_worth_a_call(gain, rest) if resting else self._is_worth_a_rest(gain):
             if not resting and gain <= 1.0 and brief:
                 self._rests[load] = min(REST_GROWTH * rest, MOST_REST)
             self._steps_since_change = 0
@@ -287,10 +283,12 @@ class Goodput:
             self._rests.pop(load, None)
         self.price = 1.0 if resting else min(MOST_PRICE, _price(float(goodputs[best]), table, rows, best))
 
-    def _changes(self, gain: float, *, resting: bool) -> bool:
-        """Whether drafters that have rested for long enough are called back, or those at work sent to rest."""
-        if resting:
-            return gain > WORTH_A_CALL
+    def _is_worth_a_call(self, gain: float, rest: int) -> bool:
+        """Whether drafters at rest, so many steps where nothing else is known, are called back for such a gain."""
+        return gain > (WORTH_A_CALL if self._steps_since_change >= rest else WORTH_A_CALL_AT_ONCE)
+
+    def _is_worth_a_rest(self, gain: float) -> bool:
+        """Whether drafters at work that bring such a gain are sent to rest."""
         if self._steps_since_change >= CONTROL_EVERY:
             return True
         least = LEAST_TRIAL if gain <= CLEAR_LOSS else LEAST_WORK

@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 # What the first session is taken to have: survival of the k-th best node.
 FIRST_SURVIVAL, DECLINE = 0.7, 0.8
 # Weight of a look at a session in its own record, in that of all, and of what no session was seen with.
-SMOOTHING, TYPICAL_SMOOTHING, FORGETTING = 0.05, 0.005, 0.002
+SMOOTHING, TYPICAL_SMOOTHING, FORGETTING = 0.2, 0.02, 0.002
 
 
 @dataclass(slots=True)
