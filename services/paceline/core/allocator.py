@@ -41,7 +41,7 @@ LEAST_REST, LEAST_WORK, LEAST_TRIAL = 4, 12, 6
 # where plain steps have the drafters' CPUs as well, a call in vain costs several of them. Loads are alike within a
 # factor of two: what a busy hour taught is not forgotten in a quiet minute. A gain far beyond what calls are made for
 # ends any rest: the text that look-up served well has ended, and another one began.
-REST_GROWTH, MOST_REST, WORTH_A_CALL_AT_ONCE = 4, 2048, 1.25
+REST_GROWTH, MOST_REST, WORTH_A_CALL_AT_ONCE = 4, 2048, 1.5
 # A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
 # after so many steps.
 CONTROL_EVERY = 250
