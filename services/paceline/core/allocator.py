@@ -46,7 +46,7 @@ REST_GROWTH, MOST_REST, WORTH_A_CALL_AT_ONCE = 4, 2048, 1.5
 # after so many steps.
 CONTROL_EVERY = 250
 # What sessions have in hand is learned over many steps, and looked at in every so many: to look, and to set the price
-# by it, takes a twenty-fifth of a small model's step.
+# by it, is half of what the controller costs a step.
 LOOK_EVERY = 4
 # Standard deviations by which steps with drafters at work are looked upon kindly while they rest.
 KINDNESS = 0.5
