@@ -6,7 +6,8 @@ at hand are multiplied: few rows take as long as one, and the whole stream of we
 
 Weights are packed for 32 outputs at a time, input pair by input pair, which is the order in which they are read. A sum
 runs over its input pairs in order, in float32, whatever the other rows are and whichever thread computes it: a row has
-the same bits in any batch.
+the same bits in any batch. It has them, too, whether the CPU's instruction for pairs adds them or two fused
+multiply-adds do, whichever the CPU does faster: bfloat16 products are exact in float32, and the order is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from paceline.engine.simd import LANES, array_data, load_vector, store_vector
+from paceline.engine.simd import LANES, array_data, fused_multiply_add, load_vector, splat, store_vector
 from paceline.engine.team import on_team
 
 OUTPUTS = 2 * LANES
@@ -41,6 +42,11 @@ _FLOAT, _WORD, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _FLOATS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_WORD, LANES)
 
 Words = npt.NDArray[np.uint32]
+
+
+PAIR_BY_PAIR = llvmlite.binding.get_host_cpu_name().startswith("znver")
+"""Whether the instruction beats fused multiply-adds. Intel's cores start one in every other cycle, and two fused
+multiply-adds in each: the sums of a word take them half as long one by one. AMD's start as many of either."""
 
 
 @cache
@@ -91,15 +97,48 @@ def _splat_word(builder: Any, word: Any) -> Any:
     return builder.shuffle_vector(vector, vector, ir.Constant(_WORDS, [0] * LANES))
 
 
-def _add_products(builder: Any, total: Any, weights: Any, inputs: Any) -> Any:
-    """Total + weights * inputs, pair by pair; written as text since llvmlite has no bfloat16 type for LLVM's own."""
-    kind = ir.FunctionType(_FLOATS, [_FLOATS, _WORDS, _WORDS])
-    return builder.call(
-        ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False), [total, weights, inputs]
-    )
+class _PairByPair:
+    """Total + weights * inputs by the instruction for that; inputs are words of two, as weights are."""
+
+    per_pair = 1
+
+    @staticmethod
+    def take_apart(builder: Any, words: Any) -> Any:
+        """What `add` takes of words of weights."""
+        del builder
+        return words
+
+    @staticmethod
+    def add(builder: Any, total: Any, weights: Any, at: Any) -> Any:
+        """Adds the products with the pair at a place; written as text since llvmlite lacks LLVM's bfloat16 type."""
+        inputs = _splat_word(builder, builder.load(at))
+        kind = ir.FunctionType(_FLOATS, [_FLOATS, _WORDS, _WORDS])
+        instruction = ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False)
+        return builder.call(instruction, [total, weights, inputs])
 
 
-def _multiply_rows(builder: Any, inputs: Any, weights: Any, count: Any, totals: Any, aheads: Any) -> None:
+class _OneByOne:
+    """The same sums by fused multiply-adds, whose products of two bfloat16 are exact; inputs are float32."""
+
+    per_pair = 2
+
+    @staticmethod
+    def take_apart(builder: Any, words: Any) -> Any:
+        """What `add` takes of words of weights: the upper halves, which the instruction adds first, and the lower."""
+        upper = builder.and_(words, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
+        lower = builder.shl(words, ir.Constant(_WORDS, [16] * LANES))
+        return [builder.bitcast(half, _FLOATS) for half in (upper, lower)]
+
+    @staticmethod
+    def add(builder: Any, total: Any, weights: Any, at: Any) -> Any:
+        """Adds the products with the pair at a place."""
+        for place, half in zip((1, 0), weights, strict=True):
+            value = builder.load(builder.gep(at, [ir.Constant(_WORD, place)]))
+            total = fused_multiply_add(builder, half, splat(builder, value), total)
+        return total
+
+
+def _multiply_rows(builder: Any, how: Any, inputs: Any, weights: Any, count: Any, totals: Any, aheads: Any) -> None:
     """Emits the loop over `count` input pairs for as many rows as there are `inputs`; `totals` are [rows, 2, 16]."""
 
     def vector(pointer: Any, index: int) -> Any:
@@ -117,14 +156,16 @@ def _multiply_rows(builder: Any, inputs: Any, weights: Any, count: Any, totals: 
     builder.position_at_end(body)
     offset = builder.mul(index, ir.Constant(count.type, OUTPUTS))
     here = builder.gep(weights, [offset])
-    halves = [builder.load(builder.bitcast(vector(here, half), _WORDS.as_pointer()), align=4) for half in (0, 1)]
+    words = [builder.load(builder.bitcast(vector(here, half), _WORDS.as_pointer()), align=4) for half in (0, 1)]
+    halves = [how.take_apart(builder, each) for each in words]
     for ahead in aheads:
         _prefetch(builder, builder.gep(ahead, [offset]))
     added: list[Any] = []
+    pair_at = builder.mul(index, ir.Constant(count.type, how.per_pair))
     for row, at in enumerate(inputs):
-        # Loaded where it is used: with all inputs loaded first, registers run out.
-        pair = _splat_word(builder, builder.load(builder.gep(at, [index])))
-        added += [_add_products(builder, sums[2 * row + half], halves[half], pair) for half in (0, 1)]
+        # Loaded where they are used: with all inputs loaded first, registers run out.
+        pair = builder.gep(at, [pair_at])
+        added += [how.add(builder, sums[2 * row + half], halves[half], pair) for half in (0, 1)]
     following = builder.add(index, ir.Constant(count.type, 1))
     branched_from = builder.block
     builder.branch(head)
@@ -154,11 +195,13 @@ def _multiply_tile(
 ) -> Any:
     """Adds the products of `count` input pairs to totals[totals_at + row * OUTPUTS :] of 1 to TILE_ROWS rows.
 
-    `inputs` of a row begin at `inputs_at + row * step`; `aheads` are places in the weights to ask for, which move on as
-    `weights_at` does.
+    `inputs` are words of two or float32, and say by that how to multiply. Those of a row begin at `inputs_at + row *
+    step`; `aheads` are places in the weights to ask for, which move on as `weights_at` does.
     """
     intp = types.intp
     signature = types.void(inputs, intp, intp, intp, weights, intp, intp, totals, intp, aheads)
+
+    how = _OneByOne if inputs.dtype == types.float32 else _PairByPair
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         def at(index: int, offset: Any) -> Any:
@@ -174,7 +217,7 @@ def _multiply_tile(
             rows_at = [at(0, builder.add(args[1], builder.mul(row, args[2]))) for row in row_numbers]
             totals_at = [at(7, builder.add(args[8], ir.Constant(args[8].type, OUTPUTS * row))) for row in range(size)]
             ahead = [at(4, place) for place in cgutils.unpack_tuple(builder, args[9])]
-            _multiply_rows(builder, rows_at, at(4, args[5]), args[6], totals_at, ahead)
+            _multiply_rows(builder, how, rows_at, at(4, args[5]), args[6], totals_at, ahead)
             builder.branch(ended)
         builder.position_at_end(ended)
         return context.get_dummy_value()
@@ -231,7 +274,8 @@ def _take(typing: Any, counter: Any, count: Any) -> Any:
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _multiply_group(inputs: Any, weights: Any, group: Any, totals: Any) -> None:
     """Adds the products with the weights of 32 outputs to totals[rows * OUTPUTS]."""
-    rows, pairs = inputs.shape
+    rows, row_step = inputs.shape
+    pairs = weights.shape[1]
     flat_inputs, flat_weights = inputs.reshape(-1), weights.reshape(-1)
     # Tiles of about the same size: a row or two alone would take as long as six.
     num_tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
@@ -239,16 +283,17 @@ def _multiply_group(inputs: Any, weights: Any, group: Any, totals: Any) -> None:
     for first in range(0, pairs, BLOCK_PAIRS):
         count, at = min(BLOCK_PAIRS, pairs - first), (group * pairs + first) * OUTPUTS
         for row in range(0, rows, tile_rows):
-            size, from_input, into = min(tile_rows, rows - row), row * pairs + first, row * OUTPUTS
+            size, into = min(tile_rows, rows - row), row * OUTPUTS
+            from_input = row * row_step + first * (row_step // pairs)
             if rows <= TILE_ROWS:
                 # A lone tile reads on as it goes.
                 aheads = (at + AHEAD, at + AHEAD + LANES)
-                _multiply_tile(flat_inputs, from_input, pairs, size, flat_weights, at, count, totals, into, aheads)
+                _multiply_tile(flat_inputs, from_input, row_step, size, flat_weights, at, count, totals, into, aheads)
             else:
                 # Of several, the first two ask for the next block, half of it each.
                 half = count * OUTPUTS + (LANES if row else 0) if row <= tile_rows else 0
                 _multiply_tile(
-                    flat_inputs, from_input, pairs, size, flat_weights, at, count, totals, into, (at + half,)
+                    flat_inputs, from_input, row_step, size, flat_weights, at, count, totals, into, (at + half,)
                 )
 
 
@@ -271,8 +316,8 @@ def _store_group(totals: Any, group: Any, out: Any) -> None:
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def _multiply_share(inputs: Any, weights: Any, bias: Any, out: Any, taken: Any, _index: Any, num_threads: Any) -> None:
-    rows, pairs = inputs.shape
-    groups = weights.shape[0]
+    rows = len(inputs)
+    groups, pairs = weights.shape[:2]
     at_once = max(1, min(TAKEN_AT_ONCE // (pairs * OUTPUTS), groups // (4 * num_threads)))
     totals = np.empty(rows * OUTPUTS, np.float32)
     start = _take(taken, at_once)
@@ -287,6 +332,19 @@ def _multiply_share(inputs: Any, weights: Any, bias: Any, out: Any, taken: Any, 
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _as_floats(words: Any) -> Any:
+    """The inputs of words [rows, pairs] as float32 [rows, 2 * pairs]."""
+    rows, pairs = words.shape
+    bits = np.empty((rows, 2 * pairs), np.uint32)
+    for row in range(rows):
+        for pair in range(pairs):
+            word = np.uint32(words[row, pair])
+            bits[row, 2 * pair] = word << np.uint32(16)
+            bits[row, 2 * pair + 1] = word & np.uint32(0xFFFF0000)
+    return bits.view(np.float32)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def multiply(inputs: Any, weights: Any, bias: Any, out: Any) -> None:
     """Fills out[rows, out] with the bfloat16 bits of inputs W^T + bias.
 
@@ -296,4 +354,7 @@ def multiply(inputs: Any, weights: Any, bias: Any, out: Any) -> None:
         bias: float32, filled up with zeros to whole groups of 32 outputs.
         out: uint16 [rows, out].
     """
-    on_team(_multiply_share, (inputs, weights, bias, out, np.zeros(1, np.int64)))
+    if PAIR_BY_PAIR:
+        on_team(_multiply_share, (inputs, weights, bias, out, np.zeros(1, np.int64)))
+    else:
+        on_team(_multiply_share, (_as_floats(inputs), weights, bias, out, np.zeros(1, np.int64)))

@@ -44,15 +44,18 @@ def store_vector(builder: Any, vector: Any, pointer: Any) -> None:
     builder.store(vector, builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
+def splat(builder: Any, scalar: Any) -> Any:
+    """LANES times the same float32 value."""
     vector = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_INT32, 0))
     mask = ir.Constant(_INT_VECTOR, [0] * LANES)
     return builder.shuffle_vector(vector, vector, mask)
 
 
-def _vector_fma(builder: Any) -> Any:
+def fused_multiply_add(builder: Any, left: Any, right: Any, addend: Any) -> Any:
+    """Left * right + addend, lane by lane, rounded once."""
     kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    return builder.call(function, [left, right, addend])
 
 
 def _accumulate(builder: Any, count: Any, starts: Any, scalars: Any, vectors: Any, stride: Any) -> Any:
@@ -72,11 +75,11 @@ def _accumulate(builder: Any, count: Any, starts: Any, scalars: Any, vectors: An
     totals = [builder.phi(_VECTOR) for _ in starts]
     builder.cbranch(builder.icmp_signed("<", index, count), body, done)
     builder.position_at_end(body)
-    factors = {at: _splat(builder, builder.load(builder.gep(at, [index]))) for at in dict.fromkeys(scalars)}
+    factors = {at: splat(builder, builder.load(builder.gep(at, [index]))) for at in dict.fromkeys(scalars)}
     offset = builder.mul(index, stride)
     loaded = {at: load_vector(builder, builder.gep(at, [offset])) for at in dict.fromkeys(vectors)}
     terms = zip([factors[at] for at in scalars], [loaded[at] for at in vectors], totals, strict=True)
-    sums = [builder.call(_vector_fma(builder), term) for term in terms]
+    sums = [fused_multiply_add(builder, *term) for term in terms]
     following = builder.add(index, ir.Constant(count.type, 1))
     builder.branch(head)
     index.add_incoming(zero, before)
