@@ -149,7 +149,8 @@ class DrafterTier:
         session.heard_len = max(session.heard_len, message.base_len)
         session.answered = True
         tree = session.draft.tree
-        if session.clock.heard(arrived_s, link.pace, has_drafts=tree.is_begun_by(link.source)):
+        # What fell off with a commit is nothing that was waited for.
+        if outcome.num_added and session.clock.heard(arrived_s, link.pace, has_drafts=tree.is_begun_by(link.source)):
             link.pace.heard_guess(max(map(tree.survival, tree.root.children.values())))
 
     def answers(self, session: TargetSession) -> bool:

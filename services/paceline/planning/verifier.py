@@ -215,11 +215,11 @@ class SimulatedVerifier:
             return
         pace = session.link.pace
         pace.silent = False
-        session.draft.receive(message)
+        outcome = session.draft.receive(message)
         session.changed()
         session.answered = session.answered or bool(message.nodes)
         tree = session.draft.tree
-        if message.nodes and session.clock.heard(now_s, pace, has_drafts=tree.is_begun_by(DRAFT_MODEL)):
+        if outcome.num_added and session.clock.heard(now_s, pace, has_drafts=tree.is_begun_by(DRAFT_MODEL)):
             pace.heard_guess(max(map(tree.survival, tree.root.children.values())))
 
     # Waiting
