@@ -9,6 +9,7 @@ Time comes in as an argument; nothing here reads a clock.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ class Delays:
         giving up after `t` costs a mean of `min(d, t)`, and it arrives as often as `d <= t`.
         """
         left = self._sorted[bisect_right(self._sorted, elapsed_s + LEAST_WAIT_S) :]
-        passed_s, least_s = 0.0, float("inf")
+        passed_s, least_s = 0.0, math.inf
         for index, delay_s in enumerate(left):
             passed_s += delay_s - elapsed_s
             cost_s = (passed_s + (len(left) - index - 1) * (delay_s - elapsed_s)) / (index + 1)
@@ -72,6 +73,7 @@ class LinkPace:
         responses: From a commit that left a session without drafts to the first ones.
         intervals: From a commit that left it some, or from the last that came, to the next ones.
         silent: A response was overdue; nobody waits for this link until it is heard again.
+        heard_s: When anything came over it last.
         child_share: Survival that the best first guess after a commit has usually had: nobody waits for what is worth
             nothing.
     """
@@ -79,7 +81,12 @@ class LinkPace:
     responses: Delays = field(default_factory=lambda: Delays(FIRST_RESPONSES_S))
     intervals: Delays = field(default_factory=lambda: Delays(FIRST_INTERVALS_S))
     silent: bool = False
+    heard_s: float = -math.inf
     child_share: float = CHILD_SHARE
+
+    def heard(self, now_s: float) -> None:
+        """Something came over the link, of use or not."""
+        self.silent, self.heard_s = False, now_s
 
     def heard_guess(self, survival: float) -> None:
         """The best first guess after a commit has this survival."""
@@ -87,22 +94,23 @@ class LinkPace:
 
 
 class DraftClock:
-    """When a session ran out of drafts, and when its drafter last said or was told something."""
+    """When a session ran out of drafts, when its drafter was told of the last commit, and when drafts last came."""
 
-    __slots__ = ("_empty_since_s", "_last_s")
+    __slots__ = ("_empty_since_s", "_heard_s", "_told_s")
 
     def __init__(self) -> None:
         # Of the first commit after which it had no drafts; None: it has some, or its drafter rests.
         self._empty_since_s: float | None = None
-        self._last_s: float | None = None
+        self._told_s: float | None = None
+        self._heard_s = -math.inf
 
     def stop(self) -> None:
         """Its drafter is not expected to draft."""
-        self._empty_since_s = self._last_s = None
+        self._empty_since_s = self._told_s = None
 
     def told(self, now_s: float, *, has_drafts: bool) -> None:
         """Its drafter is told of a commit, which left it drafts or did not."""
-        self._last_s = now_s
+        self._told_s = now_s
         if has_drafts:
             self._empty_since_s = None
         elif self._empty_since_s is None:
@@ -110,33 +118,36 @@ class DraftClock:
 
     def heard(self, now_s: float, pace: LinkPace, *, has_drafts: bool) -> bool:
         """Nodes came, and the session has drafts or still has none; says whether they ended a time without."""
-        since_s, empty = self._since_s(), self._empty_since_s is not None
-        if since_s is None:
+        told_s, empty_since_s = self._told_s, self._empty_since_s
+        if told_s is None:
             return False
-        self._last_s = max(self._last_s or now_s, now_s)
-        if empty and not has_drafts:
+        last_s, self._heard_s = max(told_s, self._heard_s), now_s
+        if empty_since_s is None:
+            delays, since_s = pace.intervals, last_s
+        elif has_drafts:
+            delays, since_s = pace.responses, empty_since_s
+        else:
             return False
         # What came during the step whose commit asked for it was there at once.
         if now_s > since_s:
-            (pace.responses if empty else pace.intervals).observe(now_s - since_s)
+            delays.observe(now_s - since_s)
         self._empty_since_s = None
-        return empty
+        return empty_since_s is not None
 
     def wait(self, now_s: float, pace: LinkPace) -> Wait | None:
         """The wait for its next nodes; None when they always came sooner, or the link is silent."""
-        since_s = self._since_s()
-        if pace.silent or since_s is None:
+        if pace.silent or self._told_s is None:
             return None
-        delays = pace.intervals if self._empty_since_s is None else pace.responses
-        return delays.wait(now_s - since_s)
+        if self._empty_since_s is None:
+            return pace.intervals.wait(now_s - max(self._told_s, self._heard_s))
+        # When what the first commit without drafts asked for is not to come any more, the last one has asked as well.
+        return pace.responses.wait(now_s - self._empty_since_s) or pace.responses.wait(now_s - self._told_s)
 
     def silences(self, now_s: float, pace: LinkPace) -> bool:
         """Marks the link as silent when a response is overdue; says whether it was not before."""
-        since_s = self._empty_since_s
-        if pace.silent or since_s is None or now_s - since_s <= OVERDUE * pace.responses.longest_s:
+        if pace.silent or self._empty_since_s is None:
+            return False
+        if now_s - max(self._empty_since_s, pace.heard_s) <= OVERDUE * pace.responses.longest_s:
             return False
         pace.silent = True
         return True
-
-    def _since_s(self) -> float | None:
-        return self._last_s if self._empty_since_s is None else self._empty_since_s

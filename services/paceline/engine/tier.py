@@ -105,7 +105,7 @@ class DrafterTier:
         link = self._links.get(event.address)
         if link is None:
             return
-        link.pace.silent = False
+        link.pace.heard(event.arrived_s)
         try:
             for message in event.messages:
                 session = sessions.get(message.session_id)

@@ -214,7 +214,7 @@ class SimulatedVerifier:
         if session is None or session.link is None:
             return
         pace = session.link.pace
-        pace.silent = False
+        pace.heard(now_s)
         outcome = session.draft.receive(message)
         session.changed()
         session.answered = session.answered or bool(message.nodes)

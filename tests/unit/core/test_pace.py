@@ -63,6 +63,15 @@ def test_a_response_counts_from_the_first_commit_without_drafts_not_from_the_las
     assert clock.wait(11.018, pace).longest_s == pytest.approx(0.007)
 
 
+def test_a_session_whose_drafts_always_come_too_late_waits_on_for_the_answer_to_its_last_commit():
+    clock, pace = DraftClock(), LinkPace(responses=delays_of(*[0.004] * MOST_DELAYS))
+    for step in range(100):
+        clock.told(10.0 + 0.001 * step, has_drafts=False)
+        pace.heard(10.0 + 0.001 * step)
+    assert clock.wait(10.0992, pace).longest_s == pytest.approx(0.0038)
+    assert not clock.silences(10.0992, pace), "it is heard all the time"
+
+
 def test_what_came_during_the_step_is_no_response():
     clock, pace = DraftClock(), LinkPace()
     clock.told(10.0, has_drafts=False)
