@@ -34,19 +34,6 @@ class Prospect:
     gain: float
 
 
-@dataclass(slots=True)
-class Wait:
-    """Waiting for the next nodes of a session.
-
-    Args:
-        expected_s: What these nodes cost: mean seconds waited for every time that they come.
-        longest_s: After which nobody waits on, whether they came or not.
-    """
-
-    expected_s: float
-    longest_s: float
-
-
 def prospect(tree: DraftTree, cap: int, *, price: float, child_share: float = CHILD_SHARE) -> Prospect:
     """Looks at a tree: survivals in hand, and the best leaf that the drafter is extending right now.
 

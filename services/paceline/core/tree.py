@@ -137,10 +137,6 @@ class DraftTree:
         """Steps from the root."""
         return node.position - self.root.position
 
-    def is_begun_by(self, source: str) -> bool:
-        """Whether a source has guessed what follows the root."""
-        return any(source in child.guesses for child in self.root.children.values())
-
     def nodes(self) -> list[Node]:
         """All live nodes, by their depth."""
         nodes = list(self.root.children.values())

@@ -6,7 +6,6 @@ socket; time comes from the clock it is given.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity
 from paceline.core.params import TIER_METHODS
-from paceline.core.patience import CHILD_SHARE, Prospect, Wait, prospect
+from paceline.core.patience import CHILD_SHARE, Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.rules import Rules
 from paceline.core.step_cost import StepCost, StepMode
@@ -215,13 +214,12 @@ class TargetEngine:
     def patience_s(self) -> float:
         """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
         sessions, now_s = self._delayable(), self._clock()
-        return self._worth_waiting(sessions, [self._wait(session, now_s) for session in sessions], now_s)
+        return self._worth_waiting(sessions, [self._wait_s(session, now_s) for session in sessions], now_s)
 
     def drafts_pay(self, draft_s: float) -> bool:
         """Whether a draft step of so many seconds, for all sessions, is worth the delay; the same objective."""
         sessions = self._delayable()
-        draft = Wait(draft_s, draft_s)
-        waits = [draft if session.may_wait() and self._tier.drafts_for(session) else None for session in sessions]
+        waits = [draft_s if session.may_wait() and self._tier.drafts_for(session) else None for session in sessions]
         return self._worth_waiting(sessions, waits, self._clock()) > 0.0
 
     def _delayable(self) -> list[TargetSession]:
@@ -230,32 +228,34 @@ class TargetEngine:
             return []
         return self._running if all(session.is_decoding for session in self._running) else []
 
-    def _worth_waiting(self, sessions: Sequence[TargetSession], waits: Sequence[Wait | None], now_s: float) -> float:
+    def _worth_waiting(self, sessions: Sequence[TargetSession], waits: Sequence[float | None], now_s: float) -> float:
         """Seconds to wait, at most a step in all; by session those until its next nodes, None: never."""
         left_s = self._step_s - (now_s - self._idle_since_s)
-        if left_s <= 0.0 or all(wait is None for wait in waits):
+        if left_s <= 0.0 or all(wait_s is None for wait_s in waits):
             return 0.0
         prospects: list[Prospect] = []
-        gainful: list[Wait] = []
-        for session, wait in zip(sessions, waits, strict=True):
-            price = 1.0 if wait is None else session.draft.price
+        gainful: list[float] = []
+        for session, wait_s in zip(sessions, waits, strict=True):
+            price = 1.0 if wait_s is None else session.draft.price
             pace = self._tier.pace_of(session)
             share = CHILD_SHARE if pace is None else pace.child_share
             look = prospect(session.draft.tree, self._cap(session), price=price, child_share=share)
             prospects.append(look)
-            if wait is not None and look.gain:
-                gainful.append(wait)
-        least_s = min((wait.expected_s for wait in gainful), default=math.inf)
-        if not self._allocator.waits(prospects, wait_s=least_s, step_s=self._step_s):
+            if wait_s is not None and look.gain:
+                gainful.append(wait_s)
+        if not gainful or not self._allocator.waits(prospects, wait_s=min(gainful), step_s=self._step_s):
             return 0.0
-        return min(max(wait.longest_s for wait in gainful), left_s)
+        return min(max(gainful), left_s)
 
-    def _wait(self, session: TargetSession, now_s: float) -> Wait | None:
+    def _wait_s(self, session: TargetSession, now_s: float) -> float | None:
         pace = self._tier.pace_of(session)
         if pace is None or not session.may_wait():
             return None
-        self._report.num_silenced += session.clock.silences(now_s, pace)
-        return session.clock.wait(now_s, pace)
+        wait_s = pace.wait_s(now_s=now_s, committed_s=session.committed_s, heard_s=session.heard_s)
+        if wait_s is None and session.heard_s is None and not pace.silent:
+            pace.silent = True
+            self._report.num_silenced += 1
+        return wait_s
 
     def step(self) -> TargetOutput:
         """Runs one step over all sessions that have something to compute."""

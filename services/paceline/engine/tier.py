@@ -105,7 +105,7 @@ class DrafterTier:
         link = self._links.get(event.address)
         if link is None:
             return
-        link.pace.heard(event.arrived_s)
+        link.pace.silent = False
         try:
             for message in event.messages:
                 session = sessions.get(message.session_id)
@@ -144,14 +144,14 @@ class DrafterTier:
             report.late_by[link.source] += num_lost
         if message.epoch != session.draft.epoch or not message.nodes:
             return
-        if session.heard_len < message.base_len == session.draft.committed_len:
-            report.round_trips_s.append(arrived_s - session.committed_s)
         session.heard_len = max(session.heard_len, message.base_len)
         session.answered = True
-        tree = session.draft.tree
-        # What fell off with a commit is nothing that was waited for.
-        if outcome.num_added and session.clock.heard(arrived_s, link.pace, has_drafts=tree.is_begun_by(link.source)):
-            link.pace.heard_guess(max(map(tree.survival, tree.root.children.values())))
+        if message.base_len == session.draft.committed_len:
+            round_trip_s = session.heard(arrived_s, link.pace)
+            if round_trip_s is not None:
+                report.round_trips_s.append(round_trip_s)
+                tree = session.draft.tree
+                link.pace.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
 
     def answers(self, session: TargetSession) -> bool:
         """Whether the session's drafter has answered since it was called, or should have."""
@@ -164,9 +164,6 @@ class DrafterTier:
         rests = draft.price >= 1.0
         if rests or not session.told_len:
             session.answered, session.called_len = False, draft.committed_len
-            session.clock.stop()
-        elif link := self._links.get(session.drafter_address):
-            session.clock.told(session.committed_s, has_drafts=draft.tree.is_begun_by(link.source))
         if rests and (session.told_price >= 1.0 or not session.told_len):
             return
         self.say(session, draft.commit_message(session.told_len) if session.told_len else session.open())

@@ -5,7 +5,6 @@ It plans as `paceline.engine.target` does; what it lacks are a model, pages in m
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +13,9 @@ from paceline.core.allocator import Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.holdings import Holdings
 from paceline.core.messages import CloseSession, DraftNodes, GenerateRequest, ToDrafter
-from paceline.core.pace import DraftClock, LinkPace
+from paceline.core.pace import LinkPace
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.core.patience import Prospect, Wait, prospect
+from paceline.core.patience import Prospect, prospect
 from paceline.core.session import VerifierSession
 from paceline.core.step_cost import StepMode
 from paceline.core.tree import Node, walk
@@ -92,7 +91,7 @@ class SimulatedSession:
         self.holdings = Holdings()
         self.computed = 0
         self.committed_s = 0.0
-        self.clock = DraftClock()
+        self.heard_s: float | None = None
         # As in the engine: what its drafter was told last, when it was called, and whether it has answered since.
         self.told_len, self.told_price = 0, 1.0
         self.called_len, self.answered = self.draft.committed_len, False
@@ -214,13 +213,19 @@ class SimulatedVerifier:
         if session is None or session.link is None:
             return
         pace = session.link.pace
-        pace.heard(now_s)
-        outcome = session.draft.receive(message)
+        pace.silent = False
+        session.draft.receive(message)
         session.changed()
         session.answered = session.answered or bool(message.nodes)
-        tree = session.draft.tree
-        if outcome.num_added and session.clock.heard(now_s, pace, has_drafts=tree.is_begun_by(DRAFT_MODEL)):
-            pace.heard_guess(max(map(tree.survival, tree.root.children.values())))
+        if not message.nodes or message.base_len != session.draft.committed_len:
+            return
+        if session.heard_s is None:
+            pace.heard_response(now_s - session.committed_s)
+            tree = session.draft.tree
+            pace.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
+        else:
+            pace.heard_next(now_s - session.heard_s)
+        session.heard_s = now_s
 
     # Waiting
 
@@ -232,12 +237,12 @@ class SimulatedVerifier:
     def patience_s(self, now_s: float) -> float:
         """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
         sessions = self._delayable()
-        return self._worth_waiting(sessions, [self._wait(session, now_s) for session in sessions], now_s)
+        return self._worth_waiting(sessions, [self._wait_s(session, now_s) for session in sessions], now_s)
 
     def drafts_pay(self, draft_s: float, now_s: float) -> bool:
         """Whether a draft step of so many seconds, for all sessions, is worth the delay."""
         sessions = self._delayable()
-        waits = [Wait(draft_s, draft_s) if _may_wait(session) else None for session in sessions]
+        waits = [draft_s if _may_wait(session) else None for session in sessions]
         return self._worth_waiting(sessions, waits, now_s) > 0.0
 
     def _delayable(self) -> list[SimulatedSession]:
@@ -246,26 +251,29 @@ class SimulatedVerifier:
             return []
         return self._in_turn(decoding)
 
-    def _worth_waiting(self, sessions: Sequence[SimulatedSession], waits: Sequence[Wait | None], now_s: float) -> float:
+    def _worth_waiting(
+        self, sessions: Sequence[SimulatedSession], waits: Sequence[float | None], now_s: float
+    ) -> float:
         left_s = self._step_s - (now_s - self._idle_since_s)
-        if not sessions or left_s < LEAST_WAIT_S or all(wait is None for wait in waits):
+        if not sessions or left_s < LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
             return 0.0
         looks = [
-            session.prospect(1.0 if wait is None else session.draft.price)
-            for session, wait in zip(sessions, waits, strict=True)
+            session.prospect(1.0 if wait_s is None else session.draft.price)
+            for session, wait_s in zip(sessions, waits, strict=True)
         ]
-        gainful = [wait for wait, look in zip(waits, looks, strict=True) if wait is not None and look.gain]
-        least_s = min((wait.expected_s for wait in gainful), default=math.inf)
-        if not self.allocator.waits(looks, wait_s=least_s, step_s=self._step_s):
+        gainful = [wait_s for wait_s, look in zip(waits, looks, strict=True) if wait_s is not None and look.gain]
+        if not gainful or not self.allocator.waits(looks, wait_s=min(gainful), step_s=self._step_s):
             return 0.0
-        return min(max(wait.longest_s for wait in gainful), left_s)
+        return min(max(gainful), left_s)
 
-    def _wait(self, session: SimulatedSession, now_s: float) -> Wait | None:
+    def _wait_s(self, session: SimulatedSession, now_s: float) -> float | None:
         if session.link is None or not _may_wait(session):
             return None
         pace = session.link.pace
-        session.clock.silences(now_s, pace)
-        return session.clock.wait(now_s, pace)
+        wait_s = pace.wait_s(now_s=now_s, committed_s=session.committed_s, heard_s=session.heard_s)
+        if wait_s is None and session.heard_s is None:
+            pace.silent = True
+        return wait_s
 
     # Stepping
 
@@ -407,7 +415,7 @@ class SimulatedVerifier:
         session.draft.commit(tokens)
         session.changed()
         session.asked.pieces.append((now_s, len(tokens)))
-        session.committed_s = now_s
+        session.committed_s, session.heard_s = now_s, None
         if session.num_left <= 0:
             self._drop(session)
         elif session.link is not None:
@@ -427,9 +435,6 @@ class SimulatedVerifier:
         rests = draft.price >= 1.0
         if rests or not session.told_len:
             session.answered, session.called_len = False, draft.committed_len
-            session.clock.stop()
-        else:
-            session.clock.told(session.committed_s, has_drafts=draft.tree.is_begun_by(DRAFT_MODEL))
         if rests and (session.told_price >= 1.0 or not session.told_len):
             return
         self._say(session, draft.commit_message(session.told_len) if session.told_len else draft.open())
