@@ -27,10 +27,8 @@ class Ports:
         Raises:
             ConfigError: It is in use; names the flag.
         """
-        if not port:
-            return self._take_any()
         try:
-            return self._listen(port)
+            return self._listen(port) if port else self._take_any()
         except OSError as error:
             raise ConfigError(
                 f"{flag} {port}: cannot listen on {self._host} ({error.strerror}); choose another port or 0"

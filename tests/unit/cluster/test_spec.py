@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from paceline.cluster.checkpoints import (
     num_parameters,
 )
 from paceline.cluster.local import HEADS, resolve_checkpoints, with_heads
-from paceline.cluster.ports import UNCLAIMED
+from paceline.cluster.ports import UNCLAIMED, Ports
 from paceline.cluster.spec import (
     CpuShare,
     Endpoint,
@@ -83,6 +84,11 @@ def test_free_ports_are_all_different() -> None:
     assert len(set(ports)) == len(ports) == 14
     # Outgoing connections are given others, and take none of them before its service listens.
     assert set(ports) <= set(UNCLAIMED)
+
+
+def test_a_host_that_is_not_ours_is_named_for_free_ports_too() -> None:
+    with ExitStack() as held, pytest.raises(ConfigError, match=r"--verifier-port 0: cannot listen on 192\.0\.2\.1"):
+        Ports("192.0.2.1", held).take(0, "--verifier-port")
 
 
 def test_where_traces_go_is_told_to_all_services_and_the_ratio_to_those_that_begin_them() -> None:
