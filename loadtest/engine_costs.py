@@ -44,11 +44,11 @@ class Sample:
 class FixedButPriced(Goodput):
     """Verifies so many nodes of every session, but spends the time that the real policy takes to choose."""
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
         """See `Allocator`."""
-        super().allocate(demands, other_rows=other_rows)
+        super().allocate(demands, other_rows=other_rows, joining=joining)
         self.price = 0.0
-        return FixedGamma(gamma=self.max_nodes).allocate(demands, other_rows=other_rows)
+        return FixedGamma(gamma=self.max_nodes).allocate(demands)
 
 
 class EnginesInTurn:

@@ -93,7 +93,7 @@ class AllocatorPolicy:
     def nodes(self, sessions: Sequence[ReplayedSession]) -> Sequence[Sequence[Node]]:
         """See `Policy`."""
         demands = [Demand(tree=each.tree, cap=self._cap, holdings=each.holdings) for each in sessions]
-        return self._allocator.allocate(demands, other_rows=0).nodes
+        return self._allocator.allocate(demands).nodes
 
     def observe(self, rows: int, guesses: int, mode: StepMode, seconds: float) -> None:
         """See `Policy`."""

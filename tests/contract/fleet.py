@@ -139,7 +139,7 @@ class ToyFleet:
             return
         session = self.session
         cap = self.length - session.committed_len
-        chosen = self.allocator.allocate([Demand(tree=session.tree, cap=cap)], other_rows=0).nodes[0]
+        chosen = self.allocator.allocate([Demand(tree=session.tree, cap=cap)]).nodes[0]
         prefix = list(session.tokens)
 
         def choose(node: Node) -> int:

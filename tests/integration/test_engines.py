@@ -396,9 +396,9 @@ class Called(Goodput):
         self.price = price
         self.answered = []
 
-    def allocate(self, demands, *, other_rows):
+    def allocate(self, demands, *, other_rows=0, joining=0):
         self.answered = [each.answered for each in demands]
-        return replace(FixedGamma(gamma=4).allocate(demands, other_rows=other_rows), price=self.price)
+        return replace(FixedGamma(gamma=4).allocate(demands), price=self.price)
 
 
 def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(pair_folders):
@@ -426,6 +426,16 @@ def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(pair_f
     assert policy.answered == [False, False]
     pair.run()
     assert all(len(each.token_ids) == 60 for each in pair.sessions.values())
+
+
+def test_a_session_whose_prompt_is_read_when_drafters_are_sent_to_rest_is_not_opened(pair_folders):
+    policy = Called(0.0)
+    pair = EnginePair(*pair_folders, allocator=policy)
+    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+    policy.price = 1.0
+    pair.run()
+    assert not pair.to_drafter
+    assert len(pair.sessions["s"].token_ids) == 12
 
 
 def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say(pair_folders):

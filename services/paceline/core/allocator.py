@@ -26,6 +26,7 @@ import numpy as np
 from paceline.core.holdings import Floats, Holdings, Usual, first_holdings
 from paceline.core.mixture import num_worth_asking
 from paceline.core.patience import Prospect, worth_waiting
+from paceline.core.shifts import Shifts
 from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepMode, StepTimes
 from paceline.core.tree import DraftTree, Node, best_first
 
@@ -33,21 +34,8 @@ from paceline.core.tree import DraftTree, Node, best_first
 LEAST_SURVIVAL = 0.05
 # Of drafters at work; 1 would send them to rest.
 MOST_PRICE = 0.99
-# Drafters that rest are called back for a gain of this much, and not before so many steps; they are sent to rest for
-# none at all, and not before so many, or a few for a clear loss: the first steps after a call have no drafts yet.
-WORTH_A_CALL, CLEAR_LOSS = 1.03, 0.95
-LEAST_REST, LEAST_WORK, LEAST_TRIAL = 4, 12, 6
-# Drafters that were called back in vain rest so many times as long the next time at such a load, up to so many steps:
-# where plain steps have the drafters' CPUs as well, a call in vain costs several of them. Loads are alike within a
-# factor of two: what a busy hour taught is not forgotten in a quiet minute. A gain far beyond what calls are made for
-# ends any rest: the text that look-up served well has ended, and another one began.
-REST_GROWTH, MOST_REST, WORTH_A_CALL_AT_ONCE = 4, 2048, 1.5
-# A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
-# after so many steps.
-CONTROL_EVERY = 250
-# What sessions have in hand is learned over many steps, and looked at in every so many: to look, and to set the price
-# by it, is half of what the controller costs a step.
-LOOK_EVERY = 4
+# Weight of a step in the usual number of prefill rows: one that reads a prompt says little about those that follow.
+OTHERS_SMOOTHING = 0.05
 # Standard deviations by which steps with drafters at work are looked upon kindly while they rest.
 KINDNESS = 0.5
 
@@ -103,8 +91,14 @@ class Allocator(Protocol):
         """Takes profiles of plain steps and of steps with the threads left while drafters work."""
         ...
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
-        """Picks nodes for every session; `other_rows` rows of the step are spoken for (prefill)."""
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
+        """Picks nodes for every session.
+
+        Args:
+            demands: The sessions that decode.
+            other_rows: Rows of the step that are spoken for (prefill).
+            joining: Sessions whose prompts are being read, and that decode in the steps the price is for.
+        """
         ...
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
@@ -146,9 +140,9 @@ class FixedGamma:
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`; of no use here."""
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
         """See `Allocator`."""
-        del other_rows
+        del other_rows, joining
         chosen = tuple(tuple(best_first(each.tree, min(self.gamma, each.cap))) for each in demands)
         return Allocation(nodes=chosen, price=self.price)
 
@@ -184,17 +178,17 @@ class Goodput:
         # While drafters work, and without them.
         self._in_hand = Usual(first_holdings(max_nodes))
         self._own = Usual(np.zeros(max_nodes))
-        # The first step looks.
-        self._steps_since_change = LEAST_WORK - 1
-        # By load (digits of the number of sessions in base 2), how long drafters rest before they are called back.
-        self._rests: dict[int, int] = {}
+        self._shifts = Shifts()
+        # Rows of prefill in a step, usually.
+        self._other_rows = 0.0
 
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`."""
         self.times = StepTimes(plain, drafting)
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
         """See `Allocator`."""
+        self._other_rows += OTHERS_SMOOTHING * (other_rows - self._other_rows)
         ranked = self._ranked(demands)
         rows = len(demands) + other_rows
         drafted = [index for index, each in enumerate(demands) if each.cap and each.drafted]
@@ -204,12 +198,10 @@ class Goodput:
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[:best]:
             chosen[index].append(node)
-        # Until drafters that were called have read what they were not told, there is nothing to judge them by.
-        if drafted and (self._mode is StepMode.PLAIN or any(demands[index].answered for index in drafted)):
-            self._steps_since_change += 1
-            if self._steps_since_change % LOOK_EVERY == 0:
-                self._look(ranked, demands, drafted)
-                self._set_price(len(demands), [demands[index].holdings for index in drafted], rows)
+        answered = any(demands[index].answered for index in drafted)
+        if drafted and self._shifts.is_due(len(demands) + joining, answered=answered):
+            self._look(ranked, demands, drafted)
+            self._set_price([demands[index].holdings for index in drafted], len(demands), joining)
         return Allocation(nodes=tuple(map(tuple, chosen)), price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
@@ -228,7 +220,7 @@ class Goodput:
 
     @property
     def _mode(self) -> StepMode:
-        return StepMode.PLAIN if self.price >= 1.0 else StepMode.DRAFTING
+        return StepMode.PLAIN if self._shifts.resting else StepMode.DRAFTING
 
     def _ranked(self, demands: Sequence[Demand]) -> list[tuple[float, int, Node]]:
         ranked = [
@@ -264,35 +256,21 @@ class Goodput:
         for each, its_own, its_in_hand in zip(holdings, own, in_hand, strict=True):
             each.own, each.in_hand = its_own, its_in_hand
 
-    def _set_price(self, num_sessions: int, drafted: Sequence[Holdings], rows: int) -> None:
-        resting = self._mode is StepMode.PLAIN
-        load = num_sessions.bit_length()
-        rest = self._rests.get(load, LEAST_REST)
-        table = self.times.table(StepMode.DRAFTING, kindness=KINDNESS if resting else 0.0)
-        goodputs = _outlook(table, num_sessions, rows, [each.in_hand for each in drafted])
-        without = _outlook(self.times.table(StepMode.PLAIN), num_sessions, rows, [each.own for each in drafted])
+    def _set_price(self, drafted: Sequence[Holdings], num_decoding: int, joining: int) -> None:
+        """For the steps to come: sessions that join will be like those that decode, and some steps read prompts."""
+        num_sessions = num_decoding + joining
+        num_drafted = round(len(drafted) * num_sessions / num_decoding)
+        rows = num_sessions + round(self._other_rows)
+        kindness = KINDNESS if self._shifts.resting else 0.0
+        table = self.times.table(StepMode.DRAFTING, kindness=kindness)
+        in_hand = _typical([each.in_hand for each in drafted], num_drafted)
+        own = _typical([each.own for each in drafted], num_drafted)
+        goodputs = _goodputs(table, num_sessions, rows, in_hand)
+        without = _goodputs(self.times.table(StepMode.PLAIN), num_sessions, rows, own)
         best = int(np.argmax(goodputs))
-        gain = float(goodputs[best] / without.max()) if best else 0.0
-        brief = self._steps_since_change <= 2 * LEAST_WORK
-        if self._is_worth_a_call(gain, rest) if resting else self._is_worth_a_rest(gain):
-            if not resting and gain <= 1.0 and brief:
-                self._rests[load] = min(REST_GROWTH * rest, MOST_REST)
-            self._steps_since_change = 0
-            resting = not resting
-        elif not resting and gain > 1.0 and not brief:
-            self._rests.pop(load, None)
-        self.price = 1.0 if resting else min(MOST_PRICE, _price(float(goodputs[best]), table, rows, best))
-
-    def _is_worth_a_call(self, gain: float, rest: int) -> bool:
-        """Whether drafters at rest, so many steps where nothing else is known, are called back for such a gain."""
-        return gain > (WORTH_A_CALL if self._steps_since_change >= rest else WORTH_A_CALL_AT_ONCE)
-
-    def _is_worth_a_rest(self, gain: float) -> bool:
-        """Whether drafters at work that bring such a gain are sent to rest."""
-        if self._steps_since_change >= CONTROL_EVERY:
-            return True
-        least = LEAST_TRIAL if gain <= CLEAR_LOSS else LEAST_WORK
-        return gain <= 1.0 and self._steps_since_change >= least
+        self._shifts.judge(float(goodputs[best] / without.max()) if best else 0.0, num_sessions)
+        worth = _price(float(goodputs[best]), table, rows, best)
+        self.price = 1.0 if self._shifts.resting else min(MOST_PRICE, worth)
 
 
 def _best(table: StepCost, num_sessions: int, rows: int, survivals: Sequence[float]) -> tuple[int, float]:
@@ -314,14 +292,13 @@ def _price(goodput: float, table: StepCost, rows: int, num_nodes: int) -> float:
     return max(LEAST_SURVIVAL, goodput * table.slope(rows + max(1, num_nodes) - 1))
 
 
-def _outlook(table: StepCost, num_sessions: int, rows: int, holdings: Sequence[Floats | None]) -> Floats:
-    """Goodput of steps that verify the first 0, 1, ... of what sessions usually have, tokens/s `[nodes + 1]`.
+def _typical(holdings: Sequence[Floats | None], num_sessions: int) -> Floats:
+    """What so many sessions have in hand, best first, `[nodes]`.
 
     The mean of a rank stands for all: of single records the best would be those that err most.
     """
     known = np.array([each for each in holdings if each is not None])
-    survivals = np.repeat(known.sum(axis=0) / len(known), len(known)) if len(known) else np.empty(0)
-    return _goodputs(table, num_sessions, rows, survivals)
+    return np.repeat(known.sum(axis=0) / len(known), num_sessions) if len(known) else np.empty(0)
 
 
 def _goodputs(table: StepCost, num_sessions: int, rows: int, survivals: Floats) -> Floats:

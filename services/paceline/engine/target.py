@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.core.allocator import Allocation, Allocator, Demand
+from paceline.core.allocator import Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity
@@ -163,8 +163,6 @@ class TargetEngine:
         self._sessions[event.request.session_id] = session
         self._waiting.append(session)
         session.draft.price = self._allocator.price
-        session.draft.room = ROOM_PER_NODE * self._cap(session)
-        self._tier.tell(session)
 
     def _pair(self, session: TargetSession, address: str) -> None:
         """Closes a session at its drafter and opens it at another; what the first may still send is not heard."""
@@ -316,14 +314,15 @@ class TargetEngine:
             while session in self._running and not session.pages.reserve(session.draft.committed_len):
                 self._preempt()
         decoding = [session for session in decoding if session in self._running]
-        backlog = sum(session.pages.num_missing for session in self._running if not session.is_decoding)
+        joining = [session for session in self._running if not session.is_decoding]
+        backlog = sum(session.pages.num_missing for session in joining)
         budget = self._limits.max_num_batched_tokens
         other_rows = min(backlog, max(0, budget - len(decoding)))
         # A quarter of the rows is prefill's when it has need of them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         demands = [self._demand(session, share) for session in decoding]
-        allocation = self._allocator.allocate(demands, other_rows=other_rows)
-        self._set_price(decoding, allocation)
+        allocation = self._allocator.allocate(demands, other_rows=other_rows, joining=len(joining))
+        self._set_price(allocation.price)
         return [self._pack(builder, session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
 
     def _demand(self, session: TargetSession, share: int) -> Demand:
@@ -339,11 +338,14 @@ class TargetEngine:
     def _cap(self, session: TargetSession) -> int:
         return min(session.cap(), self._allocator.max_nodes)
 
-    def _set_price(self, decoding: Sequence[TargetSession], allocation: Allocation) -> None:
-        self._report.price = allocation.price
-        for session in decoding:
-            session.draft.price = allocation.price
+    def _set_price(self, price: float) -> None:
+        """Also for those whose prompts are read: their drafters read along, unless this price sends them to rest."""
+        self._report.price = price
+        for session in self._running:
+            session.draft.price = price
             session.draft.room = ROOM_PER_NODE * self._cap(session)
+            if not (session.told_len or session.is_decoding):
+                self._tier.tell(session)
 
     def _pack(self, builder: BatchBuilder, session: TargetSession, nodes: tuple[Node, ...]) -> _Verification:
         length = session.draft.committed_len
@@ -375,10 +377,9 @@ class TargetEngine:
             room = self._limits.max_num_batched_tokens - builder.num_rows
             if session.is_decoding or room <= 0:
                 continue
-            start = session.pages.num_computed
-            stop = min(start + room, session.draft.committed_len)
-            last = stop == session.draft.committed_len
-            logit_index = builder.add_prefix(session.pages, start, stop, wants_logits=last)
+            start, whole = session.pages.num_computed, session.draft.committed_len
+            stop = min(start + room, whole)
+            logit_index = builder.add_prefix(session.pages, start, stop, wants_logits=stop == whole)
             self._report.num_prefill_rows += stop - start
             if logit_index is None:
                 session.prefilled_to = stop

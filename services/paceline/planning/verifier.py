@@ -198,14 +198,11 @@ class SimulatedVerifier:
     # Events
 
     def submit(self, session: SimulatedSession, now_s: float) -> None:
-        """Takes in a session; its drafter is told to start, unless drafters rest."""
+        """Takes in a session; its drafter is told to start when it gets a place, unless drafters rest."""
         session.committed_s = now_s
         self._sessions[session.draft.session_id] = session
         self._waiting.append(session)
         session.draft.price = self.allocator.price
-        session.draft.room = ROOM_PER_NODE * self._cap(session)
-        if session.link is not None:
-            self._tell(session)
 
     def receive(self, message: DraftNodes, now_s: float) -> None:
         """Takes in what a drafter said."""
@@ -328,7 +325,8 @@ class SimulatedVerifier:
             while session.num_blocks and not self._reserve(session, session.total_len):
                 self._preempt()
         decoding = self._in_turn([session for session in decoding if session.num_blocks])
-        backlog = sum(session.total_len - session.computed for session in self._running if not session.is_decoding)
+        joining = [session for session in self._running if not session.is_decoding]
+        backlog = sum(session.total_len - session.computed for session in joining)
         budget = self._facts.max_rows
         other_rows = min(backlog, max(0, budget - len(decoding)))
         # A quarter of the rows is prefill's when it has need of them.
@@ -343,10 +341,12 @@ class SimulatedVerifier:
             )
             for each in decoding
         ]
-        allocation = self.allocator.allocate(demands, other_rows=other_rows)
-        for session in decoding:
+        allocation = self.allocator.allocate(demands, other_rows=other_rows, joining=len(joining))
+        for session in self._running:
             session.draft.price = allocation.price
             session.draft.room = ROOM_PER_NODE * self._cap(session)
+            if session.link is not None and not (session.told_len or session.is_decoding):
+                self._tell(session)
         return [
             (session, self._fitting(session, nodes)) for session, nodes in zip(decoding, allocation.nodes, strict=True)
         ]

@@ -10,21 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.allocator import (
-    CONTROL_EVERY,
-    LEAST_REST,
-    LEAST_SURVIVAL,
-    LOOK_EVERY,
-    MOST_REST,
-    Demand,
-    FixedGamma,
-    Goodput,
-)
+from paceline.core.allocator import LEAST_SURVIVAL, Demand, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.holdings import Holdings, Usual
 from paceline.core.messages import NodeGuess
 from paceline.core.pace import OVERDUE, LinkPace
 from paceline.core.patience import Prospect, prospect, worth_waiting
+from paceline.core.shifts import CONTROL_EVERY, JUDGE_EVERY, LEAST_REST, MOST_REST, OTHER_LOAD, Shifts
 from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepMode, StepTimes
 from paceline.core.tree import DraftTree
 
@@ -62,21 +54,19 @@ def test_a_table_that_is_not_monotone_is_refused(rows, seconds):
 
 
 def test_when_rows_are_free_everything_is_verified_and_the_price_is_the_least():
-    allocation = Goodput(StepTimes(FLAT)).allocate([Demand(tree=tree_of(CHAIN), cap=64)], other_rows=0)
+    allocation = Goodput(StepTimes(FLAT)).allocate([Demand(tree=tree_of(CHAIN), cap=64)])
     assert len(allocation.nodes[0]) == 4
     assert allocation.price == LEAST_SURVIVAL
 
 
 def test_when_every_row_costs_a_whole_step_speculation_is_off():
-    allocation = Goodput(StepTimes(LINEAR)).allocate([Demand(tree=tree_of(CHAIN), cap=64)] * 3, other_rows=0)
+    allocation = Goodput(StepTimes(LINEAR)).allocate([Demand(tree=tree_of(CHAIN), cap=64)] * 3)
     assert allocation.nodes == ((), (), ())
     assert allocation.price == 1.0
 
 
 def test_the_price_rises_with_load():
-    prices = [
-        Goodput().allocate([Demand(tree=tree_of(CHAIN), cap=8)] * count, other_rows=0).price for count in (1, 4, 16, 64)
-    ]
+    prices = [Goodput().allocate([Demand(tree=tree_of(CHAIN), cap=8)] * count).price for count in (1, 4, 16, 64)]
     assert prices == sorted(prices)
     assert prices[0] < 0.3
     assert prices[-1] > 0.5
@@ -85,7 +75,7 @@ def test_the_price_rises_with_load():
 def test_caps_hold_for_both_policies():
     demands = [Demand(tree=tree_of(CHAIN), cap=2), Demand(tree=tree_of(CHAIN), cap=0)]
     for policy in (Goodput(StepTimes(FLAT)), FixedGamma(gamma=3)):
-        assert [len(nodes) for nodes in policy.allocate(demands, other_rows=0).nodes] == [2, 0]
+        assert [len(nodes) for nodes in policy.allocate(demands).nodes] == [2, 0]
 
 
 @given(TREES, st.integers(0, 20))
@@ -94,6 +84,7 @@ def test_no_other_set_of_nodes_has_a_higher_goodput(rows, other_rows):
     demands = [Demand(tree=tree, cap=64) for tree in trees]
     allocation = Goodput().allocate(demands, other_rows=other_rows)
     survivals = [tree.survival(node) for tree in trees for node in tree.nodes()]
+    survivals = [each for each in survivals if each >= LEAST_SURVIVAL]
 
     def goodput(chosen) -> float:
         rows_of_step = len(trees) + other_rows + len(chosen)
@@ -112,7 +103,7 @@ def test_no_other_set_of_nodes_has_a_higher_goodput(rows, other_rows):
 @given(TREES)
 def test_a_chosen_nodes_parent_is_chosen_too_and_comes_first(rows):
     trees = [tree_of(each) for each in rows]
-    allocation = Goodput().allocate([Demand(tree=tree, cap=3) for tree in trees], other_rows=0)
+    allocation = Goodput().allocate([Demand(tree=tree, cap=3) for tree in trees])
     for tree, nodes in zip(trees, allocation.nodes, strict=True):
         for index, node in enumerate(nodes):
             assert node.parent is tree.root or node.parent in nodes[:index]
@@ -175,7 +166,7 @@ def settled(count: int, drafting: StepCost, *, steps: int = 60, policy: Goodput 
         mode = StepMode.PLAIN if policy.price >= 1.0 else StepMode.DRAFTING
         trees = [tree_of(CHAIN if mode is StepMode.DRAFTING else []) for _ in range(count)]
         demands = [Demand(tree=tree, cap=8, holdings=each) for tree, each in zip(trees, holdings, strict=True)]
-        allocation = policy.allocate(demands, other_rows=0)
+        allocation = policy.allocate(demands)
         rows = count + sum(map(len, allocation.nodes))
         cost = drafting if mode is StepMode.DRAFTING else STEEP
         policy.observe(rows=rows, guesses=rows - count, mode=mode, seconds=cost.at(rows))
@@ -198,7 +189,7 @@ def test_drafters_are_judged_from_their_first_answer_on():
     assert policy.price < 1.0
     for answered in (False, True):
         silent = [Demand(tree=tree_of([]), cap=8, answered=answered, holdings=Holdings())]
-        prices = [policy.allocate(silent, other_rows=0).price for _ in range(200)]
+        prices = [policy.allocate(silent).price for _ in range(200)]
         assert (1.0 in prices) is answered
 
 
@@ -215,7 +206,7 @@ def test_drafters_rest_where_the_sessions_own_text_says_as_much():
         for _ in range(200):
             mode = StepMode.PLAIN if policy.price >= 1.0 else StepMode.DRAFTING
             tree = tree_of(CHAIN if own or mode is StepMode.DRAFTING else [])
-            allocation = policy.allocate([Demand(tree=tree, cap=8, own=own, holdings=holdings)], other_rows=0)
+            allocation = policy.allocate([Demand(tree=tree, cap=8, own=own, holdings=holdings)])
             rows = 1 + len(allocation.nodes[0])
             policy.observe(rows=rows, guesses=rows - 1, mode=mode, seconds=costs[mode].at(rows))
             count += mode is StepMode.DRAFTING
@@ -228,8 +219,8 @@ def test_drafters_rest_where_the_sessions_own_text_says_as_much():
 def test_guesses_without_a_drafter_are_worth_a_row_while_rows_are_cheap():
     few, many = Goodput(StepTimes(STEEP)), Goodput(StepTimes(STEEP))
     own = [0.9, 0.72, 0.5, 0.3]
-    few.allocate([Demand(tree=tree_of(CHAIN), cap=8, drafted=False, own=own)], other_rows=0)
-    many.allocate([Demand(tree=tree_of(CHAIN), cap=8, drafted=False, own=own)] * 64, other_rows=0)
+    few.allocate([Demand(tree=tree_of(CHAIN), cap=8, drafted=False, own=own)])
+    many.allocate([Demand(tree=tree_of(CHAIN), cap=8, drafted=False, own=own)] * 64)
     assert few.least_survival < 0.5
     assert many.least_survival >= 1.0
 
@@ -238,7 +229,7 @@ def test_where_times_bend_a_row_is_priced_by_those_that_pay_not_by_the_one_beyon
     bent = StepCost(rows=(1, 4, 5), seconds=(1.0, 1.3, 9.0))
     policy, holdings = Goodput(StepTimes(bent)), Holdings()
     for _ in range(20):
-        allocation = policy.allocate([Demand(tree=tree_of(CHAIN), cap=8, holdings=holdings)], other_rows=0)
+        allocation = policy.allocate([Demand(tree=tree_of(CHAIN), cap=8, holdings=holdings)])
     assert len(allocation.nodes[0]) == 3
     goodput = (1 + 0.9 + 0.72 + 0.504) / 1.3
     assert policy.least_survival == pytest.approx(0.1 * goodput, rel=1e-3)
@@ -249,7 +240,7 @@ def test_sessions_that_opted_out_change_no_price():
     policy = settled(1, STEEP)
     before = policy.price
     for _ in range(CONTROL_EVERY):
-        policy.allocate([Demand(tree=tree_of([]), cap=0)] * 64, other_rows=0)
+        policy.allocate([Demand(tree=tree_of([]), cap=0)] * 64)
     assert policy.price == before
 
 
@@ -260,12 +251,60 @@ def test_prefill_alone_changes_no_price():
     assert policy.price == before
 
 
+def test_a_price_is_for_all_who_share_the_steps_to_come_not_for_the_one_whose_prompt_was_short():
+    policy, first = settled(64, STEEP), Demand(tree=tree_of([]), cap=8)
+    assert policy.price == 1.0
+    for _ in range(JUDGE_EVERY):
+        policy.allocate([first], other_rows=50, joining=63)
+    assert policy.price == 1.0, "the others are there in a moment"
+    for _ in range(JUDGE_EVERY):
+        policy.allocate([first])
+    assert policy.price < 1.0, "alone it has a drafter"
+
+
+def test_sessions_that_join_are_taken_to_bring_drafts_as_those_that_decode():
+    alone, joined = (settled(1, STEEP) for _ in range(2))
+    chain = [Demand(tree=tree_of(CHAIN), cap=8, holdings=Holdings()) for _ in range(4)]
+    for _ in range(JUDGE_EVERY):
+        alone.allocate(chain)
+        joined.allocate(chain[:1], joining=3)
+    assert joined.price == pytest.approx(alone.price, rel=0.02)
+
+
+def test_drafters_that_work_for_few_are_judged_at_once_when_many_come():
+    policy = settled(1, STEEP)
+    assert policy.price < 1.0
+    crowd = [Demand(tree=tree_of([]), cap=8, answered=False, holdings=Holdings()) for _ in range(64)]
+    assert policy.allocate(crowd).price == 1.0, "not one of them waits for a trial"
+
+
+def test_a_load_is_another_one_from_twice_or_half_the_sessions_on():
+    shifts = Shifts()
+    shifts.judge(2.0, 8)
+    assert not shifts.resting
+    due = [shifts.is_due(count, answered=False) for count in (8, 5, 15, 4, 16)]
+    assert due == [False, False, False, True, True]
+    shifts.judge(0.9, 8 * OTHER_LOAD)
+    assert shifts.resting
+
+
+def test_one_prompt_says_little_of_the_steps_to_come_and_prompts_without_end_make_rows_cheap():
+    # A step that is long anyway is hardly longer for a guess more.
+    gentle = StepCost(rows=(1, 200), seconds=(0.010, 0.050))
+    policy = settled(4, gentle, policy=Goodput(StepTimes(gentle, gentle)))
+    before, demands = policy.price, [Demand(tree=tree_of(CHAIN), cap=8, holdings=Holdings()) for _ in range(4)]
+    prices = [policy.allocate(demands, other_rows=100 * (step == 0)).price for step in range(JUDGE_EVERY)]
+    assert prices[-1] == pytest.approx(before, rel=0.1)
+    prices = [policy.allocate(demands, other_rows=100).price for _ in range(100)]
+    assert prices[-1] < before / 2
+
+
 def test_drafters_called_back_in_vain_rest_longer_each_time_until_the_load_changes():
     policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
     modes, demands = "", [Demand(tree=tree_of([]), cap=8) for _ in range(4)]
     for count in [1] * 300 + [4] * 60:
         modes += "work" if policy.price < 1.0 else " "
-        policy.allocate(demands[:count], other_rows=0)
+        policy.allocate(demands[:count])
     rests = [len(rest) for rest in modes.split("work") if rest]
     assert rests[0] == LEAST_REST < rests[1] < rests[2]
     assert rests[1] >= 16
@@ -281,7 +320,7 @@ def test_what_trials_in_vain_taught_of_a_load_is_known_when_the_load_comes_back(
         worked = 0
         for _ in range(64):
             worked += policy.price < 1.0
-            policy.allocate(demands[:count], other_rows=0)
+            policy.allocate(demands[:count])
         return worked
 
     cycles = [steps_of_work(1) + steps_of_work(2) for _ in range(8)]
@@ -294,25 +333,25 @@ def test_a_load_at_which_drafters_are_worth_it_again_is_held_against_them_no_mor
     policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
     in_vain = Demand(tree=tree_of([]), cap=8)
     for _ in range(400):
-        policy.allocate([in_vain], other_rows=0)
-    assert max(policy._rests.values()) > LEAST_REST
+        policy.allocate([in_vain])
+    assert max(policy._shifts._rests.values()) > LEAST_REST
     settled(1, STEEP, steps=CONTROL_EVERY + 300, policy=policy)
     assert policy.price < 1.0
-    assert not policy._rests
+    assert not policy._shifts._rests
 
 
 def test_nodes_that_hardly_ever_match_are_left_out_even_where_rows_are_free():
     padded = StepCost(rows=(1, 8), seconds=(1.0, 1.0))
     unlikely = tree_of([(0, 1, 0.04), (0, 2, 0.03)])
-    assert Goodput(StepTimes(padded)).allocate([Demand(tree=unlikely, cap=8)], other_rows=0).nodes == ((),)
+    assert Goodput(StepTimes(padded)).allocate([Demand(tree=unlikely, cap=8)]).nodes == ((),)
 
 
 @given(TREES, st.lists(st.booleans(), min_size=3, max_size=3))
 def test_sessions_whose_drafter_is_gone_share_steps_with_the_others_and_teach_nothing_about_drafters(rows, drafted):
     demands = [Demand(tree=tree_of(tree), cap=8, drafted=each) for tree, each in zip(rows, drafted, strict=False)]
     with_drafter = [replace(each, holdings=Holdings()) for each in demands if each.drafted]
-    Goodput(StepTimes(FLAT)).allocate(demands, other_rows=0)
-    Goodput(StepTimes(FLAT)).allocate(with_drafter, other_rows=0)
+    Goodput(StepTimes(FLAT)).allocate(demands)
+    Goodput(StepTimes(FLAT)).allocate(with_drafter)
     assert [each.holdings.in_hand is not None for each in demands] == [each.drafted for each in demands]
     for mixed, alone in zip([each for each in demands if each.drafted], with_drafter, strict=True):
         assert mixed.holdings.in_hand.tolist() == alone.holdings.in_hand.tolist()
@@ -323,12 +362,13 @@ def test_the_session_after_one_that_look_up_served_well_has_its_drafter_at_once(
     policy = settled(1, STEEP.scaled(1.02), policy=Goodput(StepTimes(STEEP, STEEP.scaled(1.02))))
     usual = policy.price
     looping = Demand(tree=tree_of(sure), cap=8, own=[0.99**rank for rank in range(1, 9)])
-    prices = [policy.allocate([looping], other_rows=0).price for _ in range(100)]
+    prices = [policy.allocate([looping]).price for _ in range(100)]
     assert 1.0 in prices, "look-up says as much as the drafter"
     # However long the drafter was to rest at the end of that text, the next one ends it.
-    policy.price, policy._steps_since_change, policy._rests = 1.0, 0, {1: MOST_REST}
+    shifts = policy._shifts
+    policy.price, shifts.resting, shifts._steps_since_change, shifts._rests = 1.0, True, 0, {1: MOST_REST}
     fresh = Demand(tree=tree_of([]), cap=8)
-    assert [policy.allocate([fresh], other_rows=0).price for _ in range(LOOK_EVERY)][-1] < 2 * usual
+    assert [policy.allocate([fresh]).price for _ in range(JUDGE_EVERY)][-1] < 2 * usual
 
 
 def test_a_new_session_is_taken_for_a_typical_one():
@@ -347,8 +387,8 @@ def test_what_sessions_have_in_hand_is_looked_at_in_the_first_step_and_every_few
     policy = Goodput(StepTimes(FLAT))
     demand = Demand(tree=tree_of(CHAIN), cap=12)
     looks = []
-    for _ in range(3 * LOOK_EVERY):
+    for _ in range(3 * JUDGE_EVERY):
         before = demand.holdings.in_hand
-        policy.allocate([demand], other_rows=0)
+        policy.allocate([demand])
         looks.append(demand.holdings.in_hand is not before)
-    assert looks == ([True] + [False] * (LOOK_EVERY - 1)) * 3
+    assert looks == ([True] + [False] * (JUDGE_EVERY - 1)) * 3
