@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 
 from paceline.engine.batch import Batch
+from paceline.engine.kernel_cache import njit
 from paceline.engine.kernels import exp32
 from paceline.engine.kv import as_array
 from paceline.engine.simd import LANES, add_weighted_lanes, dot_lanes, encode, fma, to_float32

@@ -19,10 +19,11 @@ import llvmlite.binding
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from paceline.engine.kernel_cache import njit
 from paceline.engine.simd import LANES, array_data, fused_multiply_add, load_vector, splat, store_vector
 from paceline.engine.team import on_team
 

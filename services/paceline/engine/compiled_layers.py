@@ -6,7 +6,6 @@ beside a gateway as alone. Here the interpreter is let go once. The loops are th
 `bfloat16_product`, in the same order, so rows have the same bits either way.
 
 Layers are told to compiled code by the addresses of their arrays: as arguments their number would be part of its type.
-numba's cache watches this file only: after a change in those three touch it.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from paceline.engine.attention import attend_rows
 from paceline.engine.bfloat16_product import OUTPUTS, multiply
+from paceline.engine.kernel_cache import njit
 from paceline.engine.kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
 from paceline.engine.linear import Linear
 from paceline.engine.llama import LlamaLayer

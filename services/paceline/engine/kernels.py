@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from paceline.engine.kernel_cache import njit
 from paceline.engine.simd import LANES, encode, to_float32
 from paceline.engine.team import on_team
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
+
+from paceline.engine.kernel_cache import njit
 
 BLOCK_SIZE = 16
 

@@ -1,7 +1,7 @@
 """Compiled loops that add noise to a row's survivors: the coupled choice, and rankings with confidences.
 
 Noise is that of `paceline.core.noise`, bit for bit, evaluated in full only where it can change the result.
-Rows, cuts and the note on numba's cache: see `row_kernels`. The loops know no request and no session.
+Rows and cuts: see `row_kernels`. The loops know no request and no session.
 """
 
 from __future__ import annotations

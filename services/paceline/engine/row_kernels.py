@@ -4,9 +4,6 @@ A row lives in a `scores` buffer of float64 padded with -inf to whole chunks; `c
 largest score, so that chunks that cannot matter are skipped. Survivors are always a head of the order
 (largest score first, lowest id among equals), hence given by two numbers: scores above `cut`, and those
 equal to `cut` with ids up to `last_id`. The loops release the GIL and know no request, session or noise.
-
-numba's cache watches the file of the compiled function only: after a change in `paceline.core.noise` touch
-this file and `noise_kernels.py`. The tests that compare with `paceline.core` fail on a stale cache.
 """
 
 from __future__ import annotations
@@ -14,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core import noise
+from paceline.engine.kernel_cache import njit
 
 CHUNK = 128
 """Ids a chunk holds: 32 Philox blocks of 4 ids."""
@@ -41,12 +38,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def kernel(function: _F) -> _F:
     """Compiles a loop on first call: IEEE arithmetic as written, division by zero as numpy has it."""
-    return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    return cast(_F, njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
 def inlined(function: _F) -> _F:
     """Compiles a step of a loop into the loop, which LLVM vectorises only then."""
-    return cast(_F, numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function))
+    return cast(_F, njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function))
 
 
 exact_exp = inlined(noise.exact_exp)

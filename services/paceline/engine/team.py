@@ -5,9 +5,6 @@ numba's or Python's, would compete with the first one for the same cores, and a 
 to wake on a virtual machine, as long as the loop itself. So the loops go to OpenMP's threads while these still spin:
 `GOMP_parallel` of the very library that torch has loaded, which LLVM's and Intel's OpenMP have as well. How many
 threads there are is torch's number.
-
-numba's cache watches the file of the compiled function only: after a change here touch the files that use it, and
-`compiled_layers.py`.
 """
 
 from __future__ import annotations

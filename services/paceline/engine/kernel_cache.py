@@ -1,0 +1,55 @@
+"""numba's decorator for kernels, with what it compiles kept in a folder for each state of all their sources.
+
+numba asks only whether a kernel's own file has changed; but kernels call those of other files, and after a change there
+they would go on as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numba
+from numba import njit
+
+__all__ = ["cache_folder", "njit"]
+
+# What compiled code is made of.
+SOURCES = (
+    "core/noise.py",
+    "engine/attention.py",
+    "engine/bfloat16_product.py",
+    "engine/compiled_layers.py",
+    "engine/kernel_cache.py",
+    "engine/kernels.py",
+    "engine/kv.py",
+    "engine/noise_kernels.py",
+    "engine/row_kernels.py",
+    "engine/simd.py",
+    "engine/team.py",
+)
+
+
+def cache_folder(environ: Mapping[str, str], package: Path) -> Path:
+    """Where kernels compiled from these sources are kept: below NUMBA_CACHE_DIR, beside them, or in the user's cache.
+
+    Args:
+        environ: Environment variables.
+        package: Folder that the sources lie in.
+    """
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((package / name).read_bytes() + b"\0")
+    if environ.get("NUMBA_CACHE_DIR"):
+        base = Path(environ["NUMBA_CACHE_DIR"])
+    elif os.access(package / "engine", os.W_OK):
+        base = package / "engine" / "__pycache__"
+    else:
+        base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    return base / f"kernels-{digest.hexdigest()[:16]}"
+
+
+# Before any kernel is decorated: the decorator looks up its folder once.
+numba.config.CACHE_DIR = str(cache_folder(os.environ, Path(__file__).parents[1]))
