@@ -18,7 +18,15 @@ from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
 from paceline.engine.sources import AnySource
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, StepReport, Submit, TargetLimits
+from paceline.engine.target_events import (
+    Cancel,
+    DraftsArrived,
+    LinkChanged,
+    StepReport,
+    Submit,
+    TargetLimits,
+    TargetOutput,
+)
 from paceline.verifier.config import Speculation
 from paceline.verifier.sources import make_sources
 
@@ -178,9 +186,16 @@ class EnginePair:
         raise AssertionError("sessions did not end")
 
     def _target_step(self) -> None:
+        early = self.target.begin()
+        if early is not None:
+            self.hear(early)
         output = self.target.step()
         self.num_preempted += output.report.num_preempted
         self.reports.append(output.report)
+        self.hear(output)
+
+    def hear(self, output: TargetOutput) -> None:
+        """What the target says reaches clients and the drafter."""
         for serial, committed in output.committed:
             generated = self.sessions[self.names[serial - 1]]
             assert isinstance(committed, CommittedTokens)

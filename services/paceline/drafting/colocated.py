@@ -55,6 +55,9 @@ class ColocatedEngine:
         """See `TargetEngine`."""
         return self._target.profile(mode)
 
+    def begin(self) -> None:
+        """The drafter is here: it hears of everything after the step."""
+
     def step(self) -> TargetOutput:
         """Drafts as long as that pays, then runs a step of the target and tells the drafter what it committed."""
         while self._draft.has_work() and self._target.drafts_pay(self._draft_s):

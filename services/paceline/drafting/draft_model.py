@@ -270,6 +270,9 @@ class DraftEngine:
         """A drafter never waits."""
         return 0.0
 
+    def begin(self) -> None:
+        """What is to be said first has a step of its own."""
+
     def step(self) -> DraftOutput:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
         started_s = self._clock()

@@ -1,7 +1,8 @@
 """Where the asyncio world and the thread that owns torch meet; nothing else crosses between them.
 
-Events go in through a bounded inbox, outputs come back once per step. A step that raises ends the engine loudly:
-every waiter learns of it. The bridge knows nothing of models, sessions or messages.
+Events go in through a bounded inbox; outputs come back once per step, and before one that has something to say first.
+A step that raises ends the engine loudly: every waiter learns of it. The bridge knows nothing of models, sessions or
+messages.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class Stepper(Protocol[EventT, OutputT]):
         """Seconds for which waiting for events beats stepping now; 0: step."""
         ...
 
+    def begin(self) -> OutputT | None:
+        """What goes out before the next step runs, if anything; `step` follows, with no event between them."""
+        ...
+
     def step(self) -> OutputT:
         """Runs one step."""
         ...
@@ -51,7 +56,7 @@ class EngineThread(Generic[_Event, _Output]):
 
     Args:
         make_stepper: Called inside the thread, so that everything torch lives there.
-        deliver: Called in the event loop with every step's output.
+        deliver: Called in the event loop with every output.
         name: Shown in thread lists and logs.
     """
 
@@ -143,6 +148,9 @@ class EngineThread(Generic[_Event, _Output]):
                 return
             patience_s = stepper.patience_s() if stepper.has_work() else None
             if patience_s is not None and patience_s <= 0.0:
+                early = stepper.begin()
+                if early is not None:
+                    self._post_output(early)
                 self._post_output(stepper.step())
 
     def _take(self, timeout_s: float | None) -> list[_Event]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from paceline.engine.growth import Growth
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.profile import StepProfiler
 from paceline.engine.sources import AnySource
+from paceline.engine.step_plan import StepPlan, Verification, ancestor_slots
 from paceline.engine.target_events import (
     Cancel,
     DraftsArrived,
@@ -49,16 +49,6 @@ STEP_SMOOTHING = 0.1
 MAX_SOURCES = 256
 # Nodes a drafter may keep ahead of the committed tokens, per node that may be verified.
 ROOM_PER_NODE = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verification:
-    """One decoding session in a step: its nodes, their scratch slots, and where the logits of each row are."""
-
-    session: TargetSession
-    nodes: tuple[Node, ...]
-    slots: dict[int, int]
-    logit_index: dict[int, int]
 
 
 # Serial of a session, and what a step committed for it or why it ended.
@@ -116,6 +106,8 @@ class TargetEngine:
         self._calibrations: dict[tuple[str, bool, str], Calibration] = {}
         self._report = StepReport()
         self._num_reported = 0
+        # Of a step that was begun and has not run yet.
+        self._plan: StepPlan | None = None
         self._step_s = 0.01
         self._idle_since_s = clock()
         # Since when the engine has had the present step to do; None while it has nothing to decode.
@@ -255,28 +247,39 @@ class TargetEngine:
             self._report.num_silenced += 1
         return wait_s
 
+    def begin(self) -> TargetOutput | None:
+        """Plans the next step; drafters read new prompts and what else they are to be told while it runs, not after."""
+        self._plan = self._plan_step()
+        return self._output([], StepReport()) if self._tier.has_work else None
+
     def step(self) -> TargetOutput:
-        """Runs one step over all sessions that have something to compute."""
-        started_s = self._clock()
-        mode = self._mode()
+        """Runs the step that was begun, or one planned now, over all sessions that have something to compute."""
+        plan, self._plan = self._plan or self._plan_step(), None
+        committed: list[_Outcome] = []
+        if plan.num_rows:
+            # A prompt is worth more than what drafters would guess meanwhile: its step takes their CPUs, too.
+            self._use_threads(StepMode.PLAIN if self._is_mostly_prefill(plan.num_rows) else plan.mode)
+            logits = self._decoder.forward(plan.builder.build(), self._cache).cpu().numpy()
+            for each in plan.verifications:
+                committed.append(self._verify(each, logits, plan.batch_size))
+            for session, logit_index in plan.finishing:
+                committed.append(self._first_token(session, logits[logit_index], plan.batch_size))
+            self._move_accepted()
+            self._growth.grow(self._report, self._clock() - plan.started_s)
+            self._time_step(plan)
+        for session in self._running:
+            if session.prefilled_to > session.pages.num_computed:
+                session.pages.mark_computed(session.prefilled_to)
+        report, self._report = self._report, StepReport()
+        report.num_rows, report.num_decoding = plan.num_rows, len(report.gammas)
+        return self._output(committed, report)
+
+    def _plan_step(self) -> StepPlan:
+        started_s, mode, builder = self._clock(), self._mode(), BatchBuilder()
         self._admit()
-        builder = BatchBuilder()
         verifications = self._plan_decoding(builder)
         finishing = self._plan_prefill(builder)
-        committed: list[_Outcome] = []
-        if builder.num_rows:
-            # A prompt is worth more than what drafters would guess meanwhile: its step takes their CPUs, too.
-            self._use_threads(StepMode.PLAIN if self._is_mostly_prefill(builder.num_rows) else mode)
-            logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
-            batch_size = len(verifications) + len(finishing)
-            for each in verifications:
-                committed.append(self._verify(each, logits, batch_size))
-            for session, logit_index in finishing:
-                committed.append(self._first_token(session, logits[logit_index], batch_size))
-            self._move_accepted()
-            self._growth.grow(self._report, self._clock() - started_s)
-            self._time_step(started_s, builder.num_rows, mode)
-        return self._output(committed, builder.num_rows)
+        return StepPlan(started_s, mode, builder, verifications, finishing)
 
     def _mode(self) -> StepMode:
         drafted = (self._cap(each) for each in self._sessions.values() if self._tier.drafts_for(each))
@@ -286,18 +289,18 @@ class TargetEngine:
     def _is_mostly_prefill(self, num_rows: int) -> bool:
         return 2 * self._report.num_prefill_rows > num_rows
 
-    def _time_step(self, started_s: float, num_rows: int, mode: StepMode) -> None:
+    def _time_step(self, plan: StepPlan) -> None:
         """Keeps the step's own time, and tells the allocator the whole cycle: events and waiting are paid for too."""
-        now_s = self._clock()
+        now_s, num_rows = self._clock(), plan.num_rows
         self._idle_since_s = now_s
-        self._report.seconds = now_s - started_s
+        self._report.seconds = now_s - plan.started_s
         if not self._report.num_prefill_rows:
             self._step_s += STEP_SMOOTHING * (self._report.seconds - self._step_s)
         # A row is a row; but where most of them are prefill, attention over long chunks is what is paid for.
         if self._cycle_since_s is not None and not self._is_mostly_prefill(num_rows):
             cycle_s, mixed = now_s - self._cycle_since_s, self._report.num_prefill_rows > 0
             guesses = sum(self._report.gammas)
-            self._allocator.observe(rows=num_rows, guesses=guesses, mode=mode, seconds=cycle_s, mixed=mixed)
+            self._allocator.observe(rows=num_rows, guesses=guesses, mode=plan.mode, seconds=cycle_s, mixed=mixed)
         self._cycle_since_s = now_s if self._running else None
 
     def _admit(self) -> None:
@@ -308,7 +311,7 @@ class TargetEngine:
             self._waiting.popleft()
             self._running.append(session)
 
-    def _plan_decoding(self, builder: BatchBuilder) -> list[_Verification]:
+    def _plan_decoding(self, builder: BatchBuilder) -> list[Verification]:
         decoding = [session for session in self._running if session.is_decoding]
         for session in decoding:
             while session in self._running and not session.pages.reserve(session.draft.committed_len):
@@ -347,7 +350,7 @@ class TargetEngine:
             if not (session.told_len or session.is_decoding):
                 self._tier.tell(session)
 
-    def _pack(self, builder: BatchBuilder, session: TargetSession, nodes: tuple[Node, ...]) -> _Verification:
+    def _pack(self, builder: BatchBuilder, session: TargetSession, nodes: tuple[Node, ...]) -> Verification:
         length = session.draft.committed_len
         deepest = max((node.position for node in nodes), default=0)
         if not session.pages.reserve(deepest + 1):
@@ -360,7 +363,7 @@ class TargetEngine:
             slot = self._scratch.take()
             assert slot is not None, "scratch holds as many slots as a step has rows"
             slots[id(node)] = slot
-            path = _ancestors(node, slots)
+            path = ancestor_slots(node, slots)
             logit_index[id(node)] = builder.add_node(
                 session.pages,
                 token_id=node.token_id,
@@ -368,7 +371,7 @@ class TargetEngine:
                 slot=slot,
                 ancestors=path,
             )
-        return _Verification(session=session, nodes=nodes, slots=slots, logit_index=logit_index)
+        return Verification(session=session, nodes=nodes, slots=slots, logit_index=logit_index)
 
     def _plan_prefill(self, builder: BatchBuilder) -> list[tuple[TargetSession, int]]:
         """Adds prefill chunks while the step has room; returns the sessions whose first token this step gives."""
@@ -396,7 +399,7 @@ class TargetEngine:
 
     # Committing
 
-    def _verify(self, each: _Verification, logits: np.ndarray, batch_size: int) -> _Outcome:
+    def _verify(self, each: Verification, logits: np.ndarray, batch_size: int) -> _Outcome:
         session = each.session
         base_len = session.draft.committed_len
         try:
@@ -439,7 +442,7 @@ class TargetEngine:
             self._cache.copy_slots(np.ascontiguousarray(sources), np.ascontiguousarray(targets))
             self._moves.clear()
 
-    def _free_scratch(self, each: _Verification) -> None:
+    def _free_scratch(self, each: Verification) -> None:
         for slot in each.slots.values():
             self._scratch.give_back(slot)
 
@@ -472,14 +475,8 @@ class TargetEngine:
             self._growth.add(session)
         return session.serial, committed
 
-    def _output(self, committed: list[_Outcome], num_rows: int) -> TargetOutput:
-        for session in self._running:
-            if session.prefilled_to > session.pages.num_computed:
-                session.pages.mark_computed(session.prefilled_to)
+    def _output(self, committed: list[_Outcome], report: StepReport) -> TargetOutput:
         self._tier.tell_states(self._running)
-        report, self._report = self._report, StepReport()
-        report.num_rows = num_rows
-        report.num_decoding = len(report.gammas)
         report.num_running = len(self._running)
         report.num_waiting = len(self._waiting)
         report.lag_tokens = self._tier.lag_tokens(self._running)
@@ -488,13 +485,3 @@ class TargetEngine:
         self._num_reported = len(self._sessions)
         to_drafters, broken = self._tier.take()
         return TargetOutput(committed=committed, to_drafters=to_drafters, broken_links=broken, report=report)
-
-
-def _ancestors(node: Node, slots: dict[int, int]) -> list[int]:
-    """Scratch slots of a node's ancestors below the root, oldest first."""
-    path: list[int] = []
-    above = node.parent
-    while above is not None and id(above) in slots:
-        path.append(slots[id(above)])
-        above = above.parent
-    return path[::-1]

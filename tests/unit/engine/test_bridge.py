@@ -17,6 +17,7 @@ class Adder:
     def __init__(self, patience_s: float = 0.0) -> None:
         self.total = 0
         self.fresh = False
+        self.early: int | None = None
         self.patience = patience_s
         self.thread = threading.current_thread()
 
@@ -30,6 +31,10 @@ class Adder:
 
     def patience_s(self) -> float:
         return self.patience
+
+    def begin(self) -> int | None:
+        early, self.early = self.early, None
+        return early
 
     def step(self) -> int:
         if self.total < 0:
@@ -97,4 +102,13 @@ async def test_patience_ends_when_an_event_arrives():
     engine, outputs = await started(Adder(patience_s=3600.0))
     engine.post(5)
     assert await asyncio.wait_for(outputs.get(), 10) == 5
+    await engine.close()
+
+
+async def test_what_a_stepper_says_first_goes_out_before_its_step():
+    stepper = Adder()
+    stepper.early = -7
+    engine, outputs = await started(stepper)
+    engine.post(5)
+    assert [await asyncio.wait_for(outputs.get(), 10) for _ in range(2)] == [-7, 5]
     await engine.close()
