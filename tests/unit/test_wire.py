@@ -167,12 +167,13 @@ guesses = st.builds(
     parent_id=uint32,
     token_id=uint32,
     confidence=st.integers(0, 255).map(lambda level: level / 255),
+    draft=st.none(),
 )
 sparse_drafts = st.dictionaries(uint32, st.integers(1, 65535), min_size=1, max_size=64).map(
     lambda weights: SparseDraft(token_ids=tuple(weights), weights=tuple(weights.values()))
 )
 drawn_guesses = st.builds(
-    lambda guess, draft: replace(guess, token_id=draft.token_ids[-1], draft=draft), guesses, sparse_drafts
+    lambda guess, draft: guess._replace(token_id=draft.token_ids[-1], draft=draft), guesses, sparse_drafts
 )
 nodes = st.builds(
     DraftNodes,

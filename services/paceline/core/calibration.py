@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 # Odds beyond these are not believed: no guess is sure, none impossible.
 MAX_MARGIN = 6.0
@@ -24,6 +25,8 @@ OFFSET_DRIFT = 2e-3
 LEAST_SLOPE = 0.1
 
 
+# On the wire a confidence is one byte.
+@lru_cache(maxsize=1024)
 def margin(confidence: float) -> float:
     """Log odds, bounded."""
     if confidence <= 0.0:

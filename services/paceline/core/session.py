@@ -240,16 +240,9 @@ class DrafterSession:
             draft: The distribution that the guess was sampled from, for rules that ask for it.
         """
         grown: list[Node] = []
+        parent_id = 0 if parent is self.tree.root else parent.node_id
         for token_id, confidence in guesses:
-            parent_id = 0 if parent is self.tree.root else parent.node_id
-            guess = NodeGuess(
-                node_id=self._next_node_id,
-                parent_id=parent_id,
-                token_id=token_id,
-                confidence=confidence,
-                draft=draft,
-            )
-            node = self.tree.add(parent, guess)
+            node = self.tree.add(parent, NodeGuess(self._next_node_id, parent_id, token_id, confidence, draft))
             if node is None:
                 continue
             self._next_node_id += 1
@@ -273,11 +266,4 @@ class DrafterSession:
     def _guess(self, node: Node) -> NodeGuess:
         assert node.parent is not None, "only the root has no parent, and it is never sent"
         parent_id = 0 if node.parent is self.tree.root else node.parent.node_id
-        confidence = node.guesses[DRAFT_MODEL]
-        return NodeGuess(
-            node_id=node.node_id,
-            parent_id=parent_id,
-            token_id=node.token_id,
-            confidence=confidence,
-            draft=node.draft,
-        )
+        return NodeGuess(node.node_id, parent_id, node.token_id, node.guesses[DRAFT_MODEL], node.draft)

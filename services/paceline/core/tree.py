@@ -43,7 +43,10 @@ class Node:
         token_id: The guess.
         position: The absolute index that the token would take.
         guesses: What each source that guessed it says of it.
-        probability: What that is worth: the probability that it matches if its parent does.
+        log_weight: What that is worth: the parent's, and the logarithm of the probability that it matches if the parent
+            does.
+
+    Attributes:
         draft: The distribution that the guess was sampled from, where the acceptance rule asks for it.
     """
 
@@ -51,23 +54,20 @@ class Node:
 
     def __init__(
         self,
-        *,
         node_id: int,
         parent: Node | None,
         token_id: int,
         position: int,
         guesses: dict[str, float] | None = None,
-        probability: float = 1.0,
-        draft: SparseDraft | None = None,
+        log_weight: float = 0.0,
     ) -> None:
         self.node_id = node_id
         self.parent = parent
         self.token_id = token_id
         self.position = position
         self.guesses: dict[str, float] = {} if guesses is None else guesses
-        self.draft = draft
-        above: float = 0.0 if parent is None else parent.log_weight
-        self.log_weight: float = above + math.log(max(probability, LEAST_CONFIDENCE))
+        self.log_weight = log_weight
+        self.draft: SparseDraft | None = None
         self.children: dict[int, Node] = {}
         self.state = NodeState.LIVE
 
@@ -120,7 +120,7 @@ class DraftTree:
 
     @staticmethod
     def _bare_root(committed_len: int) -> Node:
-        root = Node(node_id=0, parent=None, token_id=-1, position=committed_len - 1)
+        root = Node(0, None, -1, committed_len - 1)
         root.state = NodeState.COMMITTED
         return root
 
@@ -167,19 +167,13 @@ class DraftTree:
     def suggest(self, parent: Node, token_id: int, confidence: float, source: str) -> Node:
         """Hangs a guess that nobody will name by an id; where another source guessed the same, the surer one counts."""
         probability = self.probability(source, confidence)
+        log_weight = parent.log_weight + math.log(probability if probability > LEAST_CONFIDENCE else LEAST_CONFIDENCE)
         node = parent.children.get(token_id)
         if node is not None:
             node.guesses[source] = confidence
-            self._raise(node, parent.log_weight + math.log(max(probability, LEAST_CONFIDENCE)))
+            self._raise(node, log_weight)
             return node
-        node = Node(
-            node_id=0,
-            parent=parent,
-            token_id=token_id,
-            position=parent.position + 1,
-            guesses={source: confidence},
-            probability=probability,
-        )
+        node = Node(0, parent, token_id, parent.position + 1, {source: confidence}, log_weight)
         parent.children[token_id] = node
         self.num_nodes += 1
         return node
@@ -240,7 +234,7 @@ class DraftTree:
 
     def _remember(self, guess: NodeGuess, position: int) -> None:
         """The guess came late but was right: its children may still be of use."""
-        node = Node(node_id=guess.node_id, parent=None, token_id=guess.token_id, position=position)
+        node = Node(guess.node_id, None, guess.token_id, position)
         node.state = NodeState.COMMITTED
         self._index[guess.node_id] = node
 

@@ -228,23 +228,13 @@ def _nodes_to_pb(message: DraftNodes) -> drafter_pb2.DraftNodes:
 
 def _nodes_from_pb(entry: drafter_pb2.DraftNodes) -> DraftNodes:
     _check_lists(entry)
-    lists = zip(
-        entry.node_ids, entry.parent_ids, entry.token_ids, entry.confidences, _drafts_from_pb(entry), strict=True
-    )
+    confidences = [confidence / MAX_CONFIDENCE for confidence in entry.confidences]
+    guesses = map(NodeGuess, entry.node_ids, entry.parent_ids, entry.token_ids, confidences, _drafts_from_pb(entry))
     return DraftNodes(
         session_id=_named_session("DraftNodes", entry.session_id),
         epoch=entry.epoch,
         base_len=entry.base_len,
-        nodes=tuple(
-            NodeGuess(
-                node_id=node_id,
-                parent_id=parent_id,
-                token_id=token_id,
-                confidence=confidence / MAX_CONFIDENCE,
-                draft=draft,
-            )
-            for node_id, parent_id, token_id, confidence, draft in lists
-        ),
+        nodes=tuple(guesses),
     )
 
 
