@@ -34,3 +34,15 @@ def keep_to(pid: int, cpus: Collection[int]) -> None:
 def num_open_files(pid: int) -> int:
     """Returns how many file descriptors a process holds, sockets included."""
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def children_of(pid: int) -> list[int]:
+    """Returns the processes that a process has started and that have not ended."""
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for task in os.listdir(tasks) for child in (tasks / task / "children").read_text().split()]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Returns the environment that a process was started with."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -1,0 +1,288 @@
+"""Two or more source trees, or settings, by turns: `paceline bench turns . ../before`.
+
+Each side is a folder with this project's sources (a git worktree of another commit, after `make protos` in it), and
+flags of `paceline up` if there are any; `--drafter-arg=--draft-width=8` reaches the drafter. Every side is a whole
+fleet, started by the launcher of its own tree, and all of them stay up, so that a slow minute of the machine meets all.
+Every round decodes the same prompts with each side, every other one in the opposite order. Rounds go on until the
+ratios to the first side are known to one percent or there were --most-rounds.
+
+Before anything is measured, the services are asked which sources they run: what was not started from its own tree ends
+the bench. Two fleets of the same code differ by up to a tenth in tokens/s (name a side twice to see by how much here):
+steps for the same text say more than speed. In the table:
+
+* tokens_per_s: decoding only at one stream, all output over the whole time at more; ratio: over the first side's of the
+  same round, median; error: its standard error
+* steps: of all texts of a round; drafted: those among them that verified guesses; gamma: draft tokens of these;
+  length: 1 + accepted / these; step_ms: of the verifier, prompts included
+
+The bench is met when all sides say the same texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from loadtest.client import Ask, BatchResult, run_batch
+from loadtest.fleet import machine
+from loadtest.procfs import children_of, environment_of
+from loadtest.proxy import DelayProxy
+from loadtest.rounds import PRECISION, standard_error
+from loadtest.rtt import SETTLE_TOKENS, decode_speed
+from loadtest.scrape import MeanOf, scrape
+from paceline.cluster.valkey import free_port
+from paceline.training.corpus import unseen_prompts
+
+HOST = "127.0.0.1"
+# The first fleet of a tree compiles its kernels.
+START_TIMEOUT_S, STOP_TIMEOUT_S, POLL_S = 300.0, 30.0, 0.5
+PORTS = (
+    "gateway-port", "gateway-grpc-port", "verifier-port", "verifier-metrics-port", "drafter-port",
+    "drafter-metrics-port", "redis-port",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Side:
+    """A source tree, flags for its launcher, and where its fleet listens."""
+
+    tree: Path
+    flags: list[str]
+    proxy: DelayProxy
+    ports: dict[str, int]
+
+    @property
+    def url(self) -> str:
+        """Its gateway."""
+        return f"http://{HOST}:{self.ports['gateway-port']}"
+
+    @property
+    def metrics(self) -> str:
+        """Where its verifier tells its metrics."""
+        return f"{HOST}:{self.ports['verifier-metrics-port']}"
+
+    @property
+    def title(self) -> str:
+        """Name in the table."""
+        return " ".join((self.tree.name, *self.flags))
+
+
+@dataclass(slots=True)
+class Measured:
+    """A side at one round trip."""
+
+    results: list[BatchResult] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    step: MeanOf = field(default_factory=lambda: MeanOf("paceline:step_seconds"))
+
+    def ratios_to(self, other: Measured) -> list[float]:
+        """This speed over the other one's, of each round."""
+        return [mine / its for mine, its in zip(self.speeds, other.speeds, strict=True)]
+
+    def mean(self, key: str) -> float:
+        """Of an entry of the speculation records, a round."""
+        return statistics.fmean(result.total(key) for result in self.results)
+
+    def texts(self) -> list[list[str]]:
+        """Texts of each round."""
+        return [[each.text for each in result.completions] for result in self.results]
+
+
+def main() -> None:
+    """Parses the command line and runs the bench."""
+    parser = argparse.ArgumentParser(
+        prog="turns", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sides", nargs="+", metavar="'TREE [FLAGS]'", help="at least two; ratios are to the first")
+    parser.add_argument("--prompts", type=int, default=6, help="prompts a round (default 6)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt (default 128)")
+    parser.add_argument("--streams", type=int, default=1, help="requests at a time (default 1)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
+    parser.add_argument("--rounds", type=int, default=3, help="least rounds (default 3)")
+    parser.add_argument("--most-rounds", type=int, default=8, help="most rounds (default 8)")
+    parser.add_argument(
+        "--round-trips-ms", type=float, nargs="+", default=[0.0], help="between the tiers, injected (default 0)"
+    )
+    arguments = parser.parse_args()
+    if len(arguments.sides) < 2:
+        parser.error("at least two sides are needed, such as '. ../before'")
+    raise SystemExit(0 if asyncio.run(measure(arguments)) else 1)
+
+
+async def measure(arguments: argparse.Namespace) -> bool:
+    """Starts all fleets, runs all rounds and prints the table; True when the texts are the same."""
+    asks = [
+        Ask(prompt=prompt, max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=seed)
+        for seed, prompt in enumerate(unseen_prompts(arguments.prompts))
+    ]
+    async with AsyncExitStack() as stack:
+        sides = [await stack.enter_async_context(_fleet(side)) for side in arguments.sides]
+        for side in sides:
+            await run_batch(side.url, [replace(ask, max_tokens=1) for ask in asks], 1, "prompts")
+        found = {(index, trip): Measured() for index in range(len(sides)) for trip in arguments.round_trips_ms}
+        for number in range(max(arguments.rounds, arguments.most_rounds)):
+            if number >= arguments.rounds and _is_known(found):
+                break
+            for trip in arguments.round_trips_ms:
+                for index in range(len(sides))[:: -1 if number % 2 else 1]:
+                    title = f"round {number + 1}, {trip:g} ms, {sides[index].title}"
+                    await _measure_one(sides[index], found[index, trip], asks, trip, arguments.streams, title)
+    rows = [
+        {"side": sides[index].title, "round_trip_ms": trip, **_row(each, found[0, trip])}
+        for (index, trip), each in found.items()
+    ]
+    same = all(each.texts() == found[0, arguments.round_trips_ms[0]].texts() for each in found.values())
+    _print_table(rows, arguments, same=same)
+    print(
+        json.dumps({"bench": "turns", "machine": machine(), "batch_size": arguments.streams, "rows": rows, "ok": same})
+    )
+    return same
+
+
+async def _measure_one(
+    side: Side, measured: Measured, asks: Sequence[Ask], round_trip_ms: float, streams: int, title: str
+) -> None:
+    side.proxy.set_round_trip(round_trip_ms / 1e3)
+    await run_batch(side.url, [replace(asks[0], max_tokens=SETTLE_TOKENS)], 1, f"{title}, settling")
+    before = await scrape(side.metrics)
+    result = await run_batch(side.url, asks, streams, title)
+    measured.step.add(before, await scrape(side.metrics))
+    measured.results.append(result)
+    measured.speeds.append(decode_speed(result) if streams == 1 else result.tokens_per_s)
+
+
+def _parse(side: str) -> tuple[Path, list[str]]:
+    """The tree and the flags that a side names.
+
+    Raises:
+        SystemExit: It is no source tree.
+    """
+    tree, *flags = shlex.split(side) or [""]
+    root = Path(tree).resolve()
+    if not tree or not (root / "services" / "paceline" / "rpc").is_dir():
+        raise SystemExit(
+            f"{tree!r} has no services/paceline/rpc: name a tree of this project, after `make protos` in it"
+        )
+    return root, flags
+
+
+@asynccontextmanager
+async def _fleet(side: str) -> AsyncIterator[Side]:
+    """Starts what a side names, and stops it.
+
+    Raises:
+        SystemExit: It is no source tree, does not start, or runs other sources than its own.
+    """
+    root, flags = _parse(side)
+    ports = {name: free_port(HOST) for name in PORTS}
+    with DelayProxy((HOST, ports["drafter-port"])) as proxy, tempfile.TemporaryFile() as log:
+        started = Side(root, flags, proxy, ports)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "paceline", "up", "--no-lend", f"--drafter-arg=--announce={proxy.address}"),
+            *(f"--{name}={port}" for name, port in ports.items()),
+            *flags,
+            env={**os.environ, "PYTHONPATH": str(root / "services")},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            await _until_healthy(process, started.url)
+            _check_sources(process.pid, root)
+            yield started
+        except _NotStartedError as error:
+            log.seek(0)
+            raise SystemExit(f"{side}: {error}\n{log.read().decode(errors='replace')[-2000:]}") from error
+        finally:
+            await _stop(process)
+
+
+class _NotStartedError(Exception):
+    """A fleet is not there, or is not the one that was asked for."""
+
+
+async def _until_healthy(process: asyncio.subprocess.Process, url: str) -> None:
+    give_up_s = time.monotonic() + START_TIMEOUT_S
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while time.monotonic() < give_up_s:
+            if process.returncode is not None:
+                raise _NotStartedError(f"its launcher ended with status {process.returncode}")
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(f"{url}/health")).is_success:
+                    return
+            await asyncio.sleep(POLL_S)
+    raise _NotStartedError(f"not healthy within {START_TIMEOUT_S:g} s")
+
+
+def _check_sources(launcher: int, root: Path) -> None:
+    """Services must import the sources of their own tree, and not those that this bench runs from."""
+    wanted = str(root / "services")
+    services = [pid for pid in children_of(launcher) if "PYTHONPATH" in environment_of(pid)]
+    if not services:
+        raise _NotStartedError("its launcher has no services")
+    for pid in services:
+        first = environment_of(pid)["PYTHONPATH"].split(os.pathsep)[0]
+        if first != wanted:
+            raise _NotStartedError(f"process {pid} imports from {first}, not from {wanted}")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+    except TimeoutError:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _is_known(found: dict[tuple[int, float], Measured]) -> bool:
+    return all(
+        standard_error(each.ratios_to(found[0, trip])) <= PRECISION for (index, trip), each in found.items() if index
+    )
+
+
+def _row(measured: Measured, first: Measured) -> dict[str, Any]:
+    ratios = measured.ratios_to(first)
+    drafted = measured.mean("num_spec_steps")
+    return {
+        "tokens_per_s": round(statistics.median(measured.speeds), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "error": round(standard_error(ratios), 3) if len(ratios) > 1 else None,
+        "steps": round(measured.mean("num_steps"), 1),
+        "drafted": round(drafted, 1),
+        "gamma": round(measured.mean("num_draft_tokens") / max(1.0, drafted), 2),
+        "length": round(1.0 + measured.mean("num_accepted_draft_tokens") / max(1.0, drafted), 2),
+        "step_ms": round(1e3 * measured.step.value, 2),
+        "rounds": len(ratios),
+    }
+
+
+def _print_table(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace, *, same: bool) -> None:
+    print(f"{machine()}; {arguments.streams} at a time, temperature {arguments.temperature:g}")
+    width = max(len(str(row["side"])) for row in rows) + 2
+    print("side".ljust(width) + "".join(f"{name:>14}" for name in list(rows[0])[1:]))
+    for row in rows:
+        cells = ("-" if value is None else f"{value:g}" for value in list(row.values())[1:])
+        print(str(row["side"]).ljust(width) + "".join(f"{cell:>14}" for cell in cells))
+    print("all texts equal" if same else "TEXTS DIFFER")
+
+
+if __name__ == "__main__":
+    main()
