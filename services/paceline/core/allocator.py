@@ -27,7 +27,7 @@ from paceline.core.holdings import Floats, Holdings, Usual, first_holdings
 from paceline.core.mixture import num_worth_asking
 from paceline.core.patience import Prospect, worth_waiting
 from paceline.core.shifts import Shifts
-from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepMode, StepTimes
+from paceline.core.step_cost import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.tree import DraftTree, Node, best_first
 
 # Nodes less likely than this are left out even where kernels compute their rows anyway.
@@ -189,8 +189,8 @@ class Goodput:
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
         """See `Allocator`."""
         self._other_rows += OTHERS_SMOOTHING * (other_rows - self._other_rows)
-        ranked = self._ranked(demands)
         rows = len(demands) + other_rows
+        ranked = self._ranked(demands)[: max(0, MOST_ROWS - rows)]
         drafted = [index for index, each in enumerate(demands) if each.cap and each.drafted]
         table = self.times.table(self._mode if drafted else StepMode.PLAIN)
         best, goodput = _best(table, len(demands), rows, [survival for survival, _, _ in ranked])
@@ -263,8 +263,9 @@ class Goodput:
         rows = num_sessions + round(self._other_rows)
         kindness = KINDNESS if self._shifts.resting else 0.0
         table = self.times.table(StepMode.DRAFTING, kindness=kindness)
-        in_hand = _typical([each.in_hand for each in drafted], num_drafted)
-        own = _typical([each.own for each in drafted], num_drafted)
+        room = max(0, MOST_ROWS - rows)
+        in_hand = _typical([each.in_hand for each in drafted], num_drafted)[:room]
+        own = _typical([each.own for each in drafted], num_drafted)[:room]
         goodputs = _goodputs(table, num_sessions, rows, in_hand)
         without = _goodputs(self.times.table(StepMode.PLAIN), num_sessions, rows, own)
         best = int(np.argmax(goodputs))

@@ -24,7 +24,9 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 # Rows at which a profile is taken and a factor is learned; linear between them.
-KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
+KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Steps with more are not learned, so nobody buys guesses beyond them: what they cost would never be found out.
+MOST_ROWS = KNOTS[-1]
 # Least spread of single steps around their expectation, as a share of it; how fast their spread is learned; and how far
 # off, in spreads, one may be before it is an accident.
 NOISE = 0.08
@@ -137,7 +139,7 @@ class StepTimes:
     def __init__(self, plain: StepCost, drafting: StepCost | None = None) -> None:
         self._computed = plain.computed
         costs = [replace(cost, computed=None) for cost in (plain, drafting or plain)]
-        self._base = np.concatenate([*(cost.from_to(0, KNOTS[-1])[list(KNOTS)] for cost in costs), [NODE_S]])
+        self._base = np.concatenate([*(cost.from_to(0, MOST_ROWS)[list(KNOTS)] for cost in costs), [NODE_S]])
         knots = np.tile(np.log(KNOTS), len(StepMode))
         modes = np.repeat(np.arange(len(StepMode)), len(KNOTS))
         near = np.exp(-np.abs(knots[:, None] - knots[None]) / REACH)
@@ -166,7 +168,7 @@ class StepTimes:
         """
         if self._computed is not None and rows < len(self._computed):
             rows = int(self._computed[rows])
-        if not 1 <= rows <= KNOTS[-1]:
+        if not 1 <= rows <= MOST_ROWS:
             return
         if self._alike != (rows, guesses, mode, mixed):
             self._take_in()

@@ -17,7 +17,7 @@ from paceline.core.messages import NodeGuess
 from paceline.core.pace import OVERDUE, LinkPace
 from paceline.core.patience import Prospect, prospect, worth_waiting
 from paceline.core.shifts import CONTROL_EVERY, JUDGE_EVERY, LEAST_REST, MOST_REST, OTHER_LOAD, Shifts
-from paceline.core.step_cost import DEFAULT_STEP_COST, StepCost, StepMode, StepTimes
+from paceline.core.step_cost import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.tree import DraftTree
 
 FLAT = StepCost(rows=(1, 1000), seconds=(1.0, 1.0))
@@ -57,6 +57,16 @@ def test_when_rows_are_free_everything_is_verified_and_the_price_is_the_least():
     allocation = Goodput(StepTimes(FLAT)).allocate([Demand(tree=tree_of(CHAIN), cap=64)])
     assert len(allocation.nodes[0]) == 4
     assert allocation.price == LEAST_SURVIVAL
+
+
+@pytest.mark.parametrize("other_rows", [0, 100, MOST_ROWS])
+def test_no_step_has_more_rows_than_are_learned_however_cheap_they_seem(other_rows):
+    demands = [Demand(tree=tree_of(CHAIN), cap=64, holdings=Holdings()) for _ in range(200)]
+    allocator = Goodput(StepTimes(FLAT))
+    for _ in range(3):
+        allocation = allocator.allocate(demands, other_rows=other_rows)
+        num_nodes = sum(map(len, allocation.nodes))
+        assert num_nodes == max(0, MOST_ROWS - 200 - other_rows)
 
 
 def test_when_every_row_costs_a_whole_step_speculation_is_off():

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.core.step_cost import KNOTS, StepCost, StepMode, StepTimes
+from paceline.core.step_cost import KNOTS, MOST_ROWS, StepCost, StepMode, StepTimes
 
 PROFILE = StepCost(rows=(1, 128), seconds=(0.010, 0.137))
 PLAIN, DRAFTING = StepMode.PLAIN, StepMode.DRAFTING
@@ -65,8 +65,10 @@ def test_tables_never_decrease_whatever_was_observed():
 
 def test_rows_beyond_the_table_are_left_out():
     times = StepTimes(PROFILE)
-    times.observe(rows=500, guesses=0, mode=PLAIN, seconds=9.0)
+    times.observe(rows=MOST_ROWS + 1, guesses=0, mode=PLAIN, seconds=9.0)
     assert times.table(PLAIN).at(128) == pytest.approx(PROFILE.at(128))
+    times.observe(rows=MOST_ROWS, guesses=0, mode=PLAIN, seconds=9.0)
+    assert times.table(PLAIN).at(MOST_ROWS) > PROFILE.at(MOST_ROWS)
 
 
 def test_kindness_grows_while_a_mode_is_not_seen_and_ends_when_it_is():
