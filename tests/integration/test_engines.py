@@ -325,6 +325,8 @@ def test_a_drafter_reads_a_prompt_while_the_verifier_does(pair_folders, plain):
     assert nodes.base_len == len(prompt)
     output = pair.target.step()
     assert output.report.num_prefill_rows == len(prompt)
+    # What is counted of a step is counted with it: a report without rows is not.
+    assert (early.report.prefix_queries, output.report.prefix_queries) == (0, len(prompt))
     pair.hear(output)
     assert len(pair.sessions["s0"].token_ids) == 1
     pair.run()

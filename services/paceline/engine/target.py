@@ -272,6 +272,7 @@ class TargetEngine:
                 session.pages.mark_computed(session.prefilled_to)
         report, self._report = self._report, StepReport()
         report.num_rows, report.num_decoding = plan.num_rows, len(report.gammas)
+        report.prefix_queries, report.prefix_hits = self.pool.take_counts()
         return self._output(committed, report)
 
     def _plan_step(self) -> StepPlan:
@@ -481,7 +482,6 @@ class TargetEngine:
         report.num_waiting = len(self._waiting)
         report.lag_tokens = self._tier.lag_tokens(self._running)
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
-        report.prefix_queries, report.prefix_hits = self.pool.take_counts()
         self._num_reported = len(self._sessions)
         to_drafters, broken = self._tier.take()
         return TargetOutput(committed=committed, to_drafters=to_drafters, broken_links=broken, report=report)
