@@ -312,27 +312,6 @@ def test_logprobs_belong_to_the_committed_tokens_with_and_without_drafts(pair_fo
     assert all(len(entry.top) == 3 and entry.logprob <= 0 for entry in rows[0])
 
 
-def test_a_drafter_reads_a_prompt_while_the_verifier_does(pair_folders, plain):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
-    prompt = prompts(1)[0]
-    pair.submit("s0", prompt, SAMPLINGS["greedy"])
-    early = pair.target.begin()
-    assert early is not None
-    assert not early.committed
-    assert [message.token_ids for message in early.to_drafters[DRAFTER]] == [tuple(prompt)]
-    pair.hear(early)
-    (nodes,) = pair.draft.step().to_verifiers[1]
-    assert nodes.base_len == len(prompt)
-    output = pair.target.step()
-    assert output.report.num_prefill_rows == len(prompt)
-    # What is counted of a step is counted with it: a report without rows is not.
-    assert (early.report.prefix_queries, output.report.prefix_queries) == (0, len(prompt))
-    pair.hear(output)
-    assert len(pair.sessions["s0"].token_ids) == 1
-    pair.run()
-    assert pair.sessions["s0"].token_ids == plain["greedy"][0]
-
-
 def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(pair_folders, plain):
     pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
     pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])

@@ -190,7 +190,8 @@ class Goodput:
         """See `Allocator`."""
         self._other_rows += OTHERS_SMOOTHING * (other_rows - self._other_rows)
         rows = len(demands) + other_rows
-        ranked = self._ranked(demands)[: max(0, MOST_ROWS - rows)]
+        # Prefill gives way to guesses within the step's bound, so only roots count beside them.
+        ranked = self._ranked(demands)[: max(0, MOST_ROWS - len(demands))]
         drafted = [index for index, each in enumerate(demands) if each.cap and each.drafted]
         table = self.times.table(self._mode if drafted else StepMode.PLAIN)
         best, goodput = _best(table, len(demands), rows, [survival for survival, _, _ in ranked])
@@ -263,7 +264,7 @@ class Goodput:
         rows = num_sessions + round(self._other_rows)
         kindness = KINDNESS if self._shifts.resting else 0.0
         table = self.times.table(StepMode.DRAFTING, kindness=kindness)
-        room = max(0, MOST_ROWS - rows)
+        room = max(0, MOST_ROWS - num_sessions)
         in_hand = _typical([each.in_hand for each in drafted], num_drafted)[:room]
         own = _typical([each.own for each in drafted], num_drafted)[:room]
         goodputs = _goodputs(table, num_sessions, rows, in_hand)

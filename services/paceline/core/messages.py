@@ -96,7 +96,7 @@ class CloseSession:
     epoch: int
 
 
-# Not a dataclass: a step makes hundreds, and a frozen one takes five times as long to make.
+# Not a dataclass: a step makes hundreds, and a frozen one takes longer to make.
 class NodeGuess(NamedTuple):
     """One new node of a draft tree; parent 0 is the last committed token the drafter knew.
 

@@ -60,13 +60,13 @@ def test_when_rows_are_free_everything_is_verified_and_the_price_is_the_least():
 
 
 @pytest.mark.parametrize("other_rows", [0, 100, MOST_ROWS])
-def test_no_step_has_more_rows_than_are_learned_however_cheap_they_seem(other_rows):
+def test_guesses_end_where_steps_are_no_longer_learned_and_a_prompt_takes_none_away(other_rows):
     demands = [Demand(tree=tree_of(CHAIN), cap=64, holdings=Holdings()) for _ in range(200)]
     allocator = Goodput(StepTimes(FLAT))
     for _ in range(3):
         allocation = allocator.allocate(demands, other_rows=other_rows)
         num_nodes = sum(map(len, allocation.nodes))
-        assert num_nodes == max(0, MOST_ROWS - 200 - other_rows)
+        assert num_nodes == MOST_ROWS - 200
 
 
 def test_when_every_row_costs_a_whole_step_speculation_is_off():

@@ -1,0 +1,44 @@
+"""What drafters are to hear goes out before the step that reads a prompt, so that both tiers read it at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline.core.allocator import FixedGamma
+from paceline.core.params import SamplingParams
+from tests.support.checkpoints import save_pair
+from tests.support.engines import DRAFTER, EnginePair
+
+GREEDY = SamplingParams(max_tokens=30, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def pair_folders(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_a_drafter_reads_a_prompt_while_the_verifier_does(pair_folders):
+    rng = random.Random(3)
+    prompt = [rng.randrange(250) for _ in range(40)]
+    plain = EnginePair(*pair_folders, allocator=FixedGamma(gamma=0))
+    plain.submit("s0", prompt, GREEDY)
+    plain.run()
+    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair.submit("s0", prompt, GREEDY)
+    early = pair.target.begin()
+    assert early is not None
+    assert not early.committed
+    assert [message.token_ids for message in early.to_drafters[DRAFTER]] == [tuple(prompt)]
+    pair.hear(early)
+    (nodes,) = pair.draft.step().to_verifiers[1]
+    assert nodes.base_len == len(prompt)
+    output = pair.target.step()
+    assert output.report.num_prefill_rows == len(prompt)
+    # What is counted of a step is counted with it: a report without rows is not.
+    assert (early.report.prefix_queries, output.report.prefix_queries) == (0, len(prompt))
+    pair.hear(output)
+    assert len(pair.sessions["s0"].token_ids) == 1
+    pair.run()
+    assert pair.sessions["s0"].token_ids == plain.sessions["s0"].token_ids
