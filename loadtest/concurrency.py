@@ -53,6 +53,7 @@ class Row:
     streams: int
     rates: dict[str, list[float]] = field(default_factory=dict)
     speculative: list[BatchResult] = field(default_factory=list)
+    batch_sizes: dict[str, list[float]] = field(default_factory=dict)
     same_texts: bool = True
 
     def ratio(self, way: str, base: str) -> float:
@@ -90,6 +91,7 @@ class Row:
             "to_no_drafter": round(off_path, 3),
             "error": round(self.error, 3) if len(self.speculative) > 1 else None,
             "rounds": len(self.speculative),
+            "batch": {way: round(statistics.median(sizes), 1) for way, sizes in self.batch_sizes.items()},
             "gamma": round(drafted / max(1, steps), 2),
             "tokens_per_step": round(1 + accepted / max(1, steps), 2),
             "same_texts": self.same_texts,
@@ -137,7 +139,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
     if arguments.plot is not None:
         draw(figures, arguments.plot)
     print(f"tokens/s, {arguments.max_tokens} tokens a request on average, temperature {arguments.temperature:g}; "
-          f"gamma: draft tokens per session and step; {machine()}")  # fmt: skip
+          f"batch: sessions in a step, gamma: draft tokens of each; {machine()}")  # fmt: skip
     target = "demo" if arguments.small else "98m"
     print(json.dumps({"bench": "concurrency", "target": target, "machine": machine(), "loads": figures, "ok": ok}))
     return ok
@@ -147,7 +149,7 @@ def _line(row: dict[str, Any]) -> str:
     rates = "  ".join(f"{way} {rate:7.1f}" for way, rate in row["tokens_per_s"].items())
     return (
         f"{row['streams']:3} streams  {rates}  ratio {row['ratio']:5.2f}  to no drafter {row['to_no_drafter']:5.2f}  "
-        f"gamma {row['gamma']:5.2f}  tokens a step {row['tokens_per_step']:5.2f}  "
+        f"batch {row['batch'][SPECULATIVE]:4.1f}  gamma {row['gamma']:5.2f}  tokens a step {row['tokens_per_step']:5.2f}  "
         f"{row['rounds']} rounds, error {'-' if row['error'] is None else row['error']}"
     )
 
@@ -174,7 +176,7 @@ def _asks(count: int, max_tokens: int, temperature: float) -> list[Ask]:
 
 
 async def _row(ways: dict[str, tuple[str, dict[str, bool]]], streams: int, arguments: argparse.Namespace) -> Row:
-    row = Row(streams=streams, rates={way: [] for way in ways})
+    row = Row(streams=streams, rates={way: [] for way in ways}, batch_sizes={way: [] for way in ways})
     asks = _asks(max(8, REQUESTS_PER_STREAM * streams), arguments.max_tokens, arguments.temperature)
     most = max(arguments.rounds, arguments.most_rounds)
     while len(row.speculative) < arguments.rounds or (not row.is_known and len(row.speculative) < most):
@@ -184,6 +186,7 @@ async def _row(ways: dict[str, tuple[str, dict[str, bool]]], streams: int, argum
             batch = [replace(ask, speculation=speculation) for ask in asks]
             result = await run_batch(url, batch, streams, f"{way}, {streams} streams")
             row.rates[way].append(result.busy_tokens_per_s)
+            row.batch_sizes[way].append(result.mean_batch_size)
             texts.append([each.text for each in result.completions])
             if way == SPECULATIVE:
                 row.speculative.append(result)

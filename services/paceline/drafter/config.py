@@ -50,7 +50,7 @@ class DrafterConfig:
     max_num_seqs: int = setting(256, help="Most sessions drafted for.", low=1, high=65536)
     max_num_batched_tokens: int = setting(256, help="Most rows of a step.", unit="tokens", low=16, high=65536)
     draft_width: int = setting(
-        3, help="Children a node gets; 1 grows chains, more grow trees.", unit="nodes", low=1, high=16
+        8, help="Children a node gets at most; 1 grows chains, more grow trees.", unit="nodes", low=1, high=16
     )
     draft_rows: int = setting(
         16,

@@ -65,14 +65,14 @@ class DraftLimits:
     """Bounds of the engine.
 
     Attributes:
-        width: Children a node gets; 1 grows chains.
+        width: Children a node gets at most; 1 grows chains.
         max_rows: Most tree nodes expanded in one step.
         max_rows_per_session: Most of these for one session; the next step knows better where to go on.
         max_num_batched_tokens: Most rows of a step, catching up included.
         max_num_seqs: Most sessions; more are left to decode without drafts.
     """
 
-    width: int = 3
+    width: int = 8
     max_rows: int = 16
     max_rows_per_session: int = 4
     max_num_batched_tokens: int = 256

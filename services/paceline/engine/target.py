@@ -15,6 +15,7 @@ from paceline.core.allocator import Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity
+from paceline.core.pace import price_ahead, tree_room
 from paceline.core.params import TIER_METHODS
 from paceline.core.patience import CHILD_SHARE, Prospect, prospect
 from paceline.core.processors import UnusableLogitsError
@@ -47,8 +48,6 @@ from paceline.engine.tier import DrafterTier
 STEP_SMOOTHING = 0.1
 # Drafters whose calibration is kept; clients may name any.
 MAX_SOURCES = 256
-# Nodes a drafter may keep ahead of the committed tokens, per node that may be verified.
-ROOM_PER_NODE = 8
 
 
 # Serial of a session, and what a step committed for it or why it ended.
@@ -94,7 +93,7 @@ class TargetEngine:
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
-        self._tier = DrafterTier(identity.vocab_size, self._cache, decoder.states)
+        self._tier = DrafterTier(identity.vocab_size, self._cache, decoder.states, clock)
         self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
         # Of this step's accepted nodes: scratch slots, and the slots of their positions.
         self._moves: list[tuple[int, int]] = []
@@ -241,11 +240,8 @@ class TargetEngine:
         pace = self._tier.pace_of(session)
         if pace is None or not session.may_wait():
             return None
-        wait_s = pace.wait_s(now_s=now_s, committed_s=session.committed_s, heard_s=session.heard_s)
-        if wait_s is None and session.heard_s is None and not pace.silent:
-            pace.silent = True
-            self._report.num_silenced += 1
-        return wait_s
+        self._report.num_silenced += session.answers.silences(now_s, pace)
+        return session.answers.wait_s(now_s, pace)
 
     def begin(self) -> TargetOutput | None:
         """Plans the next step; drafters read new prompts and what else they are to be told while it runs, not after."""
@@ -346,8 +342,10 @@ class TargetEngine:
         """Also for those whose prompts are read: their drafters read along, unless this price sends them to rest."""
         self._report.price = price
         for session in self._running:
-            session.draft.price = price
-            session.draft.room = ROOM_PER_NODE * self._cap(session)
+            pace = self._tier.pace_of(session)
+            steps = 1.0 if pace is None else pace.steps_ahead(self._step_s)
+            session.draft.price = price_ahead(price, steps)
+            session.draft.room = tree_room(self._cap(session), steps)
             if not (session.told_len or session.is_decoding):
                 self._tier.tell(session)
 

@@ -22,7 +22,7 @@ from paceline.core.messages import (
 )
 from paceline.core.mixture import Gain
 from paceline.core.noise import VERDICT_STREAM, uniforms
-from paceline.core.pace import LinkPace
+from paceline.core.pace import Answers
 from paceline.core.rules import Rule, Verdict, token_fates
 from paceline.core.session import VerifierSession
 from paceline.core.tree import Node
@@ -113,7 +113,7 @@ class TargetSession:
         self.drafter_address = request.drafter_address if request.speculation.cap else ""
         self.prefilled_to = 0
         self.committed_s = now_s
-        self.heard_s: float | None = None
+        self.answers = Answers()
         self.heard_len = self.draft.committed_len
         # What its drafter was told last: committed tokens, 0: it does not know the session; and the price.
         self.told_len = 0
@@ -212,21 +212,6 @@ class TargetSession:
             self._num_cached = min(self.pages.num_cached, self.draft.prompt_len)
         return True
 
-    def heard(self, arrived_s: float, pace: LinkPace) -> float | None:
-        """Nodes beyond the committed tokens came; updates the link's pace.
-
-        Returns:
-            Seconds since the commit, for the first nodes after it.
-        """
-        first = self.heard_s is None
-        elapsed_s = arrived_s - (self.committed_s if self.heard_s is None else self.heard_s)
-        if first:
-            pace.heard_response(elapsed_s)
-        else:
-            pace.heard_next(elapsed_s)
-        self.heard_s = arrived_s
-        return elapsed_s if first else None
-
     def judge(self, verified: Sequence[Node], logits: Callable[[Node], np.ndarray]) -> Verdict:
         """What this round commits, up to the token that ends the text; remembers it as part of the prefix.
 
@@ -273,7 +258,7 @@ class TargetSession:
         tokens = tuple(self.draft.tokens[base_len:])
         if self._first_token_s is None:
             self._first_token_s = now_s
-        self.committed_s, self.heard_s = now_s, None
+        self.committed_s = now_s
         logprobs, self._logprobs = tuple(self._logprobs), []
         return CommittedTokens(
             token_ids=tokens,

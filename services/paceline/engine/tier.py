@@ -5,7 +5,7 @@ It knows sessions and messages as plain values, never a socket; it runs in the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -59,12 +59,14 @@ class DrafterTier:
         vocab_size: Of the target.
         cache: Where hidden states lie.
         layout: What they are made of.
+        clock: Seconds, monotonic.
     """
 
-    def __init__(self, vocab_size: int, cache: KVCache, layout: StateLayout) -> None:
+    def __init__(self, vocab_size: int, cache: KVCache, layout: StateLayout, clock: Callable[[], float]) -> None:
         self._vocab_size = vocab_size
         self._cache = cache
         self._width = layout.fused_width
+        self._clock = clock
         self._links: dict[str, _Link] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
@@ -146,10 +148,10 @@ class DrafterTier:
             return
         session.heard_len = max(session.heard_len, message.base_len)
         session.answered = True
-        if message.base_len == session.draft.committed_len:
-            round_trip_s = session.heard(arrived_s, link.pace)
-            if round_trip_s is not None:
-                report.round_trips_s.append(round_trip_s)
+        round_trip_s = session.answers.heard(message.base_len, arrived_s, link.pace)
+        if round_trip_s is not None:
+            report.round_trips_s.append(round_trip_s)
+            if message.base_len == session.draft.committed_len:
                 tree = session.draft.tree
                 link.pace.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
 
@@ -164,10 +166,13 @@ class DrafterTier:
         rests = draft.price >= 1.0
         if rests or not session.told_len:
             session.answered, session.called_len = False, draft.committed_len
+            session.answers.stop()
         if rests and (session.told_price >= 1.0 or not session.told_len):
             return
         self.say(session, draft.commit_message(session.told_len) if session.told_len else session.open())
         session.told_len, session.told_price = draft.committed_len, draft.price
+        if not rests:
+            session.answers.ask(draft.committed_len, self._clock())
 
     def part(self, session: TargetSession) -> None:
         """Closes a session at its drafter, which need know of it no more."""

@@ -184,7 +184,7 @@ class VerifierProcess:
 
     def _step(self) -> None:
         self._busy = True
-        plan = self.verifier.plan()
+        plan = self.verifier.plan(self._events.now_s)
         started_s = self._events.now_s
         seconds = plan.seconds * self._events.luck(self._facts.noise)
         self._events.after(seconds, lambda: self._end_step(plan, started_s))

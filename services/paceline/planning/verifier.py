@@ -13,7 +13,7 @@ from paceline.core.allocator import Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.holdings import Holdings
 from paceline.core.messages import CloseSession, DraftNodes, GenerateRequest, ToDrafter
-from paceline.core.pace import LinkPace
+from paceline.core.pace import Answers, LinkPace, price_ahead, tree_room
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.patience import Prospect, prospect
 from paceline.core.session import VerifierSession
@@ -22,10 +22,9 @@ from paceline.core.tree import Node, walk
 from paceline.planning.guesses import RIGHT
 from paceline.planning.profile import BLOCK, DeviceFacts
 
-# As in the engine: smoothing of the step time that waiting is weighed against, nodes a drafter may keep ahead per node
-# that may be verified, tokens after which a drafter should have answered, and the remainder that is not waited for.
+# As in the engine: smoothing of the step time that waiting is weighed against, tokens after which a drafter should have
+# answered, and the remainder that is not waited for.
 STEP_SMOOTHING = 0.1
-ROOM_PER_NODE = 8
 MOST_UNANSWERED = 64
 SHORT_REMAINDER = 10
 # Nobody waits for less, or rounding could keep time from going on.
@@ -90,8 +89,7 @@ class SimulatedSession:
         self.draft = VerifierSession(request, Calibrations(known))
         self.holdings = Holdings()
         self.computed = 0
-        self.committed_s = 0.0
-        self.heard_s: float | None = None
+        self.answers = Answers()
         # As in the engine: what its drafter was told last, when it was called, and whether it has answered since.
         self.told_len, self.told_price = 0, 1.0
         self.called_len, self.answered = self.draft.committed_len, False
@@ -199,7 +197,6 @@ class SimulatedVerifier:
 
     def submit(self, session: SimulatedSession, now_s: float) -> None:
         """Takes in a session; its drafter is told to start when it gets a place, unless drafters rest."""
-        session.committed_s = now_s
         self._sessions[session.draft.session_id] = session
         self._waiting.append(session)
         session.draft.price = self.allocator.price
@@ -214,15 +211,12 @@ class SimulatedVerifier:
         session.draft.receive(message)
         session.changed()
         session.answered = session.answered or bool(message.nodes)
-        if not message.nodes or message.base_len != session.draft.committed_len:
+        if not message.nodes:
             return
-        if session.heard_s is None:
-            pace.heard_response(now_s - session.committed_s)
+        is_first = session.answers.heard(message.base_len, now_s, pace) is not None
+        if is_first and message.base_len == session.draft.committed_len:
             tree = session.draft.tree
             pace.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
-        else:
-            pace.heard_next(now_s - session.heard_s)
-        session.heard_s = now_s
 
     # Waiting
 
@@ -267,18 +261,16 @@ class SimulatedVerifier:
         if session.link is None or not _may_wait(session):
             return None
         pace = session.link.pace
-        wait_s = pace.wait_s(now_s=now_s, committed_s=session.committed_s, heard_s=session.heard_s)
-        if wait_s is None and session.heard_s is None:
-            pace.silent = True
-        return wait_s
+        session.answers.silences(now_s, pace)
+        return session.answers.wait_s(now_s, pace)
 
     # Stepping
 
-    def plan(self) -> StepPlan:
+    def plan(self, now_s: float) -> StepPlan:
         """Plans a step over all sessions that have something to compute."""
         mode = self._mode()
         self._admit()
-        decoding = self._plan_decoding()
+        decoding = self._plan_decoding(now_s)
         rows = sum(1 + len(nodes) for _, nodes in decoding)
         prefill = self._plan_prefill(self._facts.max_rows - rows)
         rows += sum(count for _, count in prefill)
@@ -319,7 +311,7 @@ class SimulatedVerifier:
         session.computed = 0
         self._waiting.appendleft(session)
 
-    def _plan_decoding(self) -> list[tuple[SimulatedSession, tuple[Node, ...]]]:
+    def _plan_decoding(self, now_s: float) -> list[tuple[SimulatedSession, tuple[Node, ...]]]:
         decoding = [session for session in self._running if session.is_decoding]
         for session in decoding:
             while session.num_blocks and not self._reserve(session, session.total_len):
@@ -343,10 +335,11 @@ class SimulatedVerifier:
         ]
         allocation = self.allocator.allocate(demands, other_rows=other_rows, joining=len(joining))
         for session in self._running:
-            session.draft.price = allocation.price
-            session.draft.room = ROOM_PER_NODE * self._cap(session)
+            steps = 1.0 if session.link is None else session.link.pace.steps_ahead(self._step_s)
+            session.draft.price = price_ahead(allocation.price, steps)
+            session.draft.room = tree_room(self._cap(session), steps)
             if session.link is not None and not (session.told_len or session.is_decoding):
-                self._tell(session)
+                self._tell(session, now_s)
         return [
             (session, self._fitting(session, nodes)) for session, nodes in zip(decoding, allocation.nodes, strict=True)
         ]
@@ -415,11 +408,10 @@ class SimulatedVerifier:
         session.draft.commit(tokens)
         session.changed()
         session.asked.pieces.append((now_s, len(tokens)))
-        session.committed_s, session.heard_s = now_s, None
         if session.num_left <= 0:
             self._drop(session)
         elif session.link is not None:
-            self._tell(session)
+            self._tell(session, now_s)
 
     def _drop(self, session: SimulatedSession) -> None:
         self._running.remove(session)
@@ -429,16 +421,19 @@ class SimulatedVerifier:
             self._say(session, CloseSession(session_id=session.draft.session_id, epoch=session.draft.epoch))
         self._on_end(session)
 
-    def _tell(self, session: SimulatedSession) -> None:
+    def _tell(self, session: SimulatedSession, now_s: float) -> None:
         """As `DrafterTier.tell`: drafters at rest are told that, and no more."""
         draft = session.draft
         rests = draft.price >= 1.0
         if rests or not session.told_len:
             session.answered, session.called_len = False, draft.committed_len
+            session.answers.stop()
         if rests and (session.told_price >= 1.0 or not session.told_len):
             return
         self._say(session, draft.commit_message(session.told_len) if session.told_len else draft.open())
         session.told_len, session.told_price = draft.committed_len, draft.price
+        if not rests:
+            session.answers.ask(draft.committed_len, now_s)
 
 
 def _choose(_: Node) -> int:

@@ -14,7 +14,7 @@ from paceline.core.allocator import LEAST_SURVIVAL, Demand, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.holdings import Holdings, Usual
 from paceline.core.messages import NodeGuess
-from paceline.core.pace import OVERDUE, LinkPace
+from paceline.core.pace import LinkPace
 from paceline.core.patience import Prospect, prospect, worth_waiting
 from paceline.core.shifts import CONTROL_EVERY, JUDGE_EVERY, LEAST_REST, MOST_REST, OTHER_LOAD, Shifts
 from paceline.core.step_cost import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
@@ -152,17 +152,6 @@ def test_drafters_whose_first_guesses_are_worth_nothing_are_waited_for_less_and_
     for _ in range(20):
         pace.heard_guess(0.8)
     assert prospect(DraftTree(5), 8, price=0.05, child_share=pace.child_share).gain > 0.7
-
-
-def test_a_links_pace_follows_what_is_heard_and_overdue_nodes_are_not_expected():
-    pace = LinkPace(response_s=0.004)
-    for _ in range(50):
-        pace.heard_response(0.001)
-    assert pace.response_s == pytest.approx(0.001, rel=0.01)
-    assert pace.wait_s(now_s=10.0, committed_s=10.0, heard_s=None) == pytest.approx(0.001, rel=0.01)
-    assert pace.wait_s(now_s=10.0 + 2 * OVERDUE * 0.001, committed_s=10.0, heard_s=None) is None
-    pace.silent = True
-    assert pace.wait_s(now_s=10.0, committed_s=10.0, heard_s=None) is None
 
 
 STEEP = StepCost(rows=(1, 8, 128), seconds=(0.010, 0.012, 0.200))

@@ -1,0 +1,81 @@
+"""How long the next nodes of a session may take, by what came before over its link."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.pace import MOST_ASKED, OVERDUE, ROOM_PER_NODE, Answers, LinkPace, price_ahead, tree_room
+
+
+def test_a_links_pace_follows_what_is_heard_and_overdue_nodes_are_not_expected():
+    pace = LinkPace(response_s=0.004)
+    for _ in range(50):
+        pace.heard_response(0.001)
+    assert pace.response_s == pytest.approx(0.001, rel=0.01)
+    answers = Answers()
+    answers.ask(10, 10.0)
+    assert answers.wait_s(10.0, pace) == pytest.approx(0.001, rel=0.01)
+    assert not answers.silences(10.0, pace)
+    overdue_s = 10.0 + 2 * OVERDUE * 0.001
+    assert answers.wait_s(overdue_s, pace) is None
+    assert [answers.silences(overdue_s, pace) for _ in range(2)] == [True, False]
+    answers.ask(11, 11.0)
+    assert answers.wait_s(11.0, pace) is None
+
+
+def test_the_next_nodes_are_the_answer_to_the_oldest_commit_that_has_none():
+    pace, answers = LinkPace(response_s=0.020), Answers()
+    answers.ask(10, 1.000)
+    answers.ask(11, 1.015)
+    assert answers.wait_s(1.015, pace) == pytest.approx(0.005)
+    # The answer to the first teaches what an answer takes, though another commit has gone out since.
+    assert answers.heard(10, 1.024, pace) == pytest.approx(0.024)
+    assert pace.response_s == pytest.approx(0.0208)
+    assert answers.wait_s(1.024, pace) == pytest.approx(1.015 + 0.0208 - 1.024)
+    assert answers.heard(11, 1.036, pace) == pytest.approx(0.021)
+    # Then those that follow at the pace of messages; they answer no commit.
+    assert answers.wait_s(1.036, pace) == pytest.approx(pace.interval_s)
+    assert answers.heard(11, 1.040, pace) is None
+    assert pace.interval_s == pytest.approx(0.0024)
+
+
+def test_one_answer_stands_for_the_commits_before_it():
+    pace, answers = LinkPace(response_s=0.010), Answers()
+    for committed_len in (10, 11, 12):
+        answers.ask(committed_len, committed_len / 100)
+    assert answers.heard(12, 0.130, pace) == pytest.approx(0.010)
+    assert answers.wait_s(0.130, pace) == pytest.approx(pace.interval_s)
+
+
+def test_a_full_tree_leaves_a_commit_unanswered_and_that_silences_nobody():
+    pace, answers = LinkPace(response_s=0.004), Answers()
+    answers.ask(10, 1.000)
+    answers.ask(14, 1.030)
+    assert not answers.silences(1.030, pace)
+    assert answers.wait_s(1.030, pace) == pytest.approx(0.004)
+
+
+def test_a_drafter_at_rest_is_not_waited_for_and_what_it_was_told_before_is_forgotten():
+    pace, answers = LinkPace(), Answers()
+    assert answers.wait_s(1.0, pace) is None
+    answers.ask(10, 1.0)
+    answers.stop()
+    assert answers.wait_s(1.001, pace) is None
+    assert not answers.silences(9.0, pace)
+    assert answers.heard(10, 9.0, pace) is None
+    for committed_len in range(11, 11 + 2 * MOST_ASKED):
+        answers.ask(committed_len, 9.0 + committed_len)
+    assert answers.wait_s(9.0 + committed_len, pace) == pytest.approx(pace.response_s)
+
+
+def test_a_drafter_keeps_as_much_ahead_as_steps_go_by_before_it_is_heard():
+    near, far = (LinkPace(response_s=each).steps_ahead(0.020) for each in (0.0, 0.020))
+    assert (near, far) == (1.0, 2.0)
+    assert tree_room(12, near) == 12 * ROOM_PER_NODE
+    assert tree_room(12, far) == 2 * 12 * ROOM_PER_NODE
+    assert tree_room(0, far) == 0
+    assert price_ahead(0.2, near) == pytest.approx(0.2)
+    assert price_ahead(0.2, far) == pytest.approx(0.04)
+    # At rest wherever they are; at work, however dear.
+    assert price_ahead(1.0, far) == 1.0
+    assert price_ahead(0.99, 1.0) < 1.0
