@@ -149,7 +149,8 @@ def _line(row: dict[str, Any]) -> str:
     rates = "  ".join(f"{way} {rate:7.1f}" for way, rate in row["tokens_per_s"].items())
     return (
         f"{row['streams']:3} streams  {rates}  ratio {row['ratio']:5.2f}  to no drafter {row['to_no_drafter']:5.2f}  "
-        f"batch {row['batch'][SPECULATIVE]:4.1f}  gamma {row['gamma']:5.2f}  tokens a step {row['tokens_per_step']:5.2f}  "
+        f"batch {row['batch'][SPECULATIVE]:4.1f}  gamma {row['gamma']:5.2f}  "
+        f"tokens a step {row['tokens_per_step']:5.2f}  "
         f"{row['rounds']} rounds, error {'-' if row['error'] is None else row['error']}"
     )
 
