@@ -19,6 +19,8 @@ MOST_ASKED = 64
 # Nodes that a drafter may have in a tree per node that may be verified in a step: for the branches that the text will
 # not take.
 ROOM_PER_NODE = 8
+# Nothing is drafted for more steps ahead: one long silence would else have a drafter grow what nobody will verify.
+MOST_STEPS_AHEAD = 4.0
 
 
 def tree_room(cap: int, steps: float) -> int:
@@ -62,7 +64,7 @@ class LinkPace:
 
     def steps_ahead(self, step_s: float) -> float:
         """Steps of so many seconds until one verifies what is drafted now: the next one, and those an answer takes."""
-        return 1.0 + self.response_s / step_s
+        return min(1.0 + self.response_s / step_s, MOST_STEPS_AHEAD)
 
 
 class Answers:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.pace import MOST_ASKED, OVERDUE, ROOM_PER_NODE, Answers, LinkPace, price_ahead, tree_room
+from paceline.core.pace import (
+    MOST_ASKED,
+    MOST_STEPS_AHEAD,
+    OVERDUE,
+    ROOM_PER_NODE,
+    Answers,
+    LinkPace,
+    price_ahead,
+    tree_room,
+)
 
 
 def test_a_links_pace_follows_what_is_heard_and_overdue_nodes_are_not_expected():
@@ -71,6 +80,7 @@ def test_a_drafter_at_rest_is_not_waited_for_and_what_it_was_told_before_is_forg
 def test_a_drafter_keeps_as_much_ahead_as_steps_go_by_before_it_is_heard():
     near, far = (LinkPace(response_s=each).steps_ahead(0.020) for each in (0.0, 0.020))
     assert (near, far) == (1.0, 2.0)
+    assert LinkPace(response_s=5.0).steps_ahead(0.020) == MOST_STEPS_AHEAD
     assert tree_room(12, near) == 12 * ROOM_PER_NODE
     assert tree_room(12, far) == 2 * 12 * ROOM_PER_NODE
     assert tree_room(0, far) == 0
