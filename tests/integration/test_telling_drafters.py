@@ -1,4 +1,4 @@
-"""What drafters are to hear goes out before the step that reads a prompt, so that both tiers read it at once."""
+"""What drafters are told: of a prompt before the step that reads it, and how far ahead to draft."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import random
 import pytest
 
 from paceline.core.allocator import FixedGamma
+from paceline.core.messages import Commit
+from paceline.core.pace import MOST_STEPS_AHEAD, ROOM_PER_NODE
 from paceline.core.params import SamplingParams
 from tests.support.checkpoints import save_pair
 from tests.support.engines import DRAFTER, EnginePair
@@ -42,3 +44,20 @@ def test_a_drafter_reads_a_prompt_while_the_verifier_does(pair_folders):
     assert len(pair.sessions["s0"].token_ids) == 1
     pair.run()
     assert pair.sessions["s0"].token_ids == plain.sessions["s0"].token_ids
+
+
+def test_a_drafter_whose_answers_are_late_is_given_room_for_more_steps_and_the_text_stays(pair_folders):
+    rooms: list[int] = []
+    texts: list[list[int]] = []
+    for late_s in (0.0, 60.0):
+        pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+        now = pair.clock
+        pair.clock = lambda now=now, late_s=late_s: now() + late_s
+        pair.submit("s0", [7, 11, 13], GREEDY)
+        pair.run()
+        told = [message.room for message in pair.to_drafter if isinstance(message, Commit)]
+        rooms.append(max(told[len(told) // 2 :]))
+        texts.append(pair.sessions["s0"].token_ids)
+    near, far = rooms
+    assert near < far == ROOM_PER_NODE * 4 * MOST_STEPS_AHEAD
+    assert texts[0] == texts[1]
