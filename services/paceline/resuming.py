@@ -170,7 +170,7 @@ class ResumingClient:
         finished = False
         try:
             while not finished:
-                message = await self._read(call, resumes)
+                message = await self._read(call)
                 finished = message.HasField("result")
                 new = progress.take(message)
                 if new is not None:
@@ -178,15 +178,13 @@ class ResumingClient:
         finally:
             call.cancel()
 
-    async def _read(self, call: _Call, resumes: bool) -> gateway_pb2.GatewayGenerateResponse:
+    async def _read(self, call: _Call) -> gateway_pb2.GatewayGenerateResponse:
         try:
             async with asyncio.timeout(self._silence_s):
                 message = await call.read()
         except TimeoutError:
             raise UnavailableError(f"the gateway was silent for {self._silence_s:g} s") from None
         except grpc.aio.AioRpcError as error:
-            if resumes and error.code() is grpc.StatusCode.NOT_FOUND:
-                raise SessionNotFoundError(str(error.details())) from error
             raise error_from_rpc(error) from error
         if not isinstance(message, gateway_pb2.GatewayGenerateResponse):
             raise UnavailableError("the gateway ended the stream without a result")

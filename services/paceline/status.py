@@ -19,12 +19,15 @@ from google.rpc import error_details_pb2, status_pb2
 
 from paceline.core.errors import (
     ConfigError,
+    EndsEnginesError,
+    EngineDiedError,
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
     PacelineError,
     PermissionDeniedError,
     RemoteProtocolError,
+    ResumeMismatchError,
     SessionNotFoundError,
     StaleEpochError,
     UnauthenticatedError,
@@ -45,12 +48,22 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (ModelNotFoundError, grpc.StatusCode.NOT_FOUND),
     (SessionNotFoundError, grpc.StatusCode.NOT_FOUND),
     (StaleEpochError, grpc.StatusCode.ABORTED),
+    (EndsEnginesError, grpc.StatusCode.FAILED_PRECONDITION),
+    (ResumeMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     (OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
     (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
     (PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED),
 )
+# Types that share their status code with another; the details name them.
+_REASONS: dict[str, type[PacelineError]] = {
+    "ENGINE_DIED": EngineDiedError,
+    "REQUEST_ENDS_ENGINES": EndsEnginesError,
+    "RESUME_MISMATCH": ResumeMismatchError,
+    "SESSION_NOT_FOUND": SessionNotFoundError,
+}
+_DOMAIN = "paceline"
 _UNREACHABLE_CODES = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -83,6 +96,9 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
     """Returns the error that the callee raised, as far as its status tells."""
     code, message = error.code(), error.details() or error.code().name
     details = _details(error)
+    named = error_details_pb2.ErrorInfo()
+    if _unpack(details, named) and named.domain == _DOMAIN and named.reason in _REASONS:
+        return _REASONS[named.reason](message)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         bad_request = error_details_pb2.BadRequest()
         if _unpack(details, bad_request) and bad_request.field_violations:
@@ -194,7 +210,8 @@ def _detail_of(error: Exception) -> Message | None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         return cast(Message, retry)
-    return None
+    reason = next((name for name, kind in _REASONS.items() if isinstance(error, kind)), None)
+    return None if reason is None else cast(Message, error_details_pb2.ErrorInfo(reason=reason, domain=_DOMAIN))
 
 
 def _details(error: grpc.aio.AioRpcError) -> status_pb2.Status:

@@ -19,6 +19,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.core.errors import (
     ConfigError,
+    EndsEnginesError,
+    EngineDiedError,
     InvalidRequestError,
     LocalProtocolError,
     ModelNotFoundError,
@@ -26,6 +28,8 @@ from paceline.core.errors import (
     PacelineError,
     PermissionDeniedError,
     RemoteProtocolError,
+    ResumeMismatchError,
+    SessionNotFoundError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -128,6 +132,10 @@ ERRORS: list[tuple[PacelineError, grpc.StatusCode]] = [
     (OverloadedError("queue is full", retry_after_s=2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnavailableError("no verifier"), grpc.StatusCode.UNAVAILABLE),
     (ConfigError("drafter for another vocabulary"), grpc.StatusCode.FAILED_PRECONDITION),
+    (EngineDiedError("the engine died"), grpc.StatusCode.UNAVAILABLE),
+    (EndsEnginesError("two engines died of it"), grpc.StatusCode.FAILED_PRECONDITION),
+    (ResumeMismatchError("digest: of other tokens"), grpc.StatusCode.FAILED_PRECONDITION),
+    (SessionNotFoundError("session_id: not known"), grpc.StatusCode.NOT_FOUND),
     (UnauthenticatedError("the API key is not known here"), grpc.StatusCode.UNAUTHENTICATED),
     (PermissionDeniedError("this call is for gateways"), grpc.StatusCode.PERMISSION_DENIED),
 ]

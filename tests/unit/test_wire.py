@@ -81,6 +81,9 @@ identities = st.builds(
     vocab_size=st.integers(1, 2**32 - 1),
     context_len=uint32,
     eos_token_ids=token_ids,
+    arithmetic=st.sampled_from(("", "cpu")),
+    methods=st.lists(st.sampled_from(METHODS), max_size=3).map(tuple),
+    acceptance_rules=st.lists(st.sampled_from(ACCEPTANCE_RULES), max_size=3).map(tuple),
 )
 requests = st.builds(
     GenerateRequest,
@@ -91,6 +94,8 @@ requests = st.builds(
     sampling=sampling_params(),
     speculation=speculation_params,
     drafter_address=st.sampled_from(["", "127.0.0.1:8201"]),
+    cache_salt=session_ids,
+    suspect=st.booleans(),
 )
 records = st.builds(
     SpeculationRecord,
@@ -103,6 +108,7 @@ records = st.builds(
     num_hits=uint32,
     num_misses=uint32,
     lossy=st.booleans(),
+    mixed=st.booleans(),
 )
 timings = st.builds(Timings, queue_ns=uint64, prefill_ns=uint64, decode_ns=uint64)
 results = st.builds(
@@ -131,6 +137,8 @@ def committed_tokens(draw: st.DrawFn) -> CommittedTokens:
         logprobs=tuple(draw(logprobs) for _ in tokens) if reported else (),
         result=draw(st.none() | results),
         lossy=draw(st.booleans()),
+        offset=draw(uint32),
+        running=draw(st.booleans()),
         fates=draw(st.just(()) | st.tuples(*[st.sampled_from(TokenFate)] * len(tokens))),
     )
 

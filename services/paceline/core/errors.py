@@ -36,6 +36,18 @@ class UnavailableError(PacelineError):
     """A peer that the request needs cannot be reached."""
 
 
+class EngineDiedError(UnavailableError):
+    """An engine died in a step that computed the session; others may do so too."""
+
+
+class EndsEnginesError(PacelineError):
+    """The request has ended one engine after another, and is not run again."""
+
+
+class ResumeMismatchError(PacelineError):
+    """The tokens that a client has are not those of its session: nothing is joined to them."""
+
+
 class StaleEpochError(PacelineError):
     """Another owner runs the session under a newer epoch; who gets this stops, and nothing is lost."""
 

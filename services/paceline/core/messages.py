@@ -19,8 +19,13 @@ class ModelIdentity:
     """What must agree between replicas before they are paired.
 
     A verifier and a drafter need the same vocabulary; verifiers that take over one another's sessions need the same
-    `weights_hash` too, or the text would change. `states_hash` names the hidden states that a verifier hands out, or
-    that a drafter drafts from; empty: none.
+    `weights_hash` too, or the text would change, and the same `arithmetic`, or its last bits could. `states_hash` names
+    the hidden states that a verifier hands out, or that a drafter drafts from; empty: none.
+
+    Attributes:
+        arithmetic: Device's kind and versions that decide the last bits of logits.
+        methods: Ways to draft that a verifier serves; none: not told.
+        acceptance_rules: Rules that a verifier serves, its default first; none: not told.
     """
 
     name: str
@@ -30,6 +35,9 @@ class ModelIdentity:
     eos_token_ids: tuple[int, ...] = ()
     weights_hash: str = ""
     states_hash: str = ""
+    arithmetic: str = ""
+    methods: tuple[str, ...] = ()
+    acceptance_rules: tuple[str, ...] = ()
 
     @property
     def draft_method(self) -> str:
@@ -148,8 +156,9 @@ class FinishReason(enum.Enum):
 class GenerateRequest:
     """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
 
-    A `whole` text is handed to the client in one piece, so that nobody waits for single tokens. `traceparent` is the
-    W3C trace context it runs in, and travels as metadata of the call.
+    A `whole` text is handed to the client in one piece, so that nobody waits for single tokens. Prompts share cached
+    pages only under the same `cache_salt`. An engine died while it ran a `suspect`. `traceparent` is the W3C trace
+    context it runs in, and travels as metadata of the call.
     """
 
     session_id: str
@@ -161,6 +170,8 @@ class GenerateRequest:
     drafter_address: str = ""
     max_wait_s: float | None = None
     whole: bool = False
+    cache_salt: str = ""
+    suspect: bool = False
     traceparent: str = ""
 
 
@@ -177,7 +188,8 @@ class PositionLogprobs:
 class SpeculationRecord:
     """What speculation did for one session; a round is a step that verified at least one draft token.
 
-    `lossy` marks a text that a lossy acceptance rule had a part in.
+    `lossy` marks a text that a lossy acceptance rule had a part in, `mixed` one that verifiers of different arithmetic
+    have computed.
     """
 
     num_steps: int = 0
@@ -189,6 +201,7 @@ class SpeculationRecord:
     num_hits: int = 0
     num_misses: int = 0
     lossy: bool = False
+    mixed: bool = False
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -240,7 +253,9 @@ class CommittedTokens:
     """Tokens of one session as one step committed them; the last message of a session carries its result.
 
     `lossy`: by a lossy acceptance rule; a gateway that ends the session itself gets no result to learn it from.
-    `fates`: one a token, or none where they are not known.
+    `fates`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
+
+    Without tokens it is a sign of life; `running` says that the engine computes the session now.
     """
 
     token_ids: tuple[int, ...]
@@ -248,3 +263,5 @@ class CommittedTokens:
     logprobs: tuple[PositionLogprobs, ...] = ()
     result: GenerateResult | None = None
     lossy: bool = False
+    offset: int = 0
+    running: bool = False

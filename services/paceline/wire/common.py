@@ -104,6 +104,9 @@ def identity_to_pb(identity: ModelIdentity) -> common_pb2.ModelIdentity:
         eos_token_ids=identity.eos_token_ids,
         weights_hash=identity.weights_hash,
         states_hash=identity.states_hash,
+        arithmetic=identity.arithmetic,
+        methods=identity.methods,
+        acceptance_rules=identity.acceptance_rules,
     )
 
 
@@ -125,6 +128,9 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
         eos_token_ids=tuple(message.eos_token_ids),
         weights_hash=message.weights_hash,
         states_hash=message.states_hash,
+        arithmetic=message.arithmetic,
+        methods=tuple(message.methods),
+        acceptance_rules=tuple(message.acceptance_rules),
     )
 
 
@@ -140,6 +146,7 @@ def speculation_record_to_pb(record: SpeculationRecord) -> common_pb2.Speculatio
         num_hits=record.num_hits,
         num_misses=record.num_misses,
         lossy=record.lossy,
+        mixed=record.mixed,
     )
 
 
@@ -155,6 +162,7 @@ def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> Specula
         num_hits=message.num_hits,
         num_misses=message.num_misses,
         lossy=message.lossy,
+        mixed=message.mixed,
     )
 
 

@@ -59,6 +59,8 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
         drafter_address=request.drafter_address,
         max_wait_ns=None if request.max_wait_s is None else round(max(0.0, request.max_wait_s) * NS_PER_S),
         whole=request.whole,
+        cache_salt=request.cache_salt,
+        suspect=request.suspect,
     )
 
 
@@ -95,6 +97,8 @@ def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest, trac
         drafter_address=message.drafter_address,
         max_wait_s=message.max_wait_ns / NS_PER_S if message.HasField("max_wait_ns") else None,
         whole=message.whole,
+        cache_salt=message.cache_salt,
+        suspect=message.suspect,
         traceparent=traceparent,
     )
 
@@ -107,6 +111,8 @@ def committed_to_pb(committed: CommittedTokens) -> verifier_pb2.VerifierGenerate
         result=None if committed.result is None else _result_to_pb(committed.result),
         lossy=committed.lossy,
         token_fates=[_FATE_TO_PB[fate] for fate in committed.fates],
+        offset=committed.offset,
+        running=committed.running,
     )
 
 
@@ -129,6 +135,8 @@ def committed_from_pb(message: verifier_pb2.VerifierGenerateResponse) -> Committ
         logprobs=tuple(_position_logprobs_from_pb(position) for position in message.logprobs),
         result=_result_from_pb(message.result) if message.HasField("result") else None,
         lossy=message.lossy,
+        offset=message.offset,
+        running=message.running,
     )
 
 

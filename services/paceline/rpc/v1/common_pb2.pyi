@@ -193,6 +193,9 @@ class ModelIdentity(google.protobuf.message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: builtins.int
     STATES_HASH_FIELD_NUMBER: builtins.int
+    ARITHMETIC_FIELD_NUMBER: builtins.int
+    METHODS_FIELD_NUMBER: builtins.int
+    ACCEPTANCE_RULES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name under which users ask for the model."""
     vocab_hash: builtins.str
@@ -205,9 +208,19 @@ class ModelIdentity(google.protobuf.message.Message):
     """Fingerprint of configuration, weights and their type; equal ones mean equal tokens for equal seeds."""
     states_hash: builtins.str
     """Fingerprint of the hidden states that a verifier hands out, or that a drafter drafts from; empty: none."""
+    arithmetic: builtins.str
+    """Device's kind and versions that decide the last bits of logits; equal ones, with equal weights, give equal tokens."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token that ends a text, several for some models."""
+
+    @property
+    def methods(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Ways to draft that are served."""
+
+    @property
+    def acceptance_rules(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Acceptance rules that are served, the default first."""
 
     def __init__(
         self,
@@ -219,8 +232,11 @@ class ModelIdentity(google.protobuf.message.Message):
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         weights_hash: builtins.str = ...,
         states_hash: builtins.str = ...,
+        arithmetic: builtins.str = ...,
+        methods: collections.abc.Iterable[builtins.str] | None = ...,
+        acceptance_rules: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_len", b"context_len", "eos_token_ids", b"eos_token_ids", "name", b"name", "states_hash", b"states_hash", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance_rules", b"acceptance_rules", "arithmetic", b"arithmetic", "context_len", b"context_len", "eos_token_ids", b"eos_token_ids", "methods", b"methods", "name", b"name", "states_hash", b"states_hash", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]) -> None: ...
 
 Global___ModelIdentity: typing_extensions.TypeAlias = ModelIdentity
 
@@ -288,6 +304,7 @@ class SpeculationRecord(google.protobuf.message.Message):
     NUM_HITS_FIELD_NUMBER: builtins.int
     NUM_MISSES_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
+    MIXED_FIELD_NUMBER: builtins.int
     num_steps: builtins.int
     """Steps of this session, rounds and plain steps alike."""
     num_spec_steps: builtins.int
@@ -304,6 +321,8 @@ class SpeculationRecord(google.protobuf.message.Message):
     """Rounds whose committed path had left the tree."""
     lossy: builtins.bool
     """A lossy acceptance rule had a part in the text: its law is not the target's."""
+    mixed: builtins.bool
+    """Verifiers of different arithmetic computed the text: the same seed may bring another one."""
     @property
     def acceptance_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Entry k: rounds in which exactly k draft tokens matched."""
@@ -320,8 +339,9 @@ class SpeculationRecord(google.protobuf.message.Message):
         num_hits: builtins.int = ...,
         num_misses: builtins.int = ...,
         lossy: builtins.bool = ...,
+        mixed: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acceptance_histogram", b"acceptance_histogram", "lossy", b"lossy", "mean_batch_size", b"mean_batch_size", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_hits", b"num_hits", "num_misses", b"num_misses", "num_spec_steps", b"num_spec_steps", "num_steps", b"num_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance_histogram", b"acceptance_histogram", "lossy", b"lossy", "mean_batch_size", b"mean_batch_size", "mixed", b"mixed", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_hits", b"num_hits", "num_misses", b"num_misses", "num_spec_steps", b"num_spec_steps", "num_steps", b"num_steps"]) -> None: ...
 
 Global___SpeculationRecord: typing_extensions.TypeAlias = SpeculationRecord
 

@@ -31,10 +31,13 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty: the only one served."""
     prompt: builtins.str
     """Text, tokenized by the gateway."""
+    cache_salt: builtins.str
+    """Prompts share cached pages only with those of the same key and salt; at most 128 characters."""
     @property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -60,9 +63,10 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
         sampling: paceline.rpc.v1.common_pb2.SamplingParams | None = ...,
         speculation: paceline.rpc.v1.common_pb2.SpeculationParams | None = ...,
         stop: collections.abc.Iterable[builtins.str] | None = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["input", b"input", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["input", b"input", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "input", b"input", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["prompt", "prompt_token_ids"] | None: ...
 
 Global___GatewayGenerateRequest: typing_extensions.TypeAlias = GatewayGenerateRequest
@@ -75,17 +79,23 @@ class ResumeRequest(google.protobuf.message.Message):
 
     SESSION_ID_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """As every message of the stream said."""
     offset: builtins.int
     """Generated tokens that the client has: the token_ids of all messages so far, counted."""
+    digest: builtins.str
+    """Digest of these tokens: the first 32 hex digits of SHA-256 over the ids as little-endian 32-bit numbers. Needed with
+    an offset above 0; the session is refused if its tokens are others.
+    """
     def __init__(
         self,
         *,
         session_id: builtins.str = ...,
         offset: builtins.int = ...,
+        digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["offset", b"offset", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "offset", b"offset", "session_id", b"session_id"]) -> None: ...
 
 Global___ResumeRequest: typing_extensions.TypeAlias = ResumeRequest
 
@@ -119,10 +129,13 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     RESULT_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session, the same in every message."""
     text: builtins.str
     """New text; pieces join to the whole."""
+    offset: builtins.int
+    """Generated tokens of the session before these."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The tokens behind new text, not always one piece of text a token."""
@@ -138,9 +151,10 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
         text: builtins.str = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         result: Global___GatewayGenerateResult | None = ...,
+        offset: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["result", b"result", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset", "result", b"result", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
 
 Global___GatewayGenerateResponse: typing_extensions.TypeAlias = GatewayGenerateResponse
 

@@ -67,6 +67,8 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     DRAFTER_ADDRESS_FIELD_NUMBER: builtins.int
     MAX_WAIT_NS_FIELD_NUMBER: builtins.int
     WHOLE_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    SUSPECT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """Chosen by the gateway, unique in the fleet."""
     epoch: builtins.int
@@ -79,6 +81,10 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     """
     whole: builtins.bool
     """The client gets the text in one piece: messages may be half a second apart."""
+    cache_salt: builtins.str
+    """Prompts share cached pages only with those of the same salt."""
+    suspect: builtins.bool
+    """An engine died while it ran the session: its prompt is computed in steps of its own."""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt, at least one token."""
@@ -107,16 +113,20 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
         drafter_address: builtins.str = ...,
         max_wait_ns: builtins.int | None = ...,
         whole: builtins.bool = ...,
+        cache_salt: builtins.str = ...,
+        suspect: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "max_wait_ns", b"max_wait_ns", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "committed_token_ids", b"committed_token_ids", "drafter_address", b"drafter_address", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "whole", b"whole"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "cache_salt", b"cache_salt", "committed_token_ids", b"committed_token_ids", "drafter_address", b"drafter_address", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "suspect", b"suspect", "whole", b"whole"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_wait_ns", b"_max_wait_ns"]) -> typing.Literal["max_wait_ns"] | None: ...
 
 Global___VerifierGenerateRequest: typing_extensions.TypeAlias = VerifierGenerateRequest
 
 @typing.final
 class VerifierGenerateResponse(google.protobuf.message.Message):
-    """Tokens as they are committed: those of a step, or of several while many sessions run."""
+    """Tokens as they are committed: those of a step, or of several while many sessions run. A message without tokens is a
+    sign of life.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -125,8 +135,14 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
     RESULT_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
     TOKEN_FATES_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
     lossy: builtins.bool
     """A lossy acceptance rule had a part in them."""
+    offset: builtins.int
+    """Generated tokens of the session before these."""
+    running: builtins.bool
+    """The engine computes the session now; sent once, before its first tokens."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Committed tokens, oldest first."""
@@ -151,9 +167,11 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
         result: Global___VerifierGenerateResult | None = ...,
         lossy: builtins.bool = ...,
         token_fates: collections.abc.Iterable[Global___TokenFate.ValueType] | None = ...,
+        offset: builtins.int = ...,
+        running: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "lossy", b"lossy", "result", b"result", "token_fates", b"token_fates", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "lossy", b"lossy", "offset", b"offset", "result", b"result", "running", b"running", "token_fates", b"token_fates", "token_ids", b"token_ids"]) -> None: ...
 
 Global___VerifierGenerateResponse: typing_extensions.TypeAlias = VerifierGenerateResponse
 
