@@ -49,7 +49,7 @@ async def post(fleet: ScriptedFleet, **fields: Any) -> httpx.Response:
 async def assert_next_request_works(fleet: ScriptedFleet) -> None:
     fleet.verifier.script = Script()
     answer = await post(fleet)
-    assert answer.json()["choices"][0]["text"] == "abcdefghij"
+    assert answer.json()["choices"][0]["text"] == fleet.letters(0, 10)
 
 
 def events_of(answer: httpx.Response) -> list[Any]:
@@ -277,7 +277,7 @@ async def test_a_verifier_that_fails_in_mid_stream_ends_the_stream_with_an_error
     answer = await post(fleet, stream=True)
     assert answer.status_code == 200
     *chunks, last = events_of(answer)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abcdef"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == fleet.letters(0, 6)
     assert last["error"]["code"] == "unavailable"
     assert "engine is dead" in last["error"]["message"]
     await assert_next_request_works(fleet)
@@ -311,7 +311,7 @@ async def test_a_session_whose_verifier_dies_goes_on_with_the_very_next_token_on
         fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
         answer = await post(fleet, stream=True)
         texts = [choice["text"] for event in events_of(answer) for choice in event["choices"]]
-        assert "".join(texts) == "abcdefghij"
+        assert "".join(texts) == fleet.letters(0, 10)
         [second] = fleet.verifiers[1].requests
         assert (second.epoch, len(second.committed_token_ids)) == (2, 6)
         assert second.sampling == fleet.verifier.requests[0].sampling
@@ -386,7 +386,7 @@ async def test_a_stopping_gateway_finishes_its_streams_and_refuses_new_ones(flee
     assert "shutting down" in error_of(await post(fleet), 503)["message"]
     fleet.verifier.resume(session_id)
     chunks = events_of(await running)
-    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "abcdefghij"
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == fleet.letters(0, 10)
     await fleet.gateway
 
 

@@ -46,7 +46,7 @@ async def refusal(fleet: ScriptedFleet, request: Request) -> PacelineError:
 async def test_a_completion_streams_text_and_tokens_and_ends_with_its_result(fleet: ScriptedFleet) -> None:
     request = Request(model=MODEL, prompt="the fox", sampling=sampling(seed=2))
     responses = [response async for response in fleet.stub.Generate(request)]
-    assert "".join(response.text for response in responses) == "cdefghijkl"
+    assert "".join(response.text for response in responses) == fleet.letters(2, 10, "the fox")
     assert sum(len(response.token_ids) for response in responses) == 10
     assert len({response.session_id for response in responses}) == 1
     result = responses[-1].result
@@ -67,9 +67,10 @@ async def test_without_model_and_sampling_the_defaults_of_the_http_door_hold(fle
 
 
 async def test_a_stop_string_ends_the_text(fleet: ScriptedFleet) -> None:
-    request = Request(prompt="x", sampling=sampling(max_tokens=99), stop=["efg"])
+    text = fleet.letters(0, 7)
+    request = Request(prompt="x", sampling=sampling(max_tokens=99), stop=[text[4:]])
     responses = [response async for response in fleet.stub.Generate(request)]
-    assert "".join(response.text for response in responses) == "abcd"
+    assert "".join(response.text for response in responses) == text[:4]
     assert responses[-1].result.finish_reason == "stop"
 
 

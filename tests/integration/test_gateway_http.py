@@ -47,7 +47,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
 async def test_a_completion_carries_text_usage_and_the_speculation_record(fleet: ScriptedFleet) -> None:
     answer = await fleet.openai.completions.create(model=MODEL, prompt="the fox", max_tokens=10, seed=2)
     prompt = fleet.codec.encode("the fox", field="prompt", special_tokens=True, context_len=99)
-    assert answer.choices[0].text == "cdefghijkl"
+    assert answer.choices[0].text == fleet.letters(2, 10, "the fox")
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(prompt)
@@ -70,7 +70,7 @@ async def test_a_streamed_completion_joins_to_the_same_text_and_ends_with_usage(
         stream_options={"include_usage": True},
     )
     chunks = [chunk async for chunk in stream]
-    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "cdefghijkl"
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == fleet.letters(2, 10, "the fox")
     assert [choice.finish_reason for chunk in chunks[-3:] for choice in chunk.choices] == [None, "length"]
     assert [chunk.usage is not None for chunk in chunks[-3:]] == [False, False, True]
     assert chunks[-1].usage is not None
@@ -96,9 +96,12 @@ async def test_a_chat_carries_a_message_of_the_assistant(fleet: ScriptedFleet) -
     )
     assert answer.object == "chat.completion"
     assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content == "abcde"
-    prompt = b"".join(fleet.codec.token_bytes(t) for t in fleet.verifier.requests[0].prompt_token_ids)
-    assert prompt == b"<|begin|><|user|>hello<|end|><|assistant|>"
+    prompt = fleet.verifier.requests[0].prompt_token_ids
+    assert answer.choices[0].message.content == fleet.letters(0, 5, prompt)
+    assert (
+        b"".join(fleet.codec.token_bytes(token_id) for token_id in prompt)
+        == b"<|begin|><|user|>hello<|end|><|assistant|>"
+    )
 
 
 async def test_a_streamed_chat_first_says_who_speaks(fleet: ScriptedFleet) -> None:
@@ -107,7 +110,8 @@ async def test_a_streamed_chat_first_says_who_speaks(fleet: ScriptedFleet) -> No
     )
     deltas = [chunk.choices[0].delta async for chunk in stream]
     assert deltas[0].role == "assistant"
-    assert "".join(delta.content or "" for delta in deltas) == "abcde"
+    prompt = fleet.verifier.requests[0].prompt_token_ids
+    assert "".join(delta.content or "" for delta in deltas) == fleet.letters(0, 5, prompt)
 
 
 async def test_a_chat_without_max_tokens_may_use_the_rest_of_the_context(fleet: ScriptedFleet) -> None:
@@ -115,8 +119,9 @@ async def test_a_chat_without_max_tokens_may_use_the_rest_of_the_context(fleet: 
     answer = await fleet.openai.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "hello"}], seed=0
     )
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("abcd", "stop")
     [request] = fleet.verifier.requests
+    text = fleet.letters(0, 4, request.prompt_token_ids)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, "stop")
     assert request.sampling.max_tokens == CONTEXT_LEN - len(request.prompt_token_ids)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 5
@@ -126,8 +131,11 @@ async def test_a_stop_string_over_token_borders_ends_the_text_and_the_verifiers_
     fleet: ScriptedFleet,
 ) -> None:
     fleet.verifier.script = Script(pause_after=9)
-    answer = await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=100, seed=0, stop=["zzz", "efg"])
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abcd", "stop")
+    text = fleet.letters(0, 7)
+    answer = await fleet.openai.completions.create(
+        model=MODEL, prompt="x", max_tokens=100, seed=0, stop=["ZZZ", text[4:]]
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text[:4], "stop")
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 7
     assert answer.to_dict()["metrics"] == {"speculative_decoding": None}
@@ -135,11 +143,12 @@ async def test_a_stop_string_over_token_borders_ends_the_text_and_the_verifiers_
 
 
 async def test_a_streamed_text_never_shows_a_part_of_a_stop_string(fleet: ScriptedFleet) -> None:
+    text = fleet.letters(0, 10)
     stream = await fleet.openai.completions.create(
-        model=MODEL, prompt="x", max_tokens=100, seed=0, stop="hij", stream=True
+        model=MODEL, prompt="x", max_tokens=100, seed=0, stop=text[7:], stream=True
     )
     texts = [chunk.choices[0].text async for chunk in stream]
-    assert "".join(texts) == "abcdefg"
+    assert "".join(texts) == text[:7]
 
 
 @pytest.mark.parametrize("step_len", [1, 2, 5, 8])
@@ -147,28 +156,31 @@ async def test_the_number_of_tokens_at_a_stop_string_does_not_depend_on_the_step
     fleet: ScriptedFleet, step_len: int
 ) -> None:
     fleet.verifier.script = Script(step_len=step_len)
+    text = fleet.letters(0, 7)
     answer = await fleet.openai.completions.create(
-        model=MODEL, prompt="x", max_tokens=100, seed=0, stop=["efg"], logprobs=0
+        model=MODEL, prompt="x", max_tokens=100, seed=0, stop=[text[4:]], logprobs=0
     )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 7
     assert answer.choices[0].logprobs is not None
-    assert answer.choices[0].logprobs.tokens == list("abcdefg")
+    assert answer.choices[0].logprobs.tokens == list(text)
 
 
 async def test_a_stop_token_ends_the_text_without_being_part_of_it(fleet: ScriptedFleet) -> None:
-    c_id = fleet.codec.encode("c", field="c", special_tokens=False, context_len=1)[0]
+    text, third = fleet.letters(0, 2), fleet.letter_ids(0, 3)[2]
     answer = await fleet.openai.completions.create(
-        model=MODEL, prompt="x", max_tokens=9, seed=0, extra_body={"stop_token_ids": [c_id]}
+        model=MODEL, prompt="x", max_tokens=9, seed=0, extra_body={"stop_token_ids": [third]}
     )
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "stop")
 
 
 async def test_stop_strings_are_not_looked_for_before_min_tokens(fleet: ScriptedFleet) -> None:
+    text = fleet.letters(0, 40)
+    stop = next(letter for letter in text[:5] if letter in text[5:])
     answer = await fleet.openai.completions.create(
-        model=MODEL, prompt="x", max_tokens=40, seed=0, stop=["b"], extra_body={"min_tokens": 5}
+        model=MODEL, prompt="x", max_tokens=40, seed=0, stop=[stop], extra_body={"min_tokens": 5}
     )
-    assert answer.choices[0].text == "abcdefghijklmnopqrstuvwxyza"
+    assert answer.choices[0].text == text[: text.index(stop, 5)]
 
 
 async def test_characters_split_over_steps_arrive_whole(fleet: ScriptedFleet) -> None:
@@ -186,11 +198,13 @@ async def test_completion_logprobs_name_tokens_offsets_and_alternatives(fleet: S
     answer = await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=4, seed=0, logprobs=2)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
-    assert logprobs.tokens == ["a", "b", "c", "d"]
+    assert logprobs.tokens == list(fleet.letters(0, 4))
     assert logprobs.token_logprobs == [-0.5] * 4
     assert logprobs.text_offset == [0, 1, 2, 3]
     assert logprobs.top_logprobs is not None
-    assert logprobs.top_logprobs[0] == {"a": -0.5, "b": -1.5}
+    [first] = fleet.letter_ids(0, 1)
+    texts = [fleet.codec.decode([token_id]) for token_id in (first, first + 1)]
+    assert logprobs.top_logprobs[0] == dict(zip(texts, [-0.5, -1.5], strict=True))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -209,8 +223,9 @@ async def test_chat_logprobs_spell_the_bytes_of_every_token(fleet: ScriptedFleet
     else:
         choices = (await fleet.openai.chat.completions.create(**request)).choices
     content = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
-    assert [token.token for token in content] == ["a", "b", "c", "d"]
-    assert [token.bytes for token in content] == [[97], [98], [99], [100]]
+    text = fleet.letters(0, 4, fleet.verifier.requests[0].prompt_token_ids)
+    assert [token.token for token in content] == list(text)
+    assert [token.bytes for token in content] == [[ord(letter)] for letter in text]
     assert content[0].top_logprobs[0].logprob == -0.5
 
 
@@ -228,7 +243,7 @@ async def test_two_samples_have_their_own_seeds_and_count_the_prompt_once(fleet:
         answer = await fleet.openai.completions.create(**request)
         usage = answer.usage
         texts = {choice.index: choice.text for choice in answer.choices}
-    assert texts == {0: fleet.letters(3, 7), 1: fleet.letters(sample_seed(3, 1), 7)}
+    assert texts == {0: fleet.letters(3, 7, [5, 6, 7]), 1: fleet.letters(sample_seed(3, 1), 7, [5, 6, 7])}
     assert (usage.prompt_tokens, usage.completion_tokens) == (3, 14)
 
 
@@ -284,7 +299,7 @@ async def test_a_session_is_paired_with_a_drafter_of_the_same_vocabulary_only(tm
 
 async def test_a_request_that_names_no_model_is_served_by_the_only_one(fleet: ScriptedFleet) -> None:
     answer = await fleet.http.post("/v1/completions", json={"prompt": "x", "seed": 0, "max_tokens": 3})
-    assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (MODEL, "abc")
+    assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (MODEL, fleet.letters(0, 3))
 
 
 async def test_models_are_listed_with_their_context(fleet: ScriptedFleet) -> None:

@@ -90,7 +90,7 @@ async def logged_len(fleet: ScriptedFleet, session_id: str, num_tokens: int) -> 
 async def test_a_stream_that_broke_off_goes_on_with_the_very_next_token(fleet: ScriptedFleet) -> None:
     session_id, text, num_tokens = await broken_off(fleet)
     rest, num_rest, result = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=num_tokens)))
-    assert text + rest == "abcdefghij"
+    assert text + rest == fleet.letters(0, 10)
     assert num_tokens + num_rest == 10
     assert (result.finish_reason, result.num_generated_tokens) == ("length", 10)
     resumed = [each for verifier in fleet.verifiers for each in verifier.requests][-1]
@@ -103,13 +103,13 @@ async def test_a_stream_that_broke_off_goes_on_with_the_very_next_token(fleet: S
 async def test_tokens_that_the_client_has_not_got_are_sent_from_the_log(fleet: ScriptedFleet, offset: int) -> None:
     session_id, _, _ = await broken_off(fleet)
     rest, num_rest, _ = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=offset)))
-    assert (rest, num_rest) == ("abcdefghij"[offset:], 10 - offset)
+    assert (rest, num_rest) == (fleet.letters(0, 10)[offset:], 10 - offset)
 
 
 async def test_tokens_that_the_log_lacks_are_computed_again_and_not_sent_twice(fleet: ScriptedFleet) -> None:
     session_id, _, _ = await broken_off(fleet)
     rest, num_rest, _ = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=8)))
-    assert (rest, num_rest) == ("ij", 2)
+    assert (rest, num_rest) == (fleet.letters(0, 10)[8:], 2)
 
 
 async def test_a_finished_session_is_sent_from_the_log_alone(fleet: ScriptedFleet) -> None:
@@ -121,21 +121,22 @@ async def test_a_finished_session_is_sent_from_the_log_alone(fleet: ScriptedFlee
             await asyncio.sleep(0.01)
     num_requests = sum(len(verifier.requests) for verifier in fleet.verifiers)
     rest, num_rest, result = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=4)))
-    assert (rest, num_rest, result.finish_reason) == ("efghij", 6, "length")
+    assert (rest, num_rest, result.finish_reason) == (fleet.letters(0, 10)[4:], 6, "length")
     assert sum(len(verifier.requests) for verifier in fleet.verifiers) == num_requests
 
 
 async def test_a_stop_string_that_begins_in_the_log_is_found_after_a_resume(fleet: ScriptedFleet) -> None:
     for verifier in fleet.verifiers:
         verifier.script = Script(pause_after=6)
-    call = fleet.stub.Generate(request(stop=["efgh"]))
+    text = fleet.letters(0, 8)
+    call = fleet.stub.Generate(request(stop=[text[4:]]))
     session_id = (await anext(aiter(call))).session_id
     await logged_len(fleet, session_id, 6)
     call.cancel()
     for verifier in fleet.verifiers:
         verifier.script = Script()
     rest, num_rest, result = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=2)))
-    assert (rest, num_rest, result.finish_reason) == ("cd", 6, "stop")
+    assert (rest, num_rest, result.finish_reason) == (text[2:4], 6, "stop")
 
 
 async def test_another_gateway_goes_on_and_the_first_one_ends_its_stream(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ async def test_another_gateway_goes_on_and_the_first_one_ends_its_stream(tmp_pat
         async with joining_gateway(fleet) as address, grpc.aio.insecure_channel(address) as channel:
             stub = gateway_pb2_grpc.GatewayStub(channel)
             rest, _, _ = await rest_of(stub.Resume(Resume(session_id=session_id, offset=0)))
-            assert rest == "abcdefghij"
+            assert rest == fleet.letters(0, 10)
             error = await refusal(stream)
         assert isinstance(error, StaleEpochError)
         assert "another gateway" in str(error)
@@ -172,7 +173,7 @@ async def test_a_gateway_without_a_place_leaves_the_session_to_its_owner(tmp_pat
         assert isinstance(await refusal(fleet.stub.Resume(Resume(session_id=session_id))), OverloadedError)
         for verifier in fleet.verifiers:
             verifier.resume(session_id)
-        assert (await rest_of(stream))[0] == "abcdefghij"
+        assert (await rest_of(stream))[0] == fleet.letters(0, 10)
 
 
 async def test_what_cannot_be_resumed_is_refused_by_name(fleet: ScriptedFleet) -> None:
@@ -187,7 +188,7 @@ async def test_what_cannot_be_resumed_is_refused_by_name(fleet: ScriptedFleet) -
         assert isinstance(error, InvalidRequestError)
         assert error.field == field
     rest, _, _ = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=6)))
-    assert rest == "ghij"
+    assert rest == fleet.letters(0, 10)[6:]
 
 
 async def test_sessions_leave_a_draining_verifier_in_mid_stream(fleet: ScriptedFleet) -> None:
@@ -198,7 +199,7 @@ async def test_sessions_leave_a_draining_verifier_in_mid_stream(fleet: ScriptedF
     fleet.verifiers[1 - at].script = Script()
     await fleet.store.drain(f"verifier-{at}")
     text, num_tokens, _ = await asking
-    assert (text, num_tokens) == ("abcdefghij", 10)
+    assert (text, num_tokens) == (fleet.letters(0, 10), 10)
     [moved] = fleet.verifiers[1 - at].requests
     assert (moved.epoch, len(moved.committed_token_ids)) == (2, 6)
 
@@ -210,7 +211,7 @@ async def test_sessions_leave_a_silent_verifier_that_is_no_longer_in_the_registr
     at = await paused_at(fleet)
     fleet.verifiers[1 - at].script = Script()
     await fleet.store.withdraw(f"verifier-{at}")
-    assert (await asking)[0] == "abcdefghij"
+    assert (await asking)[0] == fleet.letters(0, 10)
     assert len(fleet.verifiers[1 - at].requests) == 1
 
 
@@ -223,7 +224,7 @@ async def test_the_only_verifier_keeps_its_sessions_while_it_drains(tmp_path: Pa
         while (await fleet.http.get("/health")).json()["verifiers"]:
             continue
         fleet.verifier.resume(session_id)
-        assert (await asking)[0] == "abcdefghij"
+        assert (await asking)[0] == fleet.letters(0, 10)
         assert len(fleet.verifier.requests) == 1
 
 
@@ -240,14 +241,14 @@ async def test_a_clock_that_jumps_in_the_store_ends_no_session_and_the_next_hear
         # Longer than a verifier may be silent that has left the registry while others are in it.
         await asyncio.sleep(1.5 * SILENT_S)
         fleet.verifiers[at].resume(fleet.verifiers[at].requests[0].session_id)
-        assert (await asking)[0] == "abcdefghij"
+        assert (await asking)[0] == fleet.letters(0, 10)
         assert sum(len(verifier.requests) for verifier in fleet.verifiers) == 1
         await fleet.announce(*replicas)
         while (await fleet.http.get("/health")).status_code != 200:
             continue
         for verifier in fleet.verifiers:
             verifier.script = Script()
-        assert (await rest_of(fleet.stub.Generate(request())))[0] == "abcdefghij"
+        assert (await rest_of(fleet.stub.Generate(request())))[0] == fleet.letters(0, 10)
 
 
 async def test_a_session_waits_for_its_verifier_to_come_back(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ async def test_a_session_waits_for_its_verifier_to_come_back(tmp_path: Path) -> 
             await asyncio.sleep(0.01)
         fleet.verifier.script = Script()
         text, num_tokens, _ = await asking
-        assert (text, num_tokens) == ("abcdefghij", 10)
+        assert (text, num_tokens) == (fleet.letters(0, 10), 10)
         epochs = [each.epoch for each in fleet.verifier.requests]
         assert epochs == sorted(set(epochs))
 
@@ -273,4 +274,4 @@ async def test_a_draining_gateway_says_so_and_serves_again_when_the_mark_is_gone
         await fleet.store.drain("g1", draining=False)
         while (await fleet.http.get("/health")).status_code != 200:
             continue
-        assert (await rest_of(fleet.stub.Generate(request())))[0] == "abcdefghij"
+        assert (await rest_of(fleet.stub.Generate(request())))[0] == fleet.letters(0, 10)

@@ -40,7 +40,7 @@ async def test_every_token_of_every_request_is_timed(fleet, kind) -> None:
     answers = await replay(door, requests())
     await door.close()
     assert [each.error for each in answers] == [""] * NUM_REQUESTS
-    assert [each.text for each in answers] == [fleet.letters(seed, 10) for seed in range(NUM_REQUESTS)]
+    assert [each.text for each in answers] == [fleet.letters(seed, 10, "abc") for seed in range(NUM_REQUESTS)]
     # The script commits three tokens a step; the last one is left over.
     assert all([count for _, count in each.counts] == [3, 3, 3, 1] for each in answers)
     assert all(each.late_s >= 0.0 for each in answers)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import struct
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,7 @@ class Script:
     """What a verifier does with every session.
 
     Attributes:
-        tokens: Commits these; None: the letters of the alphabet, from the one that the seed names.
+        tokens: Commits these; None: letters that depend on all that was committed before, as `following` draws them.
         step_len: Tokens a step.
         stop_after: Commits the end token after that many tokens.
         pause_after: Waits after that many tokens for `ScriptedVerifier.resume`.
@@ -83,8 +86,27 @@ class Script:
         return () if self.own_fate is None else (*[TokenFate.ACCEPTED] * (num_tokens - 1), self.own_fate)
 
 
+def following(
+    seed: int, prompt_token_ids: Sequence[int], committed_token_ids: Sequence[int], letter_ids: Sequence[int]
+) -> Iterator[int]:
+    """Yields the tokens that follow, for ever: each is drawn by a hash of the seed, the prompt and all before it.
+
+    So whoever goes on with a token less, more or another one than was committed gets another text.
+    """
+    known = [len(prompt_token_ids), *prompt_token_ids, *committed_token_ids]
+    digest = hashlib.sha256(struct.pack(f"<Q{len(known)}I", seed, *known))
+    while True:
+        token_id = letter_ids[int.from_bytes(digest.digest()[:8], "little") % len(letter_ids)]
+        yield token_id
+        digest.update(struct.pack("<I", token_id))
+
+
+def _letter_ids(codec: TextCodec) -> list[int]:
+    return [codec.encode(letter, field="letter", special_tokens=False, context_len=1)[0] for letter in ALPHABET]
+
+
 class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
-    """Commits tokens that a test can foretell."""
+    """Commits tokens that a test can foretell, as long as what it is told was committed is right."""
 
     def __init__(self, codec: TextCodec) -> None:
         self.script = Script()
@@ -92,9 +114,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()
         self.paused: asyncio.Queue[str] = asyncio.Queue()
         self._resumed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._letters = [
-            codec.encode(letter, field="letter", special_tokens=False, context_len=1)[0] for letter in ALPHABET
-        ]
+        self._letter_ids = _letter_ids(codec)
 
     def resume(self, session_id: str) -> None:
         """Lets a paused session run on to its end."""
@@ -117,13 +137,16 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
     async def _run(self, generate: GenerateRequest) -> AsyncIterator[CommittedTokens]:
         script = self.script
         at = len(generate.committed_token_ids)
+        letters = following(
+            generate.sampling.seed, generate.prompt_token_ids, generate.committed_token_ids, self._letter_ids
+        )
         while True:
             if script.fail_after is not None and at >= script.fail_after and script.error is not None:
                 raise script.error
             if script.pause_after is not None and at >= script.pause_after:
                 self.paused.put_nowait(generate.session_id)
                 await self._resumed[generate.session_id].wait()
-            tokens = self._step(generate, at)
+            tokens = self._step(generate, at, letters)
             at += len(tokens)
             reason = self._finish_reason(generate, tokens, at)
             yield CommittedTokens(
@@ -136,15 +159,12 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
             if reason is not None:
                 return
 
-    def _step(self, generate: GenerateRequest, at: int) -> list[int]:
+    def _step(self, generate: GenerateRequest, at: int, letters: Iterator[int]) -> list[int]:
         script = self.script
         end = min(at + script.step_len, generate.sampling.max_tokens)
         if script.stop_after is not None:
             end = min(end, script.stop_after + 1)
-        if script.tokens is not None:
-            tokens = list(script.tokens[at:end])
-        else:
-            tokens = [self._letters[(generate.sampling.seed + k) % len(ALPHABET)] for k in range(at, end)]
+        tokens = list(islice(letters, max(0, end - at)) if script.tokens is None else script.tokens[at:end])
         if script.stop_after is not None and end == script.stop_after + 1:
             tokens[-1] = EOS
         return tokens
@@ -197,9 +217,15 @@ class ScriptedFleet:
         """The first verifier."""
         return self.verifiers[0]
 
-    def letters(self, seed: int, num_tokens: int) -> str:
-        """Returns the text that a verifier without a script of tokens commits."""
-        return "".join(ALPHABET[(seed + k) % len(ALPHABET)] for k in range(num_tokens))
+    def letters(self, seed: int, num_tokens: int, prompt: str | Sequence[int] = "x") -> str:
+        """Returns the text that a verifier without a script of tokens commits after a prompt."""
+        return self.codec.decode(self.letter_ids(seed, num_tokens, prompt))
+
+    def letter_ids(self, seed: int, num_tokens: int, prompt: str | Sequence[int] = "x") -> list[int]:
+        """Returns the tokens that a verifier without a script of tokens commits after a prompt."""
+        if isinstance(prompt, str):
+            prompt = self.codec.encode(prompt, field="prompt", special_tokens=True, context_len=CONTEXT_LEN)
+        return list(islice(following(seed, prompt, (), _letter_ids(self.codec)), num_tokens))
 
     async def announce(self, *replicas: Replica) -> None:
         """Puts replicas into the registry for the time of a test."""
