@@ -11,10 +11,10 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -30,6 +30,7 @@ from paceline.obs.tracing import Tracing, open_tracing
 from paceline.serving import GrpcServer, grpc_server, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, open_store, require
+from paceline.supervision import Supervisor, Work
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ async def serve_model(
     service_name: str,
     add_servicer: Callable[[grpc.aio.Server], None],
     registry: CollectorRegistry,
-    follow: Callable[[Store], Coroutine[Any, Any, None]] | None = None,
+    background: Callable[[Store], Mapping[str, Work]] = lambda store: {},
     tls: FleetTls | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then announces that it drains, and is withdrawn when nothing is under way.
@@ -140,7 +141,7 @@ async def serve_model(
         service_name: Full gRPC name.
         add_servicer: Adds the service to a server.
         registry: Metrics to show.
-        follow: Keeps up with the registry while the service runs, for ever.
+        background: Names the tasks to be kept at work while the service runs.
         tls: Own certificate: only the tier that this one serves may call then; None: plain text, open to all.
 
     Raises:
@@ -164,14 +165,11 @@ async def serve_model(
             ) as server:
                 await host.start()
                 settle_heap()
-                following = None if follow is None else asyncio.create_task(follow(store), name="follow the registry")
-                if following is not None:
-                    following.add_done_callback(_tell_of_end)
+                supervisor = Supervisor(registry)
                 try:
-                    await _serve_announced(host, config, role, server, store, metrics)
+                    async with supervisor.kept(background(store)):
+                        await _serve_announced(host, config, role, server, store, metrics, supervisor)
                 finally:
-                    if following is not None:
-                        following.cancel()
                     await host.close()
 
 
@@ -182,6 +180,7 @@ async def _serve_announced(
     server: GrpcServer,
     store: Store,
     metrics: MetricsServer,
+    supervisor: Supervisor,
 ) -> None:
     draining = False
     address = config.announce or server.address
@@ -201,8 +200,8 @@ async def _serve_announced(
 
     me = replica()
     tell_replica(metrics.registry, role=role, replica_id=me.replica_id, address=me.address, model=host.identity.name)
-    await server.ready()
-    async with announced(store, replica):
+    await server.ready(me.replica_id)
+    async with announced(store, replica, supervisor):
         await until_stopped(host.engine_ended())
         draining = True
         # Told at once rather than with the next heartbeat: the sooner gateways know, the sooner sessions move.
@@ -211,12 +210,6 @@ async def _serve_announced(
         await server.drain()
         await host.wind_down()
     await server.stop(LAST_CALLS_S)
-
-
-def _tell_of_end(following: asyncio.Task[None]) -> None:
-    """A service serves on without its view of the registry, but not in silence."""
-    if not following.cancelled():
-        logger.error("the registry is not followed any more", exc_info=following.exception())
 
 
 def settle_heap() -> None:

@@ -90,8 +90,10 @@ class GrpcServer:
         """Where it listens, `host:port`."""
         return f"{_bracketed(self.host)}:{self.port}"
 
-    async def ready(self) -> None:
-        """Lets health answer SERVING."""
+    async def ready(self, replica_id: str = "") -> None:
+        """Lets health answer SERVING, also under the name of the replica, which no other process has."""
+        if replica_id and replica_id not in self._health_names:
+            self._health_names = (*self._health_names, replica_id)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def not_ready(self) -> None:

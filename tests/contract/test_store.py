@@ -48,6 +48,7 @@ GATEWAY = Replica(replica_id="g1", role="gateway", address="127.0.0.1:8001")
 SESSION = SessionRecord(
     session_id="s1",
     epoch=5,
+    owner="g1",
     model="demo",
     verifier_id="v1",
     drafter_id="d1",
@@ -195,9 +196,16 @@ async def put(store: Store, record: SessionRecord = SESSION, ttl_s: float = 60) 
 
 
 async def advance(
-    store: Store, epoch: int, token_ids: tuple[int, ...], state: SessionState = SessionState.RUNNING, base_len: int = 3
+    store: Store,
+    epoch: int,
+    token_ids: tuple[int, ...],
+    state: SessionState = SessionState.RUNNING,
+    base_len: int = 3,
+    owner: str = "g1",
 ) -> Written:
-    write = AdvanceSession(session_id="s1", epoch=epoch, base_len=base_len, token_ids=token_ids, state=state)
+    write = AdvanceSession(
+        session_id="s1", epoch=epoch, owner=owner, base_len=base_len, token_ids=token_ids, state=state
+    )
     return (await store.write_sessions([write]))[0]
 
 
@@ -241,10 +249,10 @@ async def test_a_log_with_a_gap_is_not_written(store: Store) -> None:
 async def test_many_writes_go_in_order_and_each_has_its_own_answer(store: Store) -> None:
     moves = [
         PutSession(record=SESSION, token_ids=PROMPT, ttl_s=60),
-        AdvanceSession(session_id="s1", epoch=5, base_len=3, token_ids=(1,), state=SessionState.RUNNING),
-        AdvanceSession(session_id="s2", epoch=5, base_len=3, token_ids=(1,), state=SessionState.RUNNING),
-        AdvanceSession(session_id="s1", epoch=4, base_len=4, token_ids=(2,), state=SessionState.RUNNING),
-        AdvanceSession(session_id="s1", epoch=5, base_len=4, token_ids=(3,), state=SessionState.LENGTH),
+        AdvanceSession(session_id="s1", epoch=5, owner="g1", base_len=3, token_ids=(1,), state=SessionState.RUNNING),
+        AdvanceSession(session_id="s2", epoch=5, owner="g1", base_len=3, token_ids=(1,), state=SessionState.RUNNING),
+        AdvanceSession(session_id="s1", epoch=4, owner="g1", base_len=4, token_ids=(2,), state=SessionState.RUNNING),
+        AdvanceSession(session_id="s1", epoch=5, owner="g1", base_len=4, token_ids=(3,), state=SessionState.LENGTH),
     ]
     answers = await store.write_sessions(moves)
     assert answers == [Written.DONE, Written.DONE, Written.MISSING, Written.TAKEN_OVER, Written.DONE]
@@ -275,7 +283,7 @@ async def test_a_claim_gives_the_log_and_an_epoch_above_all_of_the_former_owner(
     assert claimed == LoggedSession(record=record, token_ids=(*PROMPT, 40))
     assert await store.session("s1") == claimed
     assert await advance(store, EPOCHS_PER_OWNER - 1, (40, 41)) is Written.TAKEN_OVER
-    assert await advance(store, EPOCHS_PER_OWNER + 1, (40, 41)) is Written.DONE
+    assert await advance(store, EPOCHS_PER_OWNER + 1, (40, 41), owner="g2") is Written.DONE
 
 
 async def test_of_many_claims_at_once_each_gets_an_epoch_of_its_own(store: Store) -> None:
@@ -285,12 +293,42 @@ async def test_of_many_claims_at_once_each_gets_an_epoch_of_its_own(store: Store
     assert epochs == [EPOCHS_PER_OWNER * owner for owner in range(1, 5)]
 
 
-async def test_a_finished_session_cannot_be_claimed_and_one_that_nobody_knows_neither(store: Store) -> None:
+async def test_a_session_that_nobody_knows_cannot_be_claimed_and_a_finished_one_can(store: Store) -> None:
     assert await store.claim_session("s1", "g2") is None
     await put(store, replace(SESSION, state=SessionState.LENGTH))
     claimed = await store.claim_session("s1", "g2")
     assert claimed is not None
-    assert (claimed.record.epoch, claimed.record.owner) == (5, "")
+    assert (claimed.record.epoch, claimed.record.owner) == (EPOCHS_PER_OWNER, "g2")
+
+
+@pytest.mark.parametrize("first", ["g2", "g3"])
+async def test_of_two_owners_of_one_range_of_epochs_the_one_that_the_store_knows_wins(store: Store, first: str) -> None:
+    """A failover lost the claim of `g2`, and gave `g3` the same range: what each then has is written here."""
+    second = {"g2": "g3", "g3": "g2"}[first]
+    await put(store)
+    known = replace(SESSION, epoch=EPOCHS_PER_OWNER, owner=first)
+    assert await put(store, known) is Written.DONE
+    for epoch in (EPOCHS_PER_OWNER, EPOCHS_PER_OWNER + 7):
+        assert await put(store, replace(known, owner=second, epoch=epoch)) is Written.TAKEN_OVER
+        assert await advance(store, epoch, (1,), owner=second) is Written.TAKEN_OVER
+    assert await store.session("s1") == LoggedSession(record=known, token_ids=PROMPT)
+    assert await advance(store, EPOCHS_PER_OWNER + 1, (1,), owner=first) is Written.DONE
+
+
+async def test_an_owner_whose_claim_was_lost_is_the_owner_again_once_it_writes(store: Store) -> None:
+    await put(store)
+    assert await advance(store, EPOCHS_PER_OWNER, (40,), owner="g2") is Written.DONE
+    logged = await store.session("s1")
+    assert logged is not None
+    assert (logged.record.epoch, logged.record.owner) == (EPOCHS_PER_OWNER, "g2")
+    assert await advance(store, 5, (40, 41)) is Written.TAKEN_OVER
+
+
+async def test_ranges_at_the_end_of_64_bits_are_told_apart(store: Store) -> None:
+    last = 2**64 - EPOCHS_PER_OWNER
+    await put(store, replace(SESSION, epoch=last - 1))
+    assert await advance(store, last - 1, (1,), owner="g2") is Written.TAKEN_OVER
+    assert await advance(store, last, (1,), owner="g2") is Written.DONE
 
 
 async def test_a_session_nobody_knows_cannot_be_advanced(store: Store) -> None:

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import CommittedStates
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SpeculationParams
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
+from paceline.supervision import Supervisor
 from paceline.wire import generate_request_to_pb
 from paceline.wire.sessions import committed_from_pb
 from tests.integration.conftest import running_drafter, running_verifier
@@ -94,12 +96,9 @@ async def test_a_session_that_names_a_method_goes_to_a_drafter_that_serves_it(ti
         for address, drafter in ((of_head, first), (of_model, second)):
             replica = Replica(replica_id=address, role="drafter", address=address, identity=drafter.identity)
             await store.announce(replica, 3600)
-        following = asyncio.create_task(host.follow(store))
-        try:
+        async with Supervisor(CollectorRegistry()).kept(host.background(store)):
             for method, own, wrong in ((EAGLE3, of_head, of_model), (DRAFT_MODEL, of_model, of_head)):
                 assert await drafters_of(stub, host, method, wrong, until=own)
-        finally:
-            following.cancel()
 
 
 async def drafters_of(stub, host, method: str, first: str, *, until: str) -> bool:

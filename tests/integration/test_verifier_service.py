@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import DraftNodes, GenerateRequest, ModelIdentity, NodeGuess
 from paceline.core.params import SamplingParams, SpeculationParams
@@ -17,6 +18,7 @@ from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2
 from paceline.serving import start_grpc_server
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
+from paceline.supervision import Supervisor
 from paceline.wire import (
     committed_from_pb,
     draft_request_from_pb,
@@ -179,8 +181,11 @@ async def test_a_newer_owner_goes_on_and_the_stream_of_the_older_one_ends(tiny_p
 
 async def test_a_session_is_drafted_by_another_drafter_when_its_own_is_gone(tiny_pair):
     store = MemoryStore()
-    async with running_verifier(tiny_pair[0]) as (stub, host), running_drafter(tiny_pair[1]) as (address, drafter):
-        following = asyncio.create_task(host.follow(store))
+    async with (
+        running_verifier(tiny_pair[0]) as (stub, host),
+        running_drafter(tiny_pair[1]) as (address, drafter),
+        Supervisor(CollectorRegistry()).kept(host.background(store)),
+    ):
         replica = Replica(replica_id="d", role="drafter", address=address, identity=drafter.identity)
         await store.announce(replica, 3600)
         plain = await tokens_of(stub, ask(max_tokens=200))
@@ -196,7 +201,6 @@ async def test_a_session_is_drafted_by_another_drafter_when_its_own_is_gone(tiny
                     await asyncio.sleep(0.01)
                 assert tokens == plain
                 accepted = last.result.speculation.num_accepted_draft_tokens
-        following.cancel()
 
 
 async def test_a_draining_verifier_finishes_what_runs_and_refuses_the_rest(tiny_pair):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from paceline.gateway.access import Access
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.keys import KeyRing
 from paceline.gateway.rate_limit import WindowRateLimit
+from paceline.supervision import Supervisor
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -51,12 +51,15 @@ def load_door_tls(config: GatewayConfig) -> DoorTls | None:
 
 
 @asynccontextmanager
-async def guard(config: GatewayConfig, on_refused: Callable[[PacelineError], None]) -> AsyncIterator[Access | None]:
+async def guard(
+    config: GatewayConfig, on_refused: Callable[[PacelineError], None], supervisor: Supervisor
+) -> AsyncIterator[Access | None]:
     """Asks callers for API keys while a block runs, and keeps the keys fresh; None where nobody is asked.
 
     Args:
         config: Settings.
         on_refused: Told of every request that may not come in.
+        supervisor: Keeps the task at work that reads the file again.
 
     Raises:
         ConfigError: The file of keys cannot be read, or a line of it is wrong.
@@ -68,10 +71,8 @@ async def guard(config: GatewayConfig, on_refused: Callable[[PacelineError], Non
     rate_limit = WindowRateLimit(config.redis_url)
     if config.tls_cert is None and config.host not in LOOPBACK:
         _log.warning("API keys and prompts cross the network in plain text; use --tls-cert, or a proxy that does TLS")
-    refreshing = asyncio.create_task(ring.keep_fresh(), name="API keys")
     try:
-        yield Access(ring, rate_limit, on_refused)
+        async with supervisor.kept({"api_keys": ring.keep_fresh}):
+            yield Access(ring, rate_limit, on_refused)
     finally:
-        refreshing.cancel()
-        await asyncio.gather(refreshing, return_exceptions=True)
         await rate_limit.close()

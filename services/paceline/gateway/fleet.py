@@ -17,7 +17,7 @@ from paceline.gateway.requests import ServedModel
 from paceline.gateway.routing import able_verifiers
 from paceline.gateway.text import TextCodec
 from paceline.store.base import Replica
-from paceline.store.view import Registry, RegistryView
+from paceline.store.view import Answers, Registry, RegistryView, nobody_answers
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Fleet:
         self,
         registry: Registry,
         codecs: Mapping[str, TextCodec],
+        answers: Answers = nobody_answers,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,9 +57,10 @@ class Fleet:
         Args:
             registry: Where replicas announce themselves.
             codecs: Tokenizers by model name; only these models are served.
+            answers: Asks a replica that has left the registry whether it still serves.
             clock: Monotonic seconds.
         """
-        self._view = RegistryView(registry, clock=clock)
+        self._view = RegistryView(registry, answers=answers, clock=clock)
         self._codecs = dict(codecs)
         self._warned_of: set[str] = set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,6 +22,7 @@ from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
 from paceline.gateway.sessions import Sessions
 from paceline.obs.tracing import OFF, Tracing
+from paceline.supervision import Supervisor
 
 OWNER = "paceline"
 
@@ -34,6 +36,7 @@ def create_app(
     started_s: int,
     console: ConsoleFeed | None = None,
     tracing: Tracing = OFF,
+    supervisor: Supervisor,
 ) -> FastAPI:
     """Returns the application.
 
@@ -45,6 +48,7 @@ def create_app(
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
         tracing: Where requests are traced.
+        supervisor: Tells which background tasks fail.
     """
     app = FastAPI(title="Paceline gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
@@ -72,7 +76,7 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Response:
-        return _health(sessions, fleet)
+        return _health(sessions, fleet, supervisor.failing)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -94,8 +98,8 @@ def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:
     }
 
 
-def _health(sessions: Sessions, fleet: Fleet) -> Response:
-    """Returns 200 while new requests can be served; a dead registry is shown, but does not stop that."""
+def _health(sessions: Sessions, fleet: Fleet, failing: Sequence[str]) -> Response:
+    """Returns 200 while new requests can be served; a dead registry or task is shown, but does not stop that."""
     roles = [replica.role for replica in fleet.replicas if not replica.draining]
     num_verifiers = roles.count(VERIFIER)
     if sessions.draining:
@@ -103,10 +107,11 @@ def _health(sessions: Sessions, fleet: Fleet) -> Response:
     elif not num_verifiers:
         status = "no verifier"
     else:
-        status = "ok" if fleet.store_error is None else "degraded"
+        status = "degraded" if fleet.store_error or failing else "ok"
     report = {
         "status": status,
         "store": fleet.store_error or "ok",
+        "tasks": ", ".join(failing) or "ok",
         "verifiers": num_verifiers,
         "drafters": roles.count(DRAFTER),
         "sessions": sessions.num_running,

@@ -132,6 +132,7 @@ class SessionTrail:
         return AdvanceSession(
             session_id=record.session_id,
             epoch=record.epoch,
+            owner=record.owner,
             base_len=self._logged_len,
             token_ids=tuple(self.token_ids[self._logged_len :]),
             state=record.state,
@@ -212,19 +213,23 @@ class RecordWriter:
     async def flush(self) -> None:
         """Writes what has gathered; what cannot be written now is written later."""
         self._renew()
-        changed, self._changed = list(self._changed), {}
-        for start in range(0, len(changed), MAX_WRITES):
-            trails = changed[start : start + MAX_WRITES]
-            writes = [trail.next_write(self._ttl_s) for trail in trails]
-            try:
-                answers = await self._store.write_sessions(writes)
-            except UnavailableError as error:
-                self._warn(error)
-                self._changed = {**dict.fromkeys(changed[start:]), **self._changed}
-                return
-            self._failing = False
-            for trail, write, written in zip(trails, writes, answers, strict=True):
-                self._written(trail, write, written)
+        left, self._changed = list(self._changed), {}
+        try:
+            while left:
+                await self._write(left[:MAX_WRITES])
+                left = left[MAX_WRITES:]
+        except UnavailableError as error:
+            self._warn(error)
+        finally:
+            # Whatever cut it off, be it the end of the task.
+            self._changed = {**dict.fromkeys(left), **self._changed}
+
+    async def _write(self, trails: Sequence[SessionTrail]) -> None:
+        writes = [trail.next_write(self._ttl_s) for trail in trails]
+        answers = await self._store.write_sessions(writes)
+        self._failing = False
+        for trail, write, written in zip(trails, writes, answers, strict=True):
+            self._written(trail, write, written)
 
     def _written(self, trail: SessionTrail, write: SessionWrite, written: Written) -> None:
         match written:
@@ -233,7 +238,9 @@ class RecordWriter:
                 self._open[trail] = self._clock()
                 if trail.ended and trail not in self._changed:
                     self._forget(trail)
-            case Written.MISSING:
+            case Written.REFUSED if trail.ended and self._is_stale(trail):
+                self._forget(trail)
+            case Written.MISSING | Written.REFUSED:
                 trail.lost()
                 self._changed[trail] = None
             case Written.TAKEN_OVER:
@@ -245,6 +252,10 @@ class RecordWriter:
         for trail, written_s in self._open.items():
             if written_s < stale_s and trail.record.verifier_id:
                 self._changed.setdefault(trail)
+
+    def _is_stale(self, trail: SessionTrail) -> bool:
+        """Whether a record would have expired, had the store ever taken it."""
+        return self._clock() - self._open.get(trail, 0.0) >= self._ttl_s
 
     def _forget(self, trail: SessionTrail) -> None:
         self._open.pop(trail, None)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -42,6 +43,8 @@ from paceline.rpc.v1 import gateway_pb2_grpc
 from paceline.serving import GrpcServer, start_grpc_server
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
+from paceline.store.probe import Probe
+from paceline.supervision import Supervisor, Work
 
 BACKLOG = 2048
 # Time to deliver the error that ends a session at the deadline.
@@ -100,10 +103,12 @@ async def _serve(
     registry: CollectorRegistry,
     tracing: Tracing,
 ) -> None:
-    fleet = Fleet(store, codecs)
+    tls = load_tls(config.tls_dir, GATEWAY)
+    fleet = Fleet(store, codecs, Probe(tls))
+    supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     deadlines = Deadlines(first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s)
-    client = VerifierClient(deadlines, load_tls(config.tls_dir, GATEWAY))
+    client = VerifierClient(deadlines, tls)
     metrics = GatewayMetrics(registry)
     placer = _placer(config, fleet, client, metrics)
     sessions = Sessions(
@@ -117,6 +122,7 @@ async def _serve(
 
     def follow_fleet() -> None:
         _count_fleet(metrics, fleet)
+        metrics.registry_bad_entries.set(store.num_bad_entries)
         sessions.drain(draining=fleet.is_draining(replica_id))
         placer.move_away()
 
@@ -129,13 +135,14 @@ async def _serve(
         started_s=int(time.time()),
         console=console,
         tracing=tracing,
+        supervisor=supervisor,
     )
     servicer = GatewayServicer(sessions, fleet, Resumption(store, fleet, replica_id), tracing)
     async with (
-        _background(config, fleet, client, records, follow_fleet),
-        guard(config, sessions.count_error) as access,
+        _background(config, fleet, client, records, follow_fleet, supervisor),
+        guard(config, sessions.count_error, supervisor) as access,
         _doors(config, app, servicer, sessions, access) as addresses,
-        announced(store, lambda: _replica(replica_id, config, addresses, sessions)),
+        announced(store, lambda: _replica(replica_id, config, addresses, sessions), supervisor),
         # Streams without an end would hold up the HTTP server's.
         closed_at_end(console),
     ):
@@ -295,19 +302,18 @@ async def _background(
     client: VerifierClient,
     records: RecordWriter,
     on_refreshed: Callable[[], None],
+    supervisor: Supervisor,
 ) -> AsyncIterator[None]:
     """Keeps the fleet fresh and writes records while a block runs; writes what is left at its end."""
     await fleet.refresh()
     on_refreshed()
-    tasks = [
-        asyncio.create_task(fleet.keep_fresh(config.refresh_s, client, on_refreshed), name="fleet"),
-        asyncio.create_task(records.keep_writing(config.record_interval_s), name="records"),
-    ]
+    tasks: dict[str, Work] = {
+        "fleet": partial(fleet.keep_fresh, config.refresh_s, client, on_refreshed),
+        "records": partial(records.keep_writing, config.record_interval_s),
+    }
     try:
-        yield
+        async with supervisor.kept(tasks):
+            yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await records.flush()
         await client.close()

@@ -228,6 +228,9 @@ class GatewayMetrics:
             Gauge("paceline:replicas", "Replicas in the registry that do not drain.", ("role",), registry=registry),
             known=[(role,) for role in REPLICA_ROLES],
         )
+        self.registry_bad_entries = Gauge(
+            "paceline:registry_bad_entries", "Registry entries left out as they cannot be read.", registry=registry
+        )
         self.store_up = Gauge("paceline:store_up", "Whether registry and records answer, 0 or 1.", registry=registry)
         self.speculation = SpeculationTotals(registry)
 

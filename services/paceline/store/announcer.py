@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 from paceline.core.errors import UnavailableError
 from paceline.store.base import Replica, Store
+from paceline.supervision import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -17,38 +18,51 @@ EXPIRY_S = 5.0
 
 
 @asynccontextmanager
-async def announced(store: Store, replica: Callable[[], Replica]) -> AsyncIterator[None]:
+async def announced(store: Store, replica: Callable[[], Replica], supervisor: Supervisor) -> AsyncIterator[None]:
     """Announces `replica()` every second and withdraws it at the end.
 
-    A mark to drain was meant for an earlier life of the replica, and is taken back first.
+    What the registry says of an earlier life of the replica, a mark to drain among it, is taken out first.
 
     Args:
         store: The registry.
         replica: Describes the replica as it is now.
+        supervisor: Keeps the heartbeat going.
     """
-    await store.drain(replica().replica_id, draining=False)
-    await store.announce(replica(), EXPIRY_S)
-    heart = asyncio.create_task(_beat(store, replica), name="heartbeat")
+    heart = _Heart(store, replica)
+    await store.withdraw(replica().replica_id)
+    await heart.beat()
     try:
-        yield
+        async with supervisor.kept({"heartbeat": heart.keep_beating}):
+            yield
     finally:
-        heart.cancel()
-        await asyncio.gather(heart, return_exceptions=True)
         with suppress(UnavailableError):
             await store.withdraw(replica().replica_id)
 
 
-async def _beat(store: Store, replica: Callable[[], Replica]) -> None:
-    reachable = True
-    while True:
-        await asyncio.sleep(HEARTBEAT_S)
-        try:
-            await store.announce(replica(), EXPIRY_S)
-        except Exception as error:  # noqa: BLE001 - a heartbeat that stops for good would take the replica away
-            if reachable:
-                logger.warning("the registry is away; serving goes on", extra={"reason": str(error)})
-            reachable = False
-        else:
-            if not reachable:
-                logger.info("the registry is back")
-            reachable = True
+class _Heart:
+    """Announces one replica, and remembers the mark to drain for a store that may lose it."""
+
+    def __init__(self, store: Store, replica: Callable[[], Replica]) -> None:
+        self._store = store
+        self._replica = replica
+        self._marked = False
+        self._reachable = True
+
+    async def keep_beating(self) -> None:
+        """Announces the replica for ever."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                await self.beat()
+            except UnavailableError as error:
+                if self._reachable:
+                    logger.warning("the registry is away; serving goes on", extra={"reason": str(error)})
+                self._reachable = False
+            else:
+                if not self._reachable:
+                    logger.info("the registry is back")
+                self._reachable = True
+
+    async def beat(self) -> None:
+        """Announces the replica once."""
+        self._marked = await self._store.announce(self._replica(), EXPIRY_S, marked=self._marked)

@@ -1,8 +1,9 @@
 """The session store and registry of the fleet, as one interface; it is never on the token path.
 
 Replicas announce themselves and are forgotten when they stop doing so. A session record has one owner at a
-time: ownership is numbered by `epoch`, and an owner that lost a session learns it when it next writes. Beside the
-record lies the session's token log, prompt and committed tokens, from which any gateway can go on.
+time: ownership is numbered by `epoch`, and an owner that lost a session learns it when it next writes. Of two owners
+that a store took for the first of the same range of epochs, having lost the claim of one, the one that it knows wins.
+Beside the record lies the session's token log, prompt and committed tokens, from which any gateway can go on.
 """
 
 from __future__ import annotations
@@ -92,10 +93,11 @@ class PutSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvanceSession:
-    """Writes tokens into the log from position `base_len` on, and the state; renews the time to live."""
+    """Writes tokens into the log from position `base_len` on, owner and state; renews the time to live."""
 
     session_id: str
     epoch: int
+    owner: str
     base_len: int
     token_ids: Sequence[int]
     state: SessionState
@@ -108,8 +110,9 @@ class Written(enum.Enum):
     """What became of one write; only `DONE` left a trace."""
 
     DONE = "done"
-    TAKEN_OVER = "a newer epoch owns the session"
+    TAKEN_OVER = "a newer epoch owns the session, or another owner the same range of epochs"
     MISSING = "the record is gone, or its log is shorter than the write's base"
+    REFUSED = "the server took other writes and not this one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,31 +129,47 @@ class Store(Protocol):
     Every method raises `UnavailableError` when the server does not answer in time, naming where it should be.
     """
 
-    async def announce(self, replica: Replica, ttl_s: float) -> None:
-        """Puts a replica into the registry, or renews it, for `ttl_s` seconds."""
+    @property
+    def num_bad_entries(self) -> int:
+        """Entries that the last reading of the registry left out since they cannot be read."""
+
+    async def announce(self, replica: Replica, ttl_s: float, *, marked: bool = False) -> bool:
+        """Puts a replica into the registry, or renews it, for `ttl_s` seconds; a full store takes that, too.
+
+        Args:
+            replica: As it is now.
+            ttl_s: How long it is believed.
+            marked: Whether it was marked as draining when it last announced itself: where the store has lost the mark,
+                but was not told to take it back, it is set anew.
+
+        Returns:
+            Whether it is marked as draining now.
+        """
 
     async def withdraw(self, replica_id: str) -> None:
-        """Takes a replica out of the registry, and forgets that it was asked to drain."""
+        """Takes a replica out of the registry, and forgets whether it was asked to drain."""
 
     async def drain(self, replica_id: str, *, draining: bool = True) -> None:
-        """Marks a replica as draining for all who read the registry, or takes the mark back."""
+        """Marks a replica as draining for all who read the registry, or takes the mark back; both are remembered."""
 
     async def replicas(self, role: str | None = None) -> list[Replica]:
         """Returns the replicas alive, of one role or all, sorted by id."""
 
     async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
-        """Makes writes in order, each in one atomic step, all in one exchange with the server."""
+        """Makes writes in order, each in one atomic step, all in one exchange with the server.
+
+        Raises:
+            UnavailableError: None was made; the server does not answer, is full, or a copy that takes none.
+        """
 
     async def session(self, session_id: str) -> LoggedSession | None:
-        """Returns a record and its log; None when it is unknown or expired."""
+        """Returns a record and its log; None when it is unknown, expired, or cannot be read."""
 
     async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
         """Makes `owner` the owner of a session, under an epoch above all of its former owner's; atomic.
 
-        A finished session keeps its owner and epoch.
-
         Returns:
-            The record as it is then, with its log; None when it is unknown or expired.
+            The record as it is then, with its log; None when it is unknown, expired, or cannot be read.
         """
 
     async def delete_session(self, session_id: str) -> None:
@@ -171,9 +190,21 @@ class Store(Protocol):
 EPOCHS_PER_OWNER = 1 << 16
 
 
+def first_owner_epoch(epoch: int) -> int:
+    """Returns the first epoch of the range that `epoch` belongs to."""
+    return epoch // EPOCHS_PER_OWNER * EPOCHS_PER_OWNER
+
+
 def next_owner_epoch(epoch: int) -> int:
     """Returns the first epoch of the owner after the one that `epoch` belongs to."""
-    return (epoch // EPOCHS_PER_OWNER + 1) * EPOCHS_PER_OWNER
+    return first_owner_epoch(epoch) + EPOCHS_PER_OWNER
+
+
+def yields_to(stored: SessionRecord, *, epoch: int, owner: str) -> bool:
+    """Whether a record gives way to a write of an owner under an epoch; a range of epochs has one owner."""
+    if stored.epoch >= first_owner_epoch(epoch):
+        return stored.epoch <= epoch and stored.owner == owner
+    return True
 
 
 def open_store(url: str) -> Store:

@@ -16,6 +16,7 @@ from paceline.store.base import (
     SessionWrite,
     Written,
     next_owner_epoch,
+    yields_to,
 )
 
 
@@ -43,31 +44,37 @@ class MemoryStore:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._replicas: dict[str, _StoredReplica] = {}
-        self._draining: set[str] = set()
+        # Whether to drain, of those that somebody has told.
+        self._marks: dict[str, bool] = {}
         self._sessions: dict[str, _StoredSession] = {}
 
-    async def announce(self, replica: Replica, ttl_s: float) -> None:
-        """Puts a replica into the registry, or renews it."""
+    @property
+    def num_bad_entries(self) -> int:
+        """None: entries are values here."""
+        return 0
+
+    async def announce(self, replica: Replica, ttl_s: float, *, marked: bool = False) -> bool:
+        """Puts a replica into the registry, or renews it; says whether it is to drain."""
         self._replicas[replica.replica_id] = _StoredReplica(replica=replica, expires_s=self._clock() + ttl_s)
+        if marked:
+            self._marks.setdefault(replica.replica_id, True)
+        return self._marks.get(replica.replica_id, False)
 
     async def withdraw(self, replica_id: str) -> None:
         """Takes a replica out of the registry."""
         self._replicas.pop(replica_id, None)
-        self._draining.discard(replica_id)
+        self._marks.pop(replica_id, None)
 
     async def drain(self, replica_id: str, *, draining: bool = True) -> None:
         """Marks a replica as draining, or takes the mark back."""
-        if draining:
-            self._draining.add(replica_id)
-        else:
-            self._draining.discard(replica_id)
+        self._marks[replica_id] = draining
 
     async def replicas(self, role: str | None = None) -> list[Replica]:
         """Returns the replicas alive."""
         now_s = self._clock()
         self._replicas = {key: entry for key, entry in self._replicas.items() if entry.expires_s > now_s}
         alive = (entry.replica for _, entry in sorted(self._replicas.items()))
-        marked = (replace(each, draining=each.draining or each.replica_id in self._draining) for each in alive)
+        marked = (replace(each, draining=each.draining or self._marks.get(each.replica_id, False)) for each in alive)
         return [replica for replica in marked if role is None or replica.role == role]
 
     async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
@@ -80,17 +87,17 @@ class MemoryStore:
         return None if stored is None else stored.logged
 
     async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
-        """Makes `owner` the owner of a session that is not finished."""
+        """Makes `owner` the owner of a session."""
         stored = self._alive(session_id)
-        if stored is None or stored.record.state.finished:
-            return None if stored is None else stored.logged
+        if stored is None:
+            return None
         record = replace(stored.record, owner=owner, epoch=next_owner_epoch(stored.record.epoch))
         self._write(record, stored.token_ids, stored.ttl_s)
         return LoggedSession(record=record, token_ids=stored.token_ids)
 
     def _put(self, write: PutSession) -> Written:
         stored = self._alive(write.record.session_id)
-        if stored is not None and stored.record.epoch > write.record.epoch:
+        if stored is not None and not yields_to(stored.record, epoch=write.record.epoch, owner=write.record.owner):
             return Written.TAKEN_OVER
         self._write(write.record, tuple(write.token_ids), write.ttl_s)
         return Written.DONE
@@ -99,14 +106,16 @@ class MemoryStore:
         stored = self._alive(write.session_id)
         if stored is None:
             return Written.MISSING
-        if stored.record.epoch > write.epoch:
+        if not yields_to(stored.record, epoch=write.epoch, owner=write.owner):
             return Written.TAKEN_OVER
         if write.base_len > len(stored.token_ids):
             return Written.MISSING
         end = write.base_len + len(write.token_ids)
         token_ids = (*stored.token_ids[: write.base_len], *write.token_ids, *stored.token_ids[end:])
         committed_len = len(token_ids) - stored.record.prompt_len
-        record = replace(stored.record, epoch=write.epoch, committed_len=committed_len, state=write.state)
+        record = replace(
+            stored.record, epoch=write.epoch, owner=write.owner, committed_len=committed_len, state=write.state
+        )
         self._write(record, token_ids, stored.ttl_s)
         return Written.DONE
 

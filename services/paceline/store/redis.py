@@ -3,6 +3,10 @@
 A replica is one JSON string with a time to live and an entry in an index set; a session is one hash, and its token
 log one string of four bytes a token. Whole keys expire, no fields. What must be atomic is a Lua script. A key's name
 begins with `paceline:`; both keys of a session hash to one slot.
+
+A server at its `maxmemory` refuses what may grow. Registry and claims are small and bounded, so they are written by
+scripts that a full server lets through (`allow-oom`); records of sessions are refused then. A script is stopped by a
+full server at its first write only, so a script for records must begin with one that grows.
 """
 
 from __future__ import annotations
@@ -12,106 +16,118 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import numpy as np
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import AuthenticationError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paceline.config import public_url
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.core.messages import ModelIdentity
 from paceline.store.base import (
     AdvanceSession,
     LoggedSession,
     PutSession,
     Replica,
     SessionRecord,
-    SessionState,
     SessionWrite,
     Written,
+    first_owner_epoch,
     next_owner_epoch,
 )
+from paceline.store.reading import EntryError, record_from_fields, replica_from_json
 
-ResultT = TypeVar("ResultT")
+_Arguments = list[str | int | bytes]
 
 SOCKET_TIMEOUT_S = 1.0
 # One try over a connection that went stale, one over a new one, and the time to connect.
 CALL_TIMEOUT_S = 3.0
 REPLICA_PREFIX = "paceline:replica:"
 REPLICA_INDEX = "paceline:replicas"
-DRAINING_SET = "paceline:draining"
+DRAIN_MARKS = "paceline:drain_marks"
 CLAIM_TRIES = 8
 
-# The draining mark lives beside the entries: whoever sets it need not know what the replica says of itself.
+# The draining mark lives beside the entries: whoever sets it need not know what the replica says of itself. 0 stands
+# for one that was taken back, since none at all may mean that the store has lost it.
+_ANNOUNCE_SCRIPT = """#!lua flags=allow-oom
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+redis.call('SADD', KEYS[2], ARGV[1])
+if ARGV[4] == '1' then redis.call('HSETNX', KEYS[3], ARGV[1], '1') end
+return redis.call('HGET', KEYS[3], ARGV[1]) == '1'
+"""
+_DRAIN_SCRIPT = """#!lua flags=allow-oom
+return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+"""
 _REPLICAS_SCRIPT = """
 local found = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local value = redis.call('GET', ARGV[1] .. id)
-  if value then
-    found[#found + 1] = value
-    found[#found + 1] = redis.call('SISMEMBER', KEYS[2], id)
+  local value = redis.pcall('GET', ARGV[1] .. id)
+  if not value then
+    redis.pcall('SREM', KEYS[1], id)
   else
-    redis.call('SREM', KEYS[1], id)
+    found[#found + 1] = id
+    found[#found + 1] = type(value) == 'string' and value or ''
+    found[#found + 1] = redis.call('HGET', KEYS[2], id) == '1'
   end
 end
 return found
 """
 # Epochs have up to 64 bits and Lua's numbers 53, so their decimal digits are compared.
-_NEWER_FUNCTION = """
+_YIELDS_FUNCTION = """
 local function newer(a, b)
   if #a ~= #b then return #a > #b end
   return a > b
 end
-local owner = redis.call('HGET', KEYS[1], 'epoch')
+local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner')
+local function taken_over(epoch, first_epoch, owner)
+  if not stored[1] or newer(first_epoch, stored[1]) then return false end
+  return newer(stored[1], epoch) or stored[2] ~= owner
+end
 """
 _PUT_SCRIPT = (
-    _NEWER_FUNCTION
+    _YIELDS_FUNCTION
     + """
-if owner and newer(owner, ARGV[1]) then return 1 end
-redis.call('DEL', KEYS[1])
-for index = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[index], ARGV[index + 1]) end
-redis.call('HSET', KEYS[1], 'ttl_ms', ARGV[2])
-redis.call('SET', KEYS[2], ARGV[3])
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
+if taken_over(ARGV[1], ARGV[2], ARGV[3]) then return 1 end
+redis.call('HSET', KEYS[1], 'ttl_ms', ARGV[4], unpack(ARGV, 6))
+redis.call('SET', KEYS[2], ARGV[5])
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+redis.call('PEXPIRE', KEYS[2], ARGV[4])
 return 0
 """
 )
 # Growing strings are given room to spare by the server; a log that will not grow any more is written back exact.
 _ADVANCE_SCRIPT = (
-    _NEWER_FUNCTION
+    _YIELDS_FUNCTION
     + """
-if not owner then return 2 end
-if newer(owner, ARGV[1]) then return 1 end
-if redis.call('STRLEN', KEYS[2]) < tonumber(ARGV[2]) then return 2 end
+if not stored[1] then return 2 end
+if taken_over(ARGV[1], ARGV[2], ARGV[3]) then return 1 end
+if redis.call('STRLEN', KEYS[2]) < tonumber(ARGV[4]) then return 2 end
+local prompt_len, ttl_ms = unpack(redis.call('HMGET', KEYS[1], 'prompt_len', 'ttl_ms'))
 local length = redis.call('STRLEN', KEYS[2])
-if #ARGV[3] > 0 then length = redis.call('SETRANGE', KEYS[2], ARGV[2], ARGV[3]) end
-if ARGV[4] ~= 'running' then redis.call('SET', KEYS[2], redis.call('GET', KEYS[2])) end
-local committed = length / 4 - tonumber(redis.call('HGET', KEYS[1], 'prompt_len'))
-redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'committed_len', string.format('%d', committed), 'state', ARGV[4])
-local ttl = redis.call('HGET', KEYS[1], 'ttl_ms')
-redis.call('PEXPIRE', KEYS[1], ttl)
-redis.call('PEXPIRE', KEYS[2], ttl)
+if #ARGV[5] > 0 then length = redis.call('SETRANGE', KEYS[2], ARGV[4], ARGV[5]) end
+local committed = string.format('%d', length / 4 - tonumber(prompt_len))
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[3], 'committed_len', committed, 'state', ARGV[6])
+if ARGV[6] ~= 'running' then redis.call('SET', KEYS[2], redis.call('GET', KEYS[2])) end
+redis.call('PEXPIRE', KEYS[1], ttl_ms)
+redis.call('PEXPIRE', KEYS[2], ttl_ms)
 return 0
 """
 )
-_CLAIM_SCRIPT = """
-if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'epoch', ARGV[2], 'owner', ARGV[3])
-return 1
+# Returns what the new owner has got, of the moment at which it became the owner.
+_CLAIM_SCRIPT = """#!lua flags=allow-oom
+local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner')
+if stored[1] ~= ARGV[1] or stored[2] ~= ARGV[2] then return false end
+redis.call('HSET', KEYS[1], 'epoch', ARGV[3], 'owner', ARGV[4])
+return {redis.call('HMGET', KEYS[1], unpack(ARGV, 5)), redis.call('GET', KEYS[2])}
 """
 _TOKEN_TYPE = np.dtype("<u4")
 _WRITTEN = (Written.DONE, Written.TAKEN_OVER, Written.MISSING)
-_INTEGER_FIELDS = frozenset({"epoch", "seed", "prompt_len", "committed_len"})
-_REPLICA_FIELDS = frozenset(field.name for field in fields(Replica))
-_IDENTITY_FIELDS = frozenset(field.name for field in fields(ModelIdentity))
 _SESSION_FIELDS = tuple(field.name for field in fields(SessionRecord))
 
 _log = logging.getLogger(__name__)
@@ -131,22 +147,26 @@ class RedisStore:
             )
         except ValueError:
             raise ConfigError(f"the store's URL {public_url(url)!r} is not a valid one") from None
+        # What is wrong with entries that were left out, by their names.
+        self._bad_entries: dict[str, str] = {}
+        self._announce = self._client.register_script(_ANNOUNCE_SCRIPT)
+        self._drain = self._client.register_script(_DRAIN_SCRIPT)
         self._replicas = self._client.register_script(_REPLICAS_SCRIPT)
         self._put = self._client.register_script(_PUT_SCRIPT)
         self._advance = self._client.register_script(_ADVANCE_SCRIPT)
         self._claim = self._client.register_script(_CLAIM_SCRIPT)
 
-    async def announce(self, replica: Replica, ttl_s: float) -> None:
-        """Puts a replica into the registry, or renews it."""
+    @property
+    def num_bad_entries(self) -> int:
+        """Entries that the last reading of the registry left out."""
+        return len(self._bad_entries)
+
+    async def announce(self, replica: Replica, ttl_s: float, *, marked: bool = False) -> bool:
+        """Puts a replica into the registry, or renews it; says whether it is to drain."""
+        keys = [REPLICA_PREFIX + replica.replica_id, REPLICA_INDEX, DRAIN_MARKS]
         value = json.dumps(asdict(replica))
-
-        async def write() -> None:
-            async with self._client.pipeline(transaction=True) as pipe:
-                pipe.set(REPLICA_PREFIX + replica.replica_id, value, px=_milliseconds(ttl_s))
-                pipe.sadd(REPLICA_INDEX, replica.replica_id)
-                await pipe.execute()
-
-        await self._call(write)
+        arguments: _Arguments = [replica.replica_id, value, _milliseconds(ttl_s), int(marked)]
+        return bool(await self._call(partial(self._announce, keys=keys, args=arguments)))
 
     async def withdraw(self, replica_id: str) -> None:
         """Takes a replica out of the registry."""
@@ -155,76 +175,77 @@ class RedisStore:
             async with self._client.pipeline(transaction=True) as pipe:
                 pipe.delete(REPLICA_PREFIX + replica_id)
                 pipe.srem(REPLICA_INDEX, replica_id)
-                pipe.srem(DRAINING_SET, replica_id)
+                pipe.hdel(DRAIN_MARKS, replica_id)
                 await pipe.execute()
 
         await self._call(delete)
 
     async def drain(self, replica_id: str, *, draining: bool = True) -> None:
         """Marks a replica as draining, or takes the mark back."""
-        change = self._client.sadd if draining else self._client.srem
-        await self._call(lambda: change(DRAINING_SET, replica_id))
+        await self._call(partial(self._drain, keys=[DRAIN_MARKS], args=[replica_id, int(draining)]))
 
     async def replicas(self, role: str | None = None) -> list[Replica]:
-        """Returns the replicas alive; entries that cannot be read are logged and left out."""
-        keys = [REPLICA_INDEX, DRAINING_SET]
-        values = await self._call(lambda: self._replicas(keys=keys, args=[REPLICA_PREFIX]))
-        entries = zip(values[::2], values[1::2], strict=True)
-        found = (_replica_from_json(value, draining=bool(mark)) for value, mark in entries)
-        alive = [replica for replica in found if replica is not None and role in (None, replica.role)]
-        return sorted(alive, key=lambda replica: replica.replica_id)
+        """Returns the replicas alive; entries that cannot be read are logged once and left out."""
+        keys = [REPLICA_INDEX, DRAIN_MARKS]
+        answer = await self._call(partial(self._replicas, keys=keys, args=[REPLICA_PREFIX]))
+        alive: list[Replica] = []
+        bad: dict[str, str] = {}
+        for name, text, mark in zip(answer[::3], answer[1::3], answer[2::3], strict=True):
+            replica_id = name.decode(errors="replace")
+            try:
+                alive.append(replica_from_json(replica_id, text, marked=bool(mark)))
+            except EntryError as error:
+                bad[replica_id] = str(error)
+                if self._bad_entries.get(replica_id) != str(error):
+                    _log.warning("a registry entry is left out", extra={"replica_id": replica_id, "error": error})
+        self._bad_entries = bad
+        return sorted((each for each in alive if role in (None, each.role)), key=lambda each: each.replica_id)
 
     async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
         """Makes writes in order, each in one atomic step, all in one exchange."""
         if not writes:
             return []
 
-        async def write_all() -> list[int]:
+        async def write_all() -> list[int | ResponseError]:
             async with self._client.pipeline(transaction=False) as pipe:
                 for write in writes:
                     if isinstance(write, PutSession):
                         await self._put(_session_keys(write.record.session_id), _put_arguments(write), client=pipe)
                     else:
                         await self._advance(_session_keys(write.session_id), _advance_arguments(write), client=pipe)
-                results: list[int] = await pipe.execute()
-                return results
+                results: list[int | ResponseError] = await pipe.execute(raise_on_error=False)
+            return _unless_all_failed(results)
 
-        return [_WRITTEN[int(result)] for result in await self._call(write_all)]
+        return [_written(result) for result in await self._call(write_all)]
 
     async def session(self, session_id: str) -> LoggedSession | None:
         """Returns a record and its log."""
-        record_key, log_key = _session_keys(session_id)
+        keys = _session_keys(session_id)
 
         async def read() -> list[Any]:
             async with self._client.pipeline(transaction=True) as pipe:
-                pipe.hmget(record_key, _SESSION_FIELDS)
-                pipe.get(log_key)
-                results: list[Any] = await pipe.execute()
+                pipe.hmget(keys[0], _SESSION_FIELDS)
+                pipe.get(keys[1])
+                results: list[Any] = await pipe.execute(raise_on_error=False)
                 return results
 
-        values, log = await self._call(read)
-        if values[0] is None or log is None:
-            return None
-        pairs = zip(_SESSION_FIELDS, (value.decode() for value in values), strict=True)
-        decoded: dict[str, Any] = {name: int(value) if name in _INTEGER_FIELDS else value for name, value in pairs}
-        record = SessionRecord(**{**decoded, "state": SessionState(decoded["state"])})
-        return LoggedSession(record=record, token_ids=tuple(np.frombuffer(log, _TOKEN_TYPE).tolist()))
+        return _logged(session_id, await self._call(read))
 
     async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
-        """Makes `owner` the owner of a session that is not finished.
+        """Makes `owner` the owner of a session.
 
         Raises:
             UnavailableError: The server does not answer, or others write the record all the time.
         """
         for _ in range(CLAIM_TRIES):
-            logged = await self.session(session_id)
-            if logged is None or logged.record.state.finished:
-                return logged
-            epoch = next_owner_epoch(logged.record.epoch)
-            arguments: list[str | int] = [logged.record.epoch, epoch, owner]
-            keys = _session_keys(session_id)[:1]
-            if await self._call(partial(self._claim, keys=keys, args=arguments)):
-                return replace(logged, record=replace(logged.record, epoch=epoch, owner=owner))
+            seen = await self.session(session_id)
+            if seen is None:
+                return None
+            mine = (next_owner_epoch(seen.record.epoch), owner)
+            arguments: _Arguments = [seen.record.epoch, seen.record.owner, *mine, *_SESSION_FIELDS]
+            claimed = await self._call(partial(self._claim, keys=_session_keys(session_id), args=arguments))
+            if claimed is not None:
+                return _logged(session_id, claimed)
         raise UnavailableError(f"session {session_id!r} changes its owner all the time; try again")
 
     async def delete_session(self, session_id: str) -> None:
@@ -254,6 +275,16 @@ class RedisStore:
             raise UnavailableError(f"the store at {self._place} refuses our user or password") from error
         except (TimeoutError, RedisTimeoutError) as error:
             raise UnavailableError(f"the store at {self._place} does not answer in time") from error
+        except OutOfMemoryError as error:
+            raise UnavailableError(
+                f"the store at {self._place} is full; raise its maxmemory, or shorten the gateways' --record-ttl-s"
+            ) from error
+        except ReadOnlyError as error:
+            # The name may lead to another server by now; a connection that is open does not.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+            raise UnavailableError(
+                f"the store at {self._place} is a read-only copy of another; let --redis-url name the primary"
+            ) from error
         except (RedisError, OSError, RuntimeError) as error:
             # uvloop raises RuntimeError for a write to a socket that has gone.
             reason = type(error).__name__
@@ -279,35 +310,55 @@ def _session_keys(session_id: str) -> list[str]:
     return [f"paceline:session:{{{session_id}}}", f"paceline:tokens:{{{session_id}}}"]
 
 
-def _put_arguments(write: PutSession) -> list[str | int | bytes]:
-    arguments: list[str | int | bytes] = [write.record.epoch, _milliseconds(write.ttl_s), _log_bytes(write.token_ids)]
+def _put_arguments(write: PutSession) -> _Arguments:
+    record = write.record
+    arguments = [*_ownership(record.epoch, record.owner), _milliseconds(write.ttl_s), _log_bytes(write.token_ids)]
     for name in _SESSION_FIELDS:
-        arguments += [name, getattr(write.record, name)]
+        arguments += [name, getattr(record, name)]
     return arguments
 
 
-def _advance_arguments(write: AdvanceSession) -> list[str | int | bytes]:
-    return [write.epoch, write.base_len * _TOKEN_TYPE.itemsize, _log_bytes(write.token_ids), str(write.state)]
+def _advance_arguments(write: AdvanceSession) -> _Arguments:
+    base = write.base_len * _TOKEN_TYPE.itemsize
+    return [*_ownership(write.epoch, write.owner), base, _log_bytes(write.token_ids), str(write.state)]
+
+
+def _ownership(epoch: int, owner: str) -> _Arguments:
+    """Arguments of `taken_over`."""
+    return [epoch, first_owner_epoch(epoch), owner]
 
 
 def _log_bytes(token_ids: Sequence[int]) -> bytes:
     return np.asarray(token_ids, _TOKEN_TYPE).tobytes()
 
 
-def _replica_from_json(text: bytes, *, draining: bool) -> Replica | None:
-    try:
-        values = json.loads(text)
-        identity = values.pop("identity")
-        if identity is not None:
-            identity["eos_token_ids"] = tuple(identity["eos_token_ids"])
-            identity = ModelIdentity(**_known(identity, _IDENTITY_FIELDS))
-        replica = Replica(identity=identity, **_known(values, _REPLICA_FIELDS))
-        return replace(replica, draining=draining or replica.draining)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        _log.warning("registry entry cannot be read", extra={"entry": repr(text[:200])})
+def _unless_all_failed(results: list[int | ResponseError]) -> list[int | ResponseError]:
+    """Returns the answers to some writes; what fails all of them is no matter of one, and is raised."""
+    errors = [result for result in results if isinstance(result, ResponseError)]
+    if len(errors) == len(results):
+        raise errors[0]
+    return results
+
+
+def _written(result: int | ResponseError) -> Written:
+    if isinstance(result, ResponseError):
+        _log.warning("the store refuses the record of a session", extra={"error": result})
+        return Written.REFUSED
+    return _WRITTEN[result]
+
+
+def _logged(session_id: str, answer: Sequence[Any]) -> LoggedSession | None:
+    """Returns a session from its fields and its log, or None if there is none or it cannot be read."""
+    values, log = answer
+    errors = [each for each in answer if isinstance(each, ResponseError)]
+    if not errors and (values[0] is None or log is None):
         return None
-
-
-def _known(values: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    """Returns the fields that are known here; newer replicas may say more."""
-    return {name: value for name, value in values.items() if name in names}
+    try:
+        if errors:
+            raise EntryError(str(errors[0]))
+        named = dict(zip(_SESSION_FIELDS, values, strict=True))
+        record = record_from_fields(session_id, named, len(log))
+    except EntryError as error:
+        _log.warning("a session record cannot be read", extra={"session_id": session_id, "error": error})
+        return None
+    return LoggedSession(record=record, token_ids=tuple(np.frombuffer(log, _TOKEN_TYPE).tolist()))

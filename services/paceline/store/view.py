@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from paceline.core.errors import UnavailableError
 from paceline.store.base import Replica
 
-# A registry that came back empty fills up within a few heartbeats; until then old entries are better.
+# A registry that came back fills up within a few heartbeats; until then no replica need answer to stay known.
 RECOVERY_S = 10.0
 
 _log = logging.getLogger(__name__)
+
+# Whether a replica serves, by its own word; answers within a second or so and does not raise.
+Answers = Callable[[Replica], Awaitable[bool]]
 
 
 class Registry(Protocol):
@@ -24,34 +27,50 @@ class Registry(Protocol):
         """Returns the replicas alive; raises `UnavailableError` when the registry does not answer."""
 
 
-def after_recovery(known: Sequence[Replica], found: Sequence[Replica]) -> list[Replica]:
-    """Returns what is found, and what was known and may only not have come back yet."""
-    found_ids = {replica.replica_id for replica in found}
-    return [*found, *(replica for replica in known if replica.replica_id not in found_ids)]
+async def nobody_answers(replica: Replica) -> bool:
+    """Stands for asking nobody: what the registry does not name is gone."""
+    del replica
+    return False
 
 
 class RegistryView:
-    """Replicas as last read.
+    """Replicas as last read, and those that have left the registry but still serve.
+
+    A registry tells who is there; that somebody is gone it does not know, only that nobody has written of him. The
+    store may be full, read-only, emptied, or replaced by a copy that lags behind. So a replica that is missing is asked
+    itself, under its own name, and is kept as long as it says that it serves. One that stops, drains or hangs does not
+    say so, and one that died does not answer. This makes a threshold needless ("too many have vanished at once to be
+    true"): each replica is judged by its own answer, be it the only one that is missing or one of all. For `RECOVERY_S`
+    after a registry did not answer all are kept unasked, since a machine on which a store just failed may be slow to
+    answer, too.
 
     Args:
         registry: Where replicas announce themselves.
         role: Only these; None: all.
+        answers: Asks a replica; the missing ones are asked all at once.
         clock: Monotonic seconds.
 
     Attributes:
-        replicas: None of them before the first `refresh`.
+        replicas: Sorted by id; none of them before the first `refresh`.
         error: Why the last reading failed; None if it did not.
     """
 
     def __init__(
-        self, registry: Registry, role: str | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        registry: Registry,
+        role: str | None = None,
+        *,
+        answers: Answers = nobody_answers,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replicas: tuple[Replica, ...] = ()
         self.error: str | None = None
         self._registry = registry
         self._role = role
+        self._answers = answers
         self._clock = clock
         self._failed_s: float | None = None
+        self._num_kept = 0
 
     async def refresh(self) -> None:
         """Reads the registry once; a failure leaves the last known replicas in place."""
@@ -66,12 +85,31 @@ class RegistryView:
         if self.error is not None:
             _log.info("registry reachable again")
             self.error = None
+        kept = await self._still_there(_missing(self.replicas, found))
+        self._tell_of(kept)
+        self.replicas = tuple(sorted((*found, *kept), key=lambda replica: replica.replica_id))
+
+    async def _still_there(self, missing: Sequence[Replica]) -> list[Replica]:
         if self._failed_s is not None and self._clock() - self._failed_s < RECOVERY_S:
-            found = after_recovery(self.replicas, found)
-        self.replicas = tuple(found)
+            return list(missing)
+        answers = await asyncio.gather(*map(self._answers, missing))
+        return [replica for replica, serves in zip(missing, answers, strict=True) if serves]
+
+    def _tell_of(self, kept: Sequence[Replica]) -> None:
+        if len(kept) > self._num_kept:
+            names = ", ".join(replica.replica_id for replica in kept)
+            _log.warning("replicas are missing in the registry and kept", extra={"replica_ids": names})
+        self._num_kept = len(kept)
 
     async def keep_fresh(self, interval_s: float) -> None:
         """Refreshes for ever, with a pause of so many seconds."""
         while True:
             await self.refresh()
             await asyncio.sleep(interval_s)
+
+
+def _missing(known: Sequence[Replica], found: Sequence[Replica]) -> list[Replica]:
+    """Returns what was known and is not found; an address that another has taken over belongs to that one."""
+    found_ids = {replica.replica_id for replica in found}
+    taken = {replica.address for replica in found}
+    return [each for each in known if each.replica_id not in found_ids and each.address not in taken]

@@ -104,7 +104,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: T
             service_name="paceline.rpc.v1.Verifier",
             add_servicer=lambda server: verifier_pb2_grpc.add_VerifierServicer_to_server(servicer, server),
             registry=registry,
-            follow=host.follow,
+            background=host.background,
             tls=tls,
         )
 

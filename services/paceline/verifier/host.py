@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from paceline.core.admission import QueueClock, check_wait
 from paceline.core.errors import OverloadedError, StaleEpochError, UnavailableError
@@ -22,7 +23,9 @@ from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Pa
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import OFF, Tracing
 from paceline.store.base import Replica, Store
+from paceline.store.probe import Probe
 from paceline.store.view import RegistryView
+from paceline.supervision import Work
 from paceline.verifier.checks import check_request
 from paceline.verifier.links import DrafterLink
 from paceline.verifier.metrics import record_output, record_served_by
@@ -112,7 +115,6 @@ class TargetHost:
         # The same without sessions that want no drafts.
         self._served_by: Counter[str] = Counter()
         self._spare_address = ""
-        self._sweeper: asyncio.Task[None] | None = None
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -125,7 +127,6 @@ class TargetHost:
     async def start(self) -> None:
         """Starts the engine; returns when the model is loaded."""
         await self._engine.start()
-        self._sweeper = asyncio.create_task(self._sweep(), name="sweep links")
 
     async def engine_ended(self) -> None:
         """Waits until the engine ends, tells every session under way, and raises what broke it."""
@@ -151,18 +152,18 @@ class TargetHost:
 
     async def close(self) -> None:
         """Ends streams to drafters and the engine."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
         await asyncio.gather(*(link.close() for link in self._links.values()))
         await self._engine.close()
 
-    async def follow(self, store: Store) -> None:
-        """Keeps each session with a drafter that is there, for ever."""
-        drafters = RegistryView(store, DRAFTER)
-        # A registry that does not answer must not delay what streams tell.
-        async with asyncio.TaskGroup() as group:
-            group.create_task(drafters.keep_fresh(REFRESH_S))
-            group.create_task(self._keep_paired(drafters))
+    def background(self, store: Store) -> Mapping[str, Work]:
+        """Names the tasks that keep each session with a drafter that is there, and streams to few."""
+        drafters = RegistryView(store, DRAFTER, answers=Probe(self._tls))
+        return {
+            "registry": partial(drafters.keep_fresh, REFRESH_S),
+            # Apart from the registry, which must not delay what streams tell when it does not answer.
+            "pairing": partial(self._keep_paired, drafters),
+            "links": self._sweep,
+        }
 
     async def _keep_paired(self, drafters: RegistryView) -> None:
         while True:

@@ -9,6 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from paceline.obs.families import service_registry, tell_replica
 from paceline.obs.metrics import DrafterMetrics, GatewayMetrics, VerifierMetrics
+from paceline.supervision import Supervisor
 
 PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
 SERVICES = {"G": GatewayMetrics, "V": VerifierMetrics, "D": DrafterMetrics}
@@ -23,6 +24,7 @@ def registered() -> dict[str, Row]:
         registry = service_registry("some role")
         tell_replica(registry, role="some role", replica_id="r", address="a:1")
         metrics(registry)
+        Supervisor(registry)
         for metric in collectors(registry):
             kind, labels = metric._type, frozenset(metric._labelnames)
             name = metric._name + ("_total" if kind == "counter" else "")

@@ -1,0 +1,105 @@
+"""Keeps the background tasks of a process at work: one that ends is started again, and who asks is told.
+
+It knows no particular task: what a task does, and what it may lose by being started anew, is its owner's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter
+
+from paceline.obs.families import Family
+
+# A task's work; called anew for each of its lives, and meant to run for ever.
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+FIRST_PAUSE_S = 0.1
+LAST_PAUSE_S = 5.0
+# A task that has run for so long since it was started again is well.
+SETTLED_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Starts background tasks again when they end, after a pause that grows from 0.1 to 5 s.
+
+    Args:
+        registry: Where restarts are counted.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._restarts = Family(
+            Counter(
+                "paceline:task_restarts",
+                "Times that a background task ended and was started again.",
+                ("task",),
+                registry=registry,
+            )
+        )
+        self._clock = clock
+        # When a task that ended lives again; infinity while it pauses.
+        self._lives_since_s: dict[str, float] = {}
+
+    @property
+    def failing(self) -> tuple[str, ...]:
+        """Names of the tasks that ended and have not run for 10 s since."""
+        now_s = self._clock()
+        return tuple(sorted(name for name, since_s in self._lives_since_s.items() if now_s - since_s < SETTLED_S))
+
+    @asynccontextmanager
+    async def kept(self, tasks: Mapping[str, Work]) -> AsyncIterator[None]:
+        """Keeps tasks at work while a block runs, by their names; they are cancelled at its end."""
+        for name in tasks:
+            self._restarts.labels(name)
+        async with AsyncExitStack() as stack:
+            for name, work in tasks.items():
+                await stack.enter_async_context(_running(self._keep(name, work), name))
+            yield
+
+    async def _keep(self, name: str, work: Work) -> None:
+        pause_s = FIRST_PAUSE_S
+        try:
+            while True:
+                started_s = self._clock()
+                await _live(name, work)
+                self._lives_since_s[name] = float("inf")
+                self._restarts.labels(name).inc()
+                if self._clock() - started_s >= SETTLED_S:
+                    pause_s = FIRST_PAUSE_S
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LAST_PAUSE_S)
+                self._lives_since_s[name] = self._clock()
+        finally:
+            self._lives_since_s.pop(name, None)
+
+
+async def _live(name: str, work: Work) -> None:
+    """Runs a task until it ends by itself, for whatever reason."""
+    own = asyncio.current_task()
+    assert own is not None, "coroutines run in tasks"
+    try:
+        await work()
+        _log.error("a background task has ended and is started again", extra={"task": name})
+    except BaseException as error:
+        # A cancellation that nobody meant for this task came from something that it waited for.
+        if own.cancelling() or not isinstance(error, (Exception, asyncio.CancelledError)):
+            raise
+        _log.exception("a background task has failed and is started again", extra={"task": name})
+
+
+@asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
