@@ -23,6 +23,8 @@ FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 5.0
 # A task that has run for so long since it was started again is well.
 SETTLED_S = 10.0
+# A task that has not ended so long after it was told to is told again.
+CANCEL_AGAIN_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -101,5 +103,9 @@ async def _running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        # More than once: `asyncio.wait_for` before Python 3.12, and so a call to Redis, may lose a cancellation.
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+        if not task.cancelled():
+            _log.debug("a background task ended with an error", exc_info=task.exception())

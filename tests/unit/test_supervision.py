@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -129,6 +130,23 @@ async def test_tasks_end_with_the_block_even_one_that_answers_its_end_with_an_er
         async with Supervisor(registry).kept({"patient": work}):
             await stubborn.well.wait()
     assert stubborn.num_lives == 1
+
+
+async def test_a_task_that_loses_the_first_cancellation_ends_with_the_block(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "CANCEL_AGAIN_S", 0.001)
+    began = asyncio.Event()
+
+    async def work() -> None:
+        began.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(30):
+        async with Supervisor(registry).kept({"patient": work}):
+            await began.wait()
 
 
 async def test_an_error_of_the_block_ends_the_tasks_and_comes_through(registry: CollectorRegistry) -> None:

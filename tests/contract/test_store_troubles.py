@@ -1,0 +1,556 @@
+"""A store that is full, read-only, slow, emptied, or holds what nobody should have written, on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loadtest.proxy import DelayProxy
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from paceline.cluster.valkey import find_server
+from paceline.core.errors import OverloadedError, UnavailableError
+from paceline.credentials import FleetTls
+from paceline.dev_ca import make_certificates
+from paceline.gateway.keys import ApiKey
+from paceline.gateway.rate_limit import KEY_PREFIX, WindowRateLimit
+from paceline.gateway.records import RecordWriter
+from paceline.serving import GrpcServer, start_grpc_server
+from paceline.store import announcer
+from paceline.store.announcer import announced
+from paceline.store.base import (
+    EPOCHS_PER_OWNER,
+    AdvanceSession,
+    LoggedSession,
+    PutSession,
+    SessionState,
+    Store,
+    Written,
+)
+from paceline.store.probe import Probe
+from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
+from paceline.store.view import RegistryView
+from paceline.supervision import Supervisor
+from tests.contract.test_store import DRAFTER, HOST, PROMPT, SESSION, VERIFIER, eventually, put, server_process, servers
+from tests.unit.gateway.test_records import opened
+
+ALICE = ApiKey(name="alice", digest=bytes(32), requests_per_minute=2)
+RECORD_KEY, LOG_KEY = "paceline:session:{s1}", "paceline:tokens:{s1}"
+
+
+@pytest.fixture(scope="module", params=servers())
+def port(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    program = find_server(None if request.param == "valkey" else Path(request.param))
+    with server_process(program, tmp_path_factory.mktemp("data")) as (number, _):
+        yield number
+
+
+@pytest.fixture
+async def server(port: int) -> AsyncIterator[Redis]:
+    """The server by its own commands; empty and well at the start of each test."""
+    async with Redis(host=HOST, port=port) as client:
+        await client.execute_command("REPLICAOF", "NO", "ONE")
+        await client.config_set("maxmemory", 0)
+        await client.flushall()
+        yield client
+
+
+@pytest.fixture
+async def store(port: int, server: Redis) -> AsyncIterator[RedisStore]:
+    async with RedisStore(f"redis://{HOST}:{port}/0") as opened_store:
+        yield opened_store
+
+
+async def fill(server: Redis) -> None:
+    await server.config_set("maxmemory", 1)
+
+
+async def make_read_only(server: Redis) -> None:
+    # Of a primary that is not there: it goes on with what it has.
+    await server.execute_command("REPLICAOF", HOST, "1")
+
+
+# Full.
+
+
+async def test_a_full_store_keeps_the_registry_up_to_date(server: Redis, store: RedisStore) -> None:
+    await store.announce(VERIFIER, 60)
+    await fill(server)
+    await store.announce(replace(VERIFIER, num_sessions=7), 60)
+    await store.announce(DRAFTER, 60)
+    await store.drain("d1")
+    assert await store.replicas() == [replace(DRAFTER, draining=True), replace(VERIFIER, num_sessions=7)]
+    assert await server.pttl(REPLICA_PREFIX + "v1") > 0
+
+
+async def test_a_full_store_refuses_records_and_says_why(server: Redis, store: RedisStore) -> None:
+    await put(store)
+    known = await store.session("s1")
+    await fill(server)
+    with pytest.raises(UnavailableError, match=r"is full; raise its maxmemory"):
+        await put(store, replace(SESSION, epoch=6, committed_len=100))
+    with pytest.raises(UnavailableError, match="is full"):
+        await put(store, replace(SESSION, session_id="s2"))
+    for token_ids in ((1,), ()):
+        write = AdvanceSession(
+            session_id="s1", epoch=6, owner="g1", base_len=3, token_ids=token_ids, state=SessionState.STOP
+        )
+        with pytest.raises(UnavailableError, match="is full"):
+            await store.write_sessions([write])
+    assert await store.session("s1") == known
+    assert await store.session("s2") is None
+
+
+async def test_a_session_in_a_full_store_can_be_claimed(server: Redis, store: RedisStore) -> None:
+    await put(store)
+    await fill(server)
+    claimed = await store.claim_session("s1", "g2")
+    assert claimed == LoggedSession(record=replace(SESSION, epoch=EPOCHS_PER_OWNER, owner="g2"), token_ids=PROMPT)
+    assert await store.session("s1") == claimed
+
+
+async def test_requests_are_counted_in_a_full_store(server: Redis, port: int) -> None:
+    await fill(server)
+    limit = WindowRateLimit(f"redis://{HOST}:{port}", timeout_s=30)
+    await limit.count(ALICE)
+    await limit.count(ALICE)
+    with pytest.raises(OverloadedError):
+        await limit.count(ALICE)
+    await limit.close()
+
+
+@pytest.mark.parametrize("trouble", [fill, make_read_only])
+async def test_sessions_run_on_unrecorded_and_are_recorded_when_the_store_takes_writes_again(
+    trouble: Callable[[Redis], Awaitable[None]], server: Redis, store: RedisStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = RecordWriter(store, ttl_s=60, owner="g1")
+    trails = [opened(writer, session_id=name) for name in ("s1", "s2")]
+    await writer.flush()
+    await trouble(server)
+    for step in range(3):
+        for trail in trails:
+            trail.extend((10 + step,))
+        await writer.flush()
+    trails[1].end(SessionState.STOP)
+    await writer.flush()
+    assert [record.message for record in caplog.records] == ["session records are not written"]
+    await server.config_set("maxmemory", 0)
+    await server.execute_command("REPLICAOF", "NO", "ONE")
+    await writer.flush()
+    for name, state in (("s1", SessionState.RUNNING), ("s2", SessionState.STOP)):
+        logged = await store.session(name)
+        assert logged is not None
+        assert (logged.token_ids[-3:], logged.record.state) == ((10, 11, 12), state)
+
+
+# Read-only.
+
+
+async def test_a_read_only_copy_is_read_and_named_when_it_is_to_be_written(server: Redis, store: RedisStore) -> None:
+    await store.announce(VERIFIER, 60)
+    await server.sadd(REPLICA_INDEX, "gone")
+    await put(store)
+    await make_read_only(server)
+    assert await store.replicas() == [VERIFIER]
+    assert await store.session("s1") is not None
+    writes: list[Callable[[], Awaitable[Any]]] = [
+        lambda: store.announce(VERIFIER, 60),
+        lambda: store.withdraw("v1"),
+        lambda: store.drain("v1"),
+        lambda: put(store, replace(SESSION, epoch=6)),
+        lambda: store.claim_session("s1", "g2"),
+    ]
+    for write in writes:
+        with pytest.raises(UnavailableError, match=r"read-only copy of another; let --redis-url name the primary"):
+            await write()
+
+
+async def test_after_a_failover_the_new_primary_behind_the_same_name_is_found(
+    server: Redis, port: int, tmp_path: Path
+) -> None:
+    with (
+        server_process(find_server(), tmp_path) as (new_port, _),
+        DelayProxy((HOST, port)) as name,
+    ):
+        async with RedisStore(f"redis://{name.address}/0") as store:
+            await store.announce(VERIFIER, 60)
+            # The old primary is a copy of the new one now, and its connections are left open.
+            await make_read_only(server)
+            name._upstream = (HOST, new_port)
+            with pytest.raises(UnavailableError, match="read-only"):
+                await store.announce(VERIFIER, 60)
+            await store.announce(VERIFIER, 60)
+        async with RedisStore(f"redis://{HOST}:{new_port}/0") as new:
+            assert await new.replicas() == [VERIFIER]
+
+
+async def test_counts_of_requests_find_the_new_primary_too(server: Redis, port: int, tmp_path: Path) -> None:
+    now_s = 0.0
+    with (
+        server_process(find_server(), tmp_path) as (new_port, _),
+        DelayProxy((HOST, port)) as name,
+    ):
+        limit = WindowRateLimit(f"redis://{name.address}", timeout_s=30, clock=lambda: now_s)
+        await limit.count(ALICE)
+        await make_read_only(server)
+        name._upstream = (HOST, new_port)
+        await limit.count(ALICE)
+        now_s = 60.0
+        await limit.count(ALICE)
+        await limit.count(ALICE)
+        with pytest.raises(OverloadedError):
+            await limit.count(ALICE)
+        await limit.close()
+
+
+# Slow.
+
+
+async def test_a_slow_store_is_waited_for_and_a_silent_one_is_not(server: Redis, port: int) -> None:
+    del server
+    with DelayProxy((HOST, port), round_trip_s=0.1) as proxy:
+        async with RedisStore(f"redis://{proxy.address}/0", socket_timeout_s=5) as patient:
+            await patient.announce(VERIFIER, 60)
+            assert await patient.replicas() == [VERIFIER]
+        async with RedisStore(f"redis://{proxy.address}/0", socket_timeout_s=0.02) as hasty:
+            with pytest.raises(UnavailableError, match="does not answer in time"):
+                await hasty.replicas()
+            proxy.set_round_trip(0.0)
+            async with RedisStore(f"redis://{proxy.address}/0", socket_timeout_s=5) as patient:
+                assert await patient.replicas() == [VERIFIER]
+
+
+async def test_no_call_gets_the_answer_to_another_that_was_given_up(server: Redis, port: int) -> None:
+    del server
+    with DelayProxy((HOST, port)) as proxy:
+        async with RedisStore(f"redis://{proxy.address}/0", socket_timeout_s=30) as store:
+            await store.announce(VERIFIER, 60)
+            await put(store)
+            with proxy.held():
+                given_up = [asyncio.create_task(store.replicas()) for _ in range(3)]
+                given_up += [asyncio.create_task(store.session("s1")) for _ in range(3)]
+                await asyncio.sleep(0)
+                for task in given_up:
+                    task.cancel()
+                await asyncio.gather(*given_up, return_exceptions=True)
+            for _ in range(10):
+                assert await store.replicas() == [VERIFIER]
+                assert await store.session("s1") == LoggedSession(record=SESSION, token_ids=PROMPT)
+
+
+# Emptied, with replicas that serve.
+
+
+@asynccontextmanager
+async def serving(replica_id: str, **settings: Any) -> AsyncIterator[GrpcServer]:
+    started = await start_grpc_server(
+        host=HOST, port=0, add_servicers=lambda server: None, service_names=["paceline.rpc.v1.Verifier"], **settings
+    )
+    await started.ready(replica_id)
+    try:
+        yield started
+    finally:
+        await started.stop(0)
+
+
+async def test_an_emptied_store_leaves_the_fleet_that_serves_until_it_serves_no_more(
+    server: Redis, store: RedisStore
+) -> None:
+    view = RegistryView(store, answers=Probe(None))
+    async with serving("v1") as one, serving("v2") as other:
+        for name, listening in (("v1", one), ("v2", other)):
+            await store.announce(replace(VERIFIER, replica_id=name, address=listening.address), 60)
+        await store.announce(replace(VERIFIER, replica_id="dead", address=f"{HOST}:1"), 60)
+        await view.refresh()
+        await server.flushall()
+        await view.refresh()
+        assert [each.replica_id for each in view.replicas] == ["v1", "v2"]
+        await one.drain()
+        await view.refresh()
+        assert [each.replica_id for each in view.replicas] == ["v2"]
+    await view.refresh()
+    assert view.replicas == ()
+
+
+async def test_another_process_at_the_address_of_a_replica_is_not_taken_for_it(store: RedisStore) -> None:
+    view = RegistryView(store, answers=Probe(None))
+    async with serving("another") as listening:
+        await store.announce(replace(VERIFIER, address=listening.address), 60)
+        await view.refresh()
+        await store.withdraw("v1")
+        await view.refresh()
+        assert view.replicas == ()
+
+
+async def test_replicas_are_asked_with_certificates_where_the_fleet_has_them(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "ca")
+    own, gateway = (FleetTls.from_folder(tmp_path / "ca" / role, role) for role in ("verifier", "gateway"))
+    async with serving("v1", credentials=own.server_credentials()) as listening:
+        replica = replace(VERIFIER, address=listening.address)
+        assert await Probe(gateway)(replica)
+        assert not await Probe(gateway)(replace(replica, role="drafter"))
+        assert not await Probe(None)(replica)
+
+
+# Marks to drain.
+
+
+@asynccontextmanager
+async def beating(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    monkeypatch.setattr(announcer, "HEARTBEAT_S", 0.01)
+    async with announced(store, lambda: VERIFIER, Supervisor(CollectorRegistry())):
+        yield
+
+
+async def test_a_mark_to_drain_is_set_anew_by_the_replica_when_the_store_has_lost_it(
+    server: Redis, store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def marked() -> bool:
+        return any(each.draining for each in await store.replicas())
+
+    async def heard() -> bool:
+        return any(heart._marked for heart in hearts)
+
+    hearts: list[announcer._Heart] = []
+    monkeypatch.setattr(
+        announcer, "_Heart", lambda *arguments, kind=announcer._Heart: hearts.append(kind(*arguments)) or hearts[-1]
+    )
+    async with beating(store, monkeypatch):
+        await store.drain("v1")
+        await eventually(heard)
+        await server.flushall()
+        await eventually(marked)
+        await store.drain("v1", draining=False)
+        assert not await marked()
+
+        async def forgotten() -> bool:
+            return not await heard()
+
+        await eventually(forgotten)
+        assert not await marked()
+    assert await store.replicas() == []
+
+
+async def test_a_mark_of_an_earlier_life_is_not_believed(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store.announce(VERIFIER, 60)
+    await store.drain("v1")
+    async with beating(store, monkeypatch):
+        assert await store.replicas() == [VERIFIER]
+
+
+# What nobody should have written.
+
+
+async def test_an_entry_that_cannot_be_read_costs_itself_only_and_is_told_of_once(
+    server: Redis, store: RedisStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    await store.announce(VERIFIER, 60)
+    written: dict[str, Any] = json.loads(json.dumps(asdict(VERIFIER)))
+    strange = {
+        "list": json.dumps({**written, "replica_id": "list", "role": ["verifier"]}),
+        "other": json.dumps(written),
+        "deep": "[" * 100_000,
+        "bytes": b"\xff\x00",
+        "empty": "",
+    }
+    for name, entry in strange.items():
+        await server.set(REPLICA_PREFIX + name, entry, px=60_000)
+    await server.rpush(REPLICA_PREFIX + "wrong type", "x")
+    await server.sadd(REPLICA_INDEX, *strange, "wrong type", b"\xfe")
+    for _ in range(3):
+        assert await store.replicas() == [VERIFIER]
+        assert await store.replicas("verifier") == [VERIFIER]
+    assert store.num_bad_entries == len(strange) + 1
+    names = [vars(record)["replica_id"] for record in caplog.records]
+    assert sorted(names) == sorted([*strange, "wrong type"])
+    [of_list] = [str(vars(each)["error"]) for each in caplog.records if vars(each)["replica_id"] == "list"]
+    assert of_list == "entry.role: must be of type str, got ['verifier']"
+    await server.delete(*(REPLICA_PREFIX + name for name in strange), REPLICA_PREFIX + "wrong type")
+    assert await store.replicas() == [VERIFIER]
+    assert store.num_bad_entries == 0
+
+
+async def spoil_state(server: Redis) -> None:
+    await server.hset(RECORD_KEY, "state", "asleep")
+
+
+async def spoil_field(server: Redis) -> None:
+    await server.hdel(RECORD_KEY, "prompt_len")
+
+
+async def spoil_record_type(server: Redis) -> None:
+    await server.set(RECORD_KEY, "x")
+
+
+async def spoil_log_type(server: Redis) -> None:
+    await server.delete(LOG_KEY)
+    await server.sadd(LOG_KEY, "x")
+
+
+async def cut_log(server: Redis) -> None:
+    await server.set(LOG_KEY, (await server.get(LOG_KEY) or b"")[:-4])
+
+
+async def cut_token(server: Redis) -> None:
+    await server.append(LOG_KEY, "x")
+
+
+SPOILERS = [spoil_state, spoil_field, spoil_record_type, spoil_log_type, cut_log, cut_token]
+
+
+@pytest.mark.parametrize("spoil", SPOILERS)
+async def test_a_record_that_cannot_be_read_is_an_unknown_one(
+    spoil: Callable[[Redis], Awaitable[None]], server: Redis, store: RedisStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    await put(store, replace(SESSION, committed_len=2))
+    await spoil(server)
+    with caplog.at_level(logging.WARNING):
+        assert await store.session("s1") is None
+        assert await store.claim_session("s1", "g2") is None
+    assert {record.message for record in caplog.records} == {"a session record cannot be read"}
+
+
+async def test_one_write_that_cannot_be_made_leaves_the_others_their_answers(server: Redis, store: RedisStore) -> None:
+    await server.set(RECORD_KEY, "x")
+    writes = [
+        PutSession(record=replace(SESSION, session_id=name), token_ids=PROMPT, ttl_s=60) for name in ("s0", "s1", "s2")
+    ]
+    assert await store.write_sessions(writes) == [Written.DONE, Written.REFUSED, Written.DONE]
+    for name in ("s0", "s2"):
+        assert await store.session(name) is not None
+
+
+async def test_one_session_that_cannot_be_recorded_does_not_keep_others_from_it(
+    server: Redis, store: RedisStore
+) -> None:
+    await server.set(RECORD_KEY, "x")
+    now_s = 0.0
+    writer = RecordWriter(store, ttl_s=60, owner="g1", clock=lambda: now_s)
+    trails = [opened(writer, session_id=name) for name in ("s1", "s2")]
+    for step in range(3):
+        for trail in trails:
+            trail.extend((10 + step,))
+        await writer.flush()
+        logged = await store.session("s2")
+        assert logged is not None
+        assert logged.token_ids[-1] == 10 + step
+    await server.delete(RECORD_KEY)
+    await writer.flush()
+    logged = await store.session("s1")
+    assert logged is not None
+    assert logged.token_ids[-3:] == (10, 11, 12)
+
+
+async def test_an_ended_session_that_is_never_taken_is_given_up_when_its_record_would_have_expired(
+    server: Redis, store: RedisStore
+) -> None:
+    await server.set(RECORD_KEY, "x")
+    now_s = 0.0
+    writer = RecordWriter(store, ttl_s=60, owner="g1", clock=lambda: now_s)
+    opened(writer, session_id="s1").end(SessionState.STOP)
+    for now_s in (0.0, 30.0):
+        opened(writer, session_id=f"at {now_s}")
+        await writer.flush()
+        assert any(trail.record.session_id == "s1" for trail in writer._changed)
+    now_s = 60.0
+    opened(writer, session_id="at the end")
+    await writer.flush()
+    assert all(trail.record.session_id != "s1" for trail in [*writer._changed, *writer._open])
+
+
+# Claims.
+
+
+async def test_a_claim_of_a_record_that_changed_its_owner_since_it_was_read_is_made_anew(
+    server: Redis, store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same epoch under another owner is what a failover that lost a claim leaves behind."""
+    await put(store)
+    read, reads = store.session, 0
+
+    async def read_then_lose(session_id: str) -> LoggedSession | None:
+        nonlocal reads
+        reads += 1
+        logged = await read(session_id)
+        if reads == 1:
+            await server.hset(RECORD_KEY, "owner", "g3")
+        return logged
+
+    monkeypatch.setattr(store, "session", read_then_lose)
+    claimed = await store.claim_session("s1", "g2")
+    assert reads == 2
+    assert claimed is not None
+    assert (claimed.record.epoch, claimed.record.owner) == (EPOCHS_PER_OWNER, "g2")
+
+
+async def test_a_claim_gives_the_log_of_the_moment_of_the_claim(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(store)
+    read = store.session
+
+    async def read_then_grow(session_id: str) -> LoggedSession | None:
+        logged = await read(session_id)
+        await put(store, replace(SESSION, committed_len=2))
+        return logged
+
+    monkeypatch.setattr(store, "session", read_then_grow)
+    claimed = await store.claim_session("s1", "g2")
+    assert claimed is not None
+    assert (claimed.record.committed_len, claimed.token_ids) == (2, (*PROMPT, 0, 1))
+
+
+# Rates.
+
+
+@pytest.mark.parametrize("ahead_s", [-600.0, 600.0])
+async def test_gateways_whose_clocks_differ_count_requests_alike(
+    ahead_s: float, server: Redis, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del server
+    one, other = (WindowRateLimit(f"redis://{HOST}:{port}", timeout_s=30) for _ in range(2))
+    await one.count(ALICE)
+    await one.count(ALICE)
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + ahead_s)
+    with pytest.raises(OverloadedError) as refused:
+        await other.count(ALICE)
+    assert 0 < refused.value.retry_after_s <= 60
+    await one.close()
+    await other.close()
+
+
+async def test_times_that_are_yet_to_come_by_the_store_s_clock_are_forgotten(server: Redis, port: int) -> None:
+    """Its clock was set back, or a failover led to a server with another one."""
+    later_ms = (await server.time())[0] * 1000 + 3_600_000
+    await server.lpush(KEY_PREFIX + "alice", later_ms, later_ms)
+    limit = WindowRateLimit(f"redis://{HOST}:{port}", timeout_s=30)
+    await limit.count(ALICE)
+    await limit.count(ALICE)
+    with pytest.raises(OverloadedError) as refused:
+        await limit.count(ALICE)
+    assert 0 < refused.value.retry_after_s <= 60
+    await limit.close()
+
+
+async def test_a_request_is_let_through_when_the_oldest_of_a_full_window_is_a_minute_old(
+    server: Redis, port: int
+) -> None:
+    seconds, microseconds = await server.time()
+    now_ms = seconds * 1000 + microseconds // 1000
+    await server.rpush(KEY_PREFIX + "alice", now_ms - 1000, now_ms - 60_000)
+    limit = WindowRateLimit(f"redis://{HOST}:{port}", timeout_s=30)
+    await limit.count(ALICE)
+    with pytest.raises(OverloadedError) as refused:
+        await limit.count(ALICE)
+    assert 30 < refused.value.retry_after_s <= 59
+    await limit.close()
