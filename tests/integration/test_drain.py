@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from paceline.cluster import drain as module
 from paceline.cluster.drain import DrainConfig, drain
@@ -22,6 +23,7 @@ VERIFIER = Replica(replica_id="v1", role="verifier", address="127.0.0.1:8101", n
 @pytest.fixture
 async def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Store, str]]:
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(module, "GONE_AFTER_S", 0.5)
     with server_process(find_server(), tmp_path) as (port, _):
         url = f"redis://{HOST}:{port}"
         async with open_store(url) as opened:
@@ -54,6 +56,52 @@ async def test_a_replica_that_is_gone_is_drained(store: tuple[Store, str], capsy
     await opened.withdraw("v1")
     await draining
     assert capsys.readouterr().out.endswith("v1 is drained, and it has left the registry\n")
+
+
+async def test_a_store_that_comes_back_empty_is_not_taken_for_a_replica_that_is_drained(
+    store: tuple[Store, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened, url = store
+    monkeypatch.setattr(module, "GONE_AFTER_S", 3600.0)
+    draining = asyncio.create_task(drain(DrainConfig(replica="v1", redis_url=url)))
+    while "2 sessions are left" not in capsys.readouterr().out:  # noqa: ASYNC110 - a printed line is no event
+        await asyncio.sleep(0.01)
+    async with Redis.from_url(url) as server:
+        await server.flushall()
+        reads = (await server.info("commandstats"))["cmdstat_smembers"]["calls"]
+        while (await server.info("commandstats"))["cmdstat_smembers"]["calls"] < reads + 3:
+            assert not draining.done()
+    # Its next heartbeat.
+    assert await opened.announce(replace(VERIFIER, num_sessions=0), 60, marked=True)
+    await draining
+    assert capsys.readouterr().out.endswith("v1 is drained\n")
+
+
+async def test_a_wait_outlives_a_store_that_is_away_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+    looked = asyncio.Event()
+    look = module._Watch.look
+
+    async def look_and_tell(watch: module._Watch, now_s: float) -> None:
+        await look(watch, now_s)
+        if watch.there and watch.num_sessions == 2:
+            looked.set()
+
+    monkeypatch.setattr(module._Watch, "look", look_and_tell)
+    with server_process(find_server(), tmp_path) as (port, _):
+        url = f"redis://{HOST}:{port}"
+        async with open_store(url) as opened:
+            await opened.announce(VERIFIER, 60)
+        draining = asyncio.create_task(drain(DrainConfig(replica="v1", redis_url=url)))
+        await looked.wait()
+    looked.clear()
+    await looked.wait()
+    with server_process(find_server(), tmp_path, port):
+        async with open_store(url) as opened:
+            await opened.announce(replace(VERIFIER, num_sessions=0), 60)
+        await draining
 
 
 async def test_sessions_that_stay_are_an_error_after_the_wait_and_the_mark_remains(store: tuple[Store, str]) -> None:

@@ -1,7 +1,8 @@
 """`paceline drain`: takes the sessions off a replica without losing one, before it is stopped or replaced.
 
 A mark in the registry does it: gateways move sessions off a verifier, verifiers move theirs off a drafter, a gateway
-refuses new ones and lets its own finish. The replica itself runs on, and serves again when the mark is taken back.
+refuses new ones and lets its own finish. The replica itself runs on, and serves again when the mark is taken back. It
+remembers the mark, and sets it anew if the store loses it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from paceline.config import parse, setting
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.serving import run
-from paceline.store.announcer import HEARTBEAT_S
+from paceline.store.announcer import EXPIRY_S, HEARTBEAT_S
 from paceline.store.base import Replica, Store, open_store, require
 
 PROG = "paceline drain"
@@ -24,6 +25,9 @@ DESCRIPTION = (
     "Marks a replica as draining and waits until no session is left on it. Sessions go on elsewhere, in mid-stream; "
     "REPLICA may stand first on the command line without a flag. Stop the replica afterwards, or --undo."
 )
+
+# A replica that an emptied registry does not name will be back with its next heartbeat; one that died will not.
+GONE_AFTER_S = EXPIRY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,26 +78,60 @@ async def _find(store: Store, replica_id: str) -> Replica:
 
 
 async def _until_empty(store: Store, config: DrainConfig) -> None:
+    watch = _Watch(store, config.replica)
     deadline_s = time.monotonic() + config.timeout_s
     # The first heartbeat after the mark may still tell of before it.
     await asyncio.sleep(2 * HEARTBEAT_S)
-    last = -1
     while True:
-        present = {each.replica_id: each.num_sessions for each in await store.replicas()}
-        left = present.get(config.replica, 0)
-        if not left:
-            gone = "" if config.replica in present else ", and it has left the registry"
-            say(f"{config.replica} is drained{gone}")
+        now_s = time.monotonic()
+        told = watch.num_sessions
+        await watch.look(now_s)
+        if watch.num_sessions == 0 or watch.gone(now_s):
+            say(f"{config.replica} is drained{'' if watch.there else ', and it has left the registry'}")
             return
-        if left != last:
-            say(f"{left} sessions are left")
-            last = left
-        if time.monotonic() >= deadline_s:
+        if watch.num_sessions != told:
+            say(f"{watch.num_sessions} sessions are left")
+        if now_s >= deadline_s:
             raise UnavailableError(
-                f"{left} sessions are left on {config.replica} after {config.timeout_s:g} s; it goes on draining. "
-                "Is there another replica of its role for them?"
+                f"{watch.num_sessions} sessions are left on {config.replica} after {config.timeout_s:g} s; it goes on "
+                "draining. Is there another replica of its role for them?"
             )
         await asyncio.sleep(HEARTBEAT_S / 2)
+
+
+class _Watch:
+    """What the registry tells of a replica, which may be away, or back without any entry.
+
+    Attributes:
+        num_sessions: As last told; None: not yet.
+    """
+
+    def __init__(self, store: Store, replica_id: str) -> None:
+        self.num_sessions: int | None = None
+        self._store = store
+        self._replica_id = replica_id
+        self._missing_since_s: float | None = None
+
+    @property
+    def there(self) -> bool:
+        """Whether it was in the registry, or nobody knows."""
+        return self._missing_since_s is None
+
+    async def look(self, now_s: float) -> None:
+        """Reads the registry; one that does not answer tells nothing."""
+        try:
+            found = [each for each in await self._store.replicas() if each.replica_id == self._replica_id]
+        except UnavailableError:
+            self._missing_since_s = None
+            return
+        if found:
+            self.num_sessions, self._missing_since_s = found[0].num_sessions, None
+        elif self._missing_since_s is None:
+            self._missing_since_s = now_s
+
+    def gone(self, now_s: float) -> bool:
+        """Whether it has been missing for longer than a heartbeat can be late."""
+        return self._missing_since_s is not None and now_s - self._missing_since_s >= GONE_AFTER_S
 
 
 def say(line: str) -> None:
