@@ -385,6 +385,18 @@ async def test_a_replica_marked_as_draining_is_seen_as_such_until_the_mark_or_th
     assert await store.replicas() == [VERIFIER]
 
 
+async def test_a_replica_sets_a_mark_anew_that_the_store_has_lost_but_none_that_was_taken_back(store: Store) -> None:
+    assert not await store.announce(VERIFIER, ttl_s=60)
+    await store.drain("v1")
+    assert await store.announce(VERIFIER, ttl_s=60)
+    await store.withdraw("v1")
+    assert await store.announce(VERIFIER, ttl_s=60, marked=True)
+    assert await store.replicas() == [replace(VERIFIER, draining=True)]
+    await store.drain("v1", draining=False)
+    assert not await store.announce(VERIFIER, ttl_s=60, marked=True)
+    assert await store.replicas() == [VERIFIER]
+
+
 async def test_ping_answers(store: Store) -> None:
     await store.ping()
 

@@ -164,6 +164,30 @@ async def test_what_a_dead_store_misses_is_written_when_it_is_back(writer: Recor
     assert ended.record.state is SessionState.STOP
 
 
+async def test_what_a_write_that_was_cut_off_held_is_written_by_the_next(
+    writer: RecordWriter, store: CountingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(writer).end(SessionState.STOP)
+    asked = asyncio.Event()
+
+    async def hang(writes: Sequence[SessionWrite]) -> list[Written]:
+        asked.set()
+        await asyncio.Event().wait()
+        return []
+
+    with monkeypatch.context() as silent:
+        silent.setattr(store, "write_sessions", hang)
+        writing = asyncio.create_task(writer.flush())
+        await asked.wait()
+        writing.cancel()
+        with suppress(asyncio.CancelledError):
+            await writing
+    await writer.flush()
+    logged = await store.session("s")
+    assert logged is not None
+    assert logged.record.state is SessionState.STOP
+
+
 async def test_a_store_that_forgot_everything_gets_it_anew(writer: RecordWriter, store: CountingStore) -> None:
     trail = opened(writer)
     trail.extend((10,))
