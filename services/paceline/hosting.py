@@ -26,6 +26,7 @@ from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
 from paceline.obs.families import tell_replica
 from paceline.obs.metrics import MetricsServer, start_metrics_server
+from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracing, open_tracing
 from paceline.serving import GrpcServer, grpc_server, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
@@ -153,7 +154,7 @@ async def serve_model(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os._exit, 128 + signal.SIGTERM)
     async with open_store(config.redis_url) as store:
         await require(store)
-        with start_metrics_server(registry, config.host, config.metrics_port) as metrics:
+        with stalls_watched(registry), start_metrics_server(registry, config.host, config.metrics_port) as metrics:
             async with grpc_server(
                 host=config.host,
                 port=config.port,

@@ -24,9 +24,24 @@ def behaviour_of(handler: Any) -> Any:
     return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
 
-def with_behaviour(handler: Any, behaviour: Any, deserializer: Callable[[bytes], Any] | None = None) -> Any:
-    """Returns the handler with another function to serve the call, and maybe another to read its requests."""
-    return _WRAPPERS[handler.request_streaming, handler.response_streaming](
+def with_behaviour(
+    handler: Any,
+    behaviour: Any,
+    deserializer: Callable[[bytes], Any] | None = None,
+    *,
+    request_streaming: bool | None = None,
+) -> Any:
+    """Returns the handler with another function to serve the call.
+
+    Args:
+        handler: The method's.
+        behaviour: That function.
+        deserializer: Reads its requests; None: as before.
+        request_streaming: Whether it takes requests as they come. gRPC receives the one message of any other before it
+            calls the function, which then cannot refuse it; None: as before.
+    """
+    streaming = handler.request_streaming if request_streaming is None else request_streaming
+    return _WRAPPERS[streaming, handler.response_streaming](
         behaviour,
         request_deserializer=deserializer or handler.request_deserializer,
         response_serializer=handler.response_serializer,

@@ -25,6 +25,7 @@ from paceline.status import ErrorInterceptor, error_from_rpc
 
 __all__ = [
     "CHANNEL_OPTIONS",
+    "LIVENESS",
     "MAX_MESSAGE_BYTES",
     "GrpcServer",
     "error_from_rpc",
@@ -35,6 +36,8 @@ __all__ = [
     "until_stopped",
 ]
 
+# What health is asked for to learn whether the process lives, able to serve or not.
+LIVENESS = "liveness"
 # Time for calls that were just ended to send their status.
 LAST_CALLS_S = 1.0
 
@@ -62,11 +65,12 @@ _log = logging.getLogger(__name__)
 class _Health(Protocol):
     async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None: ...
 
-    async def enter_graceful_shutdown(self) -> None: ...
-
 
 class GrpcServer:
-    """A started gRPC server; health answers NOT_SERVING until `ready`, and again from `drain` on."""
+    """A started gRPC server; health answers NOT_SERVING until `ready`, and again from `drain` on.
+
+    Health of the service `liveness` is SERVING all the time: who is not ready is not dead.
+    """
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class GrpcServer:
         self._health_server = health_server
         self._health = health_servicer
         self._health_names = (health.OVERALL_HEALTH, *service_names)
+        self._draining = False
         self.host = host
         self.port = port
 
@@ -102,7 +107,8 @@ class GrpcServer:
 
     async def drain(self) -> None:
         """Lets health answer NOT_SERVING for good; calls are still served."""
-        await self._health.enter_graceful_shutdown()
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._draining = True
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits up to `grace_s` seconds for running ones and then cancels them."""
@@ -111,7 +117,13 @@ class GrpcServer:
         if self._health_server is not None:
             await self._health_server.stop(0)
 
+    async def lives(self) -> None:
+        """Lets health of `liveness` answer SERVING."""
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        if self._draining:
+            return
         for name in self._health_names:
             await self._health.set(name, status)
 
@@ -125,6 +137,7 @@ async def start_grpc_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
     credentials: grpc.ServerCredentials | None = None,
     health_port: int = 0,
+    options: Sequence[tuple[str, int]] = (),
 ) -> GrpcServer:
     """Starts a server with health and reflection; port 0 picks a free one.
 
@@ -136,11 +149,12 @@ async def start_grpc_server(
         interceptors: Run inside the one that maps errors, so that what they raise gets its status code.
         credentials: Makes it a TLS server; None: plain text.
         health_port: Another port, plain text, for the health service alone; 0: none.
+        options: Of gRPC, in the place of what all services have.
 
     Raises:
         ConfigError: The port is in use, or the address does not belong to this machine.
     """
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=_SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=_with(options))
     health_servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     add_servicers(server)
@@ -151,6 +165,7 @@ async def start_grpc_server(
         server, health_servicer, service_names, host=host, port=bound_port, health_server=health_server
     )
     await started.not_ready()
+    await started.lives()
     await server.start()
     _log.info("grpc server listens", extra={"address": started.address})
     return started
@@ -224,6 +239,10 @@ def run(main: Coroutine[Any, Any, ResultT], *, prog: str = "paceline") -> Result
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _with(options: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    return list({**dict(_SERVER_OPTIONS), **dict(options)}.items())
 
 
 async def _start_health_server(servicer: Any, host: str, port: int) -> grpc.aio.Server:

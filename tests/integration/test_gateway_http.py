@@ -311,7 +311,15 @@ async def test_models_are_listed_with_their_context(fleet: ScriptedFleet) -> Non
 async def test_health_and_metrics_answer(fleet: ScriptedFleet) -> None:
     await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=10)
     health = (await fleet.http.get("/health")).json()
-    assert health == {"status": "ok", "store": "ok", "tasks": "ok", "verifiers": 1, "drafters": 0, "sessions": 0}
+    assert health == {
+        "status": "ok",
+        "store": "ok",
+        "tasks": "ok",
+        "models": "ok",
+        "verifiers": 1,
+        "drafters": 0,
+        "sessions": 0,
+    }
     metrics = (await fleet.http.get("/metrics")).text
     assert "vllm:generation_tokens_total 10.0" in metrics
     assert "vllm:spec_decode_num_drafts_total 3.0" in metrics

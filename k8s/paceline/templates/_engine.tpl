@@ -61,7 +61,8 @@ spec:
         periodSeconds: 5
         timeoutSeconds: 5
       livenessProbe:
-        grpc: {port: {{ $ports.health }}}
+        # The process, not its engine: one that hangs ends its process by itself.
+        grpc: {port: {{ $ports.health }}, service: liveness}
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: 6

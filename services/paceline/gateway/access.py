@@ -5,8 +5,9 @@ The key itself ends here; behind the doors only the name of its owner is known.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -14,17 +15,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.core.errors import PacelineError, UnauthenticatedError
 from paceline.gateway.callers import Caller, become
+from paceline.gateway.connection import hold_connection
 from paceline.gateway.console.pages import FILE_PATHS
 from paceline.gateway.errors import to_http
 from paceline.gateway.keys import KeyRing
 from paceline.gateway.rate_limit import RateLimit
-from paceline.interceptors import CheckInterceptor
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"
 # Load balancers ask for health before anything else, and have no key; nor has a browser that fetches the console's
 # files, which say nothing of this fleet.
-OPEN_PATHS = frozenset({"/health"}) | FILE_PATHS
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"}) | FILE_PATHS
+# An answer without a key is small: who does not take it in that time is let go.
+OPEN_TIMEOUT_S = 10.0
+# What goes on with a session that was counted when it began.
+RESUME = "/paceline.rpc.v1.Gateway/Resume"
+LAST_EVENT_ID = "last-event-id"
 
 
 class Access:
@@ -43,20 +49,30 @@ class Access:
         self._rate_limit = rate_limit
         self._on_refused = on_refused
 
-    async def admit(self, authorization: str | None) -> None:
+    async def admit(self, authorization: str | None, *, counts: bool = True) -> None:
         """Makes the sender of an `Authorization` header the current caller.
+
+        Args:
+            authorization: The header; None: there is none.
+            counts: Whether the request is counted against the rate of its key.
 
         Raises:
             UnauthenticatedError: There is no such header, or no such key.
             OverloadedError: The key has had its requests of the last minute.
         """
         try:
-            become(await self._caller(authorization))
+            become(await self._caller(authorization, counts=counts))
         except PacelineError as error:
             self._on_refused(error)
             raise
 
-    async def _caller(self, authorization: str | None) -> Caller:
+    async def admit_call(self, metadata: Iterable[tuple[str, str | bytes]] | None, method: str) -> None:
+        """Does the same for a gRPC call; one that resumes a session costs no rate."""
+        values = [value for name, value in metadata or () if name == AUTHORIZATION]
+        presented = values[0] if len(values) == 1 and isinstance(values[0], str) else None
+        await self.admit(presented, counts=method != RESUME)
+
+    async def _caller(self, authorization: str | None, *, counts: bool) -> Caller:
         if authorization is None:
             raise UnauthenticatedError("an API key is required: send Authorization: Bearer KEY")
         scheme, _, presented = authorization.strip().partition(" ")
@@ -65,40 +81,55 @@ class Access:
         key = self._ring.find(presented.strip())
         if key is None:
             raise UnauthenticatedError("the API key is not known here")
-        await self._rate_limit.count(key)
+        if counts:
+            await self._rate_limit.count(key)
         return Caller(name=key.name, max_sessions=key.max_sessions, num_keys=len(self._ring))
-
-    def interceptor(self) -> CheckInterceptor:
-        """Returns what asks every gRPC call but health for its key."""
-
-        async def check(context: Any) -> None:
-            values = [value for name, value in context.invocation_metadata() or () if name == AUTHORIZATION]
-            await self.admit(values[0] if len(values) == 1 and isinstance(values[0], str) else None)
-
-        return CheckInterceptor(check)
 
 
 class GuardedApp:
-    """An ASGI application behind `admit`; what is refused never reaches it."""
+    """An ASGI application behind API keys; what is refused never reaches it.
 
-    def __init__(self, app: ASGIApp, admit: Callable[[str | None], Awaitable[None]]) -> None:
+    A connection whose request was let in is told so (`paceline.gateway.connection`): it is not closed for others.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access | None) -> None:
+        """Serves nobody yet.
+
+        Args:
+            app: What is behind the keys.
+            access: The keys; None: nobody is asked for one.
+        """
         self._app = app
-        self._admit = admit
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, or answers why not."""
         # All but HTTP is refused by the server; a path is compared whole, so nothing can hide behind an open one.
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            try:
-                await self._admit(Headers(scope=scope).get(AUTHORIZATION))
-            except PacelineError as error:
-                described = to_http(error)
-                response = Response(
-                    described.to_bytes(),
-                    status_code=described.status,
-                    headers=described.headers(),
-                    media_type="application/json",
-                )
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"] in OPEN_PATHS:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    await self._app(scope, receive, send)
+        elif (refusal := await self._refusal(Headers(scope=scope))) is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    await refusal(scope, receive, send)
+        else:
+            hold_connection(scope)
+            await self._app(scope, receive, send)
+
+    async def _refusal(self, headers: Headers) -> Response | None:
+        if self._access is None:
+            return None
+        try:
+            await self._access.admit(headers.get(AUTHORIZATION), counts=LAST_EVENT_ID not in headers)
+        except PacelineError as error:
+            described = to_http(error)
+            return Response(
+                described.to_bytes(),
+                status_code=described.status,
+                headers=described.headers(),
+                media_type="application/json",
+            )
+        return None

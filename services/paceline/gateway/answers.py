@@ -5,6 +5,7 @@ Pure: it is told ids and times. It knows events of sessions and the tokenizer, n
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,18 @@ Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0
 
 
+class CharacterCount:
+    """Counts the characters of a text that comes in bytes; what breaks off within one waits for the rest of it."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+        self.num_whole = 0
+
+    def add(self, data: bytes) -> None:
+        """Takes further bytes."""
+        self.num_whole += len(self._decoder.decode(data))
+
+
 @dataclass(slots=True, kw_only=True)
 class ChoiceState:
     """One choice as it grows."""
@@ -30,7 +43,7 @@ class ChoiceState:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     tokens: list[TokenText] = field(default_factory=list)
     num_generated_tokens: int = 0
-    text_offset: int = 0
+    characters: CharacterCount = field(default_factory=CharacterCount)
     ending: Ending | None = None
 
 
@@ -206,13 +219,15 @@ def _chat_token(codec: TextCodec, token_id: int, logprob: float) -> Json:
 
 
 def _completion_logprobs(codec: TextCodec, choice: ChoiceState, positions: Sequence[PositionLogprobs]) -> Json:
-    tokens = [codec.token_bytes(position.token_id).decode(errors="replace") for position in positions]
+    spelled = [codec.token_bytes(position.token_id) for position in positions]
     offsets: list[int] = []
-    for token in tokens:
-        offsets.append(choice.text_offset)
-        choice.text_offset += len(token)
+    for position, data in zip(positions, spelled, strict=True):
+        # Where the character begins that the token is part of; special tokens stand in no text.
+        offsets.append(choice.characters.num_whole)
+        if codec.is_visible(position.token_id):
+            choice.characters.add(data)
     return {
-        "tokens": tokens,
+        "tokens": [data.decode(errors="replace") for data in spelled],
         "token_logprobs": [max(position.logprob, LEAST_LOGPROB) for position in positions],
         "top_logprobs": [_top_by_text(codec, position) for position in positions],
         "text_offset": offsets,

@@ -6,13 +6,17 @@ It knows JSON values only: no models, no tokens. `paceline.gateway.choices` make
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
+from reprlib import Repr
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.core.errors import InvalidRequestError, shortened
+from paceline.core.params import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS
 
 BodyT = TypeVar("BodyT", bound="CommonBody")
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 # Fields that change nothing about the tokens; clients send them for book-keeping.
 IGNORED_FIELDS = frozenset(
@@ -55,7 +59,17 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+# More than these are refused before they are looked at one by one.
+_LIMITS = {
+    "logit_bias": MAX_LOGIT_BIAS_ENTRIES,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "speculation": 64,
+    "stream_options": 64,
+}
 SHOWN_CHARACTERS = 80
+# Writes a value of a million entries no further than it is shown.
+_SHORT = Repr()
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = SHOWN_CHARACTERS
 MISSING = "missing"
 EXTRA = "extra_forbidden"
 
@@ -122,9 +136,9 @@ class ChatMessage(_Strict):
 
 
 class ChatBody(CommonBody):
-    """Body of /v1/chat/completions."""
+    """Body of /v1/chat/completions; each of `messages` is read by itself, with `chat_message`."""
 
-    messages: list[ChatMessage]
+    messages: list[Any]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -147,13 +161,32 @@ def parse_body(body_class: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
             raise InvalidRequestError(_shown(name), "is not a field of this endpoint")
         elif not any(_same(value, neutral) for neutral in NEUTRAL_VALUES[name]):
             raise InvalidRequestError(name, f"is not supported by this server, got {_shown(value)}")
-    try:
-        body = body_class.model_validate(given)
-    except ValidationError as error:
-        raise _first_problem(error) from None
+    for name, limit in _LIMITS.items():
+        if isinstance(given.get(name), list | dict) and len(given[name]) > limit:
+            raise InvalidRequestError(name, f"has {len(given[name])} entries, at most {limit} are allowed")
+    body = _read(body_class, given, "")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is only allowed with stream: true")
     return body
+
+
+def chat_message(given: Any, index: int) -> ChatMessage:
+    """Returns one of the `messages` of a chat.
+
+    Raises:
+        InvalidRequestError: Names the first field of it that is wrong.
+    """
+    return _read(ChatMessage, given, f"messages[{index}]")
+
+
+def _read(kind: type[ModelT], given: Any, where: str) -> ModelT:
+    """Returns an object of a kind. pydantic lists all that is wrong before it says anything: not so for strangers."""
+    try:
+        if isinstance(given, dict) and len(given) > len(kind.model_fields):
+            given = dict(islice(given.items(), len(kind.model_fields) + 1))
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _first_problem(error, where) from None
 
 
 def _same(value: object, neutral: object) -> bool:
@@ -161,9 +194,9 @@ def _same(value: object, neutral: object) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
 
 
-def _first_problem(error: ValidationError) -> InvalidRequestError:
+def _first_problem(error: ValidationError, where: str) -> InvalidRequestError:
     problem = error.errors(include_url=False, include_context=False)[0]
-    field = _path(problem["loc"])
+    field = _path(problem["loc"], where)
     if problem["type"] == MISSING:
         return InvalidRequestError(field, "is required")
     if problem["type"] == EXTRA:
@@ -172,8 +205,7 @@ def _first_problem(error: ValidationError) -> InvalidRequestError:
     return InvalidRequestError(field, f"{message}, got {_shown(problem['input'])}")
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    path = ""
+def _path(location: tuple[int | str, ...], path: str) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
@@ -183,5 +215,5 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else _SHORT.repr(value)
     return shortened(text, SHOWN_CHARACTERS)

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams
-from paceline.gateway.api import ChatBody, ChatMessage, CommonBody, CompletionBody
+from paceline.gateway.api import ChatBody, ChatMessage, CommonBody, CompletionBody, chat_message
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
@@ -205,12 +205,11 @@ def _is_token_list(value: Any) -> bool:
 def _encode_prompt(model: ServedModel, field: str, value: str | list[int]) -> _Prompt:
     if isinstance(value, str):
         return _Prompt(field=field, token_ids=encode_text(model, value, field=field))
-    return _Prompt(field=field, token_ids=check_prompt(model, tuple(value), field=field))
+    return _Prompt(field=field, token_ids=check_prompt(model, value, field=field))
 
 
 def _render_chat(body: ChatBody, model: ServedModel) -> tuple[int, ...]:
-    template = model.codec.chat_template
-    if template is None:
+    if model.codec.chat_template is None:
         raise InvalidRequestError(
             "messages", f"model {model.identity.name!r} has no chat template; use /v1/completions"
         )
@@ -219,9 +218,16 @@ def _render_chat(body: ChatBody, model: ServedModel) -> tuple[int, ...]:
     taken = TEMPLATE_NAMES & body.chat_template_kwargs.keys()
     if taken:
         raise InvalidRequestError(f"chat_template_kwargs.{min(taken)}", "is set by the server")
-    messages = [_plain_message(message, index) for index, message in enumerate(body.messages)]
-    prompt = template.render(messages, body.chat_template_kwargs)
-    return encode_text(model, prompt, field="messages", special_tokens=False)
+    if len(body.messages) > model.context_len:
+        raise InvalidRequestError(
+            "messages",
+            f"has {len(body.messages)} entries, more than the context of {model.context_len} tokens holds",
+        )
+    messages = [_plain_message(chat_message(message, index), index) for index, message in enumerate(body.messages)]
+    token_ids = model.codec.encode_chat(
+        messages, body.chat_template_kwargs, field="messages", context_len=model.context_len
+    )
+    return check_prompt(model, token_ids, field="messages")
 
 
 def _plain_message(message: ChatMessage, index: int) -> dict[str, str]:

@@ -5,12 +5,12 @@ What they say stands in `paceline.gateway.answers`, how it is sent in `paceline.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -26,28 +26,38 @@ from paceline.gateway.pieces import Ending, Event
 from paceline.gateway.request_trace import RequestTrace
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions import Sessions
+from paceline.gateway.shares import Shares
+from paceline.gateway.workers import Workers
 from paceline.obs.attributes import CHAT, TEXT_COMPLETION
 from paceline.obs.tracing import TRACEPARENT, Tracing
 
 # Larger bodies are read in a thread, so that no stream waits for a tokenizer.
-MAX_INLINE_BYTES = 16 * 1024
+MAX_INLINE_BYTES = 4 * 1024
 
 Events = AsyncGenerator[tuple[int, Event], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """Bounds of a request body."""
+    """Bounds of a request body.
+
+    Attributes:
+        max_bytes: Largest body accepted.
+        timeout_s: Time for all of it, in seconds.
+        reading: Bytes of all bodies that are read at the moment, at either door.
+    """
 
     max_bytes: int
     timeout_s: float
+    reading: Shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """A checked request."""
+    """A checked request; its body, which may be long, is given up."""
 
-    body: CommonBody
+    stream: bool
+    options: StreamOptions
     requests: Sequence[SessionRequest]
     answer: Answer
 
@@ -55,8 +65,11 @@ class _Order:
 class CompletionEndpoint:
     """POST /v1/completions or /v1/chat/completions."""
 
-    def __init__(self, sessions: Sessions, limits: BodyLimits, tracing: Tracing, *, chat: bool) -> None:
+    def __init__(
+        self, sessions: Sessions, limits: BodyLimits, workers: Workers, tracing: Tracing, *, chat: bool
+    ) -> None:
         self._sessions = sessions
+        self._workers = workers
         self._limits = limits
         self._tracing = tracing
         self._chat = chat
@@ -75,17 +88,19 @@ class CompletionEndpoint:
                 await exchange.fail(error)
 
     async def _read_order(self, request: Request, trace: RequestTrace) -> _Order:
-        raw = await read_body(
-            request.stream(),
-            request.headers.get("content-length"),
-            max_bytes=self._limits.max_bytes,
-            timeout_s=self._limits.timeout_s,
-        )
-        if len(raw) <= MAX_INLINE_BYTES:
-            return self._order(raw, trace)
-        return await asyncio.to_thread(self._order, raw, trace)
+        with self._limits.reading.take(0, current_caller()) as held:
+            raw = await read_body(
+                request.stream(),
+                request.headers.get("content-length"),
+                held,
+                max_bytes=self._limits.max_bytes,
+                timeout_s=self._limits.timeout_s,
+            )
+            if len(raw) <= MAX_INLINE_BYTES:
+                return self._order(raw, trace)
+            return await self._workers.run(partial(self._order, raw, trace))
 
-    def _order(self, raw: bytes, trace: RequestTrace) -> _Order:
+    def _order(self, raw: bytearray, trace: RequestTrace) -> _Order:
         fields = parse_json_object(raw)
         request_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         body: CommonBody
@@ -107,14 +122,15 @@ class CompletionEndpoint:
             requests=requests,
             samples_per_prompt=body.n,
         )
-        return _Order(body=body, requests=requests, answer=answer)
+        options = body.stream_options or StreamOptions()
+        return _Order(stream=body.stream, options=options, requests=requests, answer=answer)
 
     async def _answer(self, order: _Order, exchange: Exchange, trace: RequestTrace) -> None:
         try:
             with self._sessions.errors_counted(), self._sessions.admitted(len(order.requests), current_caller()):
                 runs = [trace.watch(self._sessions.run(request)) for request in order.requests]
                 async with aclosing(merged(runs)) as events:
-                    if order.body.stream:
+                    if order.stream:
                         await _stream(order, events, exchange)
                     else:
                         await _collect(order, events, exchange)
@@ -136,7 +152,7 @@ async def _collect(order: _Order, events: Events, exchange: Exchange) -> None:
 
 async def _stream(order: _Order, events: Events, exchange: Exchange) -> None:
     answer = order.answer
-    options = order.body.stream_options or StreamOptions()
+    options = order.options
     begun = False
     async for index, event in events:
         # Nothing is sent before the first event, so that a refusal of the verifier still has its own status.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,14 +12,15 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from paceline.core.errors import ModelNotFoundError, PacelineError
-from paceline.core.messages import DRAFTER, VERIFIER
 from paceline.gateway.completions import BodyLimits, CompletionEndpoint
 from paceline.gateway.console.feed import ConsoleFeed
 from paceline.gateway.console.pages import console_routes
 from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
+from paceline.gateway.readiness import readiness, report
 from paceline.gateway.sessions import Sessions
+from paceline.gateway.workers import Workers
 from paceline.obs.tracing import OFF, Tracing
 from paceline.supervision import Supervisor
 
@@ -33,6 +33,7 @@ def create_app(
     fleet: Fleet,
     registry: CollectorRegistry,
     limits: BodyLimits,
+    workers: Workers,
     started_s: int,
     console: ConsoleFeed | None = None,
     tracing: Tracing = OFF,
@@ -45,6 +46,7 @@ def create_app(
         fleet: Names the models and tells how the fleet is.
         registry: Metrics to show.
         limits: Bounds of request bodies.
+        workers: Read large ones.
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
         tracing: Where requests are traced.
@@ -52,7 +54,7 @@ def create_app(
     """
     app = FastAPI(title="Paceline gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
-        endpoint = CompletionEndpoint(sessions, limits, tracing, chat=chat)
+        endpoint = CompletionEndpoint(sessions, limits, workers, tracing, chat=chat)
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
 
     if console is not None:
@@ -74,9 +76,15 @@ def create_app(
             raise ModelNotFoundError(f"model: {name[:80]!r} is not served here")
         return _model(fleet, name, started_s)
 
+    @app.get("/livez")
+    async def livez() -> dict[str, str]:
+        return {"status": "alive"}
+
     @app.get("/health")
+    @app.get("/readyz")
     async def health() -> Response:
-        return _health(sessions, fleet, supervisor.failing)
+        now = readiness(sessions, fleet, supervisor.failing)
+        return JSONResponse(report(now, sessions, fleet), status_code=200 if now.ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -96,27 +104,6 @@ def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:
         "owned_by": OWNER,
         "max_model_len": None if identity is None else identity.context_len,
     }
-
-
-def _health(sessions: Sessions, fleet: Fleet, failing: Sequence[str]) -> Response:
-    """Returns 200 while new requests can be served; a dead registry or task is shown, but does not stop that."""
-    roles = [replica.role for replica in fleet.replicas if not replica.draining]
-    num_verifiers = roles.count(VERIFIER)
-    if sessions.draining:
-        status = "draining"
-    elif not num_verifiers:
-        status = "no verifier"
-    else:
-        status = "degraded" if fleet.store_error or failing else "ok"
-    report = {
-        "status": status,
-        "store": fleet.store_error or "ok",
-        "tasks": ", ".join(failing) or "ok",
-        "verifiers": num_verifiers,
-        "drafters": roles.count(DRAFTER),
-        "sessions": sessions.num_running,
-    }
-    return JSONResponse(report, status_code=200 if status in ("ok", "degraded") else 503)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -55,14 +55,8 @@ def _paths() -> Json:
                 "parameters": [name],
             }
         },
-        "/health": {
-            "get": _reading(
-                "health",
-                "Whether new requests can be served",
-                "Health",
-                {"503": {"description": "No: draining, or no verifier", **_content("Health")}},
-            )
-        },
+        "/livez": {"get": _reading("livez", "Whether the process lives: it answers", "Life")},
+        **{path: {"get": _readiness(operation)} for path, operation in (("/readyz", "readyz"), ("/health", "health"))},
         "/metrics": {
             "get": {
                 "operationId": "metrics",
@@ -109,6 +103,11 @@ def _generation(operation: str, body: str, answer: str) -> Json:
 def _reading(operation: str, summary: str, answer: str, failures: Json | None = None) -> Json:
     responses = {"200": {"description": summary, **_content(answer)}, **(failures or {})}
     return {"operationId": operation, "summary": summary, "responses": responses}
+
+
+def _readiness(operation: str) -> Json:
+    no = {"503": {"description": "No: draining, or no verifier for any of its models", **_content("Health")}}
+    return _reading(operation, "Whether new requests can be served", "Health", no)
 
 
 def _failure(description: str, *, retry: bool = False, from_server: bool = False) -> Json:

@@ -21,7 +21,7 @@ from paceline.core.params import (
     MAX_TOP_LOGPROBS,
     METHODS,
 )
-from paceline.gateway.api import IGNORED_FIELDS, NEUTRAL_VALUES, ChatBody, CompletionBody
+from paceline.gateway.api import IGNORED_FIELDS, NEUTRAL_VALUES, ChatBody, ChatMessage, CompletionBody
 from paceline.gateway.choices import TEMPLATE_NAMES
 from paceline.gateway.requests import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
@@ -59,7 +59,7 @@ _LIMITS: Mapping[str, Json] = {
     "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS, "items": _TOKEN_ID},
     "seed": {"minimum": -(2**63), "maximum": MAX_SEED},
     "top_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
-    "messages": {"minItems": 1},
+    "messages": {"minItems": 1, "items": {"$ref": _REFERENCE.format(model="ChatMessage")}},
     "chat_template_kwargs": {"propertyNames": {"not": {"enum": sorted(TEMPLATE_NAMES)}}},
     "max_draft_tokens": {"minimum": 0, "maximum": MAX_DRAFT_TOKENS},
     "acceptance": {"enum": ["", *ACCEPTANCE_RULES]},
@@ -119,6 +119,9 @@ def _body_schemas(model: type[BaseModel], limits: Mapping[str, Json]) -> Json:
     """Returns the schemas of a request body and of the objects in it, by name."""
     body = model.model_json_schema(ref_template=_REFERENCE)
     parts: Json = body.pop("$defs", {})
+    if model is ChatBody:
+        # Read one by one, so pydantic does not know that they belong to it.
+        parts["ChatMessage"] = ChatMessage.model_json_schema()
     for schema in (body, *parts.values()):
         for name, field in schema["properties"].items():
             schema["properties"][name] = _limited(field, limits.get(name, {}))
@@ -203,10 +206,13 @@ def _answer_schemas() -> Json:
         "Health": _object(
             status={"enum": ["ok", "degraded", "draining", "no verifier"]},
             store=TEXT,
+            tasks=TEXT,
+            models={"anyOf": [TEXT, {"type": "object", "additionalProperties": TEXT}]},
             verifiers=_COUNT,
             drafters=_COUNT,
             sessions=_COUNT,
         ),
+        "Life": _object(status={"enum": ["alive"]}),
         "Error": _object(error=_object(message=TEXT, type=TEXT, param=_or_null(TEXT), code=_or_null(TEXT))),
     }
 

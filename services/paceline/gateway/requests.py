@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import FinishReason, ModelIdentity
 from paceline.core.params import MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
-from paceline.gateway.text import TextCodec, check_unicode
+from paceline.gateway.text import TextCodec, utf8_len
 from paceline.obs.tracing import UNRECORDED, Span
 
 MAX_STOP_STRINGS = 16
@@ -105,11 +105,11 @@ def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
             raise InvalidRequestError(
                 f"stop[{index}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}"
             )
-        check_unicode(f"stop[{index}]", stop)
+        utf8_len(f"stop[{index}]", stop)
     return tuple(stops)
 
 
-def encode_text(model: ServedModel, text: str, *, field: str, special_tokens: bool = True) -> tuple[int, ...]:
+def encode_text(model: ServedModel, text: str, *, field: str) -> tuple[int, ...]:
     """Returns the tokens of a prompt given as text.
 
     Raises:
@@ -117,11 +117,11 @@ def encode_text(model: ServedModel, text: str, *, field: str, special_tokens: bo
     """
     if not text:
         raise InvalidRequestError(field, "must not be empty")
-    token_ids = model.codec.encode(text, field=field, special_tokens=special_tokens, context_len=model.context_len)
+    token_ids = model.codec.encode(text, field=field, special_tokens=True, context_len=model.context_len)
     return check_prompt(model, token_ids, field=field)
 
 
-def check_prompt(model: ServedModel, token_ids: tuple[int, ...], *, field: str) -> tuple[int, ...]:
+def check_prompt(model: ServedModel, token_ids: Sequence[int], *, field: str) -> tuple[int, ...]:
     """Returns a prompt that leaves room for at least one token.
 
     Raises:
@@ -134,6 +134,8 @@ def check_prompt(model: ServedModel, token_ids: tuple[int, ...], *, field: str) 
             field,
             f"has {len(token_ids)} tokens, the context of {model.context_len} tokens leaves no room for output",
         )
+    # Only now: a list of millions takes long to copy.
+    token_ids = tuple(token_ids)
     check_token_ids(field, token_ids, model.identity.vocab_size)
     return token_ids
 

@@ -22,22 +22,27 @@ from paceline.credentials import load_tls
 from paceline.gateway.access import Access, GuardedApp
 from paceline.gateway.completions import BodyLimits
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.connection import BoundedConnection
+from paceline.gateway.connection import BoundedConnection, Connections
 from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.console.frames import OwnCounts
 from paceline.gateway.doors import DoorTls, guard, load_door_tls
 from paceline.gateway.fleet import Fleet
+from paceline.gateway.grpc_door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
 from paceline.gateway.http import create_app
 from paceline.gateway.placing import Placer
+from paceline.gateway.readiness import readiness
 from paceline.gateway.records import RecordWriter
 from paceline.gateway.resume import Resumption
 from paceline.gateway.routing import Router
 from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.sessions import Sessions
+from paceline.gateway.shares import Shares
 from paceline.gateway.text import TextCodec
 from paceline.gateway.verifier_client import Deadlines, VerifierClient
+from paceline.gateway.workers import Workers
 from paceline.obs.families import service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
+from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracing, open_tracing
 from paceline.rpc.v1 import gateway_pb2_grpc
 from paceline.serving import GrpcServer, start_grpc_server
@@ -51,6 +56,35 @@ BACKLOG = 2048
 FAREWELL_S = 2.0
 # Connections beyond two for every session that may run: health checks, scrapers, clients about to be told to wait.
 SPARE_CONNECTIONS = 256
+# Bodies and messages that are read at once, in largest ones.
+MAX_BODIES = 16
+HEALTH_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorLimits:
+    """What both doors together, or each of them, may hold.
+
+    Attributes:
+        max_connections: Of each door; also calls on one connection.
+        calls: GRPC calls under way.
+        reading: Bytes of bodies and messages that are read, at both doors.
+    """
+
+    max_connections: int
+    calls: Shares
+    reading: Shares
+
+    @classmethod
+    def of(cls, config: GatewayConfig) -> DoorLimits:
+        """Returns the limits that follow from the settings."""
+        max_connections = 2 * config.max_sessions + SPARE_CONNECTIONS
+        largest = max(config.max_body_bytes, MAX_MESSAGE_BYTES)
+        return cls(
+            max_connections=max_connections,
+            calls=Shares(max_connections, "calls"),
+            reading=Shares(MAX_BODIES * largest, "bytes of requests being read", unit=largest),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +124,8 @@ async def serve(
         replica_id=replica_id,
         registry=registry,
     ) as tracing:
-        await _serve(config, store, codecs, stop, on_ready, replica_id, registry, tracing)
+        with stalls_watched(registry), Workers() as workers:
+            await _serve(config, store, codecs, stop, on_ready, replica_id, registry, tracing, workers)
 
 
 async def _serve(
@@ -102,6 +137,7 @@ async def _serve(
     replica_id: str,
     registry: CollectorRegistry,
     tracing: Tracing,
+    workers: Workers,
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
     fleet = Fleet(store, codecs, Probe(tls))
@@ -126,22 +162,28 @@ async def _serve(
         sessions.drain(draining=fleet.is_draining(replica_id))
         placer.move_away()
 
+    def ready() -> bool:
+        return readiness(sessions, fleet, supervisor.failing).ready
+
+    limits = DoorLimits.of(config)
     console = _console(config, replica_id, fleet, sessions, placer, registry)
     app = create_app(
         sessions=sessions,
         fleet=fleet,
         registry=registry,
-        limits=BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s),
+        limits=BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s, reading=limits.reading),
+        workers=workers,
         started_s=int(time.time()),
         console=console,
         tracing=tracing,
         supervisor=supervisor,
     )
-    servicer = GatewayServicer(sessions, fleet, Resumption(store, fleet, replica_id), tracing)
+    servicer = GatewayServicer(sessions, fleet, Resumption(store, fleet, replica_id), workers, tracing)
     async with (
         _background(config, fleet, client, records, follow_fleet, supervisor),
         guard(config, sessions.count_error, supervisor) as access,
-        _doors(config, app, servicer, sessions, access) as addresses,
+        _doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
+        supervisor.kept({"health": partial(_follow_health, grpc_server, ready)}),
         announced(store, lambda: _replica(replica_id, config, addresses, sessions), supervisor),
         # Streams without an end would hold up the HTTP server's.
         closed_at_end(console),
@@ -202,17 +244,21 @@ def _replica(replica_id: str, config: GatewayConfig, addresses: Addresses, sessi
 
 @asynccontextmanager
 async def _doors(
-    config: GatewayConfig, app: ASGIApp, servicer: GatewayServicer, sessions: Sessions, access: Access | None
-) -> AsyncIterator[Addresses]:
+    config: GatewayConfig,
+    app: ASGIApp,
+    servicer: GatewayServicer,
+    sessions: Sessions,
+    access: Access | None,
+    limits: DoorLimits,
+) -> AsyncIterator[tuple[Addresses, GrpcServer]]:
     """Opens both doors while a block runs; running sessions finish before the doors close."""
     tls = load_door_tls(config)
     with listening_socket(config.host, config.port) as listener:
-        grpc_server = await _start_grpc(config, servicer, access, tls)
-        guarded = app if access is None else GuardedApp(app, access.admit)
+        grpc_server = await _start_grpc(config, servicer, access, limits, tls)
         try:
-            async with _http_server(guarded, listener, 2 * config.max_sessions + SPARE_CONNECTIONS, tls):
-                await grpc_server.ready()
-                yield Addresses(http=f"{config.host}:{listener.getsockname()[1]}", grpc=grpc_server.address)
+            async with _http_server(GuardedApp(app, access), listener, limits.max_connections, tls):
+                http = f"{config.host}:{listener.getsockname()[1]}"
+                yield Addresses(http=http, grpc=grpc_server.address), grpc_server
                 # Health says no and new requests are refused, but both doors stay open to say so.
                 await grpc_server.drain()
                 await sessions.finish(config.grace_s, FAREWELL_S)
@@ -221,20 +267,38 @@ async def _doors(
 
 
 async def _start_grpc(
-    config: GatewayConfig, servicer: GatewayServicer, access: Access | None, tls: DoorTls | None
+    config: GatewayConfig, servicer: GatewayServicer, access: Access | None, limits: DoorLimits, tls: DoorTls | None
 ) -> GrpcServer:
+    door = GrpcDoor(
+        _let_in if access is None else access.admit_call,
+        calls=limits.calls,
+        reading=limits.reading,
+        timeout_s=config.body_timeout_s,
+    )
     try:
         return await start_grpc_server(
             host=config.host,
             port=config.grpc_port,
             add_servicers=lambda it: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, it),
             service_names=[SERVICE_NAME],
-            interceptors=() if access is None else (access.interceptor(),),
+            interceptors=(door,),
+            options=door_options(limits.max_connections),
             credentials=None if tls is None else tls.server_credentials(),
         )
     except ConfigError as error:
         # The other services have one port; here the flag of that name is the HTTP door's.
         raise ConfigError(str(error).replace("--port", "--grpc-port")) from error
+
+
+async def _let_in(*_: object) -> None:
+    """Asks nobody for a key."""
+
+
+async def _follow_health(server: GrpcServer, ready: Callable[[], bool]) -> None:
+    """Keeps health over gRPC true, for ever."""
+    while True:
+        await (server.ready() if ready() else server.not_ready())
+        await asyncio.sleep(HEALTH_INTERVAL_S)
 
 
 @contextmanager
@@ -269,10 +333,9 @@ async def _http_server(
         access_log=False,
         lifespan="off",
         loop="none",
-        http=BoundedConnection,
+        # One connection more than these closes an idle one; uvicorn's own limit would refuse whoever comes.
+        http=partial(BoundedConnection, connections=Connections(max_connections)),  # type: ignore[arg-type]
         ws="none",
-        # Bodies are read before a request is admitted; this bounds how many at once.
-        limit_concurrency=max_connections,
         timeout_graceful_shutdown=5,
         server_header=False,
         ssl_certfile=None if tls is None else tls.certificate,

@@ -6,12 +6,14 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.callers import current_caller
+from paceline.gateway.completions import MAX_INLINE_BYTES
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.pieces import Ending, Piece
 from paceline.gateway.request_trace import RequestTrace
@@ -27,6 +29,7 @@ from paceline.gateway.requests import (
 )
 from paceline.gateway.resume import Resumption
 from paceline.gateway.sessions import Sessions
+from paceline.gateway.workers import Workers
 from paceline.obs.attributes import OFFSET, TEXT_COMPLETION
 from paceline.obs.tracing import OFF, Tracing
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
@@ -44,8 +47,11 @@ SERVICE_NAME = "paceline.rpc.v1.Gateway"
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """Serves `paceline.rpc.v1.Gateway`."""
 
-    def __init__(self, sessions: Sessions, fleet: Fleet, resumption: Resumption, tracing: Tracing = OFF) -> None:
+    def __init__(
+        self, sessions: Sessions, fleet: Fleet, resumption: Resumption, workers: Workers, tracing: Tracing = OFF
+    ) -> None:
         self._sessions = sessions
+        self._workers = workers
         self._tracing = tracing
         self._fleet = fleet
         self._resumption = resumption
@@ -56,7 +62,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Streams one completion; a client that sets a deadline is not made to wait beyond it for its turn."""
         with RequestTrace(self._tracing, TEXT_COMPLETION, self._tracing.incoming(context)) as trace:
             with self._sessions.errors_counted():
-                session = replace(self._session(request), max_wait_s=context.time_remaining(), span=trace.span)
+                session = replace(await self._read(request), max_wait_s=context.time_remaining(), span=trace.span)
+                # Or the stream would hold a prompt of megabytes to its end.
+                del request
             with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
                 async with aclosing(self._stream(session, trace)) as responses:
                     async for response in responses:
@@ -94,6 +102,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             models=[identity_to_pb(identity) for identity in identities if identity is not None]
         )
 
+    async def _read(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
+        if request.ByteSize() <= MAX_INLINE_BYTES:
+            return self._session(request)
+        return await self._workers.run(partial(self._session, request))
+
     def _session(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
         model = self._sessions.model(request.model)
         prompt_token_ids = _prompt(request, model)
@@ -117,7 +130,7 @@ def _prompt(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel) -> 
         raise InvalidRequestError("prompt", "is required")
     if field == "prompt":
         return encode_text(model, request.prompt, field="prompt")
-    return check_prompt(model, tuple(request.prompt_token_ids.ids), field="prompt_token_ids")
+    return check_prompt(model, request.prompt_token_ids.ids, field="prompt_token_ids")
 
 
 def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, prompt_len: int) -> SamplingParams:

@@ -13,7 +13,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.gateway.chat import ChatTemplate
+from paceline.gateway.chat import ChatTemplate, Message
+from paceline.gateway.spellings import SpecialSpellings, token_ids
 from paceline.vocabulary import vocab_hash
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -46,15 +47,16 @@ class TextCodec:
         self.chat_template = chat_template
         self.vocab_hash = vocab_hash
         self._tokenizer = tokenizer
+        self._spellings = None if chat_template is None else SpecialSpellings(tokenizer)
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        self._longest_token = max(map(len, vocab), default=1)
         self._visible = bytearray(self.vocab_size)
         for token_id in vocab.values():
             self._visible[token_id] = token_id not in added or not added[token_id].special
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
+        self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextCodec:
@@ -73,7 +75,9 @@ class TextCodec:
         return cls(tokenizer, _chat_template(folder), vocab_hash(folder))
 
     def encode(self, text: str, *, field: str, special_tokens: bool, context_len: int) -> tuple[int, ...]:
-        """Returns the token ids of a text; takes a time bounded by the context.
+        """Returns the token ids of a text; takes a time bounded by the context, and lets other threads run meanwhile.
+
+        Special tokens spelled out in the text are special tokens: it is a whole prompt, and its writer's own.
 
         Args:
             text: What to encode.
@@ -84,14 +88,41 @@ class TextCodec:
         Raises:
             InvalidRequestError: The text is too long, or is not Unicode text.
         """
-        most_characters = context_len * self._longest_token
-        if len(text) > most_characters:
+        self._check_length(field, utf8_len(field, text), context_len)
+        return token_ids(self._tokenizer, text, field, special_tokens=special_tokens, context_len=context_len)
+
+    def encode_chat(
+        self, messages: Sequence[Message], extra: Mapping[str, Any], *, field: str, context_len: int
+    ) -> tuple[int, ...]:
+        """Returns the prompt that asks for the next message of a chat, in tokens.
+
+        Special tokens spelled out in the messages stay text; those of the template are special tokens.
+
+        Args:
+            messages: Each with `role` and `content`, and maybe `name`.
+            extra: Further variables of the template.
+            field: Name of the request field, for the error.
+            context_len: Chats that cannot fit into that many tokens are refused unread.
+
+        Raises:
+            InvalidRequestError: The chat is too long, is not Unicode text, or the template refuses it.
+        """
+        assert self.chat_template is not None, "callers look whether there is one"
+        assert self._spellings is not None, "it comes with the template"
+        num_bytes = sum(utf8_len(f"{field}[{index}].content", each["content"]) for index, each in enumerate(messages))
+        self._check_length(field, num_bytes, context_len)
+        marked = self._spellings.marked([list(map(dict, messages)), dict(extra)])
+        rendered = self.chat_template.render(*(marked or (messages, extra)))
+        if marked is not None:
+            return self._spellings.encode(rendered, field, context_len=context_len)
+        return self.encode(rendered, field=field, special_tokens=False, context_len=context_len)
+
+    def _check_length(self, field: str, num_bytes: int, context_len: int) -> None:
+        most_bytes = context_len * self._longest_token_bytes
+        if num_bytes > most_bytes:
             raise InvalidRequestError(
-                field,
-                f"has {len(text)} characters, the context of {context_len} tokens holds at most {most_characters}",
+                field, f"has {num_bytes} bytes, the context of {context_len} tokens holds at most {most_bytes}"
             )
-        check_unicode(field, text)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens without special ones; broken UTF-8 becomes U+FFFD."""
@@ -111,14 +142,14 @@ class TextCodec:
         return self._spelling.to_bytes(piece)
 
 
-def check_unicode(field: str, text: str) -> None:
-    """Refuses text that has no UTF-8 form.
+def utf8_len(field: str, text: str) -> int:
+    """Returns the bytes of a text in UTF-8.
 
     Raises:
-        InvalidRequestError: The text holds half of a surrogate pair.
+        InvalidRequestError: It has no such form, since it holds half of a surrogate pair.
     """
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
             field, f"is not Unicode text: half of a surrogate pair at character {error.start}"

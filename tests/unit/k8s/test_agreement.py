@@ -11,7 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from paceline.cluster.drain import DrainConfig
 from paceline.config import load
+from paceline.gateway.access import OPEN_PATHS
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
+from paceline.serving import LIVENESS
 from paceline.verifier.config import speculation_from
 from tests.unit.k8s.chart import CHART, K8S, RELEASE, TIERS, Rendered, component
 from tests.unit.k8s.settings import CONFIG_OF, DRAIN_VARIABLES, MANAGED, known_variables, names
@@ -62,17 +64,18 @@ def test_containers_open_the_ports_that_the_service_listens_on(rendered: Rendere
 @pytest.mark.parametrize("tier", ["verifier", "drafter"])
 def test_models_are_probed_by_grpc_where_health_needs_no_certificate(rendered: Rendered, tier: str) -> None:
     container = rendered.container(tier)
-    probes = [container[kind] for kind in ("startupProbe", "readinessProbe", "livenessProbe")]
-    assert [probe["grpc"] for probe in probes] == 3 * [{"port": rendered.ports(tier)["health"]}]
+    ready = {"port": rendered.ports(tier)["health"]}
+    assert [container[kind]["grpc"] for kind in ("startupProbe", "readinessProbe")] == [ready, ready]
+    # Who is not ready is not dead.
+    assert container["livenessProbe"]["grpc"] == {**ready, "service": LIVENESS}
 
 
-def test_gateways_are_probed_at_their_doors(rendered: Rendered, defaults: Rendered, everything: Rendered) -> None:
-    probe = rendered.container("gateway")["readinessProbe"]["httpGet"]
-    behind_tls = "PACELINE_TLS_CERT" in rendered.variables("gateway")
-    assert (probe["path"], probe["port"], probe["scheme"]) == ("/health", "http", "HTTPS" if behind_tls else "HTTP")
-    assert "grpc" in defaults.container("gateway")["livenessProbe"]
-    # The kubelet speaks plain text to gRPC ports.
-    assert "grpc" not in everything.container("gateway")["livenessProbe"]
+def test_gateways_are_probed_at_their_http_door_which_answers_whoever_is_at_it(rendered: Rendered) -> None:
+    scheme = "HTTPS" if "PACELINE_TLS_CERT" in rendered.variables("gateway") else "HTTP"
+    for kind, path in (("readinessProbe", "/readyz"), ("livenessProbe", "/livez")):
+        probe = rendered.container("gateway")[kind]["httpGet"]
+        assert (probe["path"], probe["port"], probe["scheme"]) == (path, "http", scheme)
+        assert path in OPEN_PATHS
 
 
 def test_services_lead_to_the_pods_of_their_tier_and_to_ports_of_these(rendered: Rendered) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -9,6 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from paceline.obs.families import service_registry, tell_replica
 from paceline.obs.metrics import DrafterMetrics, GatewayMetrics, VerifierMetrics
+from paceline.obs.stalls import stalls_watched
 from paceline.supervision import Supervisor
 
 PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
@@ -18,13 +20,14 @@ SERVICES = {"G": GatewayMetrics, "V": VerifierMetrics, "D": DrafterMetrics}
 Row = tuple[str, frozenset[str], frozenset[str]]
 
 
-def registered() -> dict[str, Row]:
+async def registered(watching: ExitStack) -> dict[str, Row]:
     found: dict[str, Row] = {}
     for letter, metrics in SERVICES.items():
         registry = service_registry("some role")
         tell_replica(registry, role="some role", replica_id="r", address="a:1")
         metrics(registry)
         Supervisor(registry)
+        watching.enter_context(stalls_watched(registry))
         for metric in collectors(registry):
             kind, labels = metric._type, frozenset(metric._labelnames)
             name = metric._name + ("_total" if kind == "counter" else "")
@@ -54,5 +57,6 @@ def listed() -> dict[str, Row]:
     }
 
 
-def test_the_table_of_metrics_lists_what_services_register() -> None:
-    assert listed() == registered()
+async def test_the_table_of_metrics_lists_what_services_register() -> None:
+    with ExitStack() as watching:
+        assert listed() == await registered(watching)

@@ -1,0 +1,98 @@
+"""Tells the special tokens of a chat template from their spellings in users' texts.
+
+Both become one prompt before anything is encoded, where `<|end|>` of the template and `<|end|>` that somebody wrote
+look alike. So the spellings in users' texts are swapped for marks before the template is rendered. Afterwards the
+template's own spellings are swapped for other marks, which a second tokenizer knows, and the users' come back; that
+tokenizer takes special tokens for text. Marks hold a random number that nobody else knows.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from paceline.core.errors import InvalidRequestError
+
+
+def token_ids(
+    tokenizer: Tokenizer, text: str, field: str, *, special_tokens: bool, context_len: int
+) -> tuple[int, ...]:
+    """Returns the token ids of a text. In a batch, of one: a text by itself is encoded without letting others run.
+
+    Raises:
+        InvalidRequestError: There are more than the context holds, which are not listed.
+    """
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+    if len(encoding) > context_len:
+        raise InvalidRequestError(field, f"has {len(encoding)} tokens, more than the context of {context_len} tokens")
+    return tuple(encoding.ids)
+
+
+class SpecialSpellings:
+    """The special tokens of one tokenizer, and what stands for them while a chat is made a prompt."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Copies the tokenizer."""
+        special = {token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        secret = secrets.token_hex(8)
+        # Longest first: one may be part of another.
+        self._spelled = sorted((token.content for token in special.values()), key=len, reverse=True)
+        # These characters are in no alphabet, and mean nothing to any text.
+        self._of_template = {token.content: f"\ufdd0{secret}.{number}\ufdd1" for number, token in special.items()}
+        self._of_users = {token.content: f"\ufdd2{secret}.{number}\ufdd3" for number, token in special.items()}
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.add_tokens(
+            [
+                AddedToken(
+                    self._of_template[token.content],
+                    single_word=False,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=False,
+                )
+                for token in special.values()
+            ]
+        )
+        self._id_of = {
+            self._tokenizer.token_to_id(self._of_template[t.content]): number for number, t in special.items()
+        }
+
+    def marked(self, value: Any) -> Any:
+        """Returns strings, lists and objects with marks for all special tokens in strings; None if there are none."""
+        changed = _mapped(value, self._mark)
+        return None if changed == value else changed
+
+    def encode(self, rendered: str, field: str, *, context_len: int) -> tuple[int, ...]:
+        """Returns the tokens of a prompt that was rendered with marks.
+
+        Raises:
+            InvalidRequestError: There are more than the context holds.
+        """
+        text = rendered
+        for spelled in self._spelled:
+            text = text.replace(spelled, self._of_template[spelled])
+        for spelled, mark in self._of_users.items():
+            text = text.replace(mark, spelled)
+        ids = token_ids(self._tokenizer, text, field, special_tokens=False, context_len=context_len)
+        return tuple(self._id_of.get(token_id, token_id) for token_id in ids)
+
+    def _mark(self, text: str) -> str:
+        for spelled in self._spelled:
+            # Most spellings begin alike, and most texts hold no such beginning.
+            if spelled[:2] in text:
+                text = text.replace(spelled, self._of_users[spelled])
+        return text
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(entry, change) for entry in value]
+    if isinstance(value, Mapping):
+        return {key: _mapped(entry, change) for key, entry in value.items()}
+    return value

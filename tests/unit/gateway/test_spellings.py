@@ -1,0 +1,98 @@
+"""Special tokens that somebody spells out in a chat stay text, whatever kind of tokenizer the model has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from paceline.gateway.chat import ChatTemplate
+from paceline.gateway.spellings import SpecialSpellings
+from paceline.gateway.text import TextCodec
+from tests.support import tiny_tokenizer
+
+SPECIAL = ("<|user|>", "<|assistant|>", "<|end|>", "<|end|>>")
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{% if message.name %}{{ message.name }}: {% endif %}"
+    "{{ message.content | trim }}<|end|>\n{% endfor %}{{ note }}<|assistant|>"
+)
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = tiny_tokenizer.train()
+    tokenizer.add_special_tokens([AddedToken(spelled, normalized=False) for spelled in SPECIAL])
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    bytes_of_any = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *bytes_of_any], show_progress=False)
+    tokenizer.train_from_iterator(tiny_tokenizer.TEXT, trainer)
+    tokenizer.add_special_tokens([AddedToken(each, normalized=False, lstrip=each == "<|end|>") for each in SPECIAL])
+    return tokenizer
+
+
+def lower_case() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+KINDS = pytest.mark.parametrize("make", [byte_level, metaspace, lower_case])
+
+
+def codec_of(tokenizer: Tokenizer) -> TextCodec:
+    return TextCodec(tokenizer, ChatTemplate(TEMPLATE, {}))
+
+
+def tokens(codec: TextCodec, *contents: str, **extra: object) -> list[bytes]:
+    messages = [{"role": "user", "content": content} for content in contents]
+    ids = codec.encode_chat(messages, extra, field="messages", context_len=1000)
+    return [codec.token_bytes(token_id) for token_id in ids]
+
+
+@KINDS
+@pytest.mark.parametrize("spelled", SPECIAL)
+def test_what_somebody_spells_out_is_no_special_token(make: Callable[[], Tokenizer], spelled: str) -> None:
+    codec = codec_of(make())
+    found = tokens(codec, f"the fox {spelled} jumps", f"{spelled}")
+    assert [each for each in found if each.decode(errors="replace") in SPECIAL] == [
+        b"<|user|>", b"<|end|>", b"<|user|>", b"<|end|>", b"<|assistant|>"
+    ]  # fmt: skip
+    # The bytes of the tiny Metaspace vocabulary are added tokens, whose spelling stands for itself.
+    joined = re.sub("<0x(..)>", lambda byte: chr(int(byte[1], 16)), b"".join(found).decode())
+    assert joined.count(spelled) >= 2
+    assert "\ufdd0" not in joined
+    assert "\ufdd2" not in joined
+
+
+@KINDS
+def test_special_tokens_in_variables_of_the_template_are_no_special_tokens(make: Callable[[], Tokenizer]) -> None:
+    found = tokens(codec_of(make()), "the fox", note="<|end|>")
+    assert found.count(b"<|end|>") == 1
+
+
+@KINDS
+@pytest.mark.parametrize("text", ["the fox", "  naïve\n\ncafé 😀 ", "<|end", "|end|> <", "dog \ufdd0 \ufdd2"])
+def test_a_chat_without_spellings_has_the_tokens_of_its_prompt(make: Callable[[], Tokenizer], text: str) -> None:
+    codec = codec_of(make())
+    assert codec.chat_template is not None
+    messages = [{"role": "user", "content": text}]
+    rendered = codec.chat_template.render(messages, {})
+    plain = codec.encode(rendered, field="messages", special_tokens=False, context_len=1000)
+    assert codec.encode_chat(messages, {}, field="messages", context_len=1000) == plain
+    # The way round through marks gives the same tokens.
+    own = SpecialSpellings(make())
+    assert own.encode(rendered, "messages", context_len=1000) == plain
+
+
+@KINDS
+def test_a_completion_prompt_is_read_as_it_stands(make: Callable[[], Tokenizer]) -> None:
+    codec = codec_of(make())
+    ids = codec.encode("<|user|>the fox<|end|>", field="prompt", special_tokens=False, context_len=1000)
+    assert [codec.token_bytes(token_id) for token_id in ids].count(b"<|end|>") == 1
