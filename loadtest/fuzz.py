@@ -11,6 +11,10 @@ are); the resident memory of no service grows from the end of the first quarter,
 end by more than 3 % + 4 MiB; no session is left over; every process is the one that was there at the start; and a good
 completion after it all has the text that it had before.
 
+Then 64 callers without a key send messages of 4 MiB to both doors of a gateway that asks for keys
+(`loadtest/keyless.py`). Judged are its memory, which grows by less than 64 MiB, and the pace of a stream under way: its
+event loop never stands still for 50 ms.
+
     make bench NAME=fuzz ARGS='--messages 10000 --seed 7'
 """
 
@@ -19,12 +23,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -36,9 +42,9 @@ from loadtest.bad.kinds import Bad, Kind, Target, bad_messages
 from loadtest.client import Ask, complete, http_client
 from loadtest.doors import CallDoor, Door, HttpDoor, StreamDoor, send_all
 from loadtest.fleet import bench_fleet, machine
+from loadtest.keyless import keyed_settings, measure_keyless, write_keys
 from loadtest.procfs import resident_bytes
 from loadtest.scrape import sessions_left
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -90,6 +96,7 @@ def main() -> None:
     )
     parser.add_argument("--messages", type=int, default=100_000, help="bad messages in all (default 100000)")
     parser.add_argument("--seed", type=int, default=1, help="the same seed sends the same messages (default 1)")
+    parser.add_argument("--keyless-s", type=float, default=30.0, help="seconds of callers without a key (default 30)")
     arguments = parser.parse_args()
     if arguments.messages < 100:
         parser.error(f"--messages must be at least 100, so that every kind comes, got {arguments.messages}")
@@ -99,7 +106,7 @@ def main() -> None:
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Runs the bench and prints the table; True when all that is judged is well."""
-    async with bench_fleet(model=DEMO_TARGET, draft_model=DEMO_DRAFTER, dtype="float32") as fleet:
+    async with bench_fleet(**keyed_settings()) as fleet:
         names = [endpoint.name for endpoint in fleet.endpoints]
         pids = {name: fleet.pid(name) for name in names}
         before = await _good_text(fleet)
@@ -124,10 +131,19 @@ async def measure(arguments: argparse.Namespace) -> bool:
             "same_processes": {name: fleet.pid(name) for name in names} == pids,
             "same_text": await _good_text(fleet) == before,
         }
+    figures["without_keys"] = await _keyless(arguments.keyless_s)
     figures["ok"] = _is_well(figures, arguments.messages)
     _print_table(tally, figures)
     print(json.dumps({"bench": "fuzz", "machine": machine(), "seed": arguments.seed, **figures}))
     return bool(figures["ok"])
+
+
+async def _keyless(seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        write_keys(keys)
+        async with bench_fleet(gateway_arg=("--api-keys-file", str(keys)), **keyed_settings()) as fleet:
+            return await measure_keyless(fleet, seconds)
 
 
 async def fuzz(
@@ -230,6 +246,7 @@ def _is_well(figures: Mapping[str, Any], count: int) -> bool:
         and not figures["sessions_left"]
         and figures["same_processes"]
         and figures["same_text"]
+        and figures["without_keys"]["ok"]
         and all(row["ok"] for row in figures["memory_mib"].values())
     )
 
@@ -245,6 +262,11 @@ def _print_table(tally: Tally, figures: Mapping[str, Any]) -> None:
         print(f"{name:12}" + "".join(f"{row[key]:9}" for key in ("quarter", "end", "growth", "limit")))
     print(f"\nwrong answers: {figures['wrong'] or 'none'}; sessions left over: {figures['sessions_left'] or 'none'};")
     print(f"the same processes: {figures['same_processes']}; the same text before and after: {figures['same_text']}\n")
+    keyless = figures["without_keys"]
+    print(f"{keyless['callers']} callers without a key for {keyless['seconds']:g} s: {keyless['answers']}")
+    print(f"gateway, MiB before and at most: {keyless['memory_mib']}; health answers: {keyless['health']}")
+    print(f"longest stall of its event loop, ms before and during: {keyless['longest_stall_ms']}")
+    print(f"longest gap of a stream, ms before and during: {keyless['longest_gap_ms']}; {keyless['streams']} streams\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from loadtest.bad.kinds import Kind, Target, junk
 from paceline.core.messages import ModelIdentity
+from paceline.gateway.grpc_door import MAX_MESSAGE_BYTES as GATEWAY_MESSAGE_BYTES
 from paceline.rpc.v1 import common_pb2, drafter_pb2, gateway_pb2, verifier_pb2
 from paceline.serving import MAX_MESSAGE_BYTES
 from paceline.wire import identity_to_pb
@@ -72,9 +73,8 @@ def _changed(whole: bytes, chance: random.Random) -> bytes:
     return whole[:at] + junk(chance, 4) + whole[at + chance.randint(0, 4) :]
 
 
-def _too_large(chance: random.Random, target: Target) -> tuple[bytes, ...]:
-    del target
-    return (bytes(MAX_MESSAGE_BYTES + chance.randint(1, 100)),)
+def _longer_than(limit: int) -> Maker:
+    return lambda chance, _: (bytes(limit + chance.randint(1, 100)),)
 
 
 def _sampling(**fields: Any) -> common_pb2.SamplingParams:
@@ -149,7 +149,14 @@ GATEWAY_KINDS = (
         GATEWAY,
     ),
     _kind("unknown method", _no_message, UNIMPLEMENTED, "/paceline.rpc.v1.Gateway/Nothing"),
-    _kind("too large", _too_large, EXHAUSTED, GATEWAY, SELDOM),
+    _kind(
+        "many small fields",
+        lambda chance, _: (b"\x32\x00" * chance.randint(50_000, 99_999),),
+        INVALID,
+        GATEWAY,
+        SELDOM,
+    ),
+    _kind("too large", _longer_than(GATEWAY_MESSAGE_BYTES), EXHAUSTED, GATEWAY, SELDOM),
 )
 
 VERIFIER_KINDS = (
@@ -194,7 +201,7 @@ VERIFIER_KINDS = (
         VERIFIER,
     ),
     _kind("unknown method", _no_message, UNIMPLEMENTED, "/paceline.rpc.v1.Nobody/Nothing"),
-    _kind("too large", _too_large, EXHAUSTED, VERIFIER, SELDOM),
+    _kind("too large", _longer_than(MAX_MESSAGE_BYTES), EXHAUSTED, VERIFIER, SELDOM),
 )
 
 

@@ -6,7 +6,6 @@ It knows no particular service: verifier and drafter hand in a host each.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import resource
@@ -28,7 +27,7 @@ from paceline.obs.families import tell_replica
 from paceline.obs.metrics import MetricsServer, start_metrics_server
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracing, open_tracing
-from paceline.serving import GrpcServer, grpc_server, until_stopped
+from paceline.serving import GrpcServer, grpc_server, settle_heap, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, open_store, require
 from paceline.supervision import Supervisor, Work
@@ -211,18 +210,6 @@ async def _serve_announced(
         await server.drain()
         await host.wind_down()
     await server.stop(LAST_CALLS_S)
-
-
-def settle_heap() -> None:
-    """Takes what is loaded by now out of the garbage collector's sight.
-
-    Ended calls leave cycles behind. With the half million objects of torch and the tokenizer in sight, a full
-    collection comes when these cycles are a quarter of that, tens of MiB, and then takes long, in the middle of a step.
-    """
-    gc.collect()
-    gc.freeze()
-    # The threshold follows the count of the last full collection.
-    gc.collect()
 
 
 def log_memory(decoder: Decoder, *, num_blocks: int, num_scratch_blocks: int) -> None:

@@ -384,11 +384,9 @@ async def test_a_body_in_chunks_takes_its_room_as_it_comes(
 
 async def test_what_is_left_of_a_refused_body_is_thrown_away_and_the_connection_goes_on(fleet: ScriptedFleet) -> None:
     reader, writer = await connected(fleet)
-    for key, status in (("pl-nobody", b"401"), (ALICE, b"413")):
-        writer.write(head(key, 6 * 1024 * 1024))
-        for _ in range(6):
-            writer.write(bytes(1024 * 1024))
-            await writer.drain()
+    for key, size, status in (("pl-nobody", 200_000, b"401"), (ALICE, 6 * 1024 * 1024, b"413"), (BOB, 1, b"400")):
+        writer.write(head(key, size) + bytes(size))
+        await writer.drain()
         answer = await reader.readuntil(b"\r\n\r\n")
         assert status in answer.splitlines()[0]
         length = next(int(line.split(b":")[1]) for line in answer.splitlines() if b"content-length" in line.lower())
@@ -396,12 +394,13 @@ async def test_what_is_left_of_a_refused_body_is_thrown_away_and_the_connection_
     writer.close()
 
 
+@pytest.mark.parametrize("key", ["pl-nobody", ALICE])
 async def test_a_body_without_an_end_closes_its_connection(
-    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     monkeypatch.setattr("paceline.gateway.connection.MAX_DISCARDED_BYTES", 1024 * 1024)
     _, writer = await connected(fleet)
-    writer.write(head("pl-nobody", 2**40))
+    writer.write(head(key, 2**40))
     with pytest.raises(ConnectionError):
         for _ in range(64):
             writer.write(bytes(1024 * 1024))

@@ -13,7 +13,7 @@ from paceline.gateway.config import GatewayConfig, model_folders
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text import TextCodec
 from paceline.obs.log import setup_logging
-from paceline.serving import install_signal_handlers, run
+from paceline.serving import install_signal_handlers, run, settle_heap
 from paceline.store.base import open_store, require
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ async def serve_until_signal(config: GatewayConfig) -> None:
     install_signal_handlers(stop)
     folders = model_folders(config.model, config.model_name)
     codecs = {name: TextCodec.from_folder(folder) for name, folder in folders.items()}
+    settle_heap()
     async with open_store(config.redis_url) as store:
         await require(store)
         await serve(config, store, codecs, stop, _log_ready)

@@ -21,8 +21,8 @@ FIELD = "body"
 # A larger body is scanned in Python, which lets the event loop in between: the compiled scanner keeps the interpreter
 # for up to 0.3 s for the smallest values in 4 MiB. A text, however long, takes the same either way.
 MAX_COMPILED_BYTES = 128 * 1024
-# Lists, objects and members of objects in such a body; a chat of 50,000 messages has 150,000.
-MAX_PARTS = 200_000
+# Lists, objects and members of objects in such a body; a chat of 30,000 messages has 90,000.
+MAX_PARTS = 100_000
 
 
 async def read_body(

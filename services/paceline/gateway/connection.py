@@ -21,6 +21,8 @@ FRAMING_PER_BODY_BYTE = 8
 HEAD_TIMEOUT_S = 30.0
 # Of a body whose request is answered already: most clients look at an answer only after sending everything.
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+# The same without a key: throwing away costs time, too.
+MAX_KEYLESS_DISCARDED_BYTES = 256 * 1024
 _HOLD = "paceline.hold"
 
 
@@ -79,6 +81,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     _num_framing_bytes = 0
     _num_discarded_bytes = 0
+    _let_in = False
     _head_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *arguments: Any, connections: Connections, **settings: Any) -> None:
@@ -119,6 +122,7 @@ class BoundedConnection(HttpToolsProtocol):
         """A request begins, maybe the next of its connection."""
         super().on_message_begin()
         self._num_discarded_bytes = 0
+        self._let_in = False
         self.scope["state"][_HOLD] = self._hold
         if self._head_timer is None:
             self._await_head()
@@ -148,11 +152,12 @@ class BoundedConnection(HttpToolsProtocol):
             )
 
     def _hold(self) -> None:
+        self._let_in = True
         self._of_door.is_busy(self)
 
     def _discard(self, num_bytes: int) -> None:
         self._num_discarded_bytes += num_bytes
-        if self._num_discarded_bytes > MAX_DISCARDED_BYTES:
+        if self._num_discarded_bytes > (MAX_DISCARDED_BYTES if self._let_in else MAX_KEYLESS_DISCARDED_BYTES):
             self.transport.close()
 
     def _await_head(self) -> None:

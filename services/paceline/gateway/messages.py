@@ -16,6 +16,8 @@ GENERATE = "/paceline.rpc.v1.Gateway/Generate"
 SMALL_BYTES = 64 * 1024
 # More ids than any context holds take 25 ms to parse.
 MAX_TOKEN_IDS = 1 << 20
+# A prompt stands among so many fields, or it is not found.
+MAX_FIELDS = 64
 _FIELD = "request"
 _PROMPT = gateway_pb2.GatewayGenerateRequest.PROMPT_FIELD_NUMBER
 _TOKEN_IDS = gateway_pb2.GatewayGenerateRequest.PROMPT_TOKEN_IDS_FIELD_NUMBER
@@ -53,23 +55,18 @@ def check_message(method: str, data: bytes) -> None:
 
 
 def _long_fields(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yields number and bytes of the fields with a length, as far as they stand before more than 64 KiB of others."""
-    at = num_passed = 0
-    while at < len(data) and num_passed <= SMALL_BYTES:
-        began = at
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        if kind == _LENGTH_DELIMITED:
-            length, at = _varint(data, at)
-            yield tag >> 3, data[at : at + length]
-            num_passed += at - began
-            at += length
-        elif kind == 0:
-            _, at = _varint(data, at)
-            num_passed += at - began
-        else:
-            # Eight bytes or four, or a group, which no message of ours has: what follows is not looked at.
+    """Yields number and bytes of the fields with a length, as far as they are among the first."""
+    at = 0
+    for _ in range(MAX_FIELDS):
+        if at >= len(data):
             return
+        tag, at = _varint(data, at)
+        if tag & 7 != _LENGTH_DELIMITED:
+            # No message of ours has other fields here: what follows is not looked at.
+            return
+        length, at = _varint(data, at)
+        yield tag >> 3, data[at : at + length]
+        at += length
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:

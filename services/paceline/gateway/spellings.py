@@ -16,6 +16,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from paceline.core.errors import InvalidRequestError
 
+# In one chat; a million of them take long to swap.
+MAX_SPELLINGS = 10_000
+
 
 def token_ids(
     tokenizer: Tokenizer, text: str, field: str, *, special_tokens: bool, context_len: int
@@ -61,10 +64,27 @@ class SpecialSpellings:
             self._tokenizer.token_to_id(self._of_template[t.content]): number for number, t in special.items()
         }
 
-    def marked(self, value: Any) -> Any:
-        """Returns strings, lists and objects with marks for all special tokens in strings; None if there are none."""
-        changed = _mapped(value, self._mark)
-        return None if changed == value else changed
+    def marked(self, value: Any, field: str) -> Any:
+        """Returns strings, lists and objects with marks for all special tokens in strings; None if there are none.
+
+        Raises:
+            InvalidRequestError: There are too many.
+        """
+        num_found = 0
+
+        def mark(text: str) -> str:
+            nonlocal num_found
+            for spelled in self._spelled:
+                # Most spellings begin alike, and most texts hold no such beginning.
+                if spelled[:2] in text and (found := text.count(spelled)):
+                    num_found += found
+                    if num_found > MAX_SPELLINGS:
+                        raise InvalidRequestError(field, f"spell out more than {MAX_SPELLINGS} special tokens")
+                    text = text.replace(spelled, self._of_users[spelled])
+            return text
+
+        changed = _mapped(value, mark)
+        return changed if num_found else None
 
     def encode(self, rendered: str, field: str, *, context_len: int) -> tuple[int, ...]:
         """Returns the tokens of a prompt that was rendered with marks.
@@ -79,13 +99,6 @@ class SpecialSpellings:
             text = text.replace(mark, spelled)
         ids = token_ids(self._tokenizer, text, field, special_tokens=False, context_len=context_len)
         return tuple(self._id_of.get(token_id, token_id) for token_id in ids)
-
-    def _mark(self, text: str) -> str:
-        for spelled in self._spelled:
-            # Most spellings begin alike, and most texts hold no such beginning.
-            if spelled[:2] in text:
-                text = text.replace(spelled, self._of_users[spelled])
-        return text
 
 
 def _mapped(value: Any, change: Any) -> Any:

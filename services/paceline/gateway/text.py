@@ -111,7 +111,7 @@ class TextCodec:
         assert self._spellings is not None, "it comes with the template"
         num_bytes = sum(utf8_len(f"{field}[{index}].content", each["content"]) for index, each in enumerate(messages))
         self._check_length(field, num_bytes, context_len)
-        marked = self._spellings.marked([list(map(dict, messages)), dict(extra)])
+        marked = self._spellings.marked([list(map(dict, messages)), dict(extra)], field)
         rendered = self.chat_template.render(*(marked or (messages, extra)))
         if marked is not None:
             return self._spellings.encode(rendered, field, context_len=context_len)

@@ -295,3 +295,28 @@ def test_chat_logprobs_count_alternatives_in_their_own_field() -> None:
     assert chat(chat_body())[0].sampling.logprobs is None
     assert chat(chat_body(logprobs=True))[0].sampling.logprobs == 0
     assert chat(chat_body(logprobs=True, top_logprobs=3))[0].sampling.logprobs == 3
+
+
+def test_a_long_body_of_many_parts_is_refused_and_one_of_many_numbers_is_read() -> None:
+    numbers = '{"prompt": [' + "1, " * 100_000 + "2.0]}"
+    assert parse_json_object(numbers.encode())["prompt"][-1] == 2
+    for parts in (
+        '{"prompt": [' + "[], " * 100_000 + "1]}",
+        "{" + ", ".join(f'"{n}": 1' for n in range(100_000)) + "}",
+    ):
+        with pytest.raises(InvalidRequestError, match="more than 100000 lists, objects and members"):
+            parse_json_object(parts.encode())
+
+
+@pytest.mark.parametrize("padding", ["", " " * 200_000])
+@pytest.mark.parametrize(
+    "text", ['{"a": [1, {"b": "\\u00e9"}, -2.5e3, true, null]}', '{"a" 1}', '{"a": 01}', "[1", '{"a": "\x01"}']
+)
+def test_a_long_body_is_read_as_a_short_one_is(padding: str, text: str) -> None:
+    def outcome(body: str) -> object:
+        try:
+            return parse_json_object(body.encode())
+        except InvalidRequestError as error:
+            return error.problem.partition(" at line")[0]
+
+    assert outcome(padding + text) == outcome(text)

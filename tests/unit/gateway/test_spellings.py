@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from paceline.core.errors import InvalidRequestError
 from paceline.gateway.chat import ChatTemplate
 from paceline.gateway.spellings import SpecialSpellings
 from paceline.gateway.text import TextCodec
@@ -96,3 +97,13 @@ def test_a_completion_prompt_is_read_as_it_stands(make: Callable[[], Tokenizer])
     codec = codec_of(make())
     ids = codec.encode("<|user|>the fox<|end|>", field="prompt", special_tokens=False, context_len=1000)
     assert [codec.token_bytes(token_id) for token_id in ids].count(b"<|end|>") == 1
+
+
+def test_more_spellings_than_anybody_needs_are_refused() -> None:
+    codec = codec_of(byte_level())
+    tokens_of = codec.encode_chat([{"role": "user", "content": "<|end|>"}], {}, field="messages", context_len=99)
+    assert tokens_of
+    with pytest.raises(InvalidRequestError, match="messages: spell out more than 10000 special tokens"):
+        codec.encode_chat(
+            [{"role": "user", "content": "<|end|>" * 5001}] * 2, {}, field="messages", context_len=100_000
+        )
