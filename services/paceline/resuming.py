@@ -13,13 +13,22 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from paceline.core.errors import InvalidRequestError, SessionNotFoundError, StaleEpochError, UnavailableError
+from paceline.core.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    PacelineError,
+    ResumeMismatchError,
+    SessionNotFoundError,
+    StaleEpochError,
+    UnavailableError,
+)
 from paceline.core.params import COUPLED
+from paceline.core.token_digest import TokenDigest
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS
 from paceline.status import error_from_rpc
@@ -45,17 +54,28 @@ class _Progress:
     session_id: str = ""
     num_tokens: int = 0
     num_chars: int = 0
-    # What a stream that begins anew sends again.
+    digest: TokenDigest = field(default_factory=TokenDigest)
+    # What a stream that begins anew sends again, and the digest of what it has sent of that.
     skip_tokens: int = 0
     skip_chars: int = 0
+    skipped: TokenDigest = field(default_factory=TokenDigest)
 
     def take(self, response: gateway_pb2.GatewayGenerateResponse) -> gateway_pb2.GatewayGenerateResponse | None:
-        """Returns the part of a message that is new; None if nothing is."""
+        """Returns the part of a message that is new; None if nothing is.
+
+        Raises:
+            UnavailableError: Tokens are missing before those of the message.
+            ResumeMismatchError: A stream that began anew brings another text.
+        """
         self.session_id = response.session_id
+        expected = self.num_tokens - self.skip_tokens
+        if response.token_ids and response.offset != expected:
+            raise UnavailableError(f"the gateway sent token {response.offset} where {expected} was to come")
         token_ids = response.token_ids[self.skip_tokens :]
         text = response.text[self.skip_chars :]
-        self.skip_tokens -= len(response.token_ids) - len(token_ids)
+        self._skip(response.token_ids[: len(response.token_ids) - len(token_ids)])
         self.skip_chars -= len(response.text) - len(text)
+        self.digest.add(token_ids)
         self.num_tokens += len(token_ids)
         self.num_chars += len(text)
         if not token_ids and not text and not response.HasField("result"):
@@ -65,15 +85,37 @@ class _Progress:
             new.result.CopyFrom(response.result)
         return new
 
+    def _skip(self, token_ids: Sequence[int]) -> None:
+        self.skipped.add(token_ids)
+        self.skip_tokens -= len(token_ids)
+        if token_ids and not self.skip_tokens and self.skipped.hex() != self.digest.hex():
+            raise ResumeMismatchError("the stream began anew and brings other tokens than before")
+
     def begin_anew(self) -> None:
         """The session is lost; the same seed gives the same tokens, of which the first are known."""
         self.session_id = ""
-        self.skip_tokens, self.skip_chars = self.num_tokens, self.num_chars
+        self.skip_tokens, self.skip_chars, self.skipped = self.num_tokens, self.num_chars, TokenDigest()
 
     def resume(self) -> gateway_pb2.ResumeRequest:
         """Asks for what is not there yet; nothing that is known is sent again, however far a new beginning had come."""
         self.skip_tokens = self.skip_chars = 0
-        return gateway_pb2.ResumeRequest(session_id=self.session_id, offset=self.num_tokens)
+        digest = self.digest.hex() if self.num_tokens else ""
+        return gateway_pb2.ResumeRequest(session_id=self.session_id, offset=self.num_tokens, digest=digest)
+
+    def wait_s(self, error: PacelineError) -> float:
+        """Seconds after which an error is worth another try.
+
+        Raises:
+            PacelineError: The error itself; there is nothing to try.
+        """
+        match error:
+            case OverloadedError() if self.num_tokens or self.session_id:
+                # A session that has begun waits for its place; a new one is the caller's to send again.
+                return error.retry_after_s
+            case UnavailableError() | StaleEpochError():
+                return 0.0
+            case _:
+                raise error
 
 
 class ResumingClient:
@@ -126,6 +168,8 @@ class ResumingClient:
             InvalidRequestError: The request has no sampling parameters to put a seed into.
             SessionNotFoundError: Nobody knows the session any more, and its acceptance rule would not give the same
                 tokens again.
+            OverloadedError: No gateway has a place for a new session now; says when to come again.
+            ResumeMismatchError: The session, or the stream that began anew, has other tokens than it brought before.
             PacelineError: A gateway refused the request.
             UnavailableError: No gateway brought a new token for `patience_s` seconds.
         """
@@ -145,7 +189,8 @@ class ResumingClient:
                 if progress.num_tokens and request.speculation.acceptance != COUPLED:
                     raise
                 progress.begin_anew()
-            except (UnavailableError, StaleEpochError) as error:
+            except PacelineError as error:
+                pause_s = max(pause_s, progress.wait_s(error))
                 if self._clock() >= until_s:
                     raise UnavailableError(f"no gateway has brought a token in time; the last said: {error}") from error
                 self.num_resumed += bool(progress.session_id)

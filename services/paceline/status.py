@@ -25,6 +25,7 @@ from paceline.core.errors import (
     ModelNotFoundError,
     OverloadedError,
     PacelineError,
+    PeerLostError,
     PermissionDeniedError,
     RemoteProtocolError,
     ResumeMismatchError,
@@ -56,16 +57,17 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
     (PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED),
 )
-# Types that share their status code with another; the details name them.
+# Types that share their status code with another, or with gRPC's own errors; the details name them.
 _REASONS: dict[str, type[PacelineError]] = {
     "ENGINE_DIED": EngineDiedError,
     "REQUEST_ENDS_ENGINES": EndsEnginesError,
     "RESUME_MISMATCH": ResumeMismatchError,
     "SESSION_NOT_FOUND": SessionNotFoundError,
+    # Last, as it is the base of others.
+    "UNAVAILABLE": UnavailableError,
 }
 _DOMAIN = "paceline"
 _UNREACHABLE_CODES = (
-    grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
 )
@@ -113,6 +115,9 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
             return OverloadedError(message, retry_after_s=retry.retry_delay.ToTimedelta().total_seconds())
         # gRPC itself ends a call so when a message is larger than the limit: asking again would not help.
         return InvalidRequestError("request", message)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        # No service of ours said so, or the details would name it.
+        return PeerLostError(message)
     if code in _UNREACHABLE_CODES:
         return UnavailableError(message)
     if code is grpc.StatusCode.FAILED_PRECONDITION:

@@ -333,10 +333,10 @@ async def test_a_dead_address_in_the_registry_costs_a_retry_and_no_error(fleet: 
 
 
 async def test_a_silent_verifier_is_given_up_and_its_call_cancelled(tmp_path: Path) -> None:
-    async with scripted_fleet(tmp_path, next_token_timeout_s=1.0) as fleet:
+    async with scripted_fleet(tmp_path, verifier_silence_s=2.0) as fleet:
         fleet.verifier.script = PAUSED
         last = events_of(await post(fleet, stream=True))[-1]
-        assert "was silent for 1 s" in last["error"]["message"]
+        assert "was silent for 2 s" in last["error"]["message"]
         assert await fleet.verifier.abandoned.get() == fleet.verifier.requests[0].session_id
         await assert_next_request_works(fleet)
 

@@ -70,6 +70,7 @@ class Script:
         lossy: Says that a lossy acceptance rule had a part in it.
         own_fate: Says that the last token of each step came about so, and that those before it are accepted drafts;
             None: says nothing.
+        gap: Says that so many tokens more were committed before each step than were.
     """
 
     tokens: tuple[int, ...] | None = None
@@ -80,6 +81,7 @@ class Script:
     error: BaseException | None = None
     lossy: bool = False
     own_fate: TokenFate | None = None
+    gap: int = 0
 
     def fates(self, num_tokens: int) -> tuple[TokenFate, ...]:
         """Returns what a step says of its tokens."""
@@ -155,6 +157,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
                 logprobs=_logprobs(generate, tokens),
                 result=None if reason is None else _result(generate, reason, at),
                 lossy=script.lossy,
+                offset=at - len(tokens) + script.gap,
             )
             if reason is not None:
                 return

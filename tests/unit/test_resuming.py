@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.errors import EndsEnginesError, OverloadedError, ResumeMismatchError, UnavailableError
 from paceline.resuming import _Progress
 from paceline.rpc.v1 import gateway_pb2
 
@@ -12,7 +14,8 @@ TEXT = "abcdefghijklmnopqrstuvwxyz"
 
 
 def piece(start: int, stop: int) -> gateway_pb2.GatewayGenerateResponse:
-    return gateway_pb2.GatewayGenerateResponse(session_id="s", text=TEXT[start:stop], token_ids=range(start, stop))
+    tokens = range(start, stop)
+    return gateway_pb2.GatewayGenerateResponse(session_id="s", text=TEXT[start:stop], token_ids=tokens, offset=start)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(1, 5), max_size=4)), max_size=8))
@@ -36,3 +39,32 @@ def test_streams_that_break_off_anywhere_join_to_the_whole(attempts: list[tuple[
                 text += new.text
     assert got == list(range(26))
     assert text == TEXT
+
+
+def test_a_gap_ends_the_stream_so_that_it_is_asked_for_again() -> None:
+    progress = _Progress()
+    progress.take(piece(0, 3))
+    with pytest.raises(UnavailableError, match="token 5 where 3 was to come"):
+        progress.take(piece(5, 7))
+    assert progress.resume().offset == 3
+
+
+def test_a_new_beginning_that_brings_another_text_is_never_joined_to_the_first() -> None:
+    progress = _Progress()
+    progress.take(piece(0, 3))
+    progress.begin_anew()
+    progress.take(piece(0, 2))
+    other = piece(2, 5)
+    other.token_ids[0] = 99
+    with pytest.raises(ResumeMismatchError):
+        progress.take(other)
+
+
+def test_a_session_that_has_begun_waits_for_its_place_and_a_new_one_is_the_callers_to_send_again() -> None:
+    progress, full = _Progress(), OverloadedError("full", retry_after_s=2.5)
+    with pytest.raises(OverloadedError):
+        progress.wait_s(full)
+    progress.take(piece(0, 3))
+    assert progress.wait_s(full) == 2.5
+    with pytest.raises(EndsEnginesError):
+        progress.wait_s(EndsEnginesError("engines died of it"))

@@ -36,6 +36,14 @@ class UnavailableError(PacelineError):
     """A peer that the request needs cannot be reached."""
 
 
+class PeerLostError(UnavailableError):
+    """The connection to a peer broke off: it died, or the way to it did."""
+
+
+class MovedError(UnavailableError):
+    """A session leaves its verifier since its gateway wants it so."""
+
+
 class EngineDiedError(UnavailableError):
     """An engine died in a step that computed the session; others may do so too."""
 

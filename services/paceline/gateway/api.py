@@ -114,6 +114,7 @@ class CommonBody(_Strict):
     stop: Any = None
     stop_token_ids: list[int] = Field(default_factory=list)
     ignore_eos: bool = False
+    cache_salt: str = ""
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None

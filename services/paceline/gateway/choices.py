@@ -19,6 +19,7 @@ from paceline.gateway.requests import (
     ServedModel,
     SessionRequest,
     check_prompt,
+    check_salt,
     check_stops,
     encode_text,
     new_seed,
@@ -119,6 +120,7 @@ def _sessions(
                     sampling=sampling,
                     speculation=speculation,
                     stops=stops,
+                    cache_salt=check_salt(body.cache_salt),
                     token_fates=body.speculation.token_fates,
                     whole=not body.stream and not stops,
                 )

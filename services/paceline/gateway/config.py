@@ -41,18 +41,12 @@ class GatewayConfig:
         4 * 1024 * 1024, help="Largest request body.", unit="bytes", low=1024, high=256 * 1024 * 1024
     )
     body_timeout_s: float = setting(30.0, help="Time for a body to arrive.", unit="s", low=0.1, high=3600)
-    first_token_timeout_s: float = setting(
-        300.0,
-        help="Longest wait for a verifier's first tokens, queue and prompt included.",
+    verifier_silence_s: float = setting(
+        15.0,
+        # A verifier with nothing else to say gives a sign of life every second (`verifier/host.py`).
+        help="Longest silence of a verifier while it has a session, before the session goes on elsewhere.",
         unit="s",
-        low=0.1,
-    )
-    next_token_timeout_s: float = setting(
-        60.0,
-        # Verifiers tell of whole answers every 0.5 s (`verifier/outbox.py`).
-        help="Longest silence of a verifier between tokens; above its --stream-interval-s.",
-        unit="s",
-        low=1.0,
+        low=2.0,
     )
     max_wait_s: float = setting(
         30.0,

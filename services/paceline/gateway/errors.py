@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import (
+    EndsEnginesError,
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
     PacelineError,
     PermissionDeniedError,
     RemoteProtocolError,
+    ResumeMismatchError,
+    SessionNotFoundError,
     StaleEpochError,
     UnauthenticatedError,
     UnavailableError,
@@ -80,6 +83,13 @@ def to_http(error: Exception) -> HttpError:
         return HttpError(
             status=404, type="invalid_request_error", message=message, param="model", code="model_not_found"
         )
+    if isinstance(error, SessionNotFoundError):
+        return HttpError(status=404, type="invalid_request_error", message=message, code="session_not_found")
+    if isinstance(error, ResumeMismatchError):
+        return HttpError(status=409, type="invalid_request_error", message=message, code="resume_mismatch")
+    if isinstance(error, EndsEnginesError):
+        # No client should send it again by itself, as many do after a 5xx.
+        return HttpError(status=422, type="invalid_request_error", message=message, code="request_ends_engines")
     if isinstance(error, UnauthenticatedError):
         return HttpError(
             status=UNAUTHENTICATED_STATUS, type="invalid_request_error", message=message, code="invalid_api_key"

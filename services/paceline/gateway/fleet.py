@@ -79,9 +79,19 @@ class Fleet:
         """Names of the models that can be asked for, with or without a verifier at the moment."""
         return sorted(self._codecs)
 
+    def verifiers(self, name: str) -> list[Replica]:
+        """Returns the verifiers of a model that take sessions and speak this gateway's tokens."""
+        codec = self._codecs.get(name)
+        able = able_verifiers(self.replicas, name)
+        if codec is None or not codec.vocab_hash:
+            return able
+        return [each for each in able if each.identity is not None and each.identity.vocab_hash == codec.vocab_hash]
+
     def identity(self, name: str) -> ModelIdentity | None:
-        """Returns what a verifier of the model says of it; None if none is known."""
-        return next((replica.identity for replica in able_verifiers(self.replicas, name)), None)
+        """Returns what the verifier of the model with the longest context says of it; None if none is known."""
+        known = [each.identity for each in able_verifiers(self.replicas, name) if each.identity is not None]
+        same = [each.identity for each in self.verifiers(name) if each.identity is not None]
+        return max(same or known, key=lambda identity: identity.context_len, default=None)
 
     def model(self, name: str) -> ServedModel:
         """Returns a model by the name users ask for; an empty name means the only one.

@@ -13,6 +13,7 @@ from paceline.gateway.token_texts import TokenText
 class Piece:
     """New text and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
 
+    `offset`: generated tokens before these. `digest`: of all up to these, see `paceline.core.token_digest`.
     `tokens`, where the request asks for it, are those behind the text: their texts join to it.
     """
 
@@ -20,6 +21,8 @@ class Piece:
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     tokens: tuple[TokenText, ...] = ()
+    offset: int = 0
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

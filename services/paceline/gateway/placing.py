@@ -13,12 +13,21 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from paceline.core.errors import OverloadedError, PacelineError, UnavailableError
+from paceline.core.errors import (
+    EndsEnginesError,
+    InvalidRequestError,
+    MovedError,
+    OverloadedError,
+    PacelineError,
+    StaleEpochError,
+    UnavailableError,
+)
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
+from paceline.gateway.ejection import Ejections
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.records import SessionTrail
 from paceline.gateway.requests import SessionRequest
-from paceline.gateway.routing import Router, able_verifiers, choose_drafter
+from paceline.gateway.routing import Router, choose_drafter
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
 from paceline.obs import attributes as names
 from paceline.obs.tracing import Attributes, Kind, Span
@@ -27,8 +36,13 @@ from paceline.store.base import Replica
 # Pause before a session tries verifiers again that have all just failed it.
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
-# A verifier that left the registry may only have lost its way to it; its sessions go when it is silent as well.
-SILENT_S = 1.0
+# A verifier that left the registry may only have lost its way to it; its sessions go when it is silent as well, for
+# longer than between two signs of life.
+SILENT_S = 2.5
+# Failures in a row, without a token, after which a session is not tried again; waits for a place are none.
+MOST_FAILURES = 8
+# What a verifier says of the request itself, and any other would say as well.
+_ABOUT_THE_REQUEST = (InvalidRequestError, StaleEpochError)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +51,7 @@ class _Search:
 
     until_s: float
     pause_s: float = FIRST_PAUSE_S
+    num_failures: int = 0
     failed: set[str] = field(default_factory=set)
 
 
@@ -50,6 +65,7 @@ class Placer:
         failover_s: How long a session looks for a verifier after its last token; 0: one round of all of them.
         max_wait_s: Longest expected wait for a place at a verifier; a request may ask for less.
         on_failover: Called with the reason when a session leaves a verifier.
+        on_ejected: Called with its replica id when a verifier gets no sessions for a while.
         clock: Monotonic seconds.
     """
 
@@ -62,6 +78,7 @@ class Placer:
         failover_s: float,
         max_wait_s: float,
         on_failover: Callable[[str], None] = lambda _: None,
+        on_ejected: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -72,6 +89,7 @@ class Placer:
         self._on_failover = on_failover
         self._clock = clock
         self._in_flight: Counter[str] = Counter()
+        self._ejections = Ejections(clock, on_ejected)
 
     @property
     def in_flight(self) -> Mapping[str, int]:
@@ -82,6 +100,7 @@ class Placer:
         """Yields what verifiers commit beyond the trail, and puts it there; its last message has a result.
 
         Raises:
+            EndsEnginesError: Engines died of it, one after another.
             PacelineError: A verifier refused the session, or none was found in time.
         """
         search = self._new_search()
@@ -89,21 +108,36 @@ class Placer:
         while True:
             verifier = await self._verifier(request, trail, search)
             generate = self._generate(request, trail, epoch)
+            running = self._client.running(verifier.address, generate)
             known = len(trail.token_ids)
             try:
-                async with aclosing(self._on_verifier(verifier, generate, trail, request.span)) as steps:
+                async with aclosing(self._on_verifier(verifier, running, generate, trail, request.span)) as steps:
                     async for step in steps:
                         trail.extend(step.token_ids)
                         yield step
+                self._ejections.served(verifier.replica_id)
                 return
-            except (UnavailableError, OverloadedError) as error:
-                if len(trail.token_ids) > known:
+            except PacelineError as error:
+                if isinstance(error, _ABOUT_THE_REQUEST) or self._client.aborted:
+                    raise
+                progressed = len(trail.token_ids) > known
+                if progressed:
                     search = self._new_search()
-                search.failed.add(verifier.replica_id)
-                if isinstance(error, UnavailableError):
-                    self._router.forget(verifier.replica_id)
+                trail.suspect(trail.suspicion.after(error, ran=running.ran, progressed=progressed))
+                self._note_failure(verifier, search, error, progressed=progressed)
                 await self._before_next(request, trail, search, error)
             epoch += 1
+
+    def _note_failure(self, verifier: Replica, search: _Search, error: PacelineError, *, progressed: bool) -> None:
+        """Remembers what a failed attempt says of the verifier."""
+        search.failed.add(verifier.replica_id)
+        if isinstance(error, OverloadedError | MovedError):
+            return
+        search.num_failures += 1
+        self._router.forget(verifier.replica_id)
+        if progressed:
+            self._ejections.served(verifier.replica_id)
+        self._ejections.failed(verifier.replica_id)
 
     def move_away(self) -> None:
         """Lets sessions go on elsewhere whose verifier drains or has vanished, where there is another."""
@@ -118,7 +152,8 @@ class Placer:
 
         if self._fleet.store_error is None and any(not each.draining for each in verifiers.values()):
             reason = "the verifier drains or has left the registry"
-            self._client.end(must_move, UnavailableError(reason))
+            self._client.end(must_move, MovedError(reason))
+        self._ejections.keep_only(self._fleet.replicas)
 
     def _new_search(self) -> _Search:
         return _Search(until_s=self._clock() + self._failover_s)
@@ -133,22 +168,30 @@ class Placer:
         while True:
             able = self._able(request, trail, search)
             if able:
-                return self._router.place(self._fleet.replicas, able, trail.token_ids, self._in_flight)
+                salt = request.prefix_salt
+                return self._router.place(self._fleet.replicas, able, trail.token_ids, self._in_flight, salt)
             if self._clock() >= search.until_s:
                 raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
             await self._pause(search)
 
     def _able(self, request: SessionRequest, trail: SessionTrail, search: _Search) -> list[Replica]:
-        """Verifiers to choose from; a session that has begun goes on with the same weights or not at all."""
-        able = able_verifiers(self._fleet.replicas, request.model.identity.name, search.failed)
-        begun_with = trail.record.weights_hash
-        return [each for each in able if each.identity and begun_with in ("", each.identity.weights_hash)]
+        """Verifiers to choose from; none that failed the session just now, or fails those of others."""
+        able = [each for each in self._fleet.verifiers(request.model.identity.name) if trail.may_go_to(each)]
+        capable = [each for each in able if each.identity is not None and request.fits(each.identity)]
+        # Where none can serve it, one of them says what is too much.
+        left = self._ejections.without(capable or able)
+        return [each for each in left if each.replica_id not in search.failed]
 
     async def _before_next(
         self, request: SessionRequest, trail: SessionTrail, search: _Search, error: PacelineError
     ) -> None:
         """Returns when another try is worth it; raises the error when there is none."""
-        if self._client.aborted:
+        if trail.suspicion.guilty:
+            num_deaths = trail.suspicion.num_deaths
+            raise EndsEnginesError(
+                f"the request has ended {num_deaths} engines, one after another, and is not run again"
+            ) from error
+        if search.num_failures >= MOST_FAILURES:
             raise error
         if not self._able(request, trail, search):
             # A new session that no verifier has room for is told so at once: it is not ours yet.
@@ -172,11 +215,13 @@ class Placer:
             sampling=request.sampling,
             speculation=request.speculation,
             whole=request.whole,
+            cache_salt=request.prefix_salt,
+            suspect=trail.suspicion.suspect,
             max_wait_s=self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s),
         )
 
     async def _on_verifier(
-        self, verifier: Replica, generate: GenerateRequest, trail: SessionTrail, span: Span
+        self, verifier: Replica, running: RunningCall, generate: GenerateRequest, trail: SessionTrail, span: Span
     ) -> AsyncGenerator[CommittedTokens, None]:
         """Runs a session on one verifier, counted and recorded."""
         assert verifier.identity is not None, "a verifier without identity is never chosen"
@@ -191,12 +236,12 @@ class Placer:
             with _placement_span(span, generate, verifier, drafter_id) as placement:
                 if placement.traceparent:
                     generate = replace(generate, traceparent=placement.traceparent)
-                async with aclosing(self._client.generate(verifier.address, generate)) as steps:
+                async with aclosing(self._client.generate(running, generate)) as steps:
                     async for step in steps:
                         yield step
         finally:
             self._in_flight.subtract(held)
-            self._router.follow(verifier, trail.token_ids)
+            self._router.follow(verifier, trail.token_ids, generate.cache_salt)
 
 
 def _placement_span(span: Span, generate: GenerateRequest, verifier: Replica, drafter_id: str) -> Span:

@@ -19,6 +19,7 @@ import numpy as np
 
 from paceline.core.errors import UnavailableError
 from paceline.gateway.requests import SessionRequest
+from paceline.gateway.suspicion import Suspicion
 from paceline.store.base import AdvanceSession, PutSession, Replica, SessionRecord, SessionState, SessionWrite, Written
 
 # With so many sessions waiting for a store that is away, one that ends goes unrecorded.
@@ -27,6 +28,8 @@ MAX_CHANGED = 10_000
 MAX_WRITES = 256
 # New sessions of so many seconds are written together.
 LEAST_PAUSE_S = 0.02
+# Between the names of several arithmetics.
+AND = " + "
 # A record is renewed when this share of its life has passed without news.
 RENEWAL_SHARE = 1 / 3
 
@@ -47,6 +50,7 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         "sampling": asdict(request.sampling),
         "speculation": asdict(request.speculation),
         "stop": list(request.stops),
+        "cache_salt": request.cache_salt,
     }
     if request.span.recording:
         # Whoever goes on with the session goes on with the trace.
@@ -58,6 +62,8 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         api_key=request.api_key,
         model=request.model.identity.name,
         weights_hash=request.weights_hash,
+        arithmetic=request.arithmetic,
+        engine_deaths=request.engine_deaths,
         verifier_id="",
         drafter_id="",
         seed=request.sampling.seed,
@@ -75,6 +81,7 @@ class SessionTrail:
     Attributes:
         record: As of now, save for `committed_len`, which follows from the log.
         token_ids: Prompt and committed tokens.
+        suspicion: Whether it ends the engines that run it.
     """
 
     def __init__(
@@ -83,9 +90,13 @@ class SessionTrail:
         token_ids: Sequence[int],
         on_change: Callable[[SessionTrail], None],
         on_taken_over: Callable[[], None],
+        *,
+        keeps_tokens: bool = True,
     ) -> None:
         self.record = record
         self.token_ids = list(token_ids)
+        self.suspicion = Suspicion(num_deaths=record.engine_deaths)
+        self._keeps_tokens = keeps_tokens
         self.on_taken_over = on_taken_over
         self._on_change = on_change
         # Tokens that the store has; None: it must be given the whole record.
@@ -101,6 +112,27 @@ class SessionTrail:
         """Generated tokens so far."""
         return tuple(self.token_ids[self.record.prompt_len :])
 
+    @property
+    def mixed(self) -> bool:
+        """Whether verifiers of different arithmetic have computed it."""
+        return AND in self.record.arithmetic
+
+    def may_go_to(self, verifier: Replica) -> bool:
+        """Whether a verifier may go on with it: the weights are those it began with.
+
+        A session that promises the same tokens needs the same arithmetic as well; any other says that it was mixed.
+        """
+        identity, record = verifier.identity, self.record
+        if identity is None or not record.weights_hash:
+            return identity is not None
+        same_bits = not self._keeps_tokens or identity.arithmetic in record.arithmetic.split(AND)
+        return identity.weights_hash == record.weights_hash and same_bits
+
+    def suspect(self, suspicion: Suspicion) -> None:
+        """An attempt to run it has ended."""
+        self.suspicion = suspicion
+        self.record = replace(self.record, engine_deaths=suspicion.num_deaths)
+
     def placed(self, epoch: int, *, verifier: Replica, drafter_id: str) -> None:
         """The session starts, or starts anew, on a verifier."""
         self.record = replace(
@@ -109,9 +141,16 @@ class SessionTrail:
             verifier_id=verifier.replica_id,
             drafter_id=drafter_id,
             weights_hash=verifier.identity.weights_hash if verifier.identity else "",
+            arithmetic=self._arithmetic_with(verifier),
         )
         self._logged_len = None
         self._on_change(self)
+
+    def _arithmetic_with(self, verifier: Replica) -> str:
+        mine, known = verifier.identity.arithmetic if verifier.identity else "", self.record.arithmetic
+        if not self.committed_token_ids or mine in known.split(AND):
+            return known if self.committed_token_ids else mine
+        return f"{known}{AND}{mine}"
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Tokens were committed."""
@@ -182,7 +221,9 @@ class RecordWriter:
             on_taken_over: Called once if another gateway turns out to own the session.
         """
         token_ids = (*request.prompt_token_ids, *request.committed_token_ids)
-        trail = SessionTrail(session_record(request, self._owner), token_ids, self._note, on_taken_over)
+        record = session_record(request, self._owner)
+        keeps_tokens = request.keeps_tokens
+        trail = SessionTrail(record, token_ids, self._note, on_taken_over, keeps_tokens=keeps_tokens)
         self._open[trail] = self._clock()
         return trail
 

@@ -5,19 +5,22 @@ Pure. It knows the limits of models and of this product, but neither JSON nor pr
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import FinishReason, ModelIdentity
-from paceline.core.params import MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
+from paceline.core.params import COUPLED, MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
 from paceline.gateway.text import TextCodec, utf8_len
 from paceline.obs.tracing import UNRECORDED, Span
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_CHOICES = 128
+MAX_SALT_CHARACTERS = 128
+SALT_CHARS = 32
 DEFAULT_MAX_TOKENS = 16
 # An answer nobody bounded must end some day, however long the context is.
 MAX_UNASKED_TOKENS = 4096
@@ -48,8 +51,12 @@ class SessionRequest:
         epoch: First ownership number that this gateway may use.
         committed_token_ids: Generated tokens that an earlier owner has logged.
         offset: Generated tokens that the client has already.
+        digest: Of these; see `paceline.core.token_digest`.
+        arithmetic: Of the verifiers that have computed its tokens; see `paceline.store.base.SessionRecord`.
+        engine_deaths: Engines that died of it, one after another; see `paceline.gateway.suspicion`.
         token_fates: Whether to say how each token came about.
         whole: The client gets the text in one piece, and nothing in it can end the session early.
+        cache_salt: As the request names it; see `prefix_salt`.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
         traceparent: Trace context of the recorded request that it began with, if another call has it now.
         span: The request span.
@@ -67,11 +74,43 @@ class SessionRequest:
     epoch: int = 1
     committed_token_ids: tuple[int, ...] = ()
     offset: int = 0
+    digest: str = ""
+    arithmetic: str = ""
+    engine_deaths: int = 0
+    cache_salt: str = ""
     token_fates: bool = False
     whole: bool = False
     finished: FinishReason | None = None
     traceparent: str = ""
     span: Span = field(default=UNRECORDED, compare=False)
+
+    @property
+    def prefix_salt(self) -> str:
+        """What keeps its cached prefixes apart from those of other keys, and of other salts; empty: nothing does."""
+        if not self.api_key and not self.cache_salt:
+            return ""
+        return hashlib.sha256(f"{self.api_key}\0{self.cache_salt}".encode()).hexdigest()[:SALT_CHARS]
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the same seed promises the same tokens, wherever they are computed."""
+        return self.speculation.acceptance in ("", COUPLED)
+
+    def fits(self, identity: ModelIdentity) -> bool:
+        """Whether a verifier serves such a session: its length, its ways to draft, its rule."""
+        speculation = self.speculation
+        return (
+            len(self.prompt_token_ids) + self.sampling.max_tokens <= identity.context_len
+            and (not identity.methods or set(speculation.methods) <= set(identity.methods))
+            and (not identity.acceptance_rules or speculation.acceptance in ("", *identity.acceptance_rules))
+        )
+
+    def resolved(self) -> SessionRequest:
+        """Returns the same with the acceptance rule named: it must not change with the verifier."""
+        rules = self.model.identity.acceptance_rules
+        if self.speculation.acceptance or not rules:
+            return self
+        return replace(self, speculation=replace(self.speculation, acceptance=rules[0]))
 
 
 def new_seed() -> int:
@@ -107,6 +146,37 @@ def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
             )
         utf8_len(f"stop[{index}]", stop)
     return tuple(stops)
+
+
+def check_salt(salt: str) -> str:
+    """Returns the salt of a prefix cache.
+
+    Raises:
+        InvalidRequestError: It is too long, or not Unicode text.
+    """
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise InvalidRequestError("cache_salt", f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(salt)}")
+    utf8_len("cache_salt", salt)
+    return salt
+
+
+def up_to_end(
+    committed: tuple[int, ...], sampling: SamplingParams, eos_token_ids: Sequence[int]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Returns generated tokens up to the one that ends the text, and why it ends there; None: it goes on.
+
+    Args:
+        committed: Generated tokens.
+        sampling: Of the session.
+        eos_token_ids: Of the model.
+    """
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    for index, token_id in enumerate(committed):
+        if token_id in ends:
+            return committed[: index + 1], FinishReason.STOP
+    if len(committed) >= sampling.max_tokens:
+        return committed[: sampling.max_tokens], FinishReason.LENGTH
+    return committed, None
 
 
 def encode_text(model: ServedModel, text: str, *, field: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Takes over a session that another gateway, or another call, ran before: from its record to a request to run.
 
-The client says how many generated tokens it has; what the log holds beyond them is sent again, and what it lacks is
-computed again. Either way the client gets each token once.
+The client says how many generated tokens it has, and which; what the log holds beyond them is sent again, and what it
+lacks is computed again. Either way the client gets each token once. Whether a session is finished follows from its log.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paceline.core.errors import InvalidRequestError, SessionNotFoundError
-from paceline.core.messages import FinishReason
+from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionNotFoundError
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet import Fleet
-from paceline.gateway.requests import SessionRequest
-from paceline.store.base import LoggedSession, Store
+from paceline.gateway.known_tokens import check_known
+from paceline.gateway.requests import SessionRequest, up_to_end
+from paceline.store.base import LoggedSession, SessionState, Store
 
 MAX_SESSION_ID_CHARS = 128
 
@@ -33,17 +33,20 @@ class Resumption:
         self._fleet = fleet
         self._owner = owner
 
-    async def claim(self, session_id: str, offset: int, api_key: str) -> SessionRequest:
+    async def claim(self, session_id: str, offset: int, digest: str, api_key: str) -> SessionRequest:
         """Returns what is left of a session to run; from now on it is ours.
 
         Args:
             session_id: As every message of the session said.
             offset: Generated tokens that the client has.
+            digest: Of these; see `paceline.core.token_digest`.
             api_key: Name of the key that asks.
 
         Raises:
             InvalidRequestError: A field cannot be right.
             SessionNotFoundError: No record is there for this key.
+            ResumeMismatchError: The client has other tokens than the session.
+            EndsEnginesError: The session has ended the engines that ran it.
             ModelNotFoundError: Its model is not served here.
             UnavailableError: The store does not answer, or no verifier of the model is there.
         """
@@ -54,7 +57,7 @@ class Resumption:
         logged = await self._store.session(session_id)
         if logged is not None and logged.record.api_key == api_key:
             # Everything is checked before the session is taken from whoever runs it.
-            self._request(logged, offset)
+            self._request(logged, offset, digest)
             logged = await self._store.claim_session(session_id, self._owner)
         else:
             # Whether it is another's is nobody's business.
@@ -63,10 +66,14 @@ class Resumption:
             raise SessionNotFoundError(
                 f"session_id: {session_id[:80]!r} is not known; it ended too long ago, or never was recorded"
             )
-        return self._request(logged, offset)
+        return self._request(logged, offset, digest)
 
-    def _request(self, logged: LoggedSession, offset: int) -> SessionRequest:
+    def _request(self, logged: LoggedSession, offset: int, digest: str) -> SessionRequest:
         record = logged.record
+        if record.state is SessionState.REFUSED:
+            raise EndsEnginesError(
+                f"session_id: the session has ended {record.engine_deaths} engines, and is not run again"
+            )
         parameters = json.loads(record.params_json)
         sampling = _sampling(parameters["sampling"])
         if sampling.logprobs is not None:
@@ -75,9 +82,12 @@ class Resumption:
             raise InvalidRequestError(
                 "offset", f"must be from 0 to the session's max_tokens of {sampling.max_tokens}, got {offset}"
             )
-        state = record.state
+        model = self._fleet.model(record.model)
+        logged_ids = logged.token_ids[record.prompt_len :]
+        committed, finished = up_to_end(logged_ids, sampling, model.identity.eos_token_ids)
+        check_known(offset, digest, committed)
         return SessionRequest(
-            model=self._fleet.model(record.model),
+            model=model,
             session_id=record.session_id,
             prompt_token_ids=logged.token_ids[: record.prompt_len],
             sampling=sampling,
@@ -85,10 +95,14 @@ class Resumption:
             stops=tuple(parameters["stop"]),
             api_key=record.api_key,
             weights_hash=record.weights_hash,
+            arithmetic=record.arithmetic,
+            engine_deaths=record.engine_deaths,
             epoch=record.epoch,
-            committed_token_ids=logged.token_ids[record.prompt_len :],
+            committed_token_ids=committed,
             offset=offset,
-            finished=FinishReason(state.value) if state.finished else None,
+            digest=digest,
+            cache_salt=parameters.get("cache_salt", ""),
+            finished=finished,
             traceparent=parameters.get("traceparent", ""),
         )
 

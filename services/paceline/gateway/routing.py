@@ -44,6 +44,7 @@ class Router:
         able: Sequence[Replica],
         token_ids: Sequence[int],
         in_flight: Mapping[str, int],
+        salt: str = "",
     ) -> Replica:
         """Returns the verifier for a session and remembers that it gets the prompt.
 
@@ -52,10 +53,11 @@ class Router:
             able: Those of the fleet to choose from, at least one; all of one model.
             token_ids: The prompt, and what is generated already when a session moves.
             in_flight: Sessions of this gateway by replica id; the registry lags behind by a heartbeat.
+            salt: Cached prefixes are shared under the same one only.
         """
         if replicas is not self._replicas:
             self._read(replicas, in_flight)
-        blocks = prefix_blocks(_model(able[0]), token_ids)
+        blocks = prefix_blocks(_model(able[0]) + salt, token_ids)
         sessions = {
             replica.replica_id: self._elsewhere[replica.replica_id] + in_flight.get(replica.replica_id, 0)
             for replica in able
@@ -64,9 +66,9 @@ class Router:
         self._index.add(chosen.replica_id, blocks)
         return chosen
 
-    def follow(self, verifier: Replica, token_ids: Sequence[int]) -> None:
+    def follow(self, verifier: Replica, token_ids: Sequence[int], salt: str = "") -> None:
         """Remembers that a verifier has all committed tokens of a session: the next turn's prompt begins with them."""
-        self._index.add(verifier.replica_id, prefix_blocks(_model(verifier), token_ids))
+        self._index.add(verifier.replica_id, prefix_blocks(_model(verifier) + salt, token_ids))
 
     def forget(self, replica_id: str) -> None:
         """Forgets what a verifier was sent; it failed, and comes back empty if it does."""

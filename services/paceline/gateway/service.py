@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 import uuid
@@ -38,7 +39,7 @@ from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.shares import Shares
 from paceline.gateway.text import TextCodec
-from paceline.gateway.verifier_client import Deadlines, VerifierClient
+from paceline.gateway.verifier_client import VerifierClient
 from paceline.gateway.workers import Workers
 from paceline.obs.families import service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
@@ -50,6 +51,8 @@ from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
 from paceline.store.probe import Probe
 from paceline.supervision import Supervisor, Work
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 # Time to deliver the error that ends a session at the deadline.
@@ -143,8 +146,7 @@ async def _serve(
     fleet = Fleet(store, codecs, Probe(tls))
     supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
-    deadlines = Deadlines(first_message_s=config.first_token_timeout_s, next_message_s=config.next_token_timeout_s)
-    client = VerifierClient(deadlines, tls)
+    client = VerifierClient(config.verifier_silence_s, tls)
     metrics = GatewayMetrics(registry)
     placer = _placer(config, fleet, client, metrics)
     sessions = Sessions(
@@ -208,7 +210,13 @@ def _placer(config: GatewayConfig, fleet: Fleet, client: VerifierClient, metrics
         failover_s=config.failover_s,
         max_wait_s=config.max_wait_s,
         on_failover=lambda reason: metrics.failovers.labels(reason).inc(),
+        on_ejected=lambda replica_id: _note_ejection(metrics, replica_id),
     )
+
+
+def _note_ejection(metrics: GatewayMetrics, replica_id: str) -> None:
+    logger.warning("a verifier fails its sessions and gets none for a while", extra={"verifier": replica_id})
+    metrics.ejections.inc()
 
 
 def _console(

@@ -22,6 +22,7 @@ from paceline.gateway.requests import (
     ServedModel,
     SessionRequest,
     check_prompt,
+    check_salt,
     check_stops,
     encode_text,
     new_seed,
@@ -76,7 +77,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Streams what is left of a completion, in the trace that it began in unless the client names another."""
         # A gateway that has no place for the session must not take it from whoever runs it.
         with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
-            session = await self._resumption.claim(request.session_id, request.offset, current_caller().name)
+            session = await self._resumption.claim(
+                request.session_id, request.offset, request.digest, current_caller().name
+            )
             traceparent = self._tracing.incoming(context) or session.traceparent
             with RequestTrace(self._tracing, TEXT_COMPLETION, traceparent) as trace:
                 trace.span.set({OFFSET: request.offset})
@@ -120,6 +123,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             sampling=_sampling(request, model, len(prompt_token_ids)),
             speculation=speculation,
             stops=check_stops(request.stop),
+            cache_salt=check_salt(request.cache_salt),
             api_key=current_caller().name,
         )
 
@@ -149,7 +153,9 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
 
 def _response(session_id: str, event: Piece | Ending) -> gateway_pb2.GatewayGenerateResponse:
     if isinstance(event, Piece):
-        return gateway_pb2.GatewayGenerateResponse(session_id=session_id, text=event.text, token_ids=event.token_ids)
+        return gateway_pb2.GatewayGenerateResponse(
+            session_id=session_id, text=event.text, token_ids=event.token_ids, offset=event.offset
+        )
     record = event.speculation or SpeculationRecord()
     return gateway_pb2.GatewayGenerateResponse(
         session_id=session_id,

@@ -13,12 +13,13 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from paceline.core.errors import OverloadedError, PacelineError, StaleEpochError, UnavailableError
+from paceline.core.errors import EndsEnginesError, OverloadedError, PacelineError, StaleEpochError, UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, SpeculationRecord
 from paceline.core.params import TYPICAL
 from paceline.gateway.callers import Caller
 from paceline.gateway.fairness import fits
 from paceline.gateway.fleet import Fleet
+from paceline.gateway.known_tokens import KnownTokens
 from paceline.gateway.pieces import Ending, Event, Piece
 from paceline.gateway.placing import Placer
 from paceline.gateway.records import RecordWriter, SessionTrail
@@ -188,6 +189,7 @@ class Sessions:
             self._idle.set()
 
     async def _events(self, request: SessionRequest, stopwatch: Stopwatch) -> AsyncGenerator[Event, None]:
+        request = request.resolved()
         trail = self._records.open(request, partial(self._taken_over, request))
         state = SessionState.LEFT
         try:
@@ -197,6 +199,9 @@ class Sessions:
                         state = SessionState(event.finish_reason.value)
                         trail.end(state)
                     yield event
+        except EndsEnginesError:
+            state = SessionState.REFUSED
+            raise
         except PacelineError:
             state = SessionState.FAILED
             raise
@@ -213,8 +218,13 @@ class Sessions:
     async def _pieces(
         self, request: SessionRequest, trail: SessionTrail, stopwatch: Stopwatch
     ) -> AsyncGenerator[Event, None]:
-        """Yields the answer beyond the tokens that the client has, and how it ended."""
+        """Yields the answer beyond the tokens that the client has, and how it ended.
+
+        Raises:
+            ResumeMismatchError: The client has other tokens than these.
+        """
         text_stream = TextStream(request)
+        client = KnownTokens(request.offset, request.digest)
         self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
         num_generated = 0
         result: GenerateResult | None = None
@@ -222,7 +232,7 @@ class Sessions:
         async with aclosing(self._committed(request, trail)) as steps:
             async for step in steps:
                 lossy |= step.lossy
-                num_known = min(max(0, request.offset - num_generated), len(step.token_ids))
+                offset, num_known = num_generated, client.take(step.token_ids)
                 known = text_stream.feed(step.token_ids[:num_known])
                 fed = known
                 if not known.stopped:
@@ -236,10 +246,18 @@ class Sessions:
                     rest = text_stream.finish()
                     text, tokens, stopped = text + rest.text, tokens + rest.tokens, rest.stopped
                 new = slice(num_known, num_known + num_new)
-                yield Piece(text=text, token_ids=step.token_ids[new], logprobs=step.logprobs[new], tokens=tokens)
+                yield Piece(
+                    text=text,
+                    token_ids=step.token_ids[new],
+                    logprobs=step.logprobs[new],
+                    tokens=tokens,
+                    offset=offset + num_known,
+                    digest=client.digest,
+                )
                 if stopped:
                     break
-        ending = _ending(request, num_generated, result, stopped=stopped, lossy=lossy)
+        client.end(num_generated)
+        ending = _ending(request, num_generated, result, stopped=stopped, lossy=lossy, mixed=trail.mixed)
         stopwatch.ended(ending)
         yield ending
 
@@ -267,7 +285,13 @@ def _result_of(request: SessionRequest) -> GenerateResult | None:
 
 
 def _ending(
-    request: SessionRequest, num_generated: int, result: GenerateResult | None, *, stopped: bool, lossy: bool
+    request: SessionRequest,
+    num_generated: int,
+    result: GenerateResult | None,
+    *,
+    stopped: bool,
+    lossy: bool,
+    mixed: bool,
 ) -> Ending:
     num_prompt_tokens = len(request.prompt_token_ids)
     if result is None:
@@ -275,13 +299,13 @@ def _ending(
             finish_reason=FinishReason.STOP,
             num_prompt_tokens=num_prompt_tokens,
             num_generated_tokens=num_generated,
-            speculation=SpeculationRecord(lossy=True) if lossy else None,
+            speculation=SpeculationRecord(lossy=lossy, mixed=mixed) if lossy or mixed else None,
         )
     return Ending(
         finish_reason=FinishReason.STOP if stopped else result.finish_reason,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=result.num_cached_tokens,
         num_generated_tokens=num_generated,
-        speculation=replace(result.speculation, lossy=lossy),
+        speculation=replace(result.speculation, lossy=lossy, mixed=mixed),
         timings=result.timings,
     )

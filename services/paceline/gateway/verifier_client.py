@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from paceline.core.errors import PacelineError, RemoteProtocolError, UnavailableError
+from paceline.core.errors import PacelineError, PeerLostError, RemoteProtocolError, UnavailableError
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.credentials import FleetTls, channel
 from paceline.obs.tracing import TRACEPARENT
@@ -33,14 +33,6 @@ _CHANNEL_OPTIONS = (
 _Call = grpc.aio.UnaryStreamCall[verifier_pb2.VerifierGenerateRequest, verifier_pb2.VerifierGenerateResponse]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """Longest waits for a verifier, in seconds."""
-
-    first_message_s: float
-    next_message_s: float
-
-
 @dataclass(slots=True, kw_only=True)
 class RunningCall:
     """One session on a verifier.
@@ -50,6 +42,8 @@ class RunningCall:
         epoch: Under which it runs.
         address: The verifier's.
         heard_s: When it was called or last said something, monotonic seconds.
+        ran: Whether an engine has computed something of it.
+        num_generated: Generated tokens of the session so far, those that it began with among them.
         ended_by: Why we ended it ourselves; None while it runs.
     """
 
@@ -57,6 +51,8 @@ class RunningCall:
     epoch: int
     address: str
     heard_s: float
+    ran: bool = False
+    num_generated: int = 0
     ended_by: PacelineError | None = None
 
     def check(self) -> None:
@@ -64,20 +60,35 @@ class RunningCall:
         if self.ended_by is not None:
             raise self.ended_by
 
+    def take(self, committed: CommittedTokens, now_s: float) -> None:
+        """Takes in what the verifier says.
+
+        Raises:
+            RemoteProtocolError: Tokens are missing before these, or were sent already.
+        """
+        self.heard_s = now_s
+        if committed.token_ids and committed.offset != self.num_generated:
+            raise RemoteProtocolError(
+                f"VerifierGenerateResponse.offset: {self.num_generated} tokens are there, and {committed.offset} are "
+                "said to be before the next"
+            )
+        self.ran |= committed.running or bool(committed.token_ids)
+        self.num_generated += len(committed.token_ids)
+
 
 class VerifierClient:
     """Runs sessions on verifiers.
 
     Args:
-        deadlines: Longest waits.
+        silence_s: Longest wait for a verifier's next sign of life, in seconds.
         tls: Certificate to show; None: plain text.
         clock: Monotonic seconds.
     """
 
     def __init__(
-        self, deadlines: Deadlines, tls: FleetTls | None = None, *, clock: Callable[[], float] = time.monotonic
+        self, silence_s: float, tls: FleetTls | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._deadlines = deadlines
+        self._silence_s = silence_s
         self._tls = tls
         self._clock = clock
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -89,8 +100,22 @@ class VerifierClient:
         """Whether `abort` was called."""
         return bool(self._abort_reason)
 
-    async def generate(self, address: str, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
+    def running(self, address: str, request: GenerateRequest) -> RunningCall:
+        """Returns what is to be known of a call that is about to begin."""
+        return RunningCall(
+            session_id=request.session_id,
+            epoch=request.epoch,
+            address=address,
+            heard_s=self._clock(),
+            num_generated=len(request.committed_token_ids),
+        )
+
+    async def generate(self, running: RunningCall, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
         """Yields what the verifier commits, a result in the last message; closing it cancels the call.
+
+        Args:
+            running: Kept up to date while the call runs.
+            request: The session.
 
         Raises:
             PacelineError: What the verifier raised, or what the call was ended with.
@@ -100,21 +125,17 @@ class VerifierClient:
         if self.aborted:
             raise UnavailableError(self._abort_reason)
         metadata = ((TRACEPARENT, request.traceparent),) if request.traceparent else None
-        call: _Call = self._stub(address).Generate(generate_request_to_pb(request), metadata=metadata)
-        running = RunningCall(
-            session_id=request.session_id, epoch=request.epoch, address=address, heard_s=self._clock()
-        )
+        call: _Call = self._stub(running.address).Generate(generate_request_to_pb(request), metadata=metadata)
         self._calls[call] = running
         try:
-            timeout_s = self._deadlines.first_message_s
             while True:
-                committed = await self._read(call, running, timeout_s)
-                running.heard_s = self._clock()
-                yield committed
+                committed = await self._read(call, running)
+                running.take(committed, self._clock())
+                if committed.token_ids or committed.result is not None:
+                    yield committed
                 if committed.result is not None:
                     await self._await_status(call)
                     return
-                timeout_s = self._deadlines.next_message_s
         finally:
             del self._calls[call]
             call.cancel()
@@ -163,13 +184,13 @@ class VerifierClient:
         except TimeoutError:
             return
 
-    async def _read(self, call: _Call, running: RunningCall, timeout_s: float) -> CommittedTokens:
+    async def _read(self, call: _Call, running: RunningCall) -> CommittedTokens:
         running.check()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self._silence_s):
                 message = await call.read()
         except TimeoutError:
-            raise UnavailableError(f"the verifier at {running.address} was silent for {timeout_s:g} s") from None
+            raise PeerLostError(f"the verifier at {running.address} was silent for {self._silence_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             running.check()
             raise error_from_rpc(error) from error

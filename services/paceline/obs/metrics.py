@@ -18,10 +18,17 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from paceline.core.errors import (
     ConfigError,
+    EndsEnginesError,
+    EngineDiedError,
     InvalidRequestError,
     ModelNotFoundError,
+    MovedError,
     OverloadedError,
+    PacelineError,
+    PeerLostError,
     RemoteProtocolError,
+    ResumeMismatchError,
+    SessionNotFoundError,
     StaleEpochError,
     UnauthenticatedError,
     UnavailableError,
@@ -43,15 +50,28 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # Why sessions go on without their drafter: its stream is lost, it broke the protocol, it is silent, or it has gone.
 FALLBACK_REASONS = ("link_lost", "protocol_error", "drafter_silent", "drafter_changed")
 REQUEST_ERRORS = (
+    EndsEnginesError,
+    EngineDiedError,
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
+    PeerLostError,
     RemoteProtocolError,
+    ResumeMismatchError,
+    SessionNotFoundError,
     StaleEpochError,
     UnauthenticatedError,
     UnavailableError,
 )
-FAILOVER_REASONS = (OverloadedError, UnavailableError)
+FAILOVER_REASONS = (
+    EngineDiedError,
+    MovedError,
+    OverloadedError,
+    PacelineError,
+    PeerLostError,
+    RemoteProtocolError,
+    UnavailableError,
+)
 
 
 def rows_label(num_rows: int) -> str:
@@ -223,6 +243,9 @@ class GatewayMetrics:
                 registry=registry,
             ),
             known=[(kind.__name__,) for kind in FAILOVER_REASONS],
+        )
+        self.ejections = Counter(
+            "paceline:ejections", "Times a verifier that failed its sessions got none for a while.", registry=registry
         )
         self.replicas = Family(
             Gauge("paceline:replicas", "Replicas in the registry that do not drain.", ("role",), registry=registry),

@@ -39,11 +39,15 @@ class Replica:
 
 
 class SessionState(enum.StrEnum):
-    """Where a session is; `STOP` and `LENGTH` are the reasons of a session that is finished."""
+    """Where a session is; `STOP` and `LENGTH` are the reasons of a session that is finished.
+
+    One that is `REFUSED` ended the engines that ran it, and is not run again.
+    """
 
     RUNNING = "running"
     LEFT = "left"
     FAILED = "failed"
+    REFUSED = "refused"
     STOP = "stop"
     LENGTH = "length"
 
@@ -61,6 +65,8 @@ class SessionRecord:
         owner: Replica id of the gateway that runs it.
         api_key: Name of the key it was asked for with; empty without keys.
         weights_hash: Fingerprint of the weights it began with; others would go on differently.
+        arithmetic: Of the verifiers that have computed it, several joined by ` + `; see `ModelIdentity`.
+        engine_deaths: Engines that died of it, one after another.
         prompt_hash: SHA-256 of the prompt's ids, as little-endian 32-bit numbers.
         committed_len: Generated tokens in the log, behind `prompt_len` of the prompt.
         params_json: Sampling and speculation parameters and stop strings.
@@ -72,6 +78,8 @@ class SessionRecord:
     api_key: str = ""
     model: str
     weights_hash: str = ""
+    arithmetic: str = ""
+    engine_deaths: int = 0
     verifier_id: str
     drafter_id: str
     seed: int

@@ -1,0 +1,199 @@
+"""What a gateway makes of verifiers that fail: of one that fails everybody, of requests that end engines, of gaps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from paceline.core.errors import (
+    EndsEnginesError,
+    EngineDiedError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    RemoteProtocolError,
+)
+from paceline.gateway.ejection import CONSECUTIVE
+from paceline.rpc.v1 import gateway_pb2
+from paceline.status import error_from_rpc
+from paceline.store.base import SessionState
+from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
+
+REQUEST: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 10, "seed": 0}
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path, num_verifiers=4, failover_s=2.0) as started:
+        yield started
+
+
+async def post(fleet: ScriptedFleet, **fields: Any) -> httpx.Response:
+    return await fleet.http.post("/v1/completions", json={**REQUEST, **fields})
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def all_fail_with(fleet: ScriptedFleet, error: Exception, *, after: int = 0) -> None:
+    for verifier in fleet.verifiers:
+        verifier.script = Script(fail_after=after, error=error)
+
+
+def num_asked(fleet: ScriptedFleet) -> int:
+    return sum(len(verifier.requests) for verifier in fleet.verifiers)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ZeroDivisionError("a bug"), RemoteProtocolError("strange message"), PermissionDeniedError("for others")],
+    ids=["internal", "protocol", "permission"],
+)
+async def test_a_verifier_that_fails_everybody_at_once_costs_nobody_an_answer_and_soon_is_not_asked(
+    fleet: ScriptedFleet, error: Exception
+) -> None:
+    fleet.verifier.script = Script(fail_after=0, error=error)
+    expected = fleet.letters(0, 10)
+    for _ in range(20):
+        assert text_of(await post(fleet)) == expected
+    assert len(fleet.verifier.requests) == CONSECUTIVE
+
+
+async def test_a_session_moves_on_when_its_verifier_fails_in_mid_stream(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(fail_after=6, error=ZeroDivisionError("a bug"))
+    assert text_of(await post(fleet)) == fleet.letters(0, 10)
+
+
+async def test_attempts_have_an_end_where_every_verifier_fails(fleet: ScriptedFleet) -> None:
+    all_fail_with(fleet, ZeroDivisionError("a bug"))
+    answer = await post(fleet)
+    assert answer.status_code == 500
+    assert num_asked(fleet) == 8
+
+
+async def test_what_is_wrong_with_the_request_itself_is_asked_once(fleet: ScriptedFleet) -> None:
+    all_fail_with(fleet, InvalidRequestError("max_tokens", "is strange"))
+    assert (await post(fleet)).status_code == 400
+    assert num_asked(fleet) == 1
+
+
+@pytest.mark.parametrize("after", [0, 6])
+async def test_a_request_that_ends_engines_is_refused_and_stays_refused(fleet: ScriptedFleet, after: int) -> None:
+    all_fail_with(fleet, EngineDiedError("the engine died"), after=after)
+    if after:
+        # Engines die at the same token again: the first of them brought what is before it.
+        fleet.verifier.script = Script(fail_after=after, error=EngineDiedError("the engine died"))
+    asked = gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="x")
+    asked.sampling.max_tokens = 10
+    session_id = ""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for response in fleet.stub.Generate(asked):
+            session_id = response.session_id
+    assert isinstance(error_from_rpc(caught.value), EndsEnginesError)
+    assert num_asked(fleet) == 2
+    assert [each.suspect for verifier in fleet.verifiers for each in verifier.requests].count(True) == 1
+    for _ in range(1000):
+        logged = await fleet.store.session(session_id)
+        if logged is not None and logged.record.state is SessionState.REFUSED:
+            break
+        await fleet.http.get("/health")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in fleet.stub.Resume(gateway_pb2.ResumeRequest(session_id=session_id)):
+            pass
+    assert isinstance(error_from_rpc(caught.value), EndsEnginesError)
+    assert num_asked(fleet) == 2
+
+
+async def test_over_http_it_is_refused_with_a_status_that_no_client_repeats_by_itself(fleet: ScriptedFleet) -> None:
+    all_fail_with(fleet, EngineDiedError("the engine died"))
+    answer = await post(fleet)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "request_ends_engines")
+    assert "has ended 2 engines" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("gap", [1, -1])
+async def test_tokens_out_of_place_are_never_passed_on(fleet: ScriptedFleet, gap: int) -> None:
+    fleet.verifier.script = Script(gap=gap)
+    for _ in range(6):
+        assert text_of(await post(fleet)) == fleet.letters(0, 10)
+    assert len(fleet.verifier.requests) == CONSECUTIVE
+
+
+async def announce(fleet: ScriptedFleet, index: int, **changes: Any) -> None:
+    """Lets a verifier say something else of itself."""
+    [known] = [each for each in await fleet.store.replicas() if each.replica_id == f"verifier-{index}"]
+    await fleet.announce(replace(known, identity=identity(fleet.codec, **changes)))
+    for _ in range(1000):
+        if (await fleet.http.get("/v1/models")).json()["data"][0]["max_model_len"] is not None:
+            break
+
+
+async def settled(fleet: ScriptedFleet, context_len: int) -> None:
+    """Returns when the gateway has read what verifiers announced."""
+    for _ in range(10_000):
+        if (await fleet.http.get("/v1/models")).json()["data"][0]["max_model_len"] == context_len:
+            return
+    raise AssertionError("the gateway did not read the registry")
+
+
+async def test_a_session_goes_to_a_verifier_that_can_hold_it_whole(fleet: ScriptedFleet) -> None:
+    await announce(fleet, 2, context_len=512)
+    await settled(fleet, 512)
+    for _ in range(3):
+        assert text_of(await post(fleet, max_tokens=300)) == fleet.letters(0, 300)
+    assert len(fleet.verifiers[2].requests) == 3
+    assert (await post(fleet, max_tokens=600)).status_code == 400
+
+
+async def test_the_rule_is_resolved_before_a_session_is_placed_and_does_not_change_with_the_verifier(
+    fleet: ScriptedFleet,
+) -> None:
+    for index in range(3):
+        await announce(fleet, index, acceptance_rules=("coupled", "block"))
+    await announce(fleet, 3, acceptance_rules=("block", "rejection"), context_len=255)
+    fleet.verifier.script = Script(fail_after=6, error=ZeroDivisionError("a bug"))
+    await settled(fleet, 256)
+    for _ in range(8):
+        await post(fleet)
+    asked = [each for verifier in fleet.verifiers for each in verifier.requests]
+    assert {each.speculation.acceptance for each in asked} == {"coupled"}
+    assert not fleet.verifiers[3].requests
+    await post(fleet, speculation={"acceptance": "rejection"})
+    assert len(fleet.verifiers[3].requests) == 1
+
+
+async def test_tokens_are_kept_within_one_arithmetic_and_a_text_that_was_mixed_says_so(fleet: ScriptedFleet) -> None:
+    for index, arithmetic in enumerate(("cpu", "cuda", "cuda", "cuda")):
+        await announce(fleet, index, arithmetic=arithmetic, weights_hash="w", context_len=300)
+    await settled(fleet, 300)
+    for verifier in fleet.verifiers:
+        verifier.script = Script(fail_after=6, error=ZeroDivisionError("a bug"))
+    fleet.verifiers[0].script = Script(fail_after=6, error=ZeroDivisionError("a bug"))
+    answers = [await post(fleet) for _ in range(2)]
+    assert all(answer.status_code >= 500 for answer in answers)
+    begun = {
+        each.session_id: index
+        for index, v in enumerate(fleet.verifiers)
+        for each in v.requests
+        if not each.committed_token_ids
+    }
+    for index, verifier in enumerate(fleet.verifiers):
+        for each in verifier.requests:
+            assert (index == 0) == (begun[each.session_id] == 0)
+
+
+async def test_prompts_of_different_keys_or_salts_share_no_cached_prefix(fleet: ScriptedFleet) -> None:
+    for salt in ("", "a", "a", "b"):
+        await post(fleet, **({"cache_salt": salt} if salt else {}))
+    salts = [each.cache_salt for verifier in fleet.verifiers for each in verifier.requests]
+    assert sorted(map(salts.count, set(salts))) == [1, 1, 2]
+    assert "" in salts
+    assert not {"a", "b"} & set(salts)
