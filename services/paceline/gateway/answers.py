@@ -60,11 +60,11 @@ class Answer:
         requests: Sequence[SessionRequest],
         samples_per_prompt: int,
     ) -> None:
-        """Starts with empty choices, in the order of the sessions: all samples of a prompt side by side."""
+        """Starts with choices as far as the client has them, in the order of the sessions: samples side by side."""
         self._chat = chat
         self._samples_per_prompt = samples_per_prompt
         self._head: Json = {"id": request_id, "created": created_s, "model": model_name}
-        self._choices = [ChoiceState(request=request) for request in requests]
+        self._choices = [ChoiceState(request=each, num_generated_tokens=each.offset) for each in requests]
 
     def add_piece(self, index: int, piece: Piece) -> None:
         """Takes a piece of a choice for the whole."""
@@ -79,8 +79,8 @@ class Answer:
         self._choices[index].ending = ending
 
     def opening_chunks(self) -> list[Json]:
-        """Returns what a stream begins with: for a chat, who speaks."""
-        if not self._chat:
+        """Returns what a stream begins with: for a chat, who speaks; a stream that goes on has said it."""
+        if not self._chat or any(choice.request.resumed for choice in self._choices):
             return []
         return [
             self._chunk(index, {"role": "assistant", "content": ""}, None, None) for index in range(len(self._choices))

@@ -79,9 +79,13 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream carries besides text."""
+    """What a stream carries besides text.
+
+    Places are asked for, as widely used clients take every line of a stream for data.
+    """
 
     include_usage: bool = False
+    include_event_ids: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 

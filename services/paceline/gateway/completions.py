@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from paceline.core.errors import InvalidRequestError
 from paceline.gateway.answers import Answer, Json
 from paceline.gateway.api import ChatBody, CommonBody, CompletionBody, StreamOptions, parse_body
 from paceline.gateway.body import parse_json_object, read_body
 from paceline.gateway.callers import current_caller
 from paceline.gateway.choices import chat_sessions, completion_sessions
+from paceline.gateway.event_ids import HEADER, EventId
 from paceline.gateway.exchange import DONE, JSON_HEADERS, STREAM_HEADERS, Exchange, to_json
 from paceline.gateway.merge import merged, until_disconnect
-from paceline.gateway.pieces import Ending, Event
+from paceline.gateway.pieces import Ending, Event, Piece
 from paceline.gateway.request_trace import RequestTrace
 from paceline.gateway.requests import SessionRequest
+from paceline.gateway.resume import Resumption
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.shares import Shares
 from paceline.gateway.workers import Workers
@@ -35,6 +39,7 @@ from paceline.obs.tracing import TRACEPARENT, Tracing
 MAX_INLINE_BYTES = 4 * 1024
 
 Events = AsyncGenerator[tuple[int, Event], None]
+ReadT = TypeVar("ReadT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +66,30 @@ class _Order:
     requests: Sequence[SessionRequest]
     answer: Answer
 
+    @property
+    def place(self) -> EventId | None:
+        """Where its stream begins; None where nobody asked for places, or could go on from them."""
+        first = self.requests[0]
+        asked = first.resumed or self.options.include_event_ids
+        named = asked and len(self.requests) == 1 and first.resumable
+        return EventId(session_id=first.session_id) if named else None
+
 
 class CompletionEndpoint:
     """POST /v1/completions or /v1/chat/completions."""
 
     def __init__(
-        self, sessions: Sessions, limits: BodyLimits, workers: Workers, tracing: Tracing, *, chat: bool
+        self,
+        sessions: Sessions,
+        resumption: Resumption,
+        limits: BodyLimits,
+        workers: Workers,
+        tracing: Tracing,
+        *,
+        chat: bool,
     ) -> None:
         self._sessions = sessions
+        self._resumption = resumption
         self._workers = workers
         self._limits = limits
         self._tracing = tracing
@@ -82,12 +103,20 @@ class CompletionEndpoint:
             exchange = Exchange(send, trace.fail)
             try:
                 with self._sessions.errors_counted():
-                    order = await self._read_order(request, trace)
-                await until_disconnect(receive, self._answer(order, exchange, trace))
+                    work = await self._work(request, exchange, trace)
+                await until_disconnect(receive, work)
             except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
                 await exchange.fail(error)
 
-    async def _read_order(self, request: Request, trace: RequestTrace) -> _Order:
+    async def _work(self, request: Request, exchange: Exchange, trace: RequestTrace) -> Coroutine[Any, Any, None]:
+        """Reads a request; returns what answers it."""
+        last_event_id = request.headers.get(HEADER)
+        if last_event_id is None:
+            return self._answer(await self._read(request, partial(self._order, trace)), exchange, trace)
+        place = EventId.parse(last_event_id)
+        return self._go_on(place, await self._read(request, self._options), exchange, trace)
+
+    async def _read(self, request: Request, understand: Callable[[bytearray], ReadT]) -> ReadT:
         with self._limits.reading.take(0, current_caller()) as held:
             raw = await read_body(
                 request.stream(),
@@ -97,10 +126,17 @@ class CompletionEndpoint:
                 timeout_s=self._limits.timeout_s,
             )
             if len(raw) <= MAX_INLINE_BYTES:
-                return self._order(raw, trace)
-            return await self._workers.run(partial(self._order, raw, trace))
+                return understand(raw)
+            return await self._workers.run(partial(understand, raw))
 
-    def _order(self, raw: bytearray, trace: RequestTrace) -> _Order:
+    def _options(self, raw: bytearray) -> StreamOptions:
+        """Returns how a stream is to go on; all else that a body says is known of the session."""
+        body = parse_body(ChatBody if self._chat else CompletionBody, parse_json_object(raw))
+        if not body.stream or body.n != 1:
+            raise InvalidRequestError(HEADER, "goes on with a stream of one choice: stream must be true, n 1")
+        return body.stream_options or StreamOptions()
+
+    def _order(self, trace: RequestTrace, raw: bytearray) -> _Order:
         fields = parse_json_object(raw)
         request_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         body: CommonBody
@@ -114,28 +150,48 @@ class CompletionEndpoint:
             requests = completion_sessions(completion, model, request_id)
         requests = [replace(request, api_key=current_caller().name, span=trace.span) for request in requests]
         trace.asked(requests, request_id, body.n)
-        answer = Answer(
+        options = body.stream_options or StreamOptions()
+        answer = self._empty_answer(requests, request_id, body.n)
+        return _Order(stream=body.stream, options=options, requests=requests, answer=answer)
+
+    def _empty_answer(self, requests: Sequence[SessionRequest], request_id: str, samples_per_prompt: int) -> Answer:
+        return Answer(
             chat=self._chat,
             request_id=request_id,
             created_s=int(time.time()),
-            model_name=model.identity.name,
+            model_name=requests[0].model.identity.name,
             requests=requests,
-            samples_per_prompt=body.n,
+            samples_per_prompt=samples_per_prompt,
         )
-        options = body.stream_options or StreamOptions()
-        return _Order(stream=body.stream, options=options, requests=requests, answer=answer)
 
     async def _answer(self, order: _Order, exchange: Exchange, trace: RequestTrace) -> None:
         try:
             with self._sessions.errors_counted(), self._sessions.admitted(len(order.requests), current_caller()):
-                runs = [trace.watch(self._sessions.run(request)) for request in order.requests]
-                async with aclosing(merged(runs)) as events:
-                    if order.stream:
-                        await _stream(order, events, exchange)
-                    else:
-                        await _collect(order, events, exchange)
+                await self._run(order, exchange, trace)
         except Exception as error:  # noqa: BLE001 - told to the client while the session still counts as running
             await exchange.fail(error)
+
+    async def _go_on(self, place: EventId, options: StreamOptions, exchange: Exchange, trace: RequestTrace) -> None:
+        """Streams what follows a place in the stream of a session."""
+        try:
+            with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
+                caller = current_caller().name
+                session = await self._resumption.claim(place.session_id, place.offset, place.digest, caller)
+                requests = [replace(session, span=trace.span)]
+                request_id = session.session_id.rpartition("-")[0]
+                trace.asked(requests, request_id, 1)
+                answer = self._empty_answer(requests, request_id, 1)
+                await self._run(_Order(stream=True, options=options, requests=requests, answer=answer), exchange, trace)
+        except Exception as error:  # noqa: BLE001 - told to the client while the session still counts as running
+            await exchange.fail(error)
+
+    async def _run(self, order: _Order, exchange: Exchange, trace: RequestTrace) -> None:
+        runs = [trace.watch(self._sessions.run(request)) for request in order.requests]
+        async with aclosing(merged(runs)) as events:
+            if order.stream:
+                await _stream(order, events, exchange)
+            else:
+                await _collect(order, events, exchange)
 
 
 async def _collect(order: _Order, events: Events, exchange: Exchange) -> None:
@@ -153,6 +209,7 @@ async def _collect(order: _Order, events: Events, exchange: Exchange) -> None:
 async def _stream(order: _Order, events: Events, exchange: Exchange) -> None:
     answer = order.answer
     options = order.options
+    place = order.place
     begun = False
     async for index, event in events:
         # Nothing is sent before the first event, so that a refusal of the verifier still has its own status.
@@ -160,16 +217,23 @@ async def _stream(order: _Order, events: Events, exchange: Exchange) -> None:
             begun = True
             await exchange.begin(200, STREAM_HEADERS)
             for chunk in answer.opening_chunks():
-                await exchange.event(_with_usage(chunk, answer, options))
+                await exchange.event(_with_usage(chunk, answer, options), place)
         if isinstance(event, Ending):
-            await exchange.event(_with_usage(answer.ending_chunk(index, event), answer, options))
+            await exchange.event(_with_usage(answer.ending_chunk(index, event), answer, options), place)
             continue
+        place = _place_after(place, event)
         piece_chunk = answer.piece_chunk(index, event)
         if piece_chunk is not None:
-            await exchange.event(_with_usage(piece_chunk, answer, options))
+            await exchange.event(_with_usage(piece_chunk, answer, options), place)
     if options.include_usage:
         await exchange.event(answer.usage_chunk())
     await exchange.write(DONE, last=True)
+
+
+def _place_after(place: EventId | None, piece: Piece) -> EventId | None:
+    if place is None:
+        return None
+    return replace(place, offset=piece.offset + len(piece.token_ids), digest=piece.digest)
 
 
 def _with_usage(chunk: Json, answer: Answer, options: StreamOptions) -> Json:

@@ -60,9 +60,10 @@ class Exchange:
         except TimeoutError:
             raise ClientStalledError from None
 
-    async def event(self, data: Any) -> None:
-        """Sends one server-sent event."""
-        await self.write(b"data: " + to_json(data) + b"\n\n")
+    async def event(self, data: Any, event_id: object = None) -> None:
+        """Sends one server-sent event, with an id if it has one."""
+        named = f"id: {event_id}\n".encode() if event_id is not None else b""
+        await self.write(named + b"data: " + to_json(data) + b"\n\n")
 
     async def fail(self, error: Exception) -> None:
         """Tells the client of an error: by status before the first byte, by an event after it."""

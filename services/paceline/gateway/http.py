@@ -19,6 +19,7 @@ from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
 from paceline.gateway.readiness import readiness, report
+from paceline.gateway.resume import Resumption
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.workers import Workers
 from paceline.obs.tracing import OFF, Tracing
@@ -31,6 +32,7 @@ def create_app(
     *,
     sessions: Sessions,
     fleet: Fleet,
+    resumption: Resumption,
     registry: CollectorRegistry,
     limits: BodyLimits,
     workers: Workers,
@@ -44,6 +46,7 @@ def create_app(
     Args:
         sessions: Runs what is asked for.
         fleet: Names the models and tells how the fleet is.
+        resumption: Takes over sessions whose streams broke off.
         registry: Metrics to show.
         limits: Bounds of request bodies.
         workers: Read large ones.
@@ -54,7 +57,7 @@ def create_app(
     """
     app = FastAPI(title="Paceline gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
-        endpoint = CompletionEndpoint(sessions, limits, workers, tracing, chat=chat)
+        endpoint = CompletionEndpoint(sessions, resumption, limits, workers, tracing, chat=chat)
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
 
     if console is not None:

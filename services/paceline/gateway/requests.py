@@ -15,6 +15,7 @@ from paceline.core.messages import FinishReason, ModelIdentity
 from paceline.core.params import COUPLED, MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
 from paceline.gateway.text import TextCodec, utf8_len
 from paceline.obs.tracing import UNRECORDED, Span
+from paceline.store.base import EPOCHS_PER_OWNER
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
@@ -83,6 +84,16 @@ class SessionRequest:
     finished: FinishReason | None = None
     traceparent: str = ""
     span: Span = field(default=UNRECORDED, compare=False)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether another call, maybe at another gateway, had it before."""
+        return self.epoch >= EPOCHS_PER_OWNER
+
+    @property
+    def resumable(self) -> bool:
+        """Whether another call can go on with it: all that the client is told is logged."""
+        return self.sampling.logprobs is None and not self.token_fates
 
     @property
     def prefix_salt(self) -> str:

@@ -169,9 +169,11 @@ async def _serve(
 
     limits = DoorLimits.of(config)
     console = _console(config, replica_id, fleet, sessions, placer, registry)
+    resumption = Resumption(store, fleet, replica_id)
     app = create_app(
         sessions=sessions,
         fleet=fleet,
+        resumption=resumption,
         registry=registry,
         limits=BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s, reading=limits.reading),
         workers=workers,
@@ -180,7 +182,7 @@ async def _serve(
         tracing=tracing,
         supervisor=supervisor,
     )
-    servicer = GatewayServicer(sessions, fleet, Resumption(store, fleet, replica_id), workers, tracing)
+    servicer = GatewayServicer(sessions, fleet, resumption, workers, tracing)
     async with (
         _background(config, fleet, client, records, follow_fleet, supervisor),
         guard(config, sessions.count_error, supervisor) as access,
