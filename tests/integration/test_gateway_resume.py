@@ -17,6 +17,7 @@ from paceline.core.errors import (
     StaleEpochError,
     UnavailableError,
 )
+from paceline.core.token_digest import token_digest
 from paceline.gateway.placing import SILENT_S
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.status import error_from_rpc
@@ -35,6 +36,12 @@ async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
 def request(**fields: object) -> gateway_pb2.GatewayGenerateRequest:
     sampling = common_pb2.SamplingParams(max_tokens=10, seed=0, logit_bias=[common_pb2.LogitBias(token_id=3, bias=1)])
     return gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="x", sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def resume(fleet: ScriptedFleet, session_id: str, offset: int) -> gateway_pb2.ResumeRequest:
+    """Asks for what follows the first tokens of a session."""
+    digest = token_digest(fleet.letter_ids(0, offset)) if offset else ""
+    return Resume(session_id=session_id, offset=offset, digest=digest)
 
 
 async def rest_of(stream) -> tuple[str, int, gateway_pb2.GatewayGenerateResult]:
@@ -89,7 +96,7 @@ async def logged_len(fleet: ScriptedFleet, session_id: str, num_tokens: int) -> 
 
 async def test_a_stream_that_broke_off_goes_on_with_the_very_next_token(fleet: ScriptedFleet) -> None:
     session_id, text, num_tokens = await broken_off(fleet)
-    rest, num_rest, result = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=num_tokens)))
+    rest, num_rest, result = await rest_of(fleet.stub.Resume(resume(fleet, session_id, num_tokens)))
     assert text + rest == fleet.letters(0, 10)
     assert num_tokens + num_rest == 10
     assert (result.finish_reason, result.num_generated_tokens) == ("length", 10)
@@ -102,13 +109,13 @@ async def test_a_stream_that_broke_off_goes_on_with_the_very_next_token(fleet: S
 @pytest.mark.parametrize("offset", [0, 1, 5])
 async def test_tokens_that_the_client_has_not_got_are_sent_from_the_log(fleet: ScriptedFleet, offset: int) -> None:
     session_id, _, _ = await broken_off(fleet)
-    rest, num_rest, _ = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=offset)))
+    rest, num_rest, _ = await rest_of(fleet.stub.Resume(resume(fleet, session_id, offset)))
     assert (rest, num_rest) == (fleet.letters(0, 10)[offset:], 10 - offset)
 
 
 async def test_tokens_that_the_log_lacks_are_computed_again_and_not_sent_twice(fleet: ScriptedFleet) -> None:
     session_id, _, _ = await broken_off(fleet)
-    rest, num_rest, _ = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=8)))
+    rest, num_rest, _ = await rest_of(fleet.stub.Resume(resume(fleet, session_id, 8)))
     assert (rest, num_rest) == (fleet.letters(0, 10)[8:], 2)
 
 
@@ -120,7 +127,7 @@ async def test_a_finished_session_is_sent_from_the_log_alone(fleet: ScriptedFlee
         while (logged := await fleet.store.session(session_id)) and not logged.record.state.finished:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     num_requests = sum(len(verifier.requests) for verifier in fleet.verifiers)
-    rest, num_rest, result = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=4)))
+    rest, num_rest, result = await rest_of(fleet.stub.Resume(resume(fleet, session_id, 4)))
     assert (rest, num_rest, result.finish_reason) == (fleet.letters(0, 10)[4:], 6, "length")
     assert sum(len(verifier.requests) for verifier in fleet.verifiers) == num_requests
 
@@ -135,7 +142,7 @@ async def test_a_stop_string_that_begins_in_the_log_is_found_after_a_resume(flee
     call.cancel()
     for verifier in fleet.verifiers:
         verifier.script = Script()
-    rest, num_rest, result = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=2)))
+    rest, num_rest, result = await rest_of(fleet.stub.Resume(resume(fleet, session_id, 2)))
     assert (rest, num_rest, result.finish_reason) == (text[2:4], 6, "stop")
 
 
@@ -152,7 +159,7 @@ async def test_another_gateway_goes_on_and_the_first_one_ends_its_stream(tmp_pat
             verifier.script = Script()
         async with joining_gateway(fleet) as address, grpc.aio.insecure_channel(address) as channel:
             stub = gateway_pb2_grpc.GatewayStub(channel)
-            rest, _, _ = await rest_of(stub.Resume(Resume(session_id=session_id, offset=0)))
+            rest, _, _ = await rest_of(stub.Resume(resume(fleet, session_id, 0)))
             assert rest == fleet.letters(0, 10)
             error = await refusal(stream)
         assert isinstance(error, StaleEpochError)
@@ -182,12 +189,13 @@ async def test_what_cannot_be_resumed_is_refused_by_name(fleet: ScriptedFleet) -
     for bad, field in [
         (Resume(session_id=""), "session_id"),
         (Resume(session_id="x" * 129), "session_id"),
-        (Resume(session_id=session_id, offset=11), "offset"),
+        (resume(fleet, session_id, 11), "offset"),
+        (Resume(session_id=session_id, offset=3), "digest"),
     ]:
         error = await refusal(fleet.stub.Resume(bad))
         assert isinstance(error, InvalidRequestError)
         assert error.field == field
-    rest, _, _ = await rest_of(fleet.stub.Resume(Resume(session_id=session_id, offset=6)))
+    rest, _, _ = await rest_of(fleet.stub.Resume(resume(fleet, session_id, 6)))
     assert rest == fleet.letters(0, 10)[6:]
 
 

@@ -110,5 +110,5 @@ async def test_only_streams_of_one_choice_that_ask_for_it_say_where_they_are(fle
     assert not any(event_id for event_id, _ in events_of((await streamed(fleet, stream_options={})).text))
     assert not any(event_id for event_id, _ in events_of((await streamed(fleet, n=2)).text))
     assert not any(event_id for event_id, _ in events_of((await streamed(fleet, logprobs=1)).text))
-    answer = await streamed(fleet, last="cmpl-1-0:0:", stream=False)
+    answer = await streamed(fleet, last="cmpl-1-0:0:", stream=False, stream_options=None)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, HEADER)

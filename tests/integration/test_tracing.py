@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, VERIFIER, CloseSession, Commit, DraftNodes, OpenSession
 from paceline.core.params import SamplingParams
+from paceline.core.token_digest import token_digest
 from paceline.drafter.tracing import DraftTraces
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.service import Addresses, serve
@@ -317,7 +318,7 @@ async def test_a_resumed_session_goes_on_in_its_trace_at_another_gateway(tmp_pat
             call.cancel()
             fleet.verifier.script = Script()
             async with joining_gateway(fleet, otlp_traces_endpoint=endpoint) as address:
-                rest = await resume(address, session_id, have)
+                rest = await resume(address, session_id, fleet.letter_ids(0, have))
         spans = collector.of_trace(trace_id)
     assert rest == 4
     first, second = [span for span in spans if span.name == "text_completion tiny"]
@@ -329,9 +330,9 @@ async def test_a_resumed_session_goes_on_in_its_trace_at_another_gateway(tmp_pat
     assert [span.parent_id for span in placements] == [first.span_id, second.span_id]
 
 
-async def resume(address: str, session_id: str, offset: int) -> int:
+async def resume(address: str, session_id: str, known: list[int]) -> int:
     async with grpc.aio.insecure_channel(address) as channel:
-        message = gateway_pb2.ResumeRequest(session_id=session_id, offset=offset)
+        message = gateway_pb2.ResumeRequest(session_id=session_id, offset=len(known), digest=token_digest(known))
         return sum([len(piece.token_ids) async for piece in gateway_pb2_grpc.GatewayStub(channel).Resume(message)])
 
 

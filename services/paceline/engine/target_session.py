@@ -262,6 +262,7 @@ class TargetSession:
         logprobs, self._logprobs = tuple(self._logprobs), []
         return CommittedTokens(
             token_ids=tokens,
+            offset=base_len - self.draft.prompt_len,
             fates=self._fates,
             logprobs=logprobs,
             result=self._result(now_s),

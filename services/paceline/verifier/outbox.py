@@ -149,4 +149,5 @@ def joined(parts: Sequence[CommittedTokens]) -> CommittedTokens:
         logprobs=tuple(position for part in parts for position in part.logprobs),
         result=parts[-1].result,
         lossy=any(part.lossy for part in parts),
+        offset=parts[0].offset,
     )
