@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.core.errors import PacelineError, UnauthenticatedError
+from paceline.gateway import event_ids
 from paceline.gateway.callers import Caller, become
 from paceline.gateway.connection import hold_connection
 from paceline.gateway.console.pages import FILE_PATHS
@@ -30,7 +31,6 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"}) | FILE_PATHS
 OPEN_TIMEOUT_S = 10.0
 # What goes on with a session that was counted when it began.
 RESUME = "/paceline.rpc.v1.Gateway/Resume"
-LAST_EVENT_ID = "last-event-id"
 
 
 class Access:
@@ -123,7 +123,7 @@ class GuardedApp:
         if self._access is None:
             return None
         try:
-            await self._access.admit(headers.get(AUTHORIZATION), counts=LAST_EVENT_ID not in headers)
+            await self._access.admit(headers.get(AUTHORIZATION), counts=event_ids.HEADER not in headers)
         except PacelineError as error:
             described = to_http(error)
             return Response(
