@@ -32,6 +32,7 @@ from paceline.core.messages import (
 )
 from paceline.core.params import ACCEPTANCE_RULES, METHODS, SamplingParams, SpeculationParams
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
+from paceline.serving import MAX_MESSAGE_BYTES
 
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
@@ -269,6 +270,37 @@ def test_a_drafters_messages_come_back_as_nodes_then_lagging(
         draft,
         [*some_nodes, *some_lagging],
     )
+
+
+def test_sessions_that_are_opened_at_once_are_said_in_messages_that_pass_in_order() -> None:
+    sampling = SamplingParams(max_tokens=1)
+    opened = [
+        OpenSession(
+            session_id=f"s{index}",
+            epoch=1,
+            token_ids=(2**31,) * 100_000,
+            prompt_len=1,
+            sampling=sampling,
+            price=0,
+            room=1,
+        )
+        for index in range(64)
+    ]
+    parts = list(wire.in_parts(opened))
+    assert [message for part in parts for message in part] == opened
+    assert max(wire.draft_request_to_pb(part).ByteSize() for part in parts) <= 1024 * 1024
+    assert wire.draft_request_to_pb(opened).ByteSize() > MAX_MESSAGE_BYTES
+
+
+def test_a_session_larger_than_a_part_is_said_by_itself() -> None:
+    sampling = SamplingParams(max_tokens=1)
+    long = OpenSession(
+        session_id="s", epoch=1, token_ids=(2**31,) * 1_000_000, prompt_len=1, sampling=sampling, price=0, room=1
+    )
+    close = CloseSession(session_id="t", epoch=1)
+    assert list(wire.in_parts([close, long, close])) == [[close], [long], [close]]
+    assert wire.draft_request_to_pb([long]).ByteSize() < MAX_MESSAGE_BYTES
+    assert list(wire.in_parts([])) == []
 
 
 @given(st.floats(0, 1))

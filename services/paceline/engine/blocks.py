@@ -117,6 +117,16 @@ class BlockPool:
             else:
                 self._free.append(block)
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Makes blocks findable no more, whoever holds them: what is in them is not what their tokens say."""
+        for block in blocks:
+            key = self._hash_of.pop(block, None)
+            if key is not None:
+                del self._block_of[key]
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
+
     def _hold(self, block: int) -> None:
         self._references[block] += 1
         self._idle.pop(block, None)

@@ -68,6 +68,10 @@ class KVSequence:
             block_tokens = tuple(self.tokens[start : start + BLOCK_SIZE])
             self._hashes.append(self._pool.register(self.blocks[index], parent, block_tokens))
 
+    def forget(self) -> None:
+        """Its KV is not to be used by anybody: none of its blocks is found any more."""
+        self._pool.forget(self.blocks)
+
     def release(self) -> None:
         """Gives all blocks back; the KV must be recomputed, or found in the cache, to go on."""
         self._pool.release(self.blocks)

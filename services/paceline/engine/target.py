@@ -447,6 +447,8 @@ class TargetEngine:
 
     def _fail(self, session: TargetSession, error: PacelineError) -> tuple[int, PacelineError]:
         """The model gave this session nothing to choose from: it ends with an error, the others go on."""
+        # Whether a page of its own or one from the cache is at fault cannot be told.
+        session.pages.forget()
         self._drop(session)
         return session.serial, error
 

@@ -50,5 +50,9 @@ def check_request(
             "max_tokens",
             f"{prompt_len} prompt tokens + {max_tokens} output tokens exceed the context of {max_model_len}",
         )
+    sampling = request.sampling
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else identity.eos_token_ids)}
+    if not ends.isdisjoint(request.committed_token_ids):
+        raise InvalidRequestError("committed_token_ids", "must not hold a token that ends the text")
     if len(request.committed_token_ids) >= max_tokens:
         raise InvalidRequestError("committed_token_ids", "must be fewer than max_tokens")

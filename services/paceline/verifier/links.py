@@ -18,7 +18,7 @@ from paceline.core.messages import DRAFTER, ModelIdentity, ToDrafter, ToVerifier
 from paceline.credentials import FleetTls, channel
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS
-from paceline.wire import draft_request_to_pb, draft_response_from_pb
+from paceline.wire import draft_request_to_pb, draft_response_from_pb, in_parts
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ class DrafterLink:
     def send(self, messages: Sequence[ToDrafter]) -> None:
         """Queues messages of one step; never blocks. What is queued while the stream is down is not sent."""
         try:
-            self._outbox.put_nowait(draft_request_to_pb(messages))
+            for part in in_parts(messages):
+                self._outbox.put_nowait(draft_request_to_pb(part))
         except asyncio.QueueFull:
             self.reset("the drafter does not read")
 

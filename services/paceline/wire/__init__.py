@@ -21,6 +21,7 @@ from paceline.wire.drafts import (
     draft_request_to_pb,
     draft_response_from_pb,
     draft_response_to_pb,
+    in_parts,
 )
 from paceline.wire.sessions import (
     committed_from_pb,
@@ -40,6 +41,7 @@ __all__ = [
     "generate_request_to_pb",
     "identity_from_pb",
     "identity_to_pb",
+    "in_parts",
     "sampling_from_pb",
     "sampling_to_pb",
     "speculation_from_pb",

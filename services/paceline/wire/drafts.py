@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.core.acceptance import DEFAULT_KEEP, MAX_WEIGHT, SparseDraft
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
@@ -35,7 +35,42 @@ MAX_CONFIDENCE = 255
 # Far more than any model's hidden states have.
 MAX_STATE_WIDTH = 65_536
 BFLOAT16_BYTES = 2
+# Of one message, far below what gRPC takes; a session alone may need more, and a context of a million tokens fits.
+PART_BYTES = 1024 * 1024
+# Of a token id on the wire, and of all else that is said of a session, at most.
+TOKEN_BYTES, HEAD_BYTES = 5, 16 * 1024
 TRACE_CONTEXT = "00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
+
+
+def in_parts(messages: Sequence[ToDrafter]) -> Iterator[list[ToDrafter]]:
+    """Splits what a verifier has to say into messages that gRPC takes, in order.
+
+    When a stream comes up all its sessions are opened at once, with all their tokens.
+    """
+    part: list[ToDrafter] = []
+    num_bytes = 0
+    for message in messages:
+        size = _size(message)
+        if part and num_bytes + size > PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append(message)
+        num_bytes += size
+    if part:
+        yield part
+
+
+def _size(message: ToDrafter) -> int:
+    """Most bytes of a message on the wire; close only for those that can be long."""
+    match message:
+        case OpenSession():
+            return HEAD_BYTES + TOKEN_BYTES * len(message.token_ids)
+        case CommittedStates():
+            return MAX_SESSION_ID_CHARS + len(message.values)
+        case Commit():
+            return MAX_SESSION_ID_CHARS + TOKEN_BYTES * len(message.token_ids)
+        case CloseSession():
+            return MAX_SESSION_ID_CHARS
 
 
 def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | None = None) -> drafter_pb2.DraftRequest:

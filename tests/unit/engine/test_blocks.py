@@ -32,6 +32,25 @@ def test_equal_blocks_after_different_prefixes_have_different_hashes():
     assert block_hash(None, tokens) != block_hash(block_hash(None, tokens), tokens)
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_what_is_forgotten_is_never_found_again_and_no_block_is_lost(released: bool):
+    pool = BlockPool(4)
+    tokens = list(range(BLOCK_SIZE * 3))
+    first = KVSequence(tokens, pool)
+    assert first.reserve(len(tokens))
+    first.mark_computed(len(tokens))
+    blocks = list(first.blocks)
+    if released:
+        first.release()
+        pool.forget(blocks)
+    else:
+        first.forget()
+        first.release()
+    assert KVSequence(list(tokens), pool).attach_cached_prefix() == 0
+    assert pool.num_cached == 0
+    assert pool.allocate(4) is not None
+
+
 def test_releasing_a_block_nobody_holds_is_refused():
     pool = BlockPool(2)
     blocks = pool.allocate(1)
