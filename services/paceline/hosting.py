@@ -23,6 +23,7 @@ from paceline.core.messages import ModelIdentity
 from paceline.credentials import CLIENT_ROLE_OF, FleetTls, only_for
 from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
+from paceline.engine.watch import Watched, stacks, until_hung
 from paceline.obs.families import tell_replica
 from paceline.obs.metrics import MetricsServer, start_metrics_server
 from paceline.obs.stalls import stalls_watched
@@ -35,6 +36,10 @@ from paceline.supervision import Supervisor, Work
 logger = logging.getLogger(__name__)
 
 LAST_CALLS_S = 1.0
+# What is left to be said when the engine hangs has so long to leave.
+FAREWELL_S = 1.0
+# Exit status of a process whose engine hung; "internal software error" in sysexits.h.
+EXIT_HUNG = 70
 
 
 class ModelHost(Protocol):
@@ -53,6 +58,15 @@ class ModelHost(Protocol):
 
     async def engine_ended(self) -> None:
         """Waits until the engine ends; raises what broke it."""
+        ...
+
+    @property
+    def engine(self) -> Watched:
+        """The engine, to be watched."""
+        ...
+
+    def engine_hangs(self) -> None:
+        """Ends what is under way and takes nothing new: the engine will not come back."""
         ...
 
     async def wind_down(self) -> None:
@@ -112,6 +126,11 @@ class ModelServiceConfig(Protocol):
         """Most sessions at once."""
         ...
 
+    @property
+    def engine_stall_s(self) -> float:
+        """Seconds inside one step after which the engine counts as hung."""
+        ...
+
 
 def traces_of(
     config: ModelServiceConfig, role: str, registry: CollectorRegistry, *, sample_ratio: float
@@ -168,9 +187,52 @@ async def serve_model(
                 supervisor = Supervisor(registry)
                 try:
                     async with supervisor.kept(background(store)):
-                        await _serve_announced(host, config, role, server, store, metrics, supervisor)
+                        await _unless_it_hangs(
+                            _serve_announced(host, config, role, server, store, metrics, supervisor),
+                            host,
+                            server,
+                            config.engine_stall_s,
+                        )
                 finally:
                     await host.close()
+
+
+async def _unless_it_hangs(
+    serving: Coroutine[Any, Any, None], host: ModelHost, server: GrpcServer, bound_s: float
+) -> None:
+    """Serves to the end; ends the process when the engine hangs, with `EXIT_HUNG`: its thread cannot be ended alone."""
+    tasks = (
+        asyncio.create_task(serving, name="serve"),
+        asyncio.create_task(until_hung(host.engine, bound_s), name="watch the engine"),
+    )
+    served, watching = tasks
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not served.done():
+            stuck_s = watching.result()
+            logger.critical(
+                "the engine hangs; the process ends", extra={"stuck_s": round(stuck_s, 1), "stacks": stacks()}
+            )
+            try:
+                await _say_farewell(host, served, server)
+            finally:
+                os._exit(EXIT_HUNG)
+        await served
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _say_farewell(host: ModelHost, serving: asyncio.Task[None], server: GrpcServer) -> None:
+    """Ends what is under way with a status, and leaves the registry; all within a moment."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FAREWELL_S):
+            await server.drain()
+            host.engine_hangs()
+            # Its end is what withdraws the replica.
+            serving.cancel()
+            await asyncio.gather(serving, server.stop(FAREWELL_S), return_exceptions=True)
 
 
 async def _serve_announced(

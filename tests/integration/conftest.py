@@ -34,6 +34,7 @@ from paceline.serving import start_grpc_server
 from paceline.verifier.host import TargetHost
 from paceline.verifier.servicer import VerifierServicer
 from tests.support.checkpoints import save_pair
+from tests.support.poison import Poison
 
 LOOK_UP = (DRAFT_MODEL, NGRAM, SUFFIX)
 MAX_MODEL_LEN = 256
@@ -60,10 +61,11 @@ async def running_verifier(
     tls_dir: Path | None = None,
     rules: Rules | None = None,
     eagle3_model: Path | None = None,
+    poison: Poison | None = None,
 ) -> AsyncIterator[tuple[verifier_pb2_grpc.VerifierAsyncStub, TargetHost]]:
     """A verifier service and a stub to call it; `tls_dir` is a folder as `paceline dev-ca` makes it."""
     async with (
-        verifier_at(folder, methods, max_num_seqs, tls_dir, rules, eagle3_model) as (address, host),
+        verifier_at(folder, methods, max_num_seqs, tls_dir, rules, eagle3_model, poison=poison) as (address, host),
         channel(address, tls=load_tls(folder_of(tls_dir, GATEWAY), GATEWAY), role=VERIFIER) as opened,
     ):
         yield verifier_pb2_grpc.VerifierStub(opened), host
@@ -78,8 +80,9 @@ async def verifier_at(
     rules: Rules | None = None,
     eagle3_model: Path | None = None,
     tracing: Tracing = OFF,
+    poison: Poison | None = None,
 ) -> AsyncIterator[tuple[str, TargetHost]]:
-    """A verifier service; yields its address."""
+    """A verifier service, whose engine some prompts may poison; yields its address."""
     tls = load_tls(folder_of(tls_dir, VERIFIER), VERIFIER)
     handed_out = "" if eagle3_model is None else states_hash(eagle3_model)
     identity = replace(model_identity(folder, "tiny"), states_hash=handed_out)
@@ -89,7 +92,7 @@ async def verifier_at(
         decoder = load_decoder(folder, "float32", "cpu", 1)
         if eagle3_model is not None:
             decoder.keep_states(load_fusion(eagle3_model, decoder))
-        return decoder
+        return decoder if poison is None else poison.into(decoder)
 
     host = TargetHost(
         methods=methods,

@@ -30,6 +30,14 @@ class IdleHost:
     identity = ModelIdentity(name="tiny", vocab_hash="hash", vocab_size=16, context_len=64, eos_token_ids=(1,))
     num_sessions = 0
 
+    @property
+    def engine(self) -> IdleHost:
+        return self
+
+    at_work = None
+
+    def engine_hangs(self) -> None: ...
+
     async def start(self) -> None: ...
 
     async def engine_ended(self) -> None:

@@ -31,7 +31,7 @@ def test_a_drafter_reads_a_prompt_while_the_verifier_does(pair_folders):
     pair.submit("s0", prompt, GREEDY)
     early = pair.target.begin()
     assert early is not None
-    assert not early.committed
+    assert [committed.token_ids for _, committed in early.committed] == [()]
     assert [message.token_ids for message in early.to_drafters[DRAFTER]] == [tuple(prompt)]
     pair.hear(early)
     (nodes,) = pair.draft.step().to_verifiers[1]

@@ -66,6 +66,14 @@ class DrafterConfig:
         low=1,
         high=64,
     )
+    engine_stall_s: float = setting(
+        60.0,
+        help="Time inside one step after which the engine counts as hung, and the process ends; on CPUs that others "
+        "want, too, a step may take long.",
+        unit="s",
+        low=1,
+        high=3600,
+    )
 
     def __post_init__(self) -> None:
         """Checks the address that others are told."""

@@ -45,19 +45,19 @@ class DraftHost:
         self.identity = identity
         self._traces = DraftTraces(tracing)
         self._metrics = metrics
-        self._engine: EngineThread[DraftEvent, DraftOutput] = EngineThread(make_engine, self._deliver, "draft")
+        self.engine: EngineThread[DraftEvent, DraftOutput] = EngineThread(make_engine, self._deliver, "draft")
         self._outboxes: dict[int, _Outbox] = {}
         self._numbers = itertools.count(1)
         self.num_sessions = 0
 
     async def start(self) -> None:
         """Starts the engine; returns when the model is loaded."""
-        await self._engine.start()
+        await self.engine.start()
 
     async def engine_ended(self) -> None:
         """Waits until the engine ends, ends every stream, and raises what broke it."""
         try:
-            await self._engine.ended()
+            await self.engine.ended()
         except asyncio.CancelledError:
             # Nobody waits for the end any more; the engine itself goes on.
             raise
@@ -65,6 +65,10 @@ class DraftHost:
             self._end_streams("the drafter's engine has stopped")
             raise
         self._end_streams("the drafter's engine has stopped")
+
+    def engine_hangs(self) -> None:
+        """Ends the streams of all verifiers with a status."""
+        self._end_streams("the drafter's engine hangs")
 
     async def wind_down(self) -> None:
         """Ends the streams of all verifiers with a status; they go on without us."""
@@ -76,7 +80,7 @@ class DraftHost:
 
     async def close(self) -> None:
         """Ends the engine."""
-        await self._engine.close()
+        await self.engine.close()
 
     async def converse(
         self, requests: AsyncIterator[Sequence[ToDrafter]]
@@ -104,13 +108,13 @@ class DraftHost:
             del self._outboxes[link]
             self._metrics.num_streams.set(len(self._outboxes))
             with suppress(UnavailableError):
-                self._engine.post(VerifierLeft(link=link), always=True)
+                self.engine.post(VerifierLeft(link=link), always=True)
 
     async def _read(self, link: int, requests: AsyncIterator[Sequence[ToDrafter]], outbox: _Outbox) -> None:
         try:
             async for messages in requests:
                 self._traces.heard(link, messages)
-                self._engine.post(VerifierSaid(link=link, messages=messages))
+                self.engine.post(VerifierSaid(link=link, messages=messages))
             _replace(outbox, UnavailableError("the verifier ended its side of the stream"))
         except PacelineError as error:
             _replace(outbox, error)
@@ -119,6 +123,15 @@ class DraftHost:
             _replace(outbox, UnavailableError(f"the stream cannot be read ({type(error).__name__})"))
 
     def _deliver(self, output: DraftOutput) -> None:
+        try:
+            self._hand_on(output)
+        except Exception:
+            # What these verifiers were to hear is lost: they dial again and open their sessions anew.
+            logger.exception("drafts could not be handed on")
+            for link in {*output.to_verifiers, *output.broken_links} & self._outboxes.keys():
+                _replace(self._outboxes[link], UnavailableError("the drafter could not hand on its drafts"))
+
+    def _hand_on(self, output: DraftOutput) -> None:
         for link, messages in output.to_verifiers.items():
             outbox = self._outboxes.get(link)
             if outbox is None:

@@ -37,6 +37,7 @@ class ColocatedEngine:
         self._draft = draft
         self._clock = clock
         self._draft_s = FIRST_DRAFT_S
+        self._begun = False
         target.handle(LinkChanged(address=LOCAL, up=True, wants_states=wants_states))
 
     def handle(self, event: TargetEvent) -> None:
@@ -55,18 +56,38 @@ class ColocatedEngine:
         """See `TargetEngine`."""
         return self._target.profile(mode)
 
-    def begin(self) -> None:
-        """The drafter is here: it hears of everything after the step."""
+    @property
+    def at_stake(self) -> tuple[int, ...]:
+        """See `TargetEngine`."""
+        return self._target.at_stake
+
+    def begin(self) -> TargetOutput | None:
+        """Drafts as long as that pays, then plans a step of the target; see `TargetEngine`."""
+        self._draft_while_it_pays()
+        self._begun = True
+        early = self._target.begin()
+        if early is None:
+            return None
+        self._tell(early)
+        return early if early.committed or early.to_drafters or early.broken_links else None
 
     def step(self) -> TargetOutput:
-        """Drafts as long as that pays, then runs a step of the target and tells the drafter what it committed."""
-        while self._draft.has_work() and self._target.drafts_pay(self._draft_s):
-            self._draft_once()
+        """Runs a step of the target, and tells the drafter what it committed."""
+        if not self._begun:
+            self._draft_while_it_pays()
+        self._begun = False
         output = self._target.step()
+        self._tell(output)
+        return output
+
+    def _tell(self, output: TargetOutput) -> None:
         told = output.to_drafters.pop(LOCAL, None)
         if told:
             self._draft.handle(VerifierSaid(link=_LINK, messages=told))
-        return output
+
+    def _draft_while_it_pays(self) -> None:
+        while self._draft.has_work() and self._target.drafts_pay(self._draft_s):
+            self._draft_once()
 
     def _draft_once(self) -> None:
         started_s = self._clock()

@@ -1,8 +1,8 @@
 """Where the asyncio world and the thread that owns torch meet; nothing else crosses between them.
 
 Events go in through a bounded inbox; outputs come back once per step, and before one that has something to say first.
-A step that raises ends the engine loudly: every waiter learns of it. The bridge knows nothing of models, sessions or
-messages.
+A step that raises ends the engine loudly: every waiter learns of it. One that does not come back shows in `at_work`
+(`paceline.hosting` watches it). The bridge knows nothing of models, sessions or messages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, ParamSpec, Protocol, TypeVar
 
 from paceline.core.errors import OverloadedError, UnavailableError
 
@@ -22,6 +22,8 @@ EventT = TypeVar("EventT", contravariant=True)
 OutputT = TypeVar("OutputT", covariant=True)
 _Event = TypeVar("_Event")
 _Output = TypeVar("_Output")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # Far beyond what peers with bounded streams can have under way; reaching it means that the engine hangs.
 INBOX_LIMIT = 65_536
@@ -75,6 +77,18 @@ class EngineThread(Generic[_Event, _Output]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
+        self._num_calls = 0
+        self._inside = False
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of the stepper so far; while the number grows the engine makes progress."""
+        return self._num_calls
+
+    @property
+    def at_work(self) -> int | None:
+        """Number of the call of the stepper that has not come back yet; None while the engine waits for events."""
+        return self._num_calls if self._inside else None
 
     async def start(self) -> None:
         """Starts the thread and returns once the stepper stands.
@@ -143,15 +157,24 @@ class EngineThread(Generic[_Event, _Output]):
         patience_s: float | None = 0.0
         while True:
             for event in self._take(patience_s):
-                stepper.handle(event)
+                self._call(stepper.handle, event)
             if self._closing:
                 return
             patience_s = stepper.patience_s() if stepper.has_work() else None
             if patience_s is not None and patience_s <= 0.0:
-                early = stepper.begin()
+                early = self._call(stepper.begin)
                 if early is not None:
                     self._post_output(early)
-                self._post_output(stepper.step())
+                self._post_output(self._call(stepper.step))
+
+    def _call(self, call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Makes a call of the stepper that is seen from outside until it comes back."""
+        self._num_calls += 1
+        self._inside = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._inside = False
 
     def _take(self, timeout_s: float | None) -> list[_Event]:
         """Everything that has arrived; waits up to the timeout for the first event, None: for ever."""

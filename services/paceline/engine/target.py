@@ -6,6 +6,7 @@ socket; time comes from the clock it is given.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -14,11 +15,10 @@ import numpy as np
 from paceline.core.allocator import Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError
-from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity
+from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.pace import price_ahead, tree_room
 from paceline.core.params import TIER_METHODS
 from paceline.core.patience import CHILD_SHARE, Prospect, prospect
-from paceline.core.processors import UnusableLogitsError
 from paceline.core.rules import Rules
 from paceline.core.step_cost import StepCost, StepMode
 from paceline.core.tree import Node, NodeState
@@ -34,6 +34,7 @@ from paceline.engine.target_events import (
     Cancel,
     DraftsArrived,
     LinkChanged,
+    Outcome,
     Paired,
     StepReport,
     Submit,
@@ -44,14 +45,12 @@ from paceline.engine.target_events import (
 from paceline.engine.target_session import TargetSession
 from paceline.engine.tier import DrafterTier
 
+logger = logging.getLogger(__name__)
+
 # Smoothing of the step time that waiting is weighed against.
 STEP_SMOOTHING = 0.1
 # Drafters whose calibration is kept; clients may name any.
 MAX_SOURCES = 256
-
-
-# Serial of a session, and what a step committed for it or why it ended.
-_Outcome = tuple[int, CommittedTokens | PacelineError]
 
 
 class TargetEngine:
@@ -107,6 +106,12 @@ class TargetEngine:
         self._num_reported = 0
         # Of a step that was begun and has not run yet.
         self._plan: StepPlan | None = None
+        # Serials of the sessions that the step under way computes.
+        self._in_step: tuple[int, ...] | None = None
+        # What is to be told of sessions before the next step's tokens.
+        self._outcomes: list[Outcome] = []
+        # Whether the last step was a suspect's alone.
+        self._was_alone = False
         self._step_s = 0.01
         self._idle_since_s = clock()
         # Since when the engine has had the present step to do; None while it has nothing to decode.
@@ -116,6 +121,15 @@ class TargetEngine:
     def num_sessions(self) -> int:
         """Sessions that wait or run."""
         return len(self._sessions)
+
+    @property
+    def at_stake(self) -> tuple[int, ...]:
+        """Serials of the sessions that a failure now is laid on: those of the step under way, or else all that run.
+
+        To be read from another thread, too, once the engine's does not come back.
+        """
+        in_step = self._in_step
+        return tuple(session.serial for session in self._running) if in_step is None else in_step
 
     # Events
 
@@ -138,8 +152,18 @@ class TargetEngine:
                     self._pair(session, event.address)
 
     def _submit(self, event: Submit) -> None:
+        try:
+            session = self._new_session(event)
+        except Exception as error:  # noqa: BLE001 - what one request holds must not end the others
+            self._outcomes.append((event.serial, _blame(event.request.session_id, error)))
+            return
+        self._sessions[event.request.session_id] = session
+        self._waiting.append(session)
+        session.draft.price = self._allocator.price
+
+    def _new_session(self, event: Submit) -> TargetSession:
         sources = self._growth.sources_of(event.request)
-        session = TargetSession(
+        return TargetSession(
             event.request,
             event.serial,
             self._identity,
@@ -151,9 +175,6 @@ class TargetEngine:
             self._clock(),
             event.arrived_s,
         )
-        self._sessions[event.request.session_id] = session
-        self._waiting.append(session)
-        session.draft.price = self._allocator.price
 
     def _pair(self, session: TargetSession, address: str) -> None:
         """Closes a session at its drafter and opens it at another; what the first may still send is not heard."""
@@ -198,7 +219,7 @@ class TargetEngine:
 
     def has_work(self) -> bool:
         """True while sessions wait or run, or something is left to say or to report."""
-        return bool(self._sessions) or self._tier.has_work or self._num_reported > 0
+        return bool(self._sessions or self._outcomes) or self._tier.has_work or self._num_reported > 0
 
     def patience_s(self) -> float:
         """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
@@ -244,14 +265,18 @@ class TargetEngine:
         return session.answers.wait_s(now_s, pace)
 
     def begin(self) -> TargetOutput | None:
-        """Plans the next step; drafters read new prompts and what else they are to be told while it runs, not after."""
+        """Plans the next step; what is known before it runs goes out while it does, not after.
+
+        That is what drafters are to be told, new prompts above all, and which sessions are computed for the first time.
+        """
         self._plan = self._plan_step()
-        return self._output([], StepReport()) if self._tier.has_work else None
+        outcomes = self._take_outcomes()
+        return self._output(outcomes, StepReport()) if outcomes or self._tier.has_work else None
 
     def step(self) -> TargetOutput:
         """Runs the step that was begun, or one planned now, over all sessions that have something to compute."""
         plan, self._plan = self._plan or self._plan_step(), None
-        committed: list[_Outcome] = []
+        committed = self._take_outcomes()
         if plan.num_rows:
             # A prompt is worth more than what drafters would guess meanwhile: its step takes their CPUs, too.
             self._use_threads(StepMode.PLAIN if self._is_mostly_prefill(plan.num_rows) else plan.mode)
@@ -269,14 +294,49 @@ class TargetEngine:
         report, self._report = self._report, StepReport()
         report.num_rows, report.num_decoding = plan.num_rows, len(report.gammas)
         report.prefix_queries, report.prefix_hits = self.pool.take_counts()
+        self._in_step = None
         return self._output(committed, report)
+
+    def _take_outcomes(self) -> list[Outcome]:
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def _plan_step(self) -> StepPlan:
         started_s, mode, builder = self._clock(), self._mode(), BatchBuilder()
         self._admit()
-        verifications = self._plan_decoding(builder)
-        finishing = self._plan_prefill(builder)
+        sessions = self._with_pages(self._next_computed())
+        self._in_step = tuple(session.serial for session in sessions)
+        verifications = self._plan_decoding(builder, sessions)
+        reading, finishing = self._plan_prefill(builder, sessions)
+        computed = [*(each.session for each in verifications), *reading, *(session for session, _ in finishing)]
+        self._in_step = tuple(session.serial for session in computed)
+        begun = [(session.serial, session.begins()) for session in computed]
+        self._outcomes += [(serial, said) for serial, said in begun if said is not None]
         return StepPlan(started_s, mode, builder, verifications, finishing)
+
+    def _next_computed(self) -> list[TargetSession]:
+        """Sessions that the next step is planned over: a suspect alone, in turns with all that are none.
+
+        So a step that it ends is its own, and it waits for nobody for ever, nor anybody for it.
+        """
+        suspects = [session for session in self._running if session.is_suspect]
+        if not suspects:
+            return list(self._running)
+        others = [session for session in self._running if not session.is_suspect]
+        self._was_alone = not (self._was_alone and others)
+        return suspects[:1] if self._was_alone else others
+
+    def _with_pages(self, sessions: Sequence[TargetSession]) -> Sequence[TargetSession]:
+        """Has pages for what those that decode have committed; without those that lost theirs to it."""
+        num_preempted = self._report.num_preempted
+        for session in sessions:
+            if not session.is_decoding:
+                continue
+            while session in self._running and not session.pages.reserve(session.draft.committed_len):
+                self._preempt()
+        if self._report.num_preempted == num_preempted:
+            return sessions
+        return [session for session in sessions if session in self._running]
 
     def _mode(self) -> StepMode:
         drafted = (self._cap(each) for each in self._sessions.values() if self._tier.drafts_for(each))
@@ -308,13 +368,9 @@ class TargetEngine:
             self._waiting.popleft()
             self._running.append(session)
 
-    def _plan_decoding(self, builder: BatchBuilder) -> list[Verification]:
-        decoding = [session for session in self._running if session.is_decoding]
-        for session in decoding:
-            while session in self._running and not session.pages.reserve(session.draft.committed_len):
-                self._preempt()
-        decoding = [session for session in decoding if session in self._running]
-        joining = [session for session in self._running if not session.is_decoding]
+    def _plan_decoding(self, builder: BatchBuilder, sessions: Sequence[TargetSession]) -> list[Verification]:
+        decoding = [session for session in sessions if session.is_decoding]
+        joining = [session for session in sessions if not session.is_decoding]
         backlog = sum(session.pages.num_missing for session in joining)
         budget = self._limits.max_num_batched_tokens
         other_rows = min(backlog, max(0, budget - len(decoding)))
@@ -322,7 +378,7 @@ class TargetEngine:
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         demands = [self._demand(session, share) for session in decoding]
         allocation = self._allocator.allocate(demands, other_rows=other_rows, joining=len(joining))
-        self._set_price(allocation.price)
+        self._set_price(allocation.price, sessions)
         return [self._pack(builder, session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
 
     def _demand(self, session: TargetSession, share: int) -> Demand:
@@ -338,10 +394,10 @@ class TargetEngine:
     def _cap(self, session: TargetSession) -> int:
         return min(session.cap(), self._allocator.max_nodes)
 
-    def _set_price(self, price: float) -> None:
+    def _set_price(self, price: float, sessions: Sequence[TargetSession]) -> None:
         """Also for those whose prompts are read: their drafters read along, unless this price sends them to rest."""
         self._report.price = price
-        for session in self._running:
+        for session in sessions:
             pace = self._tier.pace_of(session)
             steps = 1.0 if pace is None else pace.steps_ahead(self._step_s)
             session.draft.price = price_ahead(price, steps)
@@ -372,10 +428,17 @@ class TargetEngine:
             )
         return Verification(session=session, nodes=nodes, slots=slots, logit_index=logit_index)
 
-    def _plan_prefill(self, builder: BatchBuilder) -> list[tuple[TargetSession, int]]:
-        """Adds prefill chunks while the step has room; returns the sessions whose first token this step gives."""
+    def _plan_prefill(
+        self, builder: BatchBuilder, sessions: Sequence[TargetSession]
+    ) -> tuple[list[TargetSession], list[tuple[TargetSession, int]]]:
+        """Adds prefill chunks while the step has room.
+
+        Returns:
+            Sessions whose prompts go on after this step, and those that get a token, with where their logits are.
+        """
+        reading: list[TargetSession] = []
         finishing: list[tuple[TargetSession, int]] = []
-        for session in self._running:
+        for session in sessions:
             room = self._limits.max_num_batched_tokens - builder.num_rows
             if session.is_decoding or room <= 0:
                 continue
@@ -385,9 +448,10 @@ class TargetEngine:
             self._report.num_prefill_rows += stop - start
             if logit_index is None:
                 session.prefilled_to = stop
+                reading.append(session)
             else:
                 finishing.append((session, logit_index))
-        return finishing
+        return reading, finishing
 
     def _preempt(self) -> None:
         """Takes the pages of the youngest session; it will be computed anew when there is room."""
@@ -398,12 +462,12 @@ class TargetEngine:
 
     # Committing
 
-    def _verify(self, each: Verification, logits: np.ndarray, batch_size: int) -> _Outcome:
+    def _verify(self, each: Verification, logits: np.ndarray, batch_size: int) -> Outcome:
         session = each.session
         base_len = session.draft.committed_len
         try:
             verdict = session.judge(each.nodes, lambda node: logits[each.logit_index[id(node)]])
-        except UnusableLogitsError as error:
+        except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
             self._free_scratch(each)
             return self._fail(session, error)
         pruning = session.draft.commit(verdict.token_ids, verdict.chances)
@@ -445,19 +509,19 @@ class TargetEngine:
         for slot in each.slots.values():
             self._scratch.give_back(slot)
 
-    def _fail(self, session: TargetSession, error: PacelineError) -> tuple[int, PacelineError]:
-        """The model gave this session nothing to choose from: it ends with an error, the others go on."""
+    def _fail(self, session: TargetSession, error: Exception) -> Outcome:
+        """Ends one session with an error, such as that the model gave it nothing to choose from; the others go on."""
         # Whether a page of its own or one from the cache is at fault cannot be told.
         session.pages.forget()
         self._drop(session)
-        return session.serial, error
+        return session.serial, _blame(session.draft.session_id, error)
 
-    def _first_token(self, session: TargetSession, row: np.ndarray, batch_size: int) -> _Outcome:
+    def _first_token(self, session: TargetSession, row: np.ndarray, batch_size: int) -> Outcome:
         base_len = session.draft.committed_len
         session.pages.mark_computed(base_len)
         try:
             verdict = session.judge((), lambda _: row)
-        except UnusableLogitsError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             return self._fail(session, error)
         session.draft.commit(verdict.token_ids, verdict.chances)
         session.draft.tally.count(num_draft_tokens=0, num_accepted=0, hit=False, batch_size=batch_size)
@@ -466,7 +530,7 @@ class TargetEngine:
             self._report.traced.append(session.start())
         return outcome
 
-    def _hand_out(self, session: TargetSession, base_len: int) -> _Outcome:
+    def _hand_out(self, session: TargetSession, base_len: int) -> Outcome:
         now_s = self._clock()
         committed = session.hand_out(base_len, now_s)
         if committed.result is not None:
@@ -476,7 +540,7 @@ class TargetEngine:
             self._growth.add(session)
         return session.serial, committed
 
-    def _output(self, committed: list[_Outcome], report: StepReport) -> TargetOutput:
+    def _output(self, committed: list[Outcome], report: StepReport) -> TargetOutput:
         self._tier.tell_states(self._running)
         report.num_running = len(self._running)
         report.num_waiting = len(self._waiting)
@@ -485,3 +549,11 @@ class TargetEngine:
         self._num_reported = len(self._sessions)
         to_drafters, broken = self._tier.take()
         return TargetOutput(committed=committed, to_drafters=to_drafters, broken_links=broken, report=report)
+
+
+def _blame(session_id: str, error: Exception) -> PacelineError:
+    """What a session is told of its failure; an error that no user may see is logged instead."""
+    if isinstance(error, PacelineError):
+        return error
+    logger.error("a session failed", extra={"session_id": session_id}, exc_info=error)
+    return PacelineError(f"the session failed in the verifier's engine ({type(error).__name__})")

@@ -147,11 +147,15 @@ class StepReport:
     traced: list[TracedStart | TracedRound] = field(default_factory=list)
 
 
+# Serial of a session, and what a step has to say of it: tokens, that it runs now, or why it ended.
+Outcome = tuple[int, CommittedTokens | PacelineError]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput:
     """What one step has to say to the world."""
 
-    committed: Sequence[tuple[int, CommittedTokens | PacelineError]]
+    committed: Sequence[Outcome]
     to_drafters: dict[str, list[ToDrafter]]
     broken_links: dict[str, RemoteProtocolError]
     report: StepReport

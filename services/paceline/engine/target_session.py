@@ -136,6 +136,7 @@ class TargetSession:
         self.followers: dict[str, Follower] = {source.name: source.follow(self) for source in sources}
         self._chosen = self.draft.committed_len
         self._resumed_len = self.draft.committed_len
+        self._begun = False
         self._finish: FinishReason | None = None
         self._logprobs: list[PositionLogprobs] = []
         self._fates: tuple[TokenFate, ...] = ()
@@ -148,6 +149,18 @@ class TargetSession:
     def is_decoding(self) -> bool:
         """True when only the root is left to compute, and a first token is out."""
         return self.pages.num_missing == 1 and self.draft.committed_len > self._resumed_len
+
+    @property
+    def is_suspect(self) -> bool:
+        """True while it may be what ended an engine before: it has not got through its prompt here."""
+        return self.draft.request.suspect and self.draft.committed_len == self._resumed_len
+
+    def begins(self) -> CommittedTokens | None:
+        """What says that its rows are computed now; None where that has been said."""
+        if self._begun:
+            return None
+        self._begun = True
+        return CommittedTokens(token_ids=(), offset=self.draft.num_generated, running=True)
 
     @property
     def lag_tokens(self) -> int:

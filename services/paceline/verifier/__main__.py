@@ -46,6 +46,8 @@ from paceline.verifier.sources import make_sources
 logger = logging.getLogger(__name__)
 
 PROG = "paceline verifier"
+# The bound on an engine's silence holds so many full steps.
+LEAST_STEPS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -177,6 +179,7 @@ def make_target_engine(
     decoder.prepare(config.max_num_batched_tokens)
     warm_up(engine)
     plain, drafting = engine.profile(StepMode.PLAIN), engine.profile(StepMode.DRAFTING)
+    _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))
     speculation.allocator.start_from(plain, drafting)
     logger.info(
         "model is ready",
@@ -192,6 +195,20 @@ def make_target_engine(
         num_scratch_blocks=target_scratch_blocks(config.max_num_batched_tokens),
     )
     return engine
+
+
+def _check_stall(config: VerifierConfig, step_s: float) -> None:
+    """A full step may take a good part of the bound at most; attention over long contexts comes on top of it.
+
+    Raises:
+        ConfigError: Steps would be taken for hung.
+    """
+    least_s = LEAST_STEPS * step_s
+    if least_s > config.engine_stall_s:
+        raise ConfigError(
+            f"--engine-stall-s: must be at least {least_s:.0f} s, {LEAST_STEPS} steps of --max-num-batched-tokens "
+            f"{config.max_num_batched_tokens}, got {config.engine_stall_s:g} s"
+        )
 
 
 def warm_up(engine: TargetEngine) -> None:

@@ -137,6 +137,13 @@ class VerifierConfig:
         low=0,
         high=10,
     )
+    engine_stall_s: float = setting(
+        20.0,
+        help="Time inside one step after which the engine counts as hung, and the process ends.",
+        unit="s",
+        low=1,
+        high=3600,
+    )
     grace_s: float = setting(
         15.0, help="Time that running sessions get to finish on SIGTERM.", unit="s", low=0, high=3600
     )

@@ -11,9 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from paceline.core.admission import QueueClock, check_wait
-from paceline.core.errors import OverloadedError, StaleEpochError, UnavailableError
+from paceline.core.errors import EngineDiedError, OverloadedError, StaleEpochError, UnavailableError
 from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.rules import Rules
@@ -42,6 +43,8 @@ REFRESH_S = 1.0
 LINK_IDLE_S = 60.0
 # Requests name drafters; those named beyond so many are not dialled, and their sessions are served without.
 MAX_LINKS = 256
+# Pause between two looks for sessions that have been silent.
+LIFE_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +55,15 @@ class _UnderWay:
     epoch: int
     methods: frozenset[str]
     drafter_address: str
+
+
+class TargetStepper(Stepper[TargetEvent, TargetOutput], Protocol):
+    """What runs the target model."""
+
+    @property
+    def at_stake(self) -> tuple[int, ...]:
+        """Serials of the sessions that a failure now is laid on; read from the event loop once the engine is dead."""
+        ...
 
 
 class TargetHost:
@@ -85,7 +97,7 @@ class TargetHost:
         rules: Rules,
         grace_s: float,
         stream_interval_s: float,
-        make_engine: Callable[[], Stepper[TargetEvent, TargetOutput]],
+        make_engine: Callable[[], TargetStepper],
         metrics: VerifierMetrics,
         tls: FleetTls | None = None,
         tracing: Tracing = OFF,
@@ -104,7 +116,9 @@ class TargetHost:
         self._metrics = metrics
         self._tls = tls
         self._tracing = tracing
-        self._engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(make_engine, self._deliver, "target")
+        self.engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(self._make_stepper, self._deliver, "target")
+        self._make_engine = make_engine
+        self._stepper: TargetStepper | None = None
         # By serial: a session id may come back while outputs of its cancelled namesake are under way.
         self._outboxes = Outboxes(stream_interval_s)
         self._traces: dict[int, SessionTrace] = {}
@@ -126,24 +140,39 @@ class TargetHost:
 
     async def start(self) -> None:
         """Starts the engine; returns when the model is loaded."""
-        await self._engine.start()
+        await self.engine.start()
+
+    def _make_stepper(self) -> TargetStepper:
+        self._stepper = self._make_engine()
+        return self._stepper
 
     async def engine_ended(self) -> None:
         """Waits until the engine ends, tells every session under way, and raises what broke it."""
         try:
-            await self._engine.ended()
+            await self.engine.ended()
         except asyncio.CancelledError:
             # Nobody waits for the end any more; the engine itself goes on.
             raise
         except Exception:
-            self._outboxes.fail_all(UnavailableError("the verifier's engine has stopped"))
+            self._engine_died("the verifier's engine has stopped")
             raise
         self._outboxes.fail_all(UnavailableError("the verifier's engine has stopped"))
+
+    def engine_hangs(self) -> None:
+        """Ends every session, and takes no new one: the engine will not come back."""
+        self._draining = True
+        self._engine_died("the verifier's engine hangs")
+
+    def _engine_died(self, problem: str) -> None:
+        """Ends every session; those whose rows the engine died with learn that they may have caused it."""
+        for serial in () if self._stepper is None else self._stepper.at_stake:
+            self._outboxes.fail(serial, EngineDiedError(f"{problem}, in a step of this session"))
+        self._outboxes.fail_all(UnavailableError(problem))
 
     async def wind_down(self) -> None:
         """Refuses new sessions, waits `grace_s` seconds for those under way, and ends what is left with a status."""
         self._draining = True
-        waits = {asyncio.create_task(self._empty.wait()), asyncio.create_task(self._engine.ended())}
+        waits = {asyncio.create_task(self._empty.wait()), asyncio.create_task(self.engine.ended())}
         await asyncio.wait(waits, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
@@ -153,16 +182,17 @@ class TargetHost:
     async def close(self) -> None:
         """Ends streams to drafters and the engine."""
         await asyncio.gather(*(link.close() for link in self._links.values()))
-        await self._engine.close()
+        await self.engine.close()
 
     def background(self, store: Store) -> Mapping[str, Work]:
-        """Names the tasks that keep each session with a drafter that is there, and streams to few."""
+        """Names the tasks that keep each session with a drafter that is there, streams to few, and gateways sure of us."""
         drafters = RegistryView(store, DRAFTER, answers=Probe(self._tls))
         return {
             "registry": partial(drafters.keep_fresh, REFRESH_S),
             # Apart from the registry, which must not delay what streams tell when it does not answer.
             "pairing": partial(self._keep_paired, drafters),
             "links": self._sweep,
+            "signs of life": self._show_life,
         }
 
     async def _keep_paired(self, drafters: RegistryView) -> None:
@@ -194,7 +224,7 @@ class TargetHost:
             self._count_drafted(each, +1)
             self._metrics.fallbacks.labels("drafter_changed").inc()
             with suppress(UnavailableError):
-                self._engine.post(Paired(session_id=session_id, serial=each.serial, address=address), always=True)
+                self.engine.post(Paired(session_id=session_id, serial=each.serial, address=address), always=True)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
         """Runs one session; leaving early frees it within one step.
@@ -253,7 +283,7 @@ class TargetHost:
     def _running(self, request: GenerateRequest, trace: SessionTrace) -> Iterator[Outbox]:
         serial = next(self._serials)
         self._fence(request)
-        outbox = self._outboxes.open(serial, whole=request.whole)
+        outbox = self._outboxes.open(serial, whole=request.whole, offset=len(request.committed_token_ids))
         if trace.recording:
             self._traces[serial] = trace
         mine = _UnderWay(
@@ -269,7 +299,7 @@ class TargetHost:
         # Told here and not with a step: an engine that hangs makes none.
         self._metrics.sessions.under_way.set(self.num_sessions)
         try:
-            self._engine.post(Submit(request=request, serial=serial, arrived_s=time.monotonic()))
+            self.engine.post(Submit(request=request, serial=serial, arrived_s=time.monotonic()))
             yield outbox
         finally:
             self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
@@ -283,7 +313,7 @@ class TargetHost:
                 self._empty.set()
             # A session that ended by itself is gone from the engine already; cancelling it again does nothing.
             with suppress(UnavailableError):
-                self._engine.post(Cancel(session_id=request.session_id, serial=serial), always=True)
+                self.engine.post(Cancel(session_id=request.session_id, serial=serial), always=True)
 
     def _count_drafted(self, session: _UnderWay, change: int) -> None:
         address = session.drafter_address
@@ -297,7 +327,7 @@ class TargetHost:
         known = self._under_way.get(request.session_id)
         if known is None:
             return
-        self._engine.post(Cancel(session_id=request.session_id, serial=known.serial), always=True)
+        self.engine.post(Cancel(session_id=request.session_id, serial=known.serial), always=True)
         error = StaleEpochError(f"session {request.session_id!r} goes on under epoch {request.epoch}")
         self._outboxes.fail(known.serial, error)
 
@@ -324,6 +354,15 @@ class TargetHost:
             self._drafted = +self._drafted
             self._served_by = +self._served_by
 
+    async def _show_life(self) -> None:
+        """Lets gateways hear of silent sessions while the engine gets things done, for ever."""
+        num_calls = self.engine.num_calls
+        while True:
+            await asyncio.sleep(LIFE_S)
+            if self.engine.num_calls != num_calls:
+                self._outboxes.show_life()
+            num_calls = self.engine.num_calls
+
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
         if draft is None:
             self._metrics.fallbacks.labels("link_lost").inc()
@@ -333,14 +372,23 @@ class TargetHost:
         wants_states = draft is not None and draft.draft_method == EAGLE3
         change = LinkChanged(address=address, up=draft is not None, wants_states=wants_states)
         with suppress(UnavailableError):
-            self._engine.post(change, always=True)
+            self.engine.post(change, always=True)
 
     def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
         # Drafts that find no place are lost; the next commit brings new ones.
         with suppress(UnavailableError, OverloadedError):
-            self._engine.post(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
+            self.engine.post(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
 
     def _deliver(self, output: TargetOutput) -> None:
+        try:
+            self._hand_on(output)
+        except Exception:
+            # Whatever did not get into their outboxes is lost: gateways ask again for what they lack.
+            logger.exception("a step could not be handed on")
+            for serial, _ in output.committed:
+                self._outboxes.fail(serial, UnavailableError("tokens of the session could not be handed on"))
+
+    def _hand_on(self, output: TargetOutput) -> None:
         report = output.report
         self._num_places = report.num_running if report.num_waiting else self._max_num_seqs
         for seen in report.traced:

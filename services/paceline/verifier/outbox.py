@@ -10,25 +10,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens
 
 # 250 messages a second from a verifier, while that keeps nobody waiting for long.
 GATHER_PER_SESSION_S = 0.004
 # A gateway still hears often enough to know that its verifier lives, and to lose little with it.
 GATHER_WHOLE_S = 0.5
+# A gateway that has heard nothing of a session for so long hears that it lives.
+SILENCE_S = 1.0
 
 
 class Outbox:
     """One session's tokens until its gateway takes them; bounded by the session's `max_tokens`.
 
-    Its first tokens and its last wait for nothing.
+    Its first tokens and its last wait for nothing. Tokens that do not join onto those before end it with an error.
 
     Args:
         whole: The client gets the text in one piece.
+        offset: Generated tokens of the session so far.
     """
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, *, whole: bool = False, offset: int = 0) -> None:
+        self._offset = offset
+        # When its gateway last heard of it.
+        self._taken_s = asyncio.get_running_loop().time()
         self._gather_s = GATHER_WHOLE_S if whole else 0.0
         self._waiting: list[CommittedTokens] = []
         self._error: PacelineError | None = None
@@ -42,9 +48,26 @@ class Outbox:
 
     def put(self, committed: CommittedTokens, now_s: float) -> None:
         """Takes in what a step committed."""
+        if committed.offset != self._offset:
+            self.fail(UnavailableError(f"token {self._offset} of the session was to come, not {committed.offset}"))
+        if self._error is not None:
+            return
+        self._offset += len(committed.token_ids)
         self._waiting.append(committed)
-        if self._released_s is None or committed.result is not None:
+        if not committed.token_ids and committed.result is None:
+            # Its news is that it lives; there is nothing to gather.
+            self._ready.set()
+        elif self._released_s is None or committed.result is not None:
             self._release(now_s)
+
+    def show_life(self, now_s: float) -> None:
+        """Has its gateway hear of it, if that has not for a while."""
+        if self._ready.is_set() or now_s - self._taken_s < SILENCE_S:
+            return
+        if self._waiting:
+            self._release(now_s)
+        else:
+            self.put(CommittedTokens(token_ids=(), offset=self._offset), now_s)
 
     def fail(self, error: PacelineError) -> None:
         """Ends the session; what was committed before leaves first."""
@@ -67,6 +90,7 @@ class Outbox:
             PacelineError: The session has ended with it.
         """
         await self._ready.wait()
+        self._taken_s = asyncio.get_running_loop().time()
         waiting, self._waiting = self._waiting, []
         if not waiting:
             assert self._error is not None, "only tokens or an error make it ready"
@@ -95,9 +119,9 @@ class Outboxes:
         """Sessions under way."""
         return len(self._outboxes)
 
-    def open(self, serial: int, *, whole: bool = False) -> Outbox:
-        """Makes the outbox of a session."""
-        outbox = self._outboxes[serial] = Outbox(whole=whole)
+    def open(self, serial: int, *, whole: bool = False, offset: int = 0) -> Outbox:
+        """Makes the outbox of a session; see `Outbox`."""
+        outbox = self._outboxes[serial] = Outbox(whole=whole, offset=offset)
         return outbox
 
     def close(self, serial: int) -> None:
@@ -123,9 +147,17 @@ class Outboxes:
             elif any(outbox.holds_back for outbox in self._outboxes.values()):
                 self._timer = loop.call_at(due_s, self._empty)
 
+    def show_life(self) -> None:
+        """Has the gateways of silent sessions hear of them; to be called while the engine makes progress."""
+        now_s = asyncio.get_running_loop().time()
+        for outbox in self._outboxes.values():
+            outbox.show_life(now_s)
+
     def fail(self, serial: int, error: PacelineError) -> None:
-        """Ends one session."""
-        self._outboxes[serial].fail(error)
+        """Ends one session, if it has not left meanwhile."""
+        outbox = self._outboxes.get(serial)
+        if outbox is not None:
+            outbox.fail(error)
 
     def fail_all(self, error: PacelineError) -> None:
         """Ends every session."""
@@ -150,4 +182,5 @@ def joined(parts: Sequence[CommittedTokens]) -> CommittedTokens:
         result=parts[-1].result,
         lossy=any(part.lossy for part in parts),
         offset=parts[0].offset,
+        running=any(part.running for part in parts),
     )

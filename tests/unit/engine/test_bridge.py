@@ -112,3 +112,23 @@ async def test_what_a_stepper_says_first_goes_out_before_its_step():
     engine.post(5)
     assert [await asyncio.wait_for(outputs.get(), 10) for _ in range(2)] == [-7, 5]
     await engine.close()
+
+
+async def test_what_the_engine_is_inside_of_shows_until_it_comes_back():
+    inside, leave = threading.Event(), threading.Event()
+
+    class Slow(Adder):
+        def step(self) -> int:
+            inside.set()
+            leave.wait(10)
+            return super().step()
+
+    engine, outputs = await started(Slow())
+    assert engine.at_work is None
+    engine.post(5)
+    await asyncio.to_thread(inside.wait, 10)
+    assert engine.at_work == engine.num_calls == 3  # handle, begin, step
+    leave.set()
+    assert await asyncio.wait_for(outputs.get(), 10) == 5
+    await engine.close()
+    assert engine.at_work is None

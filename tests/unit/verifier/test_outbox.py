@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.errors import OverloadedError, PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, PositionLogprobs, TokenFate
-from paceline.verifier.outbox import Outbox, Outboxes, joined
+from paceline.verifier.outbox import SILENCE_S, Outbox, Outboxes, joined
 
 FOR_EVER_S = 1e6
 RESULT = GenerateResult(
@@ -16,7 +16,9 @@ RESULT = GenerateResult(
 
 
 def step(*token_ids: int, result: GenerateResult | None = None) -> CommittedTokens:
-    return CommittedTokens(token_ids=token_ids, fates=(TokenFate.PLAIN,) * len(token_ids), result=result)
+    """Tokens that count from 1 on, so that each says where it belongs."""
+    fates = (TokenFate.PLAIN,) * len(token_ids)
+    return CommittedTokens(token_ids=token_ids, fates=fates, result=result, offset=token_ids[0] - 1)
 
 
 async def told(outbox: Outbox) -> list[tuple[int, ...]]:
@@ -72,8 +74,8 @@ async def test_sessions_are_emptied_together_and_a_new_one_does_not_wait_for_the
     outboxes.deliver([(1, step(1))])
     assert await told(first) == [(1,)]
     second = outboxes.open(2)
-    outboxes.deliver([(1, step(2)), (2, step(7))])
-    assert (await told(first), await told(second)) == ([], [(7,)])
+    outboxes.deliver([(1, step(2)), (2, step(1))])
+    assert (await told(first), await told(second)) == ([], [(1,)])
 
 
 async def test_an_error_comes_after_what_was_committed() -> None:
@@ -108,16 +110,70 @@ async def test_a_session_that_has_left_is_passed_over() -> None:
     assert len(outboxes) == 0
 
 
+async def test_tokens_that_do_not_join_onto_those_before_end_the_session_and_are_not_told() -> None:
+    for stray in (step(3), step(1)):
+        outboxes = Outboxes(0.0)
+        outbox = outboxes.open(1)
+        outboxes.deliver([(1, step(1))])
+        outboxes.deliver([(1, stray)])
+        outboxes.deliver([(1, step(2))])
+        assert (await outbox.take()).token_ids == (1,)
+        with pytest.raises(UnavailableError, match=f"token 1 of the session was to come, not {stray.offset}"):
+            await outbox.take()
+
+
+async def test_a_session_that_goes_on_begins_with_the_token_after_those_it_has() -> None:
+    outbox = Outboxes(0.0).open(1, offset=4)
+    outbox.put(step(5, 6), 0.0)
+    assert (await outbox.take()).offset == 4
+
+
+async def test_a_sign_of_life_is_for_those_that_were_silent_and_carries_no_token() -> None:
+    outboxes = Outboxes(FOR_EVER_S, FOR_EVER_S)
+    silent = outboxes.open(1, offset=7)
+    now_s = asyncio.get_running_loop().time()
+    silent.show_life(now_s + 0.5 * SILENCE_S)
+    assert await told(silent) == []
+    for _ in range(3):
+        silent.show_life(now_s + 2 * SILENCE_S)
+    sign = await silent.take()
+    assert (sign.token_ids, sign.offset, sign.running) == ((), 7, False)
+    assert await told(silent) == []
+    silent.put(step(8), now_s)
+    assert await told(silent) == [(8,)]
+
+
+async def test_what_has_gathered_for_long_is_sign_of_life_enough() -> None:
+    outboxes = Outboxes(FOR_EVER_S, FOR_EVER_S)
+    outbox = outboxes.open(1)
+    outboxes.deliver([(1, step(1))])
+    assert await told(outbox) == [(1,)]
+    outboxes.deliver([(1, step(2))])
+    outbox.show_life(asyncio.get_running_loop().time() + 2 * SILENCE_S)
+    assert await told(outbox) == [(2,)]
+
+
+async def test_that_a_session_runs_is_told_at_once_and_its_first_tokens_wait_for_nothing_after_it() -> None:
+    outboxes = Outboxes(FOR_EVER_S, FOR_EVER_S)
+    outbox = outboxes.open(1)
+    outboxes.deliver([(1, CommittedTokens(token_ids=(), running=True))])
+    assert (await outbox.take()).running
+    outboxes.deliver([(1, step(1))])
+    assert await told(outbox) == [(1,)]
+
+
 def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
     chances = [PositionLogprobs(token_id=token_id, logprob=-float(token_id), top=()) for token_id in (1, 2, 3)]
     parts = [
-        CommittedTokens(token_ids=(1,), fates=(TokenFate.PLAIN,), logprobs=(chances[0],)),
+        CommittedTokens(token_ids=(), running=True, offset=5),
+        CommittedTokens(token_ids=(1,), fates=(TokenFate.PLAIN,), logprobs=(chances[0],), offset=5),
         CommittedTokens(
             token_ids=(2, 3),
             fates=(TokenFate.ACCEPTED, TokenFate.BONUS),
             logprobs=(chances[1], chances[2]),
             result=RESULT,
             lossy=True,
+            offset=6,
         ),
     ]
     assert joined(parts) == CommittedTokens(
@@ -126,4 +182,6 @@ def test_joined_steps_keep_order_and_what_belongs_to_each_token() -> None:
         logprobs=tuple(chances),
         result=RESULT,
         lossy=True,
+        offset=5,
+        running=True,
     )

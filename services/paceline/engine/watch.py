@@ -1,0 +1,72 @@
+"""Watches that an engine's thread comes back from what it does, and says what it was doing when it does not.
+
+A thread that hangs cannot be ended; its process can. `paceline.hosting` does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Protocol
+
+# Looks at the engine within its bound; so late, at most, is a hang found.
+LOOKS = 20
+# A call that is inside the engine for less time is nothing to write down.
+LEAST_TICK_S = 0.05
+
+
+class Watched(Protocol):
+    """What is watched; see `paceline.engine.bridge.EngineThread`."""
+
+    @property
+    def at_work(self) -> int | None:
+        """Number of the call that the engine is inside of; None while it waits."""
+        ...
+
+
+@dataclass(slots=True)
+class Stall:
+    """For how long an engine has been inside the same call.
+
+    Time in which nobody looked does not count: a process that was frozen has been so with its engine.
+
+    Attributes:
+        tick_s: Time between two looks.
+        call: The call seen last.
+        stuck_s: Time since it was first seen.
+    """
+
+    tick_s: float
+    call: int | None = None
+    stuck_s: float = 0.0
+    _looked_s: float = 0.0
+
+    def look(self, call: int | None, now_s: float) -> float:
+        """Takes in what the engine does now.
+
+        Returns:
+            Seconds for which it has been inside that call; 0.0 where it waits.
+        """
+        same = call is not None and call == self.call
+        self.stuck_s = self.stuck_s + min(now_s - self._looked_s, 2 * self.tick_s) if same else 0.0
+        self.call, self._looked_s = call, now_s
+        return self.stuck_s
+
+
+async def until_hung(engine: Watched, bound_s: float) -> float:
+    """Returns once the engine has been inside one call for longer than `bound_s` seconds, with the time it has been."""
+    stall = Stall(tick_s=max(LEAST_TICK_S, bound_s / LOOKS))
+    while (stuck_s := stall.look(engine.at_work, time.monotonic())) <= bound_s:  # noqa: ASYNC110 - a hung thread sets no event
+        await asyncio.sleep(stall.tick_s)
+    return stuck_s
+
+
+def stacks() -> str:
+    """Returns what all threads are doing, as tracebacks."""
+    frames = sys._current_frames()  # noqa: SLF001 - there is no other way to see another thread's frames
+    named = [(thread.name, frames[thread.ident]) for thread in threading.enumerate() if thread.ident in frames]
+    return "\n".join(f"thread {name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in named)

@@ -1,0 +1,273 @@
+"""Engines that die or hang: who is told what, so that gateways know which request may have done it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from paceline.cluster.valkey import free_port
+from paceline.core.errors import EngineDiedError, PacelineError, UnavailableError
+from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.hosting import EXIT_HUNG
+from paceline.rpc.v1 import verifier_pb2_grpc
+from paceline.status import error_from_rpc
+from paceline.store.memory import MemoryStore
+from paceline.supervision import Supervisor
+from paceline.verifier import host as verifier_host
+from paceline.verifier import outbox as verifier_outbox
+from paceline.verifier.host import TargetHost
+from paceline.wire import committed_from_pb, generate_request_to_pb
+from tests.integration.conftest import running_verifier
+from tests.support.poison import DIES, HANGS, Poison
+
+PROMPT = tuple(range(5, 25))
+PLAIN = SpeculationParams(enabled=False)
+
+
+def ask(session_id: str, *ahead: int, max_tokens: int = 200, suspect: bool = False) -> GenerateRequest:
+    return GenerateRequest(
+        session_id=session_id,
+        epoch=1,
+        prompt_token_ids=(*ahead, *PROMPT),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        speculation=PLAIN,
+        suspect=suspect,
+    )
+
+
+class Stream:
+    """One session, as its gateway hears of it."""
+
+    def __init__(self, stub: verifier_pb2_grpc.VerifierAsyncStub, request: GenerateRequest) -> None:
+        self._call = stub.Generate(generate_request_to_pb(request), timeout=60)
+        self.heard: list[CommittedTokens] = []
+
+    async def next(self) -> CommittedTokens:
+        """The next message."""
+        message = await self._call.read()
+        assert message is not grpc.aio.EOF
+        self.heard.append(committed_from_pb(message))
+        return self.heard[-1]
+
+    async def until_tokens(self) -> None:
+        """Returns once it has tokens."""
+        while not (await self.next()).token_ids:
+            pass
+
+    async def end(self) -> PacelineError | None:
+        """What it ended with, None: its result."""
+        try:
+            while (await self.next()).result is None:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error_from_rpc(error)
+        return None
+
+
+@asynccontextmanager
+async def watched(host: TargetHost) -> AsyncIterator[None]:
+    """Somebody waits for the engine's end, and signs of life go out, as `serve_model` has it."""
+    watching = asyncio.create_task(host.engine_ended())
+    try:
+        async with Supervisor(CollectorRegistry()).kept(host.background(MemoryStore())):
+            yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_only_sessions_of_the_step_that_died_are_told_that_they_may_have_caused_it(tiny_pair) -> None:
+    poison = Poison()
+    async with running_verifier(tiny_pair[0], max_num_seqs=2, poison=poison) as (stub, host), watched(host):
+        beside = Stream(stub, ask("beside"))
+        await beside.until_tokens()
+        blocker = Stream(stub, ask("hangs for a while", HANGS))
+        assert (await blocker.next()).running
+        waiting = Stream(stub, ask("waits", DIES))
+        while host.num_sessions < 3:  # noqa: ASYNC110 - the host tells nobody
+            await asyncio.sleep(0)
+        blocker._call.cancel()
+        poison.cure.set()
+        left = Stream(stub, ask("still in the queue"))
+        assert type(await beside.end()) is EngineDiedError
+        assert type(await waiting.end()) is EngineDiedError
+        assert type(await left.end()) in (UnavailableError, EngineDiedError)
+
+
+async def test_a_session_that_waits_for_a_place_is_no_part_of_the_step_that_died(tiny_pair) -> None:
+    poison = Poison()
+    async with running_verifier(tiny_pair[0], max_num_seqs=1, poison=poison) as (stub, host), watched(host):
+        guilty = Stream(stub, ask("guilty", HANGS))
+        assert (await guilty.next()).running
+        innocent = Stream(stub, ask("innocent"))
+        while host.num_sessions < 2:  # noqa: ASYNC110 - the host tells nobody
+            await asyncio.sleep(0)
+        host.engine_hangs()
+        assert type(await guilty.end()) is EngineDiedError
+        assert type(await innocent.end()) is UnavailableError
+        assert not innocent.heard
+        late = Stream(stub, ask("late"))
+        assert type(await late.end()) is UnavailableError
+        poison.cure.set()
+
+
+async def test_a_suspect_takes_nobody_with_it(tiny_pair) -> None:
+    async with running_verifier(tiny_pair[0], poison=Poison()) as (stub, host), watched(host):
+        others = [Stream(stub, ask(f"other {index}")) for index in range(2)]
+        for each in others:
+            await each.until_tokens()
+        suspect = Stream(stub, ask("suspect", DIES, suspect=True))
+        assert type(await suspect.end()) is EngineDiedError
+        assert [type(await each.end()) for each in others] == [UnavailableError] * 2
+
+
+async def test_suspects_that_are_innocent_get_the_tokens_that_they_would_have_got(tiny_pair) -> None:
+    async with running_verifier(tiny_pair[0]) as (stub, _):
+        plain = [Stream(stub, ask(f"plain {index}", index, max_tokens=40)) for index in range(4)]
+        assert [await each.end() for each in plain] == [None] * 4
+        mixed = [Stream(stub, ask(f"mixed {i}", i, max_tokens=40, suspect=i % 2 == 0)) for i in range(4)]
+        assert [await each.end() for each in mixed] == [None] * 4
+    assert [tokens(each) for each in mixed] == [tokens(each) for each in plain]
+
+
+def tokens(stream: Stream) -> list[int]:
+    return [token for each in stream.heard for token in each.token_ids]
+
+
+async def test_a_session_hears_once_and_first_that_it_runs_and_where_each_token_belongs(tiny_pair) -> None:
+    async with running_verifier(tiny_pair[0]) as (stub, _):
+        stream = Stream(stub, ask("s", max_tokens=30))
+        assert await stream.end() is None
+    assert [each.running for each in stream.heard] == [True] + [False] * (len(stream.heard) - 1)
+    offset = 0
+    for each in stream.heard:
+        assert each.offset == offset
+        offset += len(each.token_ids)
+    assert offset == 30
+
+
+async def test_a_session_that_waits_shows_life_while_the_engine_gets_on(
+    tiny_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier_host, "LIFE_S", 0.01)
+    monkeypatch.setattr(verifier_outbox, "SILENCE_S", 0.02)
+    async with running_verifier(tiny_pair[0], max_num_seqs=1, poison=Poison(step_s=0.01)) as (stub, host), watched(host):
+        first = Stream(stub, ask("first", max_tokens=60))
+        await first.until_tokens()
+        second = Stream(stub, ask("second", max_tokens=2))
+        assert await first.end() is None
+        assert await second.end() is None
+    said = [(len(each.token_ids), each.running) for each in second.heard]
+    assert said.index((0, True)) > 3, "signs of life come first"
+    assert set(said[: said.index((0, True))]) == {(0, False)}
+
+
+async def test_a_hung_engine_shows_no_life(tiny_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier_host, "LIFE_S", 0.01)
+    monkeypatch.setattr(verifier_outbox, "SILENCE_S", 0.02)
+    poison = Poison()
+    async with running_verifier(tiny_pair[0], poison=poison) as (stub, host), watched(host):
+        stream = Stream(stub, ask("s", HANGS, max_tokens=4))
+        assert (await stream.next()).running
+        silence = asyncio.create_task(stream.next())
+        done, _ = await asyncio.wait({silence}, timeout=0.5)
+        assert not done
+        poison.cure.set()
+        await silence
+        assert await stream.end() is None
+
+
+async def test_tokens_that_cannot_be_handed_on_end_their_sessions_and_nothing_else(
+    tiny_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        deliver = host._outboxes.deliver
+
+        def failing(committed) -> None:
+            if any(each.token_ids for _, each in committed):
+                raise KeyError("a bug between engine and outboxes")
+            deliver(committed)
+
+        monkeypatch.setattr(host._outboxes, "deliver", failing)
+        error = await asyncio.wait_for(Stream(stub, ask("s")).end(), 30)
+        assert type(error) is UnavailableError
+        assert "could not be handed on" in str(error)
+        monkeypatch.undo()
+        assert await Stream(stub, ask("s", max_tokens=8)).end() is None
+
+
+async def test_a_session_that_cannot_be_made_ends_alone(tiny_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        other = Stream(stub, ask("other", max_tokens=100))
+        await other.until_tokens()
+        make = host._stepper._new_session
+
+        def failing(event):
+            if event.request.session_id == "bad":
+                raise ValueError("what no check has seen")
+            return make(event)
+
+        monkeypatch.setattr(host._stepper, "_new_session", failing)
+        error = await asyncio.wait_for(Stream(stub, ask("bad")).end(), 30)
+        assert type(error) is PacelineError
+        assert await other.end() is None
+
+
+SERVE = """
+import sys
+from paceline.verifier import __main__ as verifier
+from tests.support.poison import Poison
+
+load = verifier.load_decoder
+verifier.load_decoder = lambda *arguments: Poison().into(load(*arguments))
+verifier.main(sys.argv[1:])
+"""
+
+
+@asynccontextmanager
+async def verifier_process(folder: Path) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
+    """A verifier that hangs on some prompts, in a process of its own."""
+    root = Path(__file__).parents[2]
+    port = free_port("127.0.0.1")
+    arguments = ("--model", folder, "--port", port, "--metrics-port", 0, "--redis-url", "memory://")
+    bounds = ("--engine-stall-s", 1, "--num-kv-blocks", 64, "--max-num-batched-tokens", 32)
+    process = subprocess.Popen(  # noqa: ASYNC220 - it is read from in a thread
+        [sys.executable, "-c", SERVE, *map(str, (*arguments, *bounds))],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{root / 'services'}:{root}"},
+    )
+    try:
+        yield process, f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("stopping", [False, True], ids=["while it serves", "while it stops"])
+async def test_a_process_whose_engine_hangs_says_so_hands_its_sessions_on_and_ends(tiny_pair, stopping: bool) -> None:
+    async with verifier_process(tiny_pair[0]) as (process, address), grpc.aio.insecure_channel(address) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 60)
+        stub = verifier_pb2_grpc.VerifierStub(channel)
+        stream = Stream(stub, ask("s", HANGS, max_tokens=4))
+        assert (await stream.next()).running
+        if stopping:
+            process.send_signal(signal.SIGTERM)
+        assert type(await stream.end()) is EngineDiedError
+        _, log = await asyncio.to_thread(process.communicate, timeout=30)
+        assert process.returncode == EXIT_HUNG
+    (last,) = (line for line in log.splitlines() if "the engine hangs" in line)
+    assert "level=critical" in last
+    assert "thread target" in last
+    assert "poison.py" in last

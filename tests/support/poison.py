@@ -1,0 +1,44 @@
+"""Prompts that a target engine does not survive: a step that computes one of these tokens dies, or never comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from paceline.engine.batch import Batch
+from paceline.engine.decoder import Decoder
+from paceline.engine.kv import KVCache
+
+DIES, HANGS = 240, 241
+# Whatever hangs here goes on in the end: a thread that never ends would keep the test's process.
+MOST_S = 60.0
+
+
+class Poison:
+    """What makes a decoder die or hang, and lets it go on.
+
+    Args:
+        step_s: What each step takes at least.
+    """
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.cure = threading.Event()
+        self._step_s = step_s
+
+    def into(self, decoder: Decoder) -> Decoder:
+        """Returns the decoder, poisoned."""
+        forward = decoder.forward
+
+        def poisoned(batch: Batch, cache: KVCache, *rest: object) -> torch.Tensor:
+            if DIES in batch.token_ids:
+                raise MemoryError("the poison works")
+            if HANGS in batch.token_ids:
+                self.cure.wait(MOST_S)
+            if self._step_s:
+                time.sleep(self._step_s)
+            return forward(batch, cache, *rest)  # type: ignore[arg-type]  # layers, if any
+
+        decoder.forward = poisoned  # type: ignore[method-assign, assignment]  # of this one alone
+        return decoder
