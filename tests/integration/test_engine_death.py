@@ -162,7 +162,10 @@ async def test_a_session_that_waits_shows_life_while_the_engine_gets_on(
 ) -> None:
     monkeypatch.setattr(verifier_host, "LIFE_S", 0.01)
     monkeypatch.setattr(verifier_outbox, "SILENCE_S", 0.02)
-    async with running_verifier(tiny_pair[0], max_num_seqs=1, poison=Poison(step_s=0.01)) as (stub, host), watched(host):
+    async with (
+        running_verifier(tiny_pair[0], max_num_seqs=1, poison=Poison(step_s=0.01)) as (stub, host),
+        watched(host),
+    ):
         first = Stream(stub, ask("first", max_tokens=60))
         await first.until_tokens()
         second = Stream(stub, ask("second", max_tokens=2))
@@ -242,7 +245,7 @@ async def verifier_process(folder: Path) -> AsyncIterator[tuple[subprocess.Popen
     port = free_port("127.0.0.1")
     arguments = ("--model", folder, "--port", port, "--metrics-port", 0, "--redis-url", "memory://")
     bounds = ("--engine-stall-s", 1, "--num-kv-blocks", 64, "--max-num-batched-tokens", 32)
-    process = subprocess.Popen(  # noqa: ASYNC220 - it is read from in a thread
+    process = subprocess.Popen(
         [sys.executable, "-c", SERVE, *map(str, (*arguments, *bounds))],
         stderr=subprocess.PIPE,
         text=True,

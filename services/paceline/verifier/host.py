@@ -185,14 +185,14 @@ class TargetHost:
         await self.engine.close()
 
     def background(self, store: Store) -> Mapping[str, Work]:
-        """Names the tasks that keep each session with a drafter that is there, streams to few, and gateways sure of us."""
+        """Names the tasks that keep sessions with drafters that are there, streams to few, and gateways in the know."""
         drafters = RegistryView(store, DRAFTER, answers=Probe(self._tls))
         return {
             "registry": partial(drafters.keep_fresh, REFRESH_S),
             # Apart from the registry, which must not delay what streams tell when it does not answer.
             "pairing": partial(self._keep_paired, drafters),
             "links": self._sweep,
-            "signs of life": self._show_life,
+            "life": self._show_life,
         }
 
     async def _keep_paired(self, drafters: RegistryView) -> None:
