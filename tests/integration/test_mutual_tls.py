@@ -26,7 +26,7 @@ from paceline.credentials import (
     only_for,
 )
 from paceline.dev_ca import make_certificates
-from paceline.gateway.verifier_client import Deadlines, VerifierClient
+from paceline.gateway.verifier_client import VerifierClient
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2_grpc
 from paceline.serving import GrpcServer, start_grpc_server
 from paceline.status import error_from_rpc
@@ -195,9 +195,9 @@ async def test_a_gateway_shows_its_certificate_to_verifiers(certificates: Path, 
             (certificates, DRAFTER, "is for gateway"),
             (strangers, GATEWAY, "certificate"),
         ):
-            client = VerifierClient(Deadlines(first_message_s=20, next_message_s=20), tls_of(folder, role))
+            client = VerifierClient(20, tls_of(folder, role))
             with pytest.raises((PermissionDeniedError, UnavailableError), match=error):
                 async with asyncio.timeout(30):
-                    async for _ in client.generate(server.address, ask()):
+                    async for _ in client.generate(client.running(server.address, ask()), ask()):
                         pass
             await client.close()
