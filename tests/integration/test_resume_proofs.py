@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paceline.core.errors import InvalidRequestError, PacelineError, ResumeMismatchError
+from paceline.core.errors import InvalidRequestError, PacelineError, ResumeMismatchError, SessionNotFoundError
 from paceline.core.token_digest import token_digest
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.status import error_from_rpc
@@ -101,6 +101,17 @@ async def test_tokens_beyond_the_log_are_computed_again_and_held_against_the_cli
     error, num_tokens = await refusal(fleet, resume(session_id, [*tokens[:7], 7]))
     assert isinstance(error, ResumeMismatchError)
     assert num_tokens == 0
+
+
+@pytest.mark.parametrize("parameters", ["{}", "[]", '{"sampling": 3}', '{"sampling": {"max_tokens": "x"}}'])
+async def test_a_record_that_cannot_be_read_is_as_good_as_none(fleet: ScriptedFleet, parameters: str) -> None:
+    session_id, _ = await logged_tokens(fleet)
+    logged = await fleet.store.session(session_id)
+    assert logged is not None
+    record = replace(logged.record, params_json=parameters)
+    await fleet.store.write_sessions([PutSession(record=record, token_ids=logged.token_ids, ttl_s=60)])
+    error, _ = await refusal(fleet, resume(session_id, []))
+    assert isinstance(error, SessionNotFoundError)
 
 
 async def test_an_offset_needs_its_digest(fleet: ScriptedFleet) -> None:

@@ -7,13 +7,14 @@ lacks is computed again. Either way the client gets each token once. Whether a s
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionNotFoundError
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.known_tokens import check_known
-from paceline.gateway.requests import SessionRequest, up_to_end
+from paceline.gateway.requests import SessionRequest, check_salt, check_stops, up_to_end
 from paceline.store.base import LoggedSession, SessionState, Store
 
 MAX_SESSION_ID_CHARS = 128
@@ -74,8 +75,8 @@ class Resumption:
             raise EndsEnginesError(
                 f"session_id: the session has ended {record.engine_deaths} engines, and is not run again"
             )
-        parameters = json.loads(record.params_json)
-        sampling = _sampling(parameters["sampling"])
+        parameters = _Parameters.read(record.params_json)
+        sampling = parameters.sampling
         if sampling.logprobs is not None:
             raise InvalidRequestError("session_id", "names a session with log probabilities, which are not logged")
         if not 0 <= offset <= sampling.max_tokens:
@@ -91,8 +92,8 @@ class Resumption:
             session_id=record.session_id,
             prompt_token_ids=logged.token_ids[: record.prompt_len],
             sampling=sampling,
-            speculation=SpeculationParams(**parameters["speculation"]),
-            stops=tuple(parameters["stop"]),
+            speculation=parameters.speculation,
+            stops=parameters.stops,
             api_key=record.api_key,
             weights_hash=record.weights_hash,
             arithmetic=record.arithmetic,
@@ -101,10 +102,40 @@ class Resumption:
             committed_token_ids=committed,
             offset=offset,
             digest=digest,
-            cache_salt=parameters.get("cache_salt", ""),
+            cache_salt=parameters.cache_salt,
             finished=finished,
-            traceparent=parameters.get("traceparent", ""),
+            traceparent=parameters.traceparent,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parameters:
+    """What a record says of how the session is to run; see `paceline.gateway.records`."""
+
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    stops: tuple[str, ...]
+    cache_salt: str
+    traceparent: str
+
+    @classmethod
+    def read(cls, params_json: str) -> _Parameters:
+        """Reads them.
+
+        Raises:
+            SessionNotFoundError: They cannot be read: whoever wrote the record was no gateway of this version.
+        """
+        try:
+            values = json.loads(params_json)
+            return cls(
+                sampling=_sampling(values["sampling"]),
+                speculation=SpeculationParams(**values["speculation"]),
+                stops=check_stops(values["stop"]),
+                cache_salt=check_salt(values.get("cache_salt", "")),
+                traceparent=str(values.get("traceparent", "")),
+            )
+        except (ValueError, TypeError, LookupError, AttributeError, InvalidRequestError) as error:
+            raise SessionNotFoundError(f"session_id: its record cannot be read ({type(error).__name__})") from error
 
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:
