@@ -94,7 +94,7 @@ class Kubelet:
         probe = self.rendered.container(tier)[kind]
         address = self._address(tier)
         if "grpc" in probe:
-            return _ask_grpc(f"{address}:{probe['grpc']['port']}")
+            return _ask_grpc(f"{address}:{probe['grpc']['port']}", probe["grpc"].get("service", ""))
         if "httpGet" in probe:
             get = probe["httpGet"]
             return _ask_http(
@@ -192,11 +192,11 @@ def _filled(entry: dict[str, Any], service: str) -> dict[str, Any]:
     return entry
 
 
-def _ask_grpc(address: str) -> str:
+def _ask_grpc(address: str, service: str) -> str:
     with grpc.insecure_channel(address) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S, wait_for_ready=False
+                health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S, wait_for_ready=False
             )
         except grpc.RpcError:
             return "unreachable"
