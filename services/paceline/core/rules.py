@@ -20,7 +20,7 @@ from paceline.core.acceptance import (
 )
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import TokenFate
-from paceline.core.params import BLOCK, CHAIN_RULES, COUPLED, REJECTION, TYPICAL, SpeculationParams
+from paceline.core.params import BLOCK, CHAIN_RULES, COUPLED, REJECTION, TIER_METHODS, TYPICAL, SpeculationParams
 from paceline.core.tree import Node, walk
 
 # Defaults of the authors' code (2401.10774): epsilon, and delta as its root.
@@ -208,6 +208,12 @@ class Rules:
 
     default: str = COUPLED
     typical: Typical | None = None
+
+    def names(self, methods: Sequence[str]) -> tuple[str, ...]:
+        """Names of the rules that can be asked for, the default first, where a verifier drafts by these methods."""
+        chains = CHAIN_RULES if set(methods) & set(TIER_METHODS) else ()
+        served = (COUPLED, *chains, *(() if self.typical is None else (TYPICAL,)))
+        return (self.default, *(name for name in served if name != self.default))
 
     def of(self, speculation: SpeculationParams) -> Rule:
         """Returns the rule of a session; without speculation there is nothing to accept, and all are the first one.

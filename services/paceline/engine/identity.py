@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import platform
+from importlib.metadata import version
 from pathlib import Path
+
+import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
 from paceline.engine.decoder import choose_device, choose_dtype
+from paceline.engine.kernel_cache import sources_hash
 from paceline.vocabulary import vocab_hash
 
 # Of each weight file so many pieces of so many bytes are hashed: other weights of the same shape differ everywhere.
 NUM_SAMPLES = 1024
 SAMPLE_BYTES = 4096
 HASH_CHARS = 32
+PACKAGE = Path(__file__).parents[1]
 
 
 def model_identity(
@@ -44,7 +50,20 @@ def model_identity(
         context_len=config.context_len,
         eos_token_ids=config.eos_token_ids,
         weights_hash=weights_hash(path, dtype, tensor_parallel_size, device),
+        arithmetic=arithmetic(choose_device(device)),
     )
+
+
+def arithmetic(device: torch.device) -> str:
+    """Names what decides the last bits of logits beside weights: kind of device, versions, our own kernels.
+
+    Two CPUs of one architecture count as one: our kernels fix the order of every sum, whatever instructions they use.
+    """
+    if device.type == "cuda":
+        place = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    else:
+        place = f"{device.type} {platform.machine()}, kernels {sources_hash(PACKAGE)}, numba {version('numba')}"
+    return f"{place}, torch {torch.__version__}"
 
 
 def weights_hash(folder: Path, dtype: str, tensor_parallel_size: int = 1, device: str = "auto") -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numba
 from numba import njit
 
-__all__ = ["cache_folder", "njit"]
+__all__ = ["cache_folder", "njit", "sources_hash"]
 
 # What compiled code is made of.
 SOURCES = (
@@ -32,6 +32,14 @@ SOURCES = (
 )
 
 
+def sources_hash(package: Path) -> str:
+    """Names the state of all sources of kernels below a folder: equal ones compute equal bits."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((package / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def cache_folder(environ: Mapping[str, str], package: Path) -> Path:
     """Where kernels compiled from these sources are kept: below NUMBA_CACHE_DIR, beside them, or in the user's cache.
 
@@ -39,16 +47,13 @@ def cache_folder(environ: Mapping[str, str], package: Path) -> Path:
         environ: Environment variables.
         package: Folder that the sources lie in.
     """
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update((package / name).read_bytes() + b"\0")
     if environ.get("NUMBA_CACHE_DIR"):
         base = Path(environ["NUMBA_CACHE_DIR"])
     elif os.access(package / "engine", os.W_OK):
         base = package / "engine" / "__pycache__"
     else:
         base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    return base / f"kernels-{digest.hexdigest()[:16]}"
+    return base / f"kernels-{sources_hash(package)}"
 
 
 # Before any kernel is decorated: the decorator looks up its folder once.

@@ -80,7 +80,13 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: T
     max_model_len = _max_model_len(config, own_identity)
     # What others may ask for is what fits here, not what the model could do.
     head = speculation.eagle3_model
-    identity = replace(own_identity, context_len=max_model_len, states_hash="" if head is None else states_hash(head))
+    identity = replace(
+        own_identity,
+        context_len=max_model_len,
+        states_hash="" if head is None else states_hash(head),
+        methods=speculation.methods,
+        acceptance_rules=speculation.rules.names(speculation.methods),
+    )
     with other_ranks(config, identity.weights_hash) as (own, join):
         prepare_process(own.cpus, spare_cpus=own.spare_cpus)
         host = TargetHost(

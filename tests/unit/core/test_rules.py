@@ -174,3 +174,10 @@ def test_the_last_token_is_plain_recovered_or_bonus_and_those_before_it_are_acce
     tree = grown(guess(1, 0, 1), guess(2, 1, 2), guess(3, 0, 3))
     nodes = [node for node in tree.nodes() if node.token_id in verified]
     assert token_fates(tree.root, nodes, token_ids) == tuple(map(TokenFate, fates.split()))
+
+
+def test_the_rules_that_can_be_asked_for_begin_with_the_default() -> None:
+    assert Rules().names(("draft_model", "ngram")) == ("coupled", "rejection", "block")
+    assert Rules(default="block").names(("draft_model",)) == ("block", "coupled", "rejection")
+    # Chains come from the drafter tier alone.
+    assert Rules().names(("ngram",)) == ("coupled",)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ConfigError
-from paceline.engine import decoder
+from paceline.engine import decoder, identity
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.decoder import choose_dtype
 from paceline.engine.identity import model_identity, weights_hash
@@ -69,3 +69,12 @@ def test_a_folder_without_weights_has_no_fingerprint(copy):
     torch.save({}, copy / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="pickled"):
         weights_hash(copy, "float32")
+
+
+def test_arithmetic_names_the_device_and_the_versions_that_decide_bits(folder, monkeypatch):
+    here = model_identity(folder).arithmetic
+    assert here == model_identity(folder).arithmetic
+    assert here.startswith("cpu ")
+    assert torch.__version__ in here
+    monkeypatch.setattr(identity, "sources_hash", lambda _: "other kernels")
+    assert model_identity(folder).arithmetic != here
