@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.allocator import Allocator, Goodput
+from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.rules import Rules
@@ -51,6 +52,7 @@ class Generated:
     token_ids: list[int] = field(default_factory=list)
     messages: list[CommittedTokens] = field(default_factory=list)
     result: GenerateResult | None = None
+    error: PacelineError | None = None
 
 
 class EnginePair:
@@ -147,6 +149,7 @@ class EnginePair:
         sampling: SamplingParams,
         speculation: SpeculationParams | None = None,
         committed: Sequence[int] = (),
+        salt: str = "",
     ) -> None:
         """Starts a session."""
         self.sessions[session_id] = Generated()
@@ -161,6 +164,7 @@ class EnginePair:
                     sampling=sampling,
                     speculation=speculation or SpeculationParams(),
                     drafter_address=DRAFTER,
+                    cache_salt=salt,
                 ),
                 serial=len(self.names),
             )
@@ -198,7 +202,9 @@ class EnginePair:
         """What the target says reaches clients and the drafter."""
         for serial, committed in output.committed:
             generated = self.sessions[self.names[serial - 1]]
-            assert isinstance(committed, CommittedTokens)
+            if isinstance(committed, PacelineError):
+                generated.error = committed
+                continue
             generated.messages.append(committed)
             generated.token_ids += committed.token_ids
             generated.result = committed.result

@@ -156,6 +156,7 @@ def opens(draw: st.DrawFn) -> OpenSession:
         price=draw(decimals(0, 1)),
         room=draw(uint32),
         acceptance=draw(st.sampled_from(ACCEPTANCE_RULES)),
+        cache_salt=draw(st.sampled_from(("", "a key's"))),
         traceparent=draw(st.sampled_from(("", TRACEPARENT))),
     )
 

@@ -53,8 +53,8 @@ class ModelIdentity:
 class OpenSession:
     """Everything a drafter needs to know of a session.
 
-    `acceptance` says how its guesses are chosen and judged; `traceparent` is the W3C trace context of a session that is
-    traced.
+    `acceptance` says how its guesses are chosen and judged; cached pages are shared under the same `cache_salt`;
+    `traceparent` is the W3C trace context of a session that is traced.
     """
 
     session_id: str
@@ -65,6 +65,7 @@ class OpenSession:
     price: float
     room: int
     acceptance: str = COUPLED
+    cache_salt: str = ""
     traceparent: str = ""
 
 

@@ -117,6 +117,7 @@ class VerifierSession:
             price=self.price,
             room=self.room,
             acceptance=self.acceptance,
+            cache_salt=self.request.cache_salt,
             traceparent=self.request.traceparent,
         )
 

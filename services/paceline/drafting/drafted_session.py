@@ -19,7 +19,7 @@ from paceline.core.session import DrafterSession
 from paceline.core.tree import Node, NodeState, Pruning
 from paceline.core.tree_growth import Guesses, TreeGrowth
 from paceline.drafting.features import FeatureBuffer, Features, TokensAfterFirst
-from paceline.engine.blocks import BlockPool, SlotPool, block_hash
+from paceline.engine.blocks import BlockPool, SlotPool, block_hash, salted_root
 from paceline.engine.kv import BLOCK_SIZE, KVCache
 from paceline.engine.sampler import RowSampler
 from paceline.engine.sequence import KVSequence
@@ -46,7 +46,7 @@ class DraftedSession:
     ) -> None:
         self.mirror = DrafterSession(opened)
         self.features = FeatureBuffer(feature_width, identity.context_len) if feature_width else None
-        self.pages = self._make_pages(pool)
+        self.pages = self._make_pages(pool, salted_root(opened.cache_salt))
         self.slots: dict[int, int] = {}
         self._growth = TreeGrowth(self.mirror, self.slots)
         self.computed_to = 0
@@ -86,11 +86,11 @@ class DraftedSession:
         if self.features is not None and message.epoch == self.mirror.epoch:
             self.features.add(message)
 
-    def _make_pages(self, pool: BlockPool) -> KVSequence:
+    def _make_pages(self, pool: BlockPool, root: bytes | None) -> KVSequence:
         tokens = self.mirror.tokens
         if self.features is None:
-            return KVSequence(tokens, pool)
-        return KVSequence(TokensAfterFirst(tokens), pool, before=block_hash(None, tokens[:1]))
+            return KVSequence(tokens, pool, before=root)
+        return KVSequence(TokensAfterFirst(tokens), pool, before=block_hash(root, tokens[:1]))
 
     @property
     def first_position(self) -> int:

@@ -2,8 +2,9 @@
 
 No model, no extra forward pass: the last tokens of a session are looked up among earlier ones, and the tokens that
 followed there are grown as a tree in which every place found has a vote. `ngram` looks at the session's own prompt and
-output (prompt lookup decoding); `suffix` at recent outputs of all sessions too (SuffixDecoding, 2411.04975). Nothing
-is done when nothing matches, and memory is bounded by the sessions' own tokens and by `RecentTexts`.
+output (prompt lookup decoding); `suffix` at recent outputs of all sessions of the same cache salt too (SuffixDecoding,
+2411.04975). Nothing is done when nothing matches, and memory is bounded by the sessions' own tokens and by
+`RecentTexts`.
 """
 
 from __future__ import annotations
@@ -59,36 +60,52 @@ class SuffixIndex:
             else:
                 self._places.pop(key, None)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no place."""
+        return not self._places
+
     def find(self, tokens: Sequence[int]) -> Sequence[Place]:
         """Places after the same last tokens."""
         return self._places.get(tuple(tokens[-LEAST_MATCH:]), ())
 
 
 class RecentTexts:
-    """Outputs of sessions that have ended, the latest ones; shared by all sessions of a verifier.
+    """Outputs of sessions that have ended, the latest ones; shared by the sessions of a verifier that have one salt.
 
     Args:
-        most_tokens: Bound on their tokens; 0 keeps none.
+        most_tokens: Bound on the tokens of all salts; 0 keeps none.
     """
 
     def __init__(self, most_tokens: int = RECENT_TOKENS) -> None:
-        self.index = SuffixIndex()
+        self._indexes: dict[str, SuffixIndex] = {}
         self._most_tokens = most_tokens
-        self._texts: deque[Sequence[int]] = deque()
+        self._texts: deque[tuple[str, Sequence[int]]] = deque()
         self._num_tokens = 0
 
-    def keep(self, output: Sequence[int]) -> None:
+    def keep(self, output: Sequence[int], salt: str = "") -> None:
         """Takes in the output of a session that ended."""
         text = tuple(output[-self._most_tokens :]) if self._most_tokens else ()
         if len(text) <= LEAST_MATCH:
             return
-        self.index.add(text, 0)
-        self._texts.append(text)
+        self._indexes.setdefault(salt, SuffixIndex()).add(text, 0)
+        self._texts.append((salt, text))
         self._num_tokens += len(text)
         while self._num_tokens > self._most_tokens:
-            oldest = self._texts.popleft()
-            self._num_tokens -= len(oldest)
-            self.index.remove(oldest)
+            self._forget_oldest()
+
+    def find(self, tokens: Sequence[int], salt: str = "") -> Sequence[Place]:
+        """Places after the same last tokens, in outputs of the same salt."""
+        index = self._indexes.get(salt)
+        return () if index is None else index.find(tokens)
+
+    def _forget_oldest(self) -> None:
+        salt, oldest = self._texts.popleft()
+        self._num_tokens -= len(oldest)
+        index = self._indexes[salt]
+        index.remove(oldest)
+        if index.is_empty:
+            del self._indexes[salt]
 
 
 class Voter:
@@ -124,7 +141,7 @@ class TextSource:
 
     def follow(self, session: Followed) -> TextFollower:
         """See `LocalSource`."""
-        return TextFollower(session.tokens, session.prompt_len, self._recent)
+        return TextFollower(session.tokens, session.prompt_len, self._recent, session.cache_salt)
 
     def grow(self, turns: Sequence[Turn[TextFollower]]) -> list[list[float]]:
         """See `LocalSource`."""
@@ -141,9 +158,11 @@ class TextFollower:
         tokens: The session's committed tokens; read as they grow.
         prompt_len: How many of them are prompt.
         recent: Outputs of other sessions.
+        salt: Of those among them that it may read.
     """
 
-    def __init__(self, tokens: Sequence[int], prompt_len: int, recent: RecentTexts) -> None:
+    def __init__(self, tokens: Sequence[int], prompt_len: int, recent: RecentTexts, salt: str = "") -> None:
+        self._salt = salt
         self._tokens = tokens
         self._prompt_len = prompt_len
         self._own = SuffixIndex()
@@ -152,12 +171,12 @@ class TextFollower:
 
     def close(self) -> None:
         """See `Follower`."""
-        self._recent.keep(self._tokens[self._prompt_len :])
+        self._recent.keep(self._tokens[self._prompt_len :], self._salt)
 
     def find(self) -> list[Voter]:
         """Places that read like the end of the committed tokens."""
         self._read_to = self._own.add(self._tokens, self._read_to)
-        places = (*self._own.find(self._tokens), *self._recent.index.find(self._tokens))
+        places = (*self._own.find(self._tokens), *self._recent.find(self._tokens, self._salt))
         return [Voter(text, end, _common(self._tokens, text, end)) for text, end in places]
 
 

@@ -21,6 +21,11 @@ def block_hash(parent: bytes | None, token_ids: Sequence[int]) -> bytes:
     return digest.digest()
 
 
+def salted_root(salt: str) -> bytes | None:
+    """Names the beginning of all sequences of a salt, so that those of another find none of their blocks."""
+    return hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest() if salt else None
+
+
 class BlockPool:
     """Reference-counted blocks; full ones whose tokens are known stay findable until their place is needed.
 

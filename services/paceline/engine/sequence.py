@@ -28,6 +28,8 @@ class KVSequence:
         self._pool = pool
         self._before = before
         self._hashes: list[bytes] = []
+        # Whether others may find what is computed here.
+        self._trusted = True
 
     @property
     def num_missing(self) -> int:
@@ -44,6 +46,7 @@ class KVSequence:
         Returns:
             Tokens that need no computing.
         """
+        self._trusted = True
         self.blocks, self._hashes = self._pool.match_prefix(self.tokens, self._before)
         self.num_computed = self.num_cached = len(self.blocks) * BLOCK_SIZE
         return self.num_cached
@@ -62,6 +65,8 @@ class KVSequence:
     def mark_computed(self, length: int) -> None:
         """KV below `length` is in place; full blocks become findable for other sessions."""
         self.num_computed = length
+        if not self._trusted:
+            return
         for index in range(len(self._hashes), length // BLOCK_SIZE):
             start = index * BLOCK_SIZE
             parent = self._hashes[-1] if self._hashes else self._before
@@ -69,7 +74,8 @@ class KVSequence:
             self._hashes.append(self._pool.register(self.blocks[index], parent, block_tokens))
 
     def forget(self) -> None:
-        """Its KV is not to be used by anybody: none of its blocks is found any more."""
+        """Its KV is not to be used by anybody else: none of its blocks is found any more, nor those still to come."""
+        self._trusted = False
         self._pool.forget(self.blocks)
 
     def release(self) -> None:

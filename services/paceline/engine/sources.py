@@ -28,6 +28,11 @@ class Followed(Protocol):
         ...
 
     @property
+    def cache_salt(self) -> str:
+        """Sessions of another salt must not show in what is guessed for it."""
+        ...
+
+    @property
     def greedy(self) -> bool:
         """Whether its target chooses without noise."""
         ...

@@ -511,8 +511,12 @@ class TargetEngine:
 
     def _fail(self, session: TargetSession, error: Exception) -> Outcome:
         """Ends one session with an error, such as that the model gave it nothing to choose from; the others go on."""
-        # Whether a page of its own or one from the cache is at fault cannot be told.
-        session.pages.forget()
+        # Whether a page of its own or one from the cache is at fault cannot be told: what others go on to compute from
+        # the same pages is not relied on either.
+        doubtful = set(session.pages.blocks)
+        for each in self._running:
+            if not doubtful.isdisjoint(each.pages.blocks):
+                each.pages.forget()
         self._drop(session)
         return session.serial, _blame(session.draft.session_id, error)
 

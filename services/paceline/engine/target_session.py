@@ -26,7 +26,7 @@ from paceline.core.pace import Answers
 from paceline.core.rules import Rule, Verdict, token_fates
 from paceline.core.session import VerifierSession
 from paceline.core.tree import Node
-from paceline.engine.blocks import BlockPool
+from paceline.engine.blocks import BlockPool, salted_root
 from paceline.engine.sampler import RowSampler
 from paceline.engine.sequence import KVSequence
 from paceline.engine.sources import AnySource, Follower
@@ -109,7 +109,7 @@ class TargetSession:
         self.holdings = Holdings()
         # What costly sources add to its steps, by source.
         self.gains: dict[str, Gain] = {}
-        self.pages = KVSequence(self.draft.tokens, pool)
+        self.pages = KVSequence(self.draft.tokens, pool, before=salted_root(request.cache_salt))
         self.drafter_address = request.drafter_address if request.speculation.cap else ""
         self.prefilled_to = 0
         self.committed_s = now_s
@@ -194,6 +194,11 @@ class TargetSession:
     def prompt_len(self) -> int:
         """Prompt tokens, for sources."""
         return self.draft.prompt_len
+
+    @property
+    def cache_salt(self) -> str:
+        """Whose texts it may be guessed from, for sources."""
+        return self.draft.request.cache_salt
 
     @property
     def greedy(self) -> bool:

@@ -11,6 +11,8 @@ from paceline.core.params import CHAIN_RULES, TIER_METHODS, check_token_ids
 from paceline.core.rules import Rules
 
 SHOWN_CHARS = 80
+# Gateways send a digest.
+MAX_SALT_CHARS = 128
 
 
 def check_request(
@@ -31,6 +33,10 @@ def check_request(
     if request.drafter_address and not is_address(request.drafter_address):
         shown = request.drafter_address[:SHOWN_CHARS]
         raise InvalidRequestError("drafter_address", f"must be host:port, got {shown!r}")
+    if len(request.cache_salt) > MAX_SALT_CHARS:
+        raise InvalidRequestError(
+            "cache_salt", f"must have at most {MAX_SALT_CHARS} characters, got {len(request.cache_salt)}"
+        )
     check_token_ids("prompt_token_ids", request.prompt_token_ids, identity.vocab_size)
     check_token_ids("committed_token_ids", request.committed_token_ids, identity.vocab_size)
     request.sampling.check_vocabulary(identity.vocab_size)

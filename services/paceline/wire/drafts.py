@@ -156,6 +156,7 @@ def _open_to_pb(message: OpenSession) -> drafter_pb2.OpenSession:
         price=message.price,
         room=message.room,
         acceptance=message.acceptance,
+        cache_salt=message.cache_salt,
         traceparent=message.traceparent,
     )
 
@@ -185,6 +186,7 @@ def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
         price=_price("OpenSession", entry.price),
         room=entry.room,
         acceptance=acceptance,
+        cache_salt=entry.cache_salt,
         traceparent=_trace_context(entry.traceparent),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ class Text:
 
     tokens: Sequence[int]
     prompt_len: int
+    cache_salt: str = ""
 
 
 @dataclass
@@ -32,8 +34,8 @@ class Looking:
     follower: TextFollower
 
 
-def looking(source, tokens, prompt_len) -> Looking:
-    return Looking(source, source.follow(Text(tokens, prompt_len)))
+def looking(source, tokens, prompt_len, salt="") -> Looking:
+    return Looking(source, source.follow(Text(tokens, prompt_len, salt)))
 
 
 def follow(tokens, name=NGRAM) -> Looking:
@@ -129,6 +131,15 @@ def test_outputs_of_other_sessions_are_read_by_suffix_alone():
         assert longest_path(tree) == expected
 
 
+@pytest.mark.parametrize(("salt", "expected"), [("one key", [7, 8]), ("another key", []), ("", [])])
+def test_outputs_of_sessions_of_another_salt_are_never_read(salt, expected):
+    source = TextSource(SUFFIX)
+    looking(source, [1, 2, 5, 6, 7, 8], 2, "one key").follower.close()
+    tokens = [3, 5, 6]
+    tree, _ = grown(looking(source, tokens, 3, salt), tokens)
+    assert longest_path(tree) == expected
+
+
 def test_prompts_of_other_sessions_are_never_read():
     source = TextSource(SUFFIX)
     looking(source, [5, 6, 7, 8, 1, 2, 3], 4).follower.close()
@@ -136,15 +147,20 @@ def test_prompts_of_other_sessions_are_never_read():
     assert grown(looking(source, tokens, 2), tokens)[1] == []
 
 
-@given(st.lists(TOKENS, max_size=12), st.integers(0, 80))
-def test_recent_texts_keep_the_latest_within_their_bound(texts, most_tokens):
+@given(st.lists(st.tuples(TOKENS, st.sampled_from(("", "a", "b"))), max_size=12), st.integers(0, 80))
+def test_recent_texts_keep_the_latest_of_all_salts_within_their_bound(texts, most_tokens):
     recent = RecentTexts(most_tokens)
-    for text in texts:
-        recent.keep(text)
-    kept = {id(text) for places in recent.index._places.values() for text, _ in places}
-    held = [text for text in recent._texts if len(text) > LEAST_MATCH]
-    assert sum(map(len, recent._texts)) <= most_tokens
-    assert kept <= set(map(id, held))
+    for text, salt in texts:
+        recent.keep(text, salt)
+    kept = {
+        (salt, id(text))
+        for salt, index in recent._indexes.items()
+        for places in index._places.values()
+        for text, _ in places
+    }
+    assert sum(len(text) for _, text in recent._texts) <= most_tokens
+    assert kept <= {(salt, id(text)) for salt, text in recent._texts if len(text) > LEAST_MATCH}
+    assert set(recent._indexes) == {salt for salt, _ in recent._texts}
 
 
 @given(TOKENS)

@@ -79,6 +79,7 @@ class OpenSession(google.protobuf.message.Message):
     ROOM_FIELD_NUMBER: builtins.int
     ACCEPTANCE_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session."""
     epoch: builtins.int
@@ -95,6 +96,8 @@ class OpenSession(google.protobuf.message.Message):
     """
     traceparent: builtins.str
     """W3C trace context of the verifier's span, for a session that is traced; empty: it is not."""
+    cache_salt: builtins.str
+    """Sessions share cached pages only with those of the same salt."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt and committed tokens so far."""
@@ -115,9 +118,10 @@ class OpenSession(google.protobuf.message.Message):
         room: builtins.int = ...,
         acceptance: builtins.str = ...,
         traceparent: builtins.str = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acceptance", b"acceptance", "epoch", b"epoch", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance", b"acceptance", "cache_salt", b"cache_salt", "epoch", b"epoch", "price", b"price", "prompt_len", b"prompt_len", "room", b"room", "sampling", b"sampling", "session_id", b"session_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
