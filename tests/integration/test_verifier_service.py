@@ -14,11 +14,14 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import DraftNodes, GenerateRequest, ModelIdentity, NodeGuess
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.session import VerifierSession
+from paceline.engine.identity import model_identity
 from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2
 from paceline.serving import start_grpc_server
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 from paceline.supervision import Supervisor
+from paceline.verifier.links import DrafterLink
 from paceline.wire import (
     committed_from_pb,
     draft_request_from_pb,
@@ -323,6 +326,28 @@ async def test_a_drafter_for_another_vocabulary_is_not_used(tiny_pair):
             assert await tokens_of(stub, ask(drafter=address, max_tokens=100)) == plain
             while not servicer.num_streams:  # noqa: ASYNC110 - nor does the scripted drafter
                 await asyncio.sleep(0.01)
+
+
+async def test_sixty_four_long_sessions_are_opened_anew_at_a_drafter_without_losing_its_stream(tiny_pair):
+    tokens = tuple(range(100_000, 200_000))
+    opens = [replace(VerifierSession(ask(f"s{index}")).open(), token_ids=tokens) for index in range(64)]
+    heard: list[tuple[str, int]] = []
+    up, last = asyncio.Event(), asyncio.Event()
+
+    def hear(message):
+        heard.append((message.session_id, len(message.token_ids)))
+        if len(heard) == len(opens):
+            last.set()
+
+    identity = model_identity(tiny_pair[0], "tiny")
+    async with misbehaving_drafter(identity, hear) as (address, servicer):
+        link = DrafterLink(address, identity, lambda _, draft: up.set() if draft else up.clear(), lambda *_: None)
+        await asyncio.wait_for(up.wait(), 30)
+        link.send(opens)
+        await asyncio.wait_for(last.wait(), 60)
+        assert heard == [(each.session_id, len(tokens)) for each in opens]
+        assert (servicer.num_streams, up.is_set()) == (1, True)
+        await link.close()
 
 
 async def test_drafters_beyond_the_bound_are_not_dialled_and_their_sessions_served(tiny_pair, monkeypatch):

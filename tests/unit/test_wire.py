@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import wire
-from paceline.core.acceptance import SparseDraft
+from paceline.core.acceptance import MAX_WEIGHT, SparseDraft
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
@@ -302,6 +302,18 @@ def test_a_session_larger_than_a_part_is_said_by_itself() -> None:
     assert list(wire.in_parts([close, long, close])) == [[close], [long], [close]]
     assert wire.draft_request_to_pb([long]).ByteSize() < MAX_MESSAGE_BYTES
     assert list(wire.in_parts([])) == []
+
+
+def test_a_drafters_answers_are_split_too() -> None:
+    draft = SparseDraft(token_ids=tuple(range(2**31, 2**31 + 64)), weights=(MAX_WEIGHT,) * 64)
+    nodes = tuple(
+        NodeGuess(node_id=2**31 + index, parent_id=0, token_id=2**31, confidence=1.0, draft=draft) for index in range(8)
+    )
+    said = [DraftNodes(session_id=f"s{index}", epoch=1, base_len=1, nodes=nodes) for index in range(2_000)]
+    parts = list(wire.in_parts(said))
+    assert [message for part in parts for message in part] == said
+    assert len(parts) > 1
+    assert max(wire.draft_response_to_pb(part).ByteSize() for part in parts) <= 1024 * 1024
 
 
 @given(st.floats(0, 1))

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError, RemoteProtocolError
 from paceline.core.messages import ModelIdentity, ToDrafter
 from paceline.drafter.host import DraftHost
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
-from paceline.wire import draft_request_from_pb, draft_response_to_pb
+from paceline.wire import draft_request_from_pb, draft_response_to_pb, in_parts
 
 HELLO_TIMEOUT_S = 5.0
 
@@ -32,7 +32,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         yield draft_response_to_pb((), draft=self._host.identity)
         async with aclosing(self._host.converse(_decoded(requests))) as answers:
             async for messages in answers:
-                yield draft_response_to_pb(messages)
+                for part in in_parts(messages):
+                    yield draft_response_to_pb(part)
 
     async def _greet(self, requests: AsyncIterator[drafter_pb2.DraftRequest]) -> None:
         try:

@@ -61,7 +61,7 @@ class DrafterLink:
         self._on_change = on_change
         self._on_messages = on_messages
         self._tls = tls
-        self._outbox: asyncio.Queue[drafter_pb2.DraftRequest] = asyncio.Queue(OUTBOX_LIMIT)
+        self._outbox: asyncio.Queue[Sequence[ToDrafter]] = asyncio.Queue(OUTBOX_LIMIT)
         self._stream: asyncio.Task[None] | None = None
         self._up = False
         # Of each loss the first failure is told, not every try after it.
@@ -79,7 +79,7 @@ class DrafterLink:
         """Queues messages of one step; never blocks. What is queued while the stream is down is not sent."""
         try:
             for part in in_parts(messages):
-                self._outbox.put_nowait(draft_request_to_pb(part))
+                self._outbox.put_nowait(part)
         except asyncio.QueueFull:
             self.reset("the drafter does not read")
 
@@ -145,9 +145,8 @@ class DrafterLink:
             raise RemoteProtocolError(f"drafter {self.address} drafts for another vocabulary, or from other states")
         return draft
 
-    async def _requests(
-        self, outbox: asyncio.Queue[drafter_pb2.DraftRequest]
-    ) -> AsyncIterator[drafter_pb2.DraftRequest]:
+    async def _requests(self, outbox: asyncio.Queue[Sequence[ToDrafter]]) -> AsyncIterator[drafter_pb2.DraftRequest]:
         yield draft_request_to_pb((), target=self._target)
         while True:
-            yield await outbox.get()
+            # Encoded one by one as they leave: sessions of millions of tokens in all would hold up the event loop.
+            yield draft_request_to_pb(await outbox.get())

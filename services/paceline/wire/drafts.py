@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from paceline.core.acceptance import DEFAULT_KEEP, MAX_WEIGHT, SparseDraft
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
@@ -39,15 +40,18 @@ BFLOAT16_BYTES = 2
 PART_BYTES = 1024 * 1024
 # Of a token id on the wire, and of all else that is said of a session, at most.
 TOKEN_BYTES, HEAD_BYTES = 5, 16 * 1024
+# Of a node, its two ids, token and confidence, and the head of its distribution; of an entry of that.
+NODE_BYTES, GUESS_BYTES = 3 * TOKEN_BYTES + 2 + 16, TOKEN_BYTES + 3
+_Said = TypeVar("_Said", ToDrafter, ToVerifier)
 TRACE_CONTEXT = "00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 
 
-def in_parts(messages: Sequence[ToDrafter]) -> Iterator[list[ToDrafter]]:
-    """Splits what a verifier has to say into messages that gRPC takes, in order.
+def in_parts(messages: Sequence[_Said]) -> Iterator[list[_Said]]:
+    """Splits what one side has to say into messages that gRPC takes, in order.
 
     When a stream comes up all its sessions are opened at once, with all their tokens.
     """
-    part: list[ToDrafter] = []
+    part: list[_Said] = []
     num_bytes = 0
     for message in messages:
         size = _size(message)
@@ -60,7 +64,7 @@ def in_parts(messages: Sequence[ToDrafter]) -> Iterator[list[ToDrafter]]:
         yield part
 
 
-def _size(message: ToDrafter) -> int:
+def _size(message: ToDrafter | ToVerifier) -> int:
     """Most bytes of a message on the wire; close only for those that can be long."""
     match message:
         case OpenSession():
@@ -69,7 +73,10 @@ def _size(message: ToDrafter) -> int:
             return MAX_SESSION_ID_CHARS + len(message.values)
         case Commit():
             return MAX_SESSION_ID_CHARS + TOKEN_BYTES * len(message.token_ids)
-        case CloseSession():
+        case DraftNodes():
+            guesses = sum(0 if node.draft is None else len(node.draft.token_ids) for node in message.nodes)
+            return MAX_SESSION_ID_CHARS + NODE_BYTES * len(message.nodes) + GUESS_BYTES * guesses
+        case CloseSession() | LaggingSession():
             return MAX_SESSION_ID_CHARS
 
 

@@ -40,7 +40,9 @@ def test_kernels_are_kept_beside_their_sources_or_where_the_environment_says(tmp
 
 
 def test_every_module_that_makes_compiled_code_is_a_source():
-    makes_code = re.compile(r"^(from|import) numba|kernel_cache import .*njit|row_kernels import|@intrinsic", re.MULTILINE)
+    makes_code = re.compile(
+        r"^(from|import) numba|kernel_cache import .*njit|row_kernels import|@intrinsic", re.MULTILINE
+    )
     found = {path for path in PACKAGE.rglob("*.py") if makes_code.search(path.read_text())}
     assert found <= {PACKAGE / name for name in SOURCES}
 
