@@ -1,12 +1,14 @@
-"""Kills, freezes, drains and cuts off a whole fleet's processes while streams run, and compares every token.
+"""Does to a whole fleet all that can go wrong while streams run, and judges what every client sent and got.
 
-    make chaos                                        60 s, 200 streams, a fault every 2 s, every second one a kill
-    make chaos ARGS='--faults kill --seconds 120'     kills only
-    make chaos ARGS='--seed 7 --streams 40'           another course of events, a smaller load
+    make chaos                                        every kind of fault, 48 streams over both doors
+    make chaos ARGS='--faults kill --seconds 60'      kills only
+    make chaos ARGS='--seed 7 --streams 16'           another course of events, a smaller load
 
 First the streams run undisturbed; then again, each as often as time allows, while faults happen to verifiers,
-drafters, gateways and the store in turn. Clients are `paceline.resuming.ResumingClient`s: they know all gateways and
-resume at another when one breaks off. Nothing may be lost, doubled or changed, and no request may fail. The same seed
+drafters, gateways and the store in turn. There are more streams than places: clients are told to come again. They are
+`paceline.resuming.ResumingClient`s and their like over HTTP, know all gateways, and go on at another one when a stream
+breaks off. Some prompts fill the model's whole context. Nothing may be lost, doubled or changed, each request that was
+taken gets its answer, and a poisonous request is refused before it has ended more than a few engines. The same seed
 gives the same faults. Printed are the faults, what became of the streams, and how long they paused around kills.
 """
 
@@ -15,8 +17,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
+import resource
 import statistics
 import sys
 import tempfile
@@ -29,10 +33,34 @@ from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.faults import FAULTS, KILL, VALKEY, Disturbance, Fault, Site, planned
+from loadtest.faults import (
+    FAULTS,
+    KILL,
+    MOST_ENGINES,
+    POISONER,
+    VALKEY,
+    Disturbance,
+    Fault,
+    Poisoned,
+    Site,
+    num_faults_a_round,
+    planned,
+)
+from loadtest.faulty.orders import FOLDER_VARIABLE
 from loadtest.fleet import FREE_PORTS, machine
+from loadtest.histories import History, Kind, Verdict, judge
 from loadtest.proxy import DelayProxy
-from loadtest.steadfast import Damage, Request, Stream, damage, keep_running, mixed_requests, run_each
+from loadtest.resuming_http import ResumingHttpClient
+from loadtest.steadfast import (
+    Answer,
+    Request,
+    keep_running,
+    long_request,
+    mixed_requests,
+    over_grpc,
+    over_http,
+    run_each,
+)
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import Endpoint, FleetSpec
@@ -46,6 +74,14 @@ PATIENCE_S = 90.0
 AFFECTED_S = 0.25
 # Services restart soon: what is tested is losing them, not waiting for them.
 BACK_OFF = BackOff(first_s=0.2, most_s=0.5)
+# What all gateways together have for a stream.
+PLACES_A_STREAM = 0.8
+# Of so many streams one has a prompt that fills the context.
+STREAMS_A_LONG_ONE = 16
+CONTEXT_LEN = 2048
+# An engine that makes no step for that long is taken for hung.
+ENGINE_STALL_S = 3.0
+FAULTY = {role: f"loadtest.faulty.{role}" for role in ("verifier", "drafter", "gateway")}
 
 
 def main() -> None:
@@ -53,29 +89,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="time of faults (default 60)")
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between two faults (default 2)")
-    parser.add_argument("--streams", type=int, default=200, help="streams side by side (default 200)")
+    parser.add_argument("--seconds", type=float, help="time of faults (default: until each kind has happened)")
+    parser.add_argument("--every", type=float, default=2.5, help="seconds between two faults (default 2.5)")
+    parser.add_argument("--streams", type=int, default=48, help="streams side by side (default 48)")
     parser.add_argument("--max-tokens", type=int, default=160, help="tokens a stream (default 160)")
     parser.add_argument("--verifiers", type=int, default=3, help="verifiers, which take long to start (default 3)")
     parser.add_argument("--replicas", type=int, default=2, help="of drafters and of gateways (default 2)")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="kinds (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="of the course of events (default 1)")
-    raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
+    parser.add_argument("--logs", type=Path, help="folder for the services' logs (default: a temporary one)")
+    options = parser.parse_args()
+    if options.seconds is None:
+        options.seconds = (num_faults_a_round(options.faults) + 1) * options.every
+    raise SystemExit(0 if asyncio.run(measure(options)) else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What became of the streams, and what was done to the fleet."""
 
-    streams: Sequence[Stream]
-    damage: Damage
+    histories: Sequence[History]
+    verdict: Verdict
+    poisoned: Sequence[Poisoned]
     faults: Sequence[Fault]
     num_resumed: int
 
+    @property
+    def badly_poisoned(self) -> list[Poisoned]:
+        """Poisonous requests that were not refused as they should be."""
+        return [each for each in self.poisoned if not each.refused or each.num_engines > MOST_ENGINES[each.kind]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing came to harm."""
+        return self.verdict.clean and not self.badly_poisoned
+
 
 async def measure(options: argparse.Namespace) -> bool:
-    """Runs undisturbed and disturbed; True when nothing was lost, doubled, changed or failed."""
+    """Runs undisturbed and disturbed; True when nothing was lost, doubled, changed or left without an answer."""
     return report(options, await run(options))
 
 
@@ -83,26 +134,51 @@ async def run(options: argparse.Namespace) -> Outcome:
     """Starts a fleet, runs the streams undisturbed and disturbed, and compares."""
     chance = random.Random(options.seed)
     requests = mixed_requests(options.streams, options.max_tokens)
-    async with disturbed_fleet(options.replicas, num_verifiers=options.verifiers) as site:
-        gateways = [endpoint.second_address for endpoint in site.fleet.endpoints_of("gateway")]
-        # A stream that waits for its turn is silent; gateways that are frozen are found out by the pings of gRPC.
-        async with ResumingClient(gateways, patience_s=PATIENCE_S, silence_s=PATIENCE_S) as client:
-            reference = await _undisturbed(client, requests)
-            plan = planned(options.faults, _names(site.fleet), chance)
-            disturbance = Disturbance(site, plan, chance)
-            streams = await _disturbed(client, requests, disturbance, options)
-            return Outcome(
-                streams=streams,
-                damage=damage(streams, reference),
-                faults=disturbance.done,
-                num_resumed=client.num_resumed,
-            )
+    for index in range(STREAMS_A_LONG_ONE - 1, options.streams, STREAMS_A_LONG_ONE):
+        requests[index] = long_request(index, options.max_tokens, CONTEXT_LEN)
+    places = max(1, math.ceil(PLACES_A_STREAM * options.streams / options.replicas))
+    settings: dict[str, Any] = {"num_verifiers": options.verifiers, "gateway_arg": (f"--max-sessions={places}",)}
+    async with disturbed_fleet(options.replicas, options.logs, **settings) as site, _doors(site.fleet) as doors:
+        grpc_client, answers = doors
+        reference = await _undisturbed(answers[0], requests)
+        plan = planned(options.faults, _names(site.fleet), chance)
+        disturbance = Disturbance(site, plan, chance)
+        histories = await _disturbed(answers, requests, disturbance, options)
+        return Outcome(
+            histories=histories,
+            verdict=judge(histories, reference),
+            poisoned=site.poisoned,
+            faults=disturbance.done,
+            num_resumed=grpc_client.num_resumed + sum(each.num(Kind.RESUMED) for each in histories),
+        )
 
 
 @asynccontextmanager
-async def disturbed_fleet(num_replicas: int, **settings: Any) -> AsyncIterator[Site]:
-    """A fleet of the demo pair, verifiers and drafters behind proxies; the disk of the first ones is full of logs."""
+async def _doors(fleet: LocalFleet) -> AsyncIterator[tuple[ResumingClient, list[Answer]]]:
+    gateways = fleet.endpoints_of("gateway")
+    # A stream that waits for its turn is silent; gateways that are frozen are found out by the pings of gRPC.
+    grpc_client = ResumingClient(
+        [each.second_address for each in gateways], patience_s=PATIENCE_S, silence_s=PATIENCE_S
+    )
+    # Over HTTP nobody pings.
+    http_client = ResumingHttpClient(
+        [f"http://{each.address}" for each in gateways], patience_s=PATIENCE_S, silence_s=PATIENCE_S / 3
+    )
+    async with grpc_client, http_client:
+        yield grpc_client, [over_grpc(grpc_client), over_http(http_client)]
+
+
+@asynccontextmanager
+async def disturbed_fleet(num_replicas: int, logs: Path | None = None, **settings: Any) -> AsyncIterator[Site]:
+    """A fleet of the demo pair that can go wrong, all but gateways behind proxies.
+
+    Args:
+        num_replicas: Of each tier.
+        logs: Folder for logs; None: a temporary one, where the disk of the first of each tier is full of them.
+        settings: Other fields of `FleetSpec`.
+    """
     proxies: dict[str, DelayProxy] = {}
+    _allow_connections()
     with ExitStack() as open_proxies, tempfile.TemporaryDirectory() as folder:
 
         def through_a_proxy(endpoint: Endpoint) -> str:
@@ -110,18 +186,25 @@ async def disturbed_fleet(num_replicas: int, **settings: Any) -> AsyncIterator[S
             proxies[endpoint.name] = proxy
             return proxy.address
 
-        for role in ("verifier", "drafter", "gateway"):
+        for role in FAULTY if logs is None else ():
             (Path(folder) / f"{role}-0.log").symlink_to("/dev/full")
         fleet = LocalFleet(
-            _spec(num_replicas, Path(folder), settings),
-            environ=os.environ,
+            _spec(num_replicas, Path(folder) if logs is None else logs, settings),
+            environ={**os.environ, FOLDER_VARIABLE: folder},
             back_off=BACK_OFF,
             announce=through_a_proxy,
+            modules=FAULTY,
         )
         async with AsyncExitStack() as opened:
             await opened.enter_async_context(fleet)
             store = await opened.enter_async_context(open_store(fleet.redis_url))
-            yield Site(fleet=fleet, store=store, proxies=proxies)
+            yield Site(fleet=fleet, store=store, proxies=proxies, orders=Path(folder))
+
+
+def _allow_connections() -> None:
+    """Crowds of connections take as many files as the system grants."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _spec(num_replicas: int, log_dir: Path, settings: dict[str, Any]) -> FleetSpec:
@@ -134,7 +217,7 @@ def _spec(num_replicas: int, log_dir: Path, settings: dict[str, Any]) -> FleetSp
         "num_verifiers": num_replicas,
         "num_drafters": num_replicas,
         # One that is left carries all.
-        "verifier_arg": ("--max-num-seqs=256", "--num-kv-blocks=4000"),
+        "verifier_arg": ("--max-num-seqs=256", "--num-kv-blocks=4000", f"--engine-stall-s={ENGINE_STALL_S:g}"),
         "log_dir": log_dir,
         "grace_s": 5.0,
     }
@@ -142,24 +225,24 @@ def _spec(num_replicas: int, log_dir: Path, settings: dict[str, Any]) -> FleetSp
 
 
 def _names(fleet: LocalFleet) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {"verifier": [], "gateway": [], "drafter": [], VALKEY: []}
+    names: dict[str, list[str]] = {"verifier": [], "gateway": [], "drafter": [], VALKEY: [], POISONER: [POISONER]}
     for endpoint in fleet.endpoints:
         names[endpoint.role].append(endpoint.name)
     return names
 
 
-async def _undisturbed(client: ResumingClient, requests: Sequence[Request]) -> list[list[int]]:
+async def _undisturbed(answer: Answer, requests: Sequence[Request]) -> list[History]:
     with tqdm(total=len(requests), desc="undisturbed", unit="stream") as bar:
-        streams = await run_each(client, requests, bar.update)
-    failed = [stream.error for stream in streams if stream.error]
+        histories = await run_each(answer, requests, bar.update)
+    failed = [history.error for history in histories if not history.whole]
     if failed:
         raise RuntimeError(f"{len(failed)} undisturbed streams failed, first: {failed[0]}")
-    return [stream.token_ids for stream in streams]
+    return histories
 
 
 async def _disturbed(
-    client: ResumingClient, requests: Sequence[Request], disturbance: Disturbance, options: argparse.Namespace
-) -> list[Stream]:
+    answers: Sequence[Answer], requests: Sequence[Request], disturbance: Disturbance, options: argparse.Namespace
+) -> list[History]:
     faults = asyncio.Event()
     with tqdm(desc="disturbed", unit="stream") as bar:
 
@@ -170,9 +253,9 @@ async def _disturbed(
                 faults.set()
 
         disturbing = asyncio.create_task(disturb())
-        streams = await keep_running(client, requests, faults.is_set, lambda _: bar.update())
+        histories = await keep_running(answers, requests, faults.is_set, lambda _: bar.update())
         await disturbing
-    return streams
+    return histories
 
 
 def _words(fault: Fault) -> str:
@@ -180,13 +263,13 @@ def _words(fault: Fault) -> str:
 
 
 def report(options: argparse.Namespace, outcome: Outcome) -> bool:
-    """Prints what happened and the figures; True when there was no damage."""
-    streams, faults, found = outcome.streams, outcome.faults, outcome.damage
+    """Prints what happened and the figures; True when there was no harm."""
+    histories, faults = outcome.histories, outcome.faults
     counts = Counter((fault.kind, fault.role) for fault in faults)
     sys.stdout.write(f"{len(faults)} faults in {options.seconds:g} s:\n")
     for (kind, role), count in sorted(counts.items()):
-        sys.stdout.write(f"  {kind:10} {role:9} {count:3}\n")
-    pauses = {role: _pauses(streams, faults, role) for role in ("verifier", "gateway", "drafter", VALKEY)}
+        sys.stdout.write(f"  {kind:12} {role:9} {count:3}\n")
+    pauses = {role: _pauses(histories, faults, role) for role in ("verifier", "gateway", "drafter", VALKEY)}
     sys.stdout.write(f"pauses of streams around kills, where above {AFFECTED_S:g} s (p50, p99, streams):\n")
     for role, values in pauses.items():
         if values:
@@ -194,7 +277,10 @@ def report(options: argparse.Namespace, outcome: Outcome) -> bool:
             sys.stdout.write(f"  {role:9} {p50:6.2f} s {p99:6.2f} s {len(values):5}\n")
         else:
             sys.stdout.write(f"  {role:9} none\n")
-    for error, count in Counter(stream.error for stream in streams if stream.error).most_common(5):
+    for each in outcome.poisoned:
+        last = each.history.events[-1]
+        sys.stdout.write(f"poisonous ({each.kind}): ended {each.num_engines} engines; {last.kind}: {last.why}\n")
+    for error, count in Counter(history.error for history in histories if history.error).most_common(5):
         sys.stdout.write(f"failed {count} times: {error}\n")
     every = sorted(value for values in pauses.values() for value in values)
     figures = {
@@ -204,22 +290,28 @@ def report(options: argparse.Namespace, outcome: Outcome) -> bool:
         "batch_size": options.streams,
         "seconds": options.seconds,
         "faults": len(faults),
+        "kinds": len({fault.kind for fault in faults}),
         "kills": sum(fault.kind == KILL for fault in faults),
-        "streams": len(streams),
-        "tokens": sum(len(stream.token_ids) for stream in streams),
+        "streams": len(histories),
+        "doors": dict(Counter(history.door for history in histories)),
+        "tokens": sum(len(history.token_ids) for history in histories),
+        "characters": sum(len(history.text) for history in histories),
         "resumed": outcome.num_resumed,
-        **{name.removeprefix("num_"): value for name, value in asdict(found).items()},
+        "refused": sum(history.num(Kind.REFUSED) for history in histories),
+        **asdict(outcome.verdict),
+        "poisonous": [each.num_engines for each in outcome.poisoned],
+        "badly_poisoned": len(outcome.badly_poisoned),
         "recovery_p50_s": round(statistics.median(every), 3) if every else 0.0,
         "recovery_p99_s": round(_percentile(every, 0.99), 3) if every else 0.0,
-        "ok": found.none,
+        "ok": outcome.ok,
     }
     print(json.dumps(figures))
-    return found.none
+    return outcome.ok
 
 
-def _pauses(streams: Sequence[Stream], faults: Sequence[Fault], role: str) -> list[float]:
+def _pauses(histories: Sequence[History], faults: Sequence[Fault], role: str) -> list[float]:
     kills = [fault.at_s for fault in faults if fault.kind == KILL and fault.role == role]
-    found = (stream.pause_after(at_s) for at_s in kills for stream in streams)
+    found = (history.pause_after(at_s) for at_s in kills for history in histories)
     return [pause for pause in found if pause is not None and pause >= AFFECTED_S]
 
 

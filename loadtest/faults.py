@@ -1,6 +1,7 @@
 """What can go wrong in a fleet of processes, as things that are done to it one after another; seeded, so repeatable.
 
-A fault names its tier and what was done; whatever it stops it starts again by itself.
+A fault names its tier and what was done; whatever it stops it starts again by itself. What needs the inside of a
+process is ordered of services that can go wrong (`loadtest.faulty`).
 """
 
 from __future__ import annotations
@@ -8,13 +9,22 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
+from redis.exceptions import RedisError
+
+from loadtest.faulty import orders
+from loadtest.histories import History
 from loadtest.proxy import DelayProxy
+from loadtest.store_faults import fail_over, fill, make_read_only
 from paceline.cluster.local import LocalFleet
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import EndsEnginesError, PacelineError, UnavailableError
+from paceline.resuming import ResumingClient
+from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.store.base import Store
 
 KILL = "kill"
@@ -24,6 +34,14 @@ LASTS_S = 3.0
 # Longer than entries live in the registry, so that a frozen replica is taken for dead and comes back.
 FREEZE_S = (1.0, 7.0)
 SLOW_ROUND_TRIP_S = 0.1
+# A store that is slow takes most of what its clients grant it.
+SLOW_STORE_S = 0.8
+# Connections without a request, at each door of a gateway.
+NUM_IDLE_CONNECTIONS = 800
+WELL_WITHIN_S = 60.0
+POLL_S = 0.2
+# A poisonous request is tried that long.
+POISON_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +55,23 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Poisoned:
+    """What became of a poisonous request.
+
+    Attributes:
+        kind: How engines die of it.
+        history: Of its client.
+        num_engines: How many engines died of it.
+        refused: Whether its client was told that it ends engines.
+    """
+
+    kind: str
+    history: History
+    num_engines: int
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """What faults are done to.
 
@@ -44,11 +79,15 @@ class Site:
         fleet: Running processes.
         store: The fleet's own, for marks to drain.
         proxies: By the name of the replica behind each.
+        orders: Folder through which services are ordered to go wrong.
+        poisoned: Poisonous requests so far.
     """
 
     fleet: LocalFleet
     store: Store
     proxies: Mapping[str, DelayProxy]
+    orders: Path
+    poisoned: list[Poisoned] = field(default_factory=list)
 
 
 async def _kill(site: Site, name: str, chance: random.Random) -> None:
@@ -94,17 +133,90 @@ async def _half_open(site: Site, name: str, chance: random.Random) -> None:
 async def _slow(site: Site, name: str, chance: random.Random) -> None:
     del chance
     proxy = site.proxies[name]
-    proxy.set_round_trip(SLOW_ROUND_TRIP_S)
+    proxy.set_round_trip(SLOW_STORE_S if name == VALKEY else SLOW_ROUND_TRIP_S)
     try:
         await asyncio.sleep(LASTS_S)
     finally:
         proxy.set_round_trip(0.0)
 
 
+async def _until_well(site: Site, name: str) -> None:
+    """Waits for a process that is starting up: nothing would be seen of what is done to it."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(WELL_WITHIN_S):
+            while not await site.fleet.is_well(name):  # noqa: ASYNC110 - processes tell by being asked
+                await asyncio.sleep(POLL_S)
+
+
+async def _ordered(kind: str, site: Site, name: str, chance: random.Random) -> None:
+    del chance
+    await _until_well(site, name)
+    orders.order(site.orders, name, kind, LASTS_S)
+    await asyncio.sleep(LASTS_S)
+
+
+async def _to_the_store(
+    fault: Callable[[tuple[str, int]], Awaitable[None]], site: Site, name: str, chance: random.Random
+) -> None:
+    del chance
+    endpoint = site.fleet.endpoint(name)
+    await _until_well(site, name)
+    # One that dies of another fault meanwhile begins anew and well.
+    with suppress(RedisError, TimeoutError):
+        await fault((endpoint.host, endpoint.port))
+
+
+async def _fail_over(site: Site, name: str, chance: random.Random) -> None:
+    await _to_the_store(partial(fail_over, proxy=site.proxies[name]), site, name, chance)
+
+
+async def _crowd(site: Site, name: str, chance: random.Random) -> None:
+    """Connections without a key and without a request, more than a gateway takes."""
+    del chance
+    endpoint = site.fleet.endpoint(name)
+    async with AsyncExitStack() as opened:
+        for port in (endpoint.port, endpoint.second_port):
+            for _ in range(NUM_IDLE_CONNECTIONS):
+                with suppress(OSError, TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        _, writer = await asyncio.open_connection(endpoint.host, port)
+                    opened.callback(writer.close)
+        await asyncio.sleep(LASTS_S)
+
+
+async def _poison(kind: str, site: Site, name: str, chance: random.Random) -> None:
+    """A request that ends every engine that computes it, through a client that goes on as long as it may."""
+    del name
+    request = gateway_pb2.GatewayGenerateRequest(
+        prompt_token_ids=gateway_pb2.TokenIds(
+            ids=[*orders.POISON[kind], *(chance.randrange(10, 4000) for _ in range(20))]
+        ),
+        sampling=common_pb2.SamplingParams(max_tokens=8, seed=1),
+    )
+    deaths_before = orders.num_deaths(site.orders)
+    history, refused = History(), False
+    history.asked()
+    gateways = [endpoint.second_address for endpoint in site.fleet.endpoints_of("gateway")]
+    async with ResumingClient(gateways, patience_s=POISON_PATIENCE_S) as client:
+        try:
+            async for piece in client.stream(request):
+                history.piece(piece.token_ids, piece.text)
+            history.ended()
+        except PacelineError as error:
+            history.failed(f"{type(error).__name__}: {error}")
+            refused = isinstance(error, EndsEnginesError)
+    num_engines = orders.num_deaths(site.orders) - deaths_before
+    site.poisoned.append(Poisoned(kind=kind, history=history, num_engines=num_engines, refused=refused))
+
+
 _SERVICES = ("verifier", "drafter", "gateway")
-_BEHIND_PROXIES = ("verifier", "drafter")
+_BEHIND_PROXIES = ("verifier", "drafter", VALKEY)
+# Not a process: who sends poisonous requests, one at a time.
+POISONER = "poisoner"
+# Engines that may die of it before it is refused: an exception names the step that raised it, an abort names nothing.
+MOST_ENGINES = {"raise": 2, "abort": 3}
 # What is done, to which roles.
-FAULTS: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {
+FAULTS: dict[str, tuple[Callable[[Site, str, random.Random], Awaitable[None]], tuple[str, ...]]] = {
     KILL: (_kill, (*_SERVICES, VALKEY)),
     "restart": (_restart, _SERVICES),
     "freeze": (_freeze, (*_SERVICES, VALKEY)),
@@ -112,28 +224,55 @@ FAULTS: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {
     "cut": (_cut, _BEHIND_PROXIES),
     "half-open": (_half_open, _BEHIND_PROXIES),
     "slow": (_slow, _BEHIND_PROXIES),
+    **{
+        kind: (partial(_ordered, kind), ("verifier",))
+        for kind in (orders.HANG, orders.INTERNAL, orders.GARBAGE, orders.NONSENSE, orders.GAP, orders.HALF)
+    },
+    orders.FLOOD: (partial(_ordered, orders.FLOOD), ("drafter",)),
+    orders.CLOCK: (partial(_ordered, orders.CLOCK), ("gateway", "verifier")),
+    "crowd": (_crowd, ("gateway",)),
+    "full": (partial(_to_the_store, fill), (VALKEY,)),
+    "read-only": (partial(_to_the_store, make_read_only), (VALKEY,)),
+    "failed-over": (_fail_over, (VALKEY,)),
+    **{f"poison-{kind}": (partial(_poison, kind), (POISONER,)) for kind in orders.POISON},
 }
 
 
 def planned(kinds: Sequence[str], names: Mapping[str, Sequence[str]], chance: random.Random) -> Iterator[Fault]:
-    """Yields faults for ever: every second one a kill if kills are asked for, tiers and replicas in turn.
+    """Yields faults for ever: all kinds in turn, each round in an order of its own, tiers and replicas in turn.
+
+    If kills are asked for, every third fault is one: they go on while other things are wrong.
 
     Args:
         kinds: Of `FAULTS`.
         names: Processes by role.
-        chance: Draws kinds.
+        chance: Draws the order of each round.
     """
     turns = dict.fromkeys(names, 0)
-    others = [kind for kind in kinds if kind != KILL]
     at = dict.fromkeys(FAULTS, 0)
+    for kind in _kinds_in_turn(kinds, chance):
+        roles = [role for role in FAULTS[kind][1] if names.get(role)]
+        role = roles[at[kind] % len(roles)]
+        at[kind] += 1
+        name = names[role][turns[role] % len(names[role])]
+        turns[role] += 1
+        yield Fault(kind=kind, role=role, name=name)
+
+
+def _kinds_in_turn(kinds: Sequence[str], chance: random.Random) -> Iterator[str]:
+    others = [kind for kind in kinds if kind != KILL]
     while True:
-        for kind in [KILL] * (KILL in kinds) + ([chance.choice(others)] if others else []):
-            roles = [role for role in FAULTS[kind][1] if names.get(role)]
-            role = roles[at[kind] % len(roles)]
-            at[kind] += 1
-            name = names[role][turns[role] % len(names[role])]
-            turns[role] += 1
-            yield Fault(kind=kind, role=role, name=name)
+        chance.shuffle(others)
+        for index, kind in enumerate(others or kinds):
+            if KILL in kinds and others and index % 2 == 0:
+                yield KILL
+            yield kind
+
+
+def num_faults_a_round(kinds: Sequence[str]) -> int:
+    """How many faults `planned` yields until each kind has happened."""
+    num_others = len(set(kinds) - {KILL})
+    return num_others + (max(1, (num_others + 1) // 2) if KILL in kinds else 0)
 
 
 class Disturbance:
@@ -146,27 +285,39 @@ class Disturbance:
         self._chance = chance
         self._under_way: set[asyncio.Task[None]] = set()
         self._busy: set[str] = set()
+        # Planned for processes that another fault was at.
+        self._deferred: list[Fault] = []
 
     async def go_on(self, every_s: float, seconds: float, on_fault: Callable[[Fault], None]) -> None:
         """Does a fault every `every_s` seconds for so many seconds, then waits until the last one is over."""
         ends_s = time.perf_counter() + seconds
         while time.perf_counter() + every_s <= ends_s:
             await asyncio.sleep(every_s)
-            fault = next(fault for fault in self._plan if fault.name not in self._busy)
-            self._begin(fault, on_fault)
+            fault = self._next()
+            if fault is not None:
+                self._begin(fault, on_fault)
         await asyncio.gather(*self._under_way)
 
+    def _next(self) -> Fault | None:
+        """The first fault planned for a process that no other fault is at; None: they are at all that are planned."""
+        while len(self._deferred) <= len(FAULTS):
+            for index, fault in enumerate(self._deferred):
+                if fault.name not in self._busy:
+                    return self._deferred.pop(index)
+            self._deferred.append(next(self._plan))
+        return None
+
     def _begin(self, fault: Fault, on_fault: Callable[[Fault], None]) -> None:
-        begun = Fault(kind=fault.kind, role=fault.role, name=fault.name, at_s=time.perf_counter())
+        begun = replace(fault, at_s=time.perf_counter())
         self.done.append(begun)
         on_fault(begun)
+        self._busy.add(begun.name)
         task = asyncio.create_task(self._do(begun))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
     async def _do(self, fault: Fault) -> None:
-        self._busy.add(fault.name)
         try:
-            await FAULTS[fault.kind][0](self._site, fault.name, self._chance)  # type: ignore[misc]  # all are coroutines
+            await FAULTS[fault.kind][0](self._site, fault.name, self._chance)
         finally:
             self._busy.discard(fault.name)

@@ -64,6 +64,11 @@ class DelayProxy:
         """Changes the delay, for open connections too; what is under way arrives when it was due, and in order."""
         self._delay_s = round_trip_s / 2
 
+    def set_upstream(self, upstream: tuple[str, int]) -> None:
+        """Lets later connections go on to another address, and ends those to the former one."""
+        self._upstream = upstream
+        self.cut()
+
     def cut(self) -> None:
         """Ends all open connections; new ones are taken."""
         for connection in self._connections:

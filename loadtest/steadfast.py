@@ -1,44 +1,45 @@
-"""Streams that are compared token by token with what they should be, and timed, while a fleet is disturbed."""
+"""Requests whose answers are known, and clients of both doors that keep the history of what they sent and got."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
 
-from paceline.core.errors import PacelineError
+from tokenizers import Tokenizer
+
+from loadtest.histories import GRPC, HTTP, History
+from loadtest.resuming_http import ResumingHttpClient
+from paceline.cluster.checkpoints import DEMO_TARGET
+from paceline.core.errors import OverloadedError, PacelineError
+from paceline.core.params import COUPLED
 from paceline.resuming import ResumingClient
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.training.corpus import unseen_prompts
 
 Request = gateway_pb2.GatewayGenerateRequest
 NUM_PROMPTS = 40
-
-
-@dataclass(slots=True)
-class Stream:
-    """One completion as its client saw it; times are of `time.perf_counter`, one a piece."""
-
-    index: int
-    token_ids: list[int] = field(default_factory=list)
-    piece_lens: list[int] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-    # Of the verifier that ended it; after a failover that is what had to be computed again.
-    prefill_s: float = 0.0
-    error: str = ""
-
-    def pause_after(self, at_s: float, within_s: float = 0.25) -> float | None:
-        """The longest gap between pieces that began at most `within_s` after a time; None if it did not run then."""
-        gaps = zip(self.times_s, self.times_s[1:], strict=False)
-        around = [end - start for start, end in gaps if start <= at_s + within_s and end > at_s]
-        return max(around, default=None)
+# Yields for every piece, and tells a history of it.
+Answer = Callable[[Request, History], AsyncGenerator[None, None]]
 
 
 def mixed_requests(count: int, max_tokens: int, method: str = "") -> list[Request]:
     """Requests of which every other one is sampled, with penalties; each has a prompt or a seed of its own."""
     prompts = unseen_prompts(min(count, NUM_PROMPTS))
     return [_request(prompts[index % len(prompts)], index, max_tokens, method) for index in range(count)]
+
+
+def long_request(index: int, max_tokens: int, context_len: int) -> Request:
+    """A request for the demo target whose prompt and answer fill the model's whole context."""
+    tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+    text = "\n\n".join(unseen_prompts(NUM_PROMPTS, seed=index))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    request = _request("", index, max_tokens, "")
+    request.prompt_token_ids.ids.extend((ids * (1 + context_len // len(ids)))[: context_len - max_tokens])
+    return request
 
 
 def _request(prompt: str, index: int, max_tokens: int, method: str) -> Request:
@@ -52,78 +53,116 @@ def _request(prompt: str, index: int, max_tokens: int, method: str) -> Request:
         ignore_eos=True,
         seed=index,
     )
-    speculation = common_pb2.SpeculationParams(enabled=True, acceptance="coupled", method=method)
+    speculation = common_pb2.SpeculationParams(enabled=True, acceptance=COUPLED, method=method)
     return Request(prompt=prompt, sampling=sampling, speculation=speculation)
 
 
-async def run_one(
-    client: ResumingClient, request: Request, index: int, on_piece: Callable[[Stream], None] = lambda _: None
-) -> Stream:
-    """Runs a request to its end; an error is kept in the stream."""
-    stream = Stream(index=index)
-    try:
-        async for piece in client.stream(request):
-            if piece.token_ids:
-                stream.token_ids += piece.token_ids
-                stream.piece_lens.append(len(piece.token_ids))
-                stream.times_s.append(time.perf_counter())
-                on_piece(stream)
+def http_body(request: Request) -> dict[str, Any]:
+    """The same request as the HTTP door takes it."""
+    sampling = request.sampling
+    ids = list(request.prompt_token_ids.ids)
+    return {
+        "prompt": ids or request.prompt,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "ignore_eos": sampling.ignore_eos,
+        "seed": sampling.seed,
+        "speculation": {"acceptance": request.speculation.acceptance, "method": request.speculation.method},
+    }
+
+
+def over_grpc(client: ResumingClient) -> Answer:
+    """Answers come from the gRPC door."""
+    return partial(_over_grpc, client)
+
+
+async def _over_grpc(client: ResumingClient, request: Request, history: History) -> AsyncGenerator[None, None]:
+    history.door = GRPC
+    async with aclosing(client.stream(request)) as pieces:
+        async for piece in pieces:
+            if piece.token_ids or piece.text:
+                history.piece(piece.token_ids, piece.text)
             if piece.HasField("result"):
-                stream.prefill_s = piece.result.timings.prefill_ns / 1e9
-    except PacelineError as error:
-        stream.error = f"{type(error).__name__}: {error}"
-    return stream
+                history.prefill_s = piece.result.timings.prefill_ns / 1e9
+                history.ended(piece.result.finish_reason)
+            yield
 
 
-async def run_each(client: ResumingClient, requests: Sequence[Request], on_end: Callable[[], None]) -> list[Stream]:
+def over_http(client: ResumingHttpClient) -> Answer:
+    """Answers come from the HTTP door."""
+    return partial(_over_http, client)
+
+
+async def _over_http(client: ResumingHttpClient, request: Request, history: History) -> AsyncGenerator[None, None]:
+    history.door = HTTP
+    async with aclosing(client.stream(http_body(request), history.resumed)) as pieces:
+        async for piece in pieces:
+            if piece.text:
+                history.piece(text=piece.text)
+            if piece.finish_reason:
+                history.ended(piece.finish_reason)
+            yield
+
+
+async def run_one(
+    answer: Answer,
+    request: Request,
+    index: int,
+    on_piece: Callable[[History], None] = lambda _: None,
+    gives_up: Callable[[], bool] = lambda: False,
+) -> History:
+    """Runs a request to its end; where there is no place for it, it comes again when it is told to."""
+    history = History(index=index)
+    while not history.events or (history.never_begun and not gives_up()):
+        history.asked()
+        try:
+            async with aclosing(answer(request, history)) as pieces:
+                async for _ in pieces:
+                    on_piece(history)
+        except OverloadedError as error:
+            history.refused(str(error))
+            await asyncio.sleep(error.retry_after_s * random.uniform(0.5, 1.0))
+        except PacelineError as error:
+            history.failed(f"{type(error).__name__}: {error}")
+    return history
+
+
+async def run_each(answer: Answer, requests: Sequence[Request], on_end: Callable[[], None]) -> list[History]:
     """Runs all requests at once, each to its end."""
 
-    async def one(index: int) -> Stream:
-        stream = await run_one(client, requests[index], index)
+    async def one(index: int) -> History:
+        history = await run_one(answer, requests[index], index)
         on_end()
-        return stream
+        return history
 
     return await asyncio.gather(*(one(index) for index in range(len(requests))))
 
 
 async def keep_running(
-    client: ResumingClient, requests: Sequence[Request], is_over: Callable[[], bool], on_end: Callable[[Stream], None]
-) -> list[Stream]:
-    """Runs each request again and again, all side by side, until it is over; those under way then run to their end."""
+    answers: Sequence[Answer],
+    requests: Sequence[Request],
+    is_over: Callable[[], bool],
+    on_end: Callable[[History], None],
+) -> list[History]:
+    """Runs each request again and again, all side by side, until it is over; those under way then run to their end.
 
-    async def again(index: int) -> list[Stream]:
-        streams: list[Stream] = []
-        while not streams or not is_over():
-            streams.append(await run_one(client, requests[index], index))
-            on_end(streams[-1])
-        return streams
+    Args:
+        answers: Doors, which requests take in turn.
+        requests: What to ask.
+        is_over: Whether no new request is to begin.
+        on_end: Told of each history that has come to its end.
+    """
+
+    async def again(index: int) -> list[History]:
+        histories: list[History] = []
+        while not histories or not is_over():
+            answer = answers[(index + len(histories)) % len(answers)]
+            histories.append(await run_one(answer, requests[index], index, gives_up=is_over))
+            on_end(histories[-1])
+        return histories
 
     runs = await asyncio.gather(*(again(index) for index in range(len(requests))))
-    return [stream for run in runs for stream in run]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
-    """How streams differ from what they should be, in tokens; all 0 is none."""
-
-    num_failed: int
-    num_lost: int
-    num_doubled: int
-    num_changed: int
-
-    @property
-    def none(self) -> bool:
-        """Whether every token came once and as it should."""
-        return not (self.num_failed or self.num_lost or self.num_doubled or self.num_changed)
-
-
-def damage(streams: Sequence[Stream], reference: Sequence[Sequence[int]]) -> Damage:
-    """Compares streams with the tokens that their requests should bring."""
-    failed = [stream for stream in streams if stream.error]
-    whole = [(stream.token_ids, reference[stream.index]) for stream in streams if not stream.error]
-    return Damage(
-        num_failed=len(failed),
-        num_lost=sum(max(0, len(wanted) - len(got)) for got, wanted in whole),
-        num_doubled=sum(max(0, len(got) - len(wanted)) for got, wanted in whole),
-        num_changed=sum(a != b for got, wanted in whole for a, b in zip(got, wanted, strict=False)),
-    )
+    return [history for run in runs for history in run]

@@ -22,7 +22,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from loadtest.steadfast import Request, Stream, damage, keep_running, run_each
+from loadtest.histories import History, judge
+from loadtest.steadfast import Request, keep_running, over_grpc, run_each
 
 from paceline.resuming import ResumingClient
 from paceline.rpc.v1 import common_pb2
@@ -157,13 +158,13 @@ class RayFleetOnTest:
         self.spec.write_text(yaml.safe_dump(document))
         self.launcher.process.send_signal(signal.SIGHUP)
 
-    def stream_while(self, disturb: Callable[[], None]) -> list[Stream]:
+    def stream_while(self, disturb: Callable[[], None]) -> list[History]:
         """Streams run, each again and again, while a thread disturbs the fleet."""
 
-        async def story() -> list[Stream]:
+        async def story() -> list[History]:
             async with ResumingClient([self.gateway], patience_s=WAIT_S, silence_s=WAIT_S) as client:
                 disturbing = asyncio.create_task(asyncio.to_thread(disturb))
-                streams = await keep_running(client, requests(), disturbing.done, lambda _: None)
+                streams = await keep_running([over_grpc(client)], requests(), disturbing.done, lambda _: None)
                 await disturbing
                 return streams
 
@@ -249,22 +250,21 @@ def fleet(cluster: Any, pair: dict[str, str], tmp_path_factory: pytest.TempPathF
         yield RayFleetOnTest(cluster, spec, launcher)
 
 
-def undisturbed(fleet: RayFleetOnTest) -> list[list[int]]:
+def undisturbed(fleet: RayFleetOnTest) -> list[History]:
     """What the streams bring when nothing happens."""
 
-    async def story() -> list[list[int]]:
+    async def story() -> list[History]:
         async with ResumingClient([fleet.gateway]) as client:
-            streams = await run_each(client, requests(), lambda: None)
-        assert [stream.error for stream in streams] == [""] * NUM_STREAMS
-        return [stream.token_ids for stream in streams]
+            return await run_each(over_grpc(client), requests(), lambda: None)
 
-    tokens = asyncio.run(story())
-    assert [len(each) for each in tokens] == [160] * NUM_STREAMS
-    return tokens
+    streams = asyncio.run(story())
+    assert [stream.error for stream in streams] == [""] * NUM_STREAMS
+    assert [len(stream.token_ids) for stream in streams] == [160] * NUM_STREAMS
+    return streams
 
 
 @pytest.fixture(scope="module")
-def reference(fleet: RayFleetOnTest) -> list[list[int]]:
+def reference(fleet: RayFleetOnTest) -> list[History]:
     return undisturbed(fleet)
 
 
@@ -276,7 +276,7 @@ def test_each_service_is_on_a_node_with_its_resources_and_verifiers_on_two(fleet
 
 
 def test_drafters_come_when_they_lag_and_go_when_the_file_says_so_under_streams(
-    fleet: RayFleetOnTest, reference: list[list[int]]
+    fleet: RayFleetOnTest, reference: list[History]
 ) -> None:
     def resize() -> None:
         # Any lag is too much.
@@ -286,13 +286,13 @@ def test_drafters_come_when_they_lag_and_go_when_the_file_says_so_under_streams(
         fleet.launcher.until_said("drafter-1 is stopped")
 
     streams = fleet.stream_while(resize)
-    assert damage(streams, reference).none, [stream.error for stream in streams if stream.error]
+    assert judge(streams, reference).clean, [stream.error for stream in streams if stream.error]
     assert fleet.node_of("drafter-1") is fleet.cluster.head_node
     assert left(fleet.launcher.places["drafter-1"].pids) == []
 
 
 def test_a_drafter_whose_node_dies_is_placed_elsewhere_and_no_token_changes(
-    fleet: RayFleetOnTest, reference: list[list[int]]
+    fleet: RayFleetOnTest, reference: list[History]
 ) -> None:
     before = fleet.launcher.places["drafter-0"]
 
@@ -301,12 +301,12 @@ def test_a_drafter_whose_node_dies_is_placed_elsewhere_and_no_token_changes(
         fleet.launcher.until(lambda: fleet.launcher.places["drafter-0"] != before)
 
     streams = fleet.stream_while(kill)
-    assert damage(streams, reference).none, [stream.error for stream in streams if stream.error]
+    assert judge(streams, reference).clean, [stream.error for stream in streams if stream.error]
     assert fleet.node_of("drafter-0") is fleet.cluster.head_node
 
 
 def test_a_verifier_whose_node_dies_under_streams_costs_no_token(
-    fleet: RayFleetOnTest, reference: list[list[int]]
+    fleet: RayFleetOnTest, reference: list[History]
 ) -> None:
     failovers, killed = fleet.failovers(), []
 
@@ -318,7 +318,7 @@ def test_a_verifier_whose_node_dies_under_streams_costs_no_token(
         fleet.launcher.until(lambda: fleet.launcher.places[verifier] != before)
 
     streams = fleet.stream_while(kill)
-    assert damage(streams, reference).none, [stream.error for stream in streams if stream.error]
+    assert judge(streams, reference).clean, [stream.error for stream in streams if stream.error]
     assert fleet.failovers() > failovers, "no stream was hit"
     assert fleet.node_of(killed[0]) is fleet.cluster.head_node
 
@@ -350,4 +350,4 @@ def test_ranks_of_a_verifier_share_a_host_and_start_again_together(
             launcher.until(lambda: not set(launcher.places["verifier-0"].pids) & set(before.pids))
 
         streams = fleet.stream_while(kill)
-        assert damage(streams, reference).none, [stream.error for stream in streams if stream.error]
+        assert judge(streams, reference).clean, [stream.error for stream in streams if stream.error]

@@ -57,6 +57,7 @@ class LocalFleet:
         say: Callable[[str], None] = lambda _: None,
         back_off: BackOff | None = None,
         announce: Callable[[Endpoint], str] = lambda _: "",
+        modules: Mapping[str, str] | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -65,7 +66,9 @@ class LocalFleet:
             environ: Environment of the services.
             say: Gets a line for whatever a user should know.
             back_off: Pauses before restarts.
-            announce: Where others are told to reach a verifier or drafter, such as a proxy before it; empty: there.
+            announce: Where others are told to reach a verifier, a drafter or the store, such as a proxy before it;
+                empty: there.
+            modules: By role, what is started instead of `paceline.verifier` and the like; takes the same flags.
         """
         self.spec = spec
         self.redis_url = ""
@@ -75,6 +78,7 @@ class LocalFleet:
         self._environ = environ
         self._say = say
         self._announce = announce
+        self._modules = modules or {}
         self._supervisor = Supervisor(say, back_off)
         self._temporary_dir: Path | None = None
 
@@ -146,6 +150,10 @@ class LocalFleet:
         """Returns how often a process was restarted."""
         return self._child(role).num_restarts
 
+    async def is_well(self, role: str) -> bool:
+        """Says whether a process does its work."""
+        return await self._child(role).spec.is_healthy()
+
     async def until_restarted(self, role: str, count: int) -> None:
         """Returns when a process was restarted `count` times in all and is well again."""
         child = self._child(role)
@@ -170,7 +178,15 @@ class LocalFleet:
         await self._start_store(self._temporary_dir)
         await self._start_models(self.checkpoints)
         gateways = [
-            gateway_child(spec, endpoint, self.checkpoints.target, self.redis_url, self.log_dir, environ)
+            gateway_child(
+                spec,
+                endpoint,
+                self.checkpoints.target,
+                self.redis_url,
+                self.log_dir,
+                environ,
+                module=self._modules.get(endpoint.role, ""),
+            )
             for endpoint in self.endpoints_of("gateway")
         ]
         await self._supervisor.start(gateways, spec.start_timeout_s)
@@ -184,9 +200,10 @@ class LocalFleet:
         server = find_server(spec.redis_server)
         port = plan_store_port(spec, self.endpoints)
         child = store_child(server, spec.host, port, work_dir, self._environ)
-        self.endpoints.append(Endpoint(name="valkey", role="valkey", host=spec.host, port=port, second_port=port))
+        endpoint = Endpoint(name="valkey", role="valkey", host=spec.host, port=port, second_port=port)
+        self.endpoints.append(endpoint)
         await self._supervisor.start([child], spec.start_timeout_s)
-        self.redis_url = f"redis://{spec.host}:{port}"
+        self.redis_url = f"redis://{self._announce(endpoint) or endpoint.address}"
 
     async def _start_models(self, checkpoints: Checkpoints) -> None:
         spec = self.spec
@@ -208,6 +225,7 @@ class LocalFleet:
                 self._environ,
                 self._announce(endpoint),
                 checkpoints.target if is_eagle3(checkpoint) else None,
+                module=self._modules.get(endpoint.role, ""),
             )
             for (endpoint, checkpoint), share in zip(placed, shares, strict=True)
         ]

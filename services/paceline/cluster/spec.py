@@ -251,6 +251,7 @@ def model_child(
     environ: Mapping[str, str],
     announce: str = "",
     target: Path | None = None,
+    module: str = "",
 ) -> ChildSpec:
     """Returns the process of a verifier or a drafter.
 
@@ -264,9 +265,10 @@ def model_child(
         environ: Environment to start from.
         announce: Where others reach it if not where it listens.
         target: The target of an EAGLE-3 head, for its drafter.
+        module: What is started; empty: the service itself.
     """
     argv = [
-        *_service(spec, endpoint),
+        *_service(spec, endpoint, module),
         *("--metrics-port", str(endpoint.second_port)),
         *("--model", str(checkpoint), "--dtype", spec.dtype, "--threads", str(share.num_threads)),
     ]
@@ -299,10 +301,11 @@ def gateway_child(
     redis_url: str,
     log_dir: Path,
     environ: Mapping[str, str],
+    module: str = "",
 ) -> ChildSpec:
-    """Returns the process of a gateway."""
+    """Returns the process of a gateway; `module` is what is started, empty: the service itself."""
     argv = [
-        *_service(spec, endpoint),
+        *_service(spec, endpoint, module),
         *("--grpc-port", str(endpoint.second_port), "--model", str(tokenizer)),
     ]
     if spec.tls_cert is not None:
@@ -329,10 +332,10 @@ def gateway_scheme(spec: FleetSpec) -> str:
     return "http" if spec.tls_cert is None else "https"
 
 
-def _service(spec: FleetSpec, endpoint: Endpoint) -> list[str]:
+def _service(spec: FleetSpec, endpoint: Endpoint, module: str) -> list[str]:
     folder = folder_of(spec.tls_dir, endpoint.role)
     return [
-        *(sys.executable, "-m", f"paceline.{endpoint.role}"),
+        *(sys.executable, "-m", module or f"paceline.{endpoint.role}"),
         *("--host", endpoint.host, "--port", str(endpoint.port)),
         *("--replica-id", endpoint.name),
         *(() if folder is None else ("--tls-dir", str(folder))),

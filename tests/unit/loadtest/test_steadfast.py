@@ -1,4 +1,4 @@
-"""What benches of failures count as damage, as a pause, and as a course of events."""
+"""What benches of failures count as a pause, and as a course of events."""
 
 from __future__ import annotations
 
@@ -6,42 +6,63 @@ import random
 from itertools import islice
 
 from loadtest.failover import SETTLING_TOKENS, _first_token_after_pause, _mean_length
-from loadtest.faults import FAULTS, KILL, VALKEY, planned
-from loadtest.steadfast import Damage, Stream, damage, mixed_requests
+from loadtest.faults import FAULTS, KILL, POISONER, VALKEY, num_faults_a_round, planned
+from loadtest.histories import Event, History, Kind
+from loadtest.steadfast import http_body, long_request, mixed_requests
 
-REFERENCE = [[1, 2, 3, 4], [5, 6]]
-NAMES = {"verifier": ["v0", "v1"], "gateway": ["g0"], "drafter": ["d0"], VALKEY: ["valkey"]}
-
-
-def stream(*token_ids: int, index: int = 0, error: str = "") -> Stream:
-    return Stream(index=index, token_ids=list(token_ids), error=error)
-
-
-def test_streams_as_they_should_be_are_no_damage() -> None:
-    assert damage([stream(1, 2, 3, 4), stream(5, 6, index=1)], REFERENCE).none
+NAMES = {
+    "verifier": ["v0", "v1"],
+    "gateway": ["g0"],
+    "drafter": ["d0"],
+    VALKEY: [VALKEY],
+    POISONER: [POISONER],
+}
 
 
-def test_each_kind_of_damage_is_counted_in_tokens() -> None:
-    streams = [stream(1, 2, 3), stream(1, 2, 3, 4, 4), stream(1, 9, 3, 4), stream(error="UnavailableError: gone")]
-    found = damage(streams, REFERENCE)
-    assert found == Damage(num_failed=1, num_lost=1, num_doubled=1, num_changed=1)
-    assert not found.none
+def pieces(*times_s: float, lens: tuple[int, ...] = ()) -> History:
+    lens = lens or (1,) * len(times_s)
+    return History(
+        events=[
+            Event(kind=Kind.PIECE, at_s=at_s, token_ids=tuple(range(length)))
+            for at_s, length in zip(times_s, lens, strict=True)
+        ]
+    )
 
 
 def test_a_pause_is_the_longest_gap_around_or_right_after_a_time() -> None:
-    paused = Stream(index=0, times_s=[0.0, 1.0, 1.1, 4.0, 4.1])
+    paused = pieces(0.0, 1.0, 1.1, 4.0, 4.1)
     assert paused.pause_after(1.0) == 2.9
     assert paused.pause_after(0.5) == 1.0
     assert paused.pause_after(5.0) is None
 
 
-def test_kills_and_other_faults_take_turns_over_all_tiers_and_a_seed_repeats_them() -> None:
-    plan = list(islice(planned(list(FAULTS), NAMES, random.Random(3)), 24))
-    assert [fault.kind == KILL for fault in plan] == [True, False] * 12
-    assert {fault.role for fault in plan if fault.kind == KILL} == set(NAMES)
+def test_each_round_of_faults_has_every_kind_and_kills_in_between_over_all_tiers() -> None:
+    kinds = list(FAULTS)
+    length = num_faults_a_round(kinds)
+    plan = list(islice(planned(kinds, NAMES, random.Random(3)), 3 * length))
+    for start in range(0, len(plan), length):
+        found = [fault.kind for fault in plan[start : start + length]]
+        assert set(found) == set(kinds)
+        assert found.count(KILL) == length - len(set(kinds)) + 1
+    assert {fault.role for fault in plan if fault.kind == KILL} == {"verifier", "gateway", "drafter", VALKEY}
     assert {"v0", "v1"} <= {fault.name for fault in plan}
-    assert plan == list(islice(planned(list(FAULTS), NAMES, random.Random(3)), 24))
+
+
+def test_a_seed_repeats_the_course_of_events_and_another_one_changes_it() -> None:
+    def course(seed: int) -> list[str]:
+        return [fault.kind for fault in islice(planned(list(FAULTS), NAMES, random.Random(seed)), 40)]
+
+    assert course(3) == course(3)
+    assert course(3) != course(4)
+
+
+def test_kinds_that_are_not_asked_for_do_not_happen() -> None:
     assert {fault.kind for fault in islice(planned([KILL], NAMES, random.Random(3)), 9)} == {KILL}
+    asked = ["cut", "drain", KILL]
+    assert {fault.kind for fault in islice(planned(asked, NAMES, random.Random(3)), 9)} == set(asked)
+    assert num_faults_a_round([KILL]) == 1
+    assert num_faults_a_round(asked) == 3
+    assert num_faults_a_round(["cut"]) == 1
 
 
 def test_every_fault_can_happen_to_some_role() -> None:
@@ -55,8 +76,16 @@ def test_requests_are_greedy_and_sampled_by_turns_and_tell_their_seeds_apart() -
     assert len({request.sampling.seed for request in requests}) == 4
 
 
+def test_a_long_request_fills_the_context_and_goes_through_the_other_door_with_the_same_tokens() -> None:
+    request = long_request(5, 160, 2048)
+    assert len(request.prompt_token_ids.ids) + request.sampling.max_tokens == 2048
+    body = http_body(request)
+    assert body["prompt"] == list(request.prompt_token_ids.ids)
+    assert (body["seed"], body["max_tokens"], body["temperature"]) == (5, 160, request.sampling.temperature)
+
+
 def test_lengths_are_counted_from_a_token_on_and_without_the_cut_off_last_step() -> None:
-    steps = Stream(index=0, piece_lens=[4, 4, 4, 1, 9], times_s=[0.0, 0.1, 2.0, 2.1, 2.2])
+    steps = pieces(0.0, 0.1, 2.0, 2.1, 2.2, lens=(4, 4, 4, 1, 9))
     assert _first_token_after_pause(steps, 0.05) == 8
     assert _mean_length([steps], [8]) == 2.5
     assert SETTLING_TOKENS == 16

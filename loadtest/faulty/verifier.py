@@ -1,0 +1,110 @@
+"""A verifier whose engine hangs, whose answers are wrong, or that a poisonous request kills, when it is ordered to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import numpy as np
+
+from loadtest.faulty.orders import GAP, GARBAGE, HALF, HANG, INTERNAL, NONSENSE, POISON, Orders, note_death, obey
+from paceline.engine.batch import Batch
+from paceline.engine.decoder import Decoder
+from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
+from paceline.verifier import __main__ as service
+from paceline.verifier.servicer import VerifierServicer
+
+Response = verifier_pb2.VerifierGenerateResponse
+NOT_A_MESSAGE = b"\xff" * 64
+NO_TOKEN = 2**31
+
+
+class PoisonedError(Exception):
+    """What the engine meets in a poisonous request."""
+
+
+def main() -> None:
+    """Runs the verifier of the command line."""
+    orders = obey(sys.argv)
+    load = service.load_decoder
+
+    def load_faulty(*args: Any, **kwargs: Any) -> Decoder:
+        decoder = load(*args, **kwargs)
+        decoder.forward = _faulty_forward(decoder.forward, orders)
+        return decoder
+
+    service.load_decoder = load_faulty
+    verifier_pb2_grpc.add_VerifierServicer_to_server = lambda servicer, server: _add(servicer, server, orders)
+    service.main()
+
+
+def _faulty_forward(forward: Callable[..., Any], orders: Orders) -> Callable[..., Any]:
+    def run(batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        if orders.holds(HANG):
+            # For good: it is to be seen from outside.
+            threading.Event().wait()
+        _meet_poison(batch)
+        return forward(batch, *args, **kwargs)
+
+    return run
+
+
+def _meet_poison(batch: Batch) -> None:
+    if _holds(batch, POISON["raise"]):
+        note_death("raise")
+        raise PoisonedError("the kernel has met a poisonous request")
+    if _holds(batch, POISON["abort"]):
+        note_death("abort")
+        os.abort()
+
+
+def _holds(batch: Batch, tokens: tuple[int, ...]) -> bool:
+    """Whether these tokens stand in a row; half of them do as well, for prompts are computed in parts."""
+    row = np.asarray(tokens[: len(tokens) // 2])
+    ids = batch.token_ids
+    return len(ids) >= len(row) and bool(
+        (np.lib.stride_tricks.sliding_window_view(ids, len(row)) == row).all(axis=1).any()
+    )
+
+
+def _add(servicer: VerifierServicer, server: grpc.aio.Server, orders: Orders) -> None:
+    """Adds the service with a serializer that lets bytes through which are no message."""
+    handler = grpc.unary_stream_rpc_method_handler(
+        _faulty_generate(servicer, orders),
+        request_deserializer=verifier_pb2.VerifierGenerateRequest.FromString,
+        response_serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString(),
+    )
+    handlers = grpc.method_handlers_generic_handler("paceline.rpc.v1.Verifier", {"Generate": handler})
+    server.add_generic_rpc_handlers((handlers,))
+
+
+def _faulty_generate(servicer: VerifierServicer, orders: Orders) -> Callable[..., AsyncIterator[Response | bytes]]:
+    async def generate(request: verifier_pb2.VerifierGenerateRequest, context: Any) -> AsyncIterator[Response | bytes]:
+        if orders.holds(INTERNAL):
+            raise RuntimeError("ordered to fail at once")
+        async with aclosing(servicer.Generate(request, context)) as messages:
+            async for message in messages:
+                if orders.holds(HALF) and message.token_ids:
+                    return
+                if orders.holds(GAP) and message.token_ids and not message.HasField("result"):
+                    continue
+                yield _spoilt(message, orders)
+
+    return generate
+
+
+def _spoilt(message: Response, orders: Orders) -> Response | bytes:
+    if orders.holds(GARBAGE):
+        return NOT_A_MESSAGE
+    if orders.holds(NONSENSE) and message.token_ids:
+        message.token_ids[0] = NO_TOKEN
+    return message
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""What a client sent and got, event by event, and what is wrong with it; judged from these histories alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+
+GRPC = "grpc"
+HTTP = "http"
+
+
+class Kind(StrEnum):
+    """What happened to a client."""
+
+    ASKED = "asked"
+    REFUSED = "refused"
+    RESUMED = "resumed"
+    PIECE = "piece"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened to a client.
+
+    Attributes:
+        kind: What.
+        at_s: When, in monotonic seconds.
+        token_ids: New tokens; a door may bring text alone.
+        text: New text.
+        offset: Tokens before these, as the door counts them; None: it does not tell.
+        why: How it ended, or what made it fail.
+    """
+
+    kind: Kind
+    at_s: float
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    offset: int | None = None
+    why: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """All that happened to the client of one request.
+
+    Attributes:
+        index: Of its request.
+        door: Through which it came.
+        events: In their order.
+        prefill_s: Of the verifier that ended it; after a failover that is what had to be computed again.
+        clock: Monotonic seconds.
+    """
+
+    index: int = 0
+    door: str = GRPC
+    events: list[Event] = field(default_factory=list)
+    prefill_s: float = 0.0
+    clock: Callable[[], float] = time.perf_counter
+
+    def asked(self) -> None:
+        """The request goes out as a new one."""
+        self._add(Kind.ASKED)
+
+    def refused(self, why: str) -> None:
+        """There is no place for it now; it was not begun."""
+        self._add(Kind.REFUSED, why=why)
+
+    def resumed(self, why: str) -> None:
+        """Its stream broke off, and is asked to go on."""
+        self._add(Kind.RESUMED, why=why)
+
+    def piece(self, token_ids: Sequence[int] = (), text: str = "", offset: int | None = None) -> None:
+        """Something new has come."""
+        self._add(Kind.PIECE, token_ids=tuple(token_ids), text=text, offset=offset)
+
+    def ended(self, why: str = "") -> None:
+        """It has its whole answer."""
+        self._add(Kind.ENDED, why=why)
+
+    def failed(self, why: str) -> None:
+        """It was told that there will be no answer."""
+        self._add(Kind.FAILED, why=why)
+
+    def _add(
+        self, kind: Kind, token_ids: tuple[int, ...] = (), text: str = "", offset: int | None = None, why: str = ""
+    ) -> None:
+        self.events.append(Event(kind=kind, at_s=self.clock(), token_ids=token_ids, text=text, offset=offset, why=why))
+
+    @property
+    def pieces(self) -> list[Event]:
+        """What has come."""
+        return [event for event in self.events if event.kind is Kind.PIECE]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens; none where the door brings text alone."""
+        return [token_id for event in self.pieces for token_id in event.token_ids]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(event.text for event in self.pieces)
+
+    @property
+    def error(self) -> str:
+        """Why it failed; empty: it did not."""
+        return self.events[-1].why if self.events and self.events[-1].kind is Kind.FAILED else ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the answer has come to its end."""
+        return bool(self.events) and self.events[-1].kind is Kind.ENDED
+
+    @property
+    def never_begun(self) -> bool:
+        """Whether it was refused to the last, and nobody owes it an answer."""
+        begun = (Kind.PIECE, Kind.RESUMED)
+        return bool(self.events) and self.events[-1].kind is Kind.REFUSED and not self.num(*begun)
+
+    def num(self, *kinds: Kind) -> int:
+        """How many events are of these kinds."""
+        return sum(event.kind in kinds for event in self.events)
+
+    def pause_after(self, at_s: float, within_s: float = 0.25) -> float | None:
+        """The longest gap between pieces that began at most `within_s` after a time; None if it did not run then."""
+        times_s = [event.at_s for event in self.pieces]
+        around = [end - start for start, end in pairwise(times_s) if start <= at_s + within_s and end > at_s]
+        return max(around, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is wrong with histories; all 0 is nothing.
+
+    Attributes:
+        lost: Tokens that never came; characters, of texts that come without tokens.
+        doubled: Tokens that came and should not have, or not again.
+        changed: Tokens that came instead of others.
+        unanswered: Requests that were taken and did not get their whole answer.
+        disordered: Histories that cannot be: something before the question, after the end, or out of its place.
+    """
+
+    lost: int = 0
+    doubled: int = 0
+    changed: int = 0
+    unanswered: int = 0
+    disordered: int = 0
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is wrong."""
+        return self == Verdict()
+
+    def __add__(self, other: Verdict) -> Verdict:
+        """Returns both together."""
+        return Verdict(
+            lost=self.lost + other.lost,
+            doubled=self.doubled + other.doubled,
+            changed=self.changed + other.changed,
+            unanswered=self.unanswered + other.unanswered,
+            disordered=self.disordered + other.disordered,
+        )
+
+
+def judge(histories: Iterable[History], reference: Sequence[History]) -> Verdict:
+    """Holds histories against what undisturbed requests brought.
+
+    Args:
+        histories: Of clients that have given up or come to their end.
+        reference: By the index of the request, each whole.
+    """
+    verdict = Verdict()
+    for history in histories:
+        verdict += judge_one(history, reference[history.index])
+    return verdict
+
+
+def judge_one(history: History, wanted: History) -> Verdict:
+    """Holds one history against an undisturbed one of the same request."""
+    owed = not (history.whole or history.never_begun)
+    verdict = Verdict(unanswered=int(owed), disordered=int(not in_order(history)))
+    if history.token_ids or not history.text:
+        verdict += _compared(history.token_ids, wanted.token_ids, whole=history.whole)
+        if not verdict.clean:
+            return verdict
+    # Right tokens with a wrong text are no right answer either.
+    return verdict + _compared(history.text, wanted.text, whole=history.whole)
+
+
+def _compared(got: Sequence[object], wanted: Sequence[object], *, whole: bool) -> Verdict:
+    """Tells how one sequence differs from another; of one that is not whole only what has come counts."""
+    same = _num_same(got, wanted)
+    if not whole:
+        return Verdict(changed=len(got) - same)
+    got, wanted = got[same:], wanted[same:]
+    same = _num_same(got[::-1], wanted[::-1])
+    extra, missing = len(got) - same, len(wanted) - same
+    changed = min(extra, missing)
+    return Verdict(lost=missing - changed, doubled=extra - changed, changed=changed)
+
+
+def _num_same(a: Sequence[object], b: Sequence[object]) -> int:
+    """Entries at the beginning in which both agree."""
+    return next((count for count, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def in_order(history: History) -> bool:
+    """Whether events follow one another as they can, and pieces in their order."""
+    asked, over, num_tokens, at_s = False, False, 0, float("-inf")
+    for event in history.events:
+        if over or event.at_s < at_s or (not asked and event.kind is not Kind.ASKED):
+            return False
+        if event.offset is not None and event.offset != num_tokens:
+            return False
+        asked = event.kind is not Kind.REFUSED
+        over = event.kind in (Kind.ENDED, Kind.FAILED)
+        num_tokens += len(event.token_ids)
+        at_s = event.at_s
+    return True
