@@ -25,8 +25,8 @@ PATH = "/v1/completions"
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 CONNECT_S = 3.0
-# Codes of errors that end a stream but not its session.
-_PASSING = ("unavailable", "overloaded", "session_taken_over")
+# Gateways name events where they are asked to: widely used clients take every line of a stream for data.
+_STREAMED = {"stream": True, "stream_options": {"include_event_ids": True}}
 
 
 class RefusedError(PacelineError):
@@ -146,8 +146,8 @@ class ResumingHttpClient:
             progress.skip_chars = 0
         url = self._urls[turn % len(self._urls)] + PATH
         try:
-            async with self._http.post(url, json={**body, "stream": True}, headers=headers) as response:
-                await _check(response, resumes=bool(headers))
+            async with self._http.post(url, json={**body, **_STREAMED}, headers=headers) as response:
+                await _check(response)
                 async for event_id, data in _events(response.content):
                     piece = _piece(data, progress)
                     # What has an id has been taken in; asked for what follows, nobody sends it again.
@@ -158,20 +158,29 @@ class ResumingHttpClient:
             raise UnavailableError(f"{url}: {type(error).__name__}: {error}") from error
 
 
-async def _check(response: aiohttp.ClientResponse, *, resumes: bool) -> None:
+async def _check(response: aiohttp.ClientResponse) -> None:
     """Raises what a status other than 200 says."""
     if response.status == HTTPStatus.OK:
         return
     said = await response.text(errors="replace")
-    match response.status:
-        case HTTPStatus.NOT_FOUND if resumes:
-            raise SessionNotFoundError(said)
-        case HTTPStatus.TOO_MANY_REQUESTS:
-            raise OverloadedError(said, retry_after_s=float(response.headers.get("Retry-After", 1)))
-        case HTTPStatus.SERVICE_UNAVAILABLE | HTTPStatus.CONFLICT:
-            raise UnavailableError(said)
+    try:
+        raise _error(json.loads(said)["error"], float(response.headers.get("Retry-After", 1)))
+    except (ValueError, LookupError, TypeError):
+        raise UnavailableError(f"{response.status}: {said}") from None
+
+
+def _error(error: dict[str, Any], retry_after_s: float) -> PacelineError:
+    """Returns what an error object of a gateway means: whether it is worth another try."""
+    said = json.dumps(error)
+    match error["code"]:
+        case "overloaded":
+            return OverloadedError(said, retry_after_s=retry_after_s)
+        case "unavailable" | "session_taken_over":
+            return UnavailableError(said)
+        case "session_not_found":
+            return SessionNotFoundError(said)
         case _:
-            raise RefusedError(f"{response.status}: {said}")
+            return RefusedError(said)
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[str, str]]:
@@ -203,8 +212,7 @@ def _piece(data: str, progress: _Progress) -> TextPiece | None:
     """
     event = json.loads(data)
     if "error" in event:
-        passes = event["error"].get("code") in _PASSING
-        raise (UnavailableError if passes else RefusedError)(json.dumps(event["error"]))
+        raise _error(event["error"], retry_after_s=1.0)
     if not event.get("choices"):
         return None
     [choice] = event["choices"]
