@@ -36,7 +36,6 @@ from tqdm import tqdm
 from loadtest.faults import (
     FAULTS,
     KILL,
-    MOST_ENGINES,
     POISONER,
     VALKEY,
     Disturbance,
@@ -48,7 +47,7 @@ from loadtest.faults import (
 )
 from loadtest.faulty.orders import FOLDER_VARIABLE
 from loadtest.fleet import FREE_PORTS, machine
-from loadtest.histories import History, Kind, Verdict, judge
+from loadtest.histories import History, Kind, Verdict, judge, judge_one
 from loadtest.proxy import DelayProxy
 from loadtest.resuming_http import ResumingHttpClient
 from loadtest.steadfast import (
@@ -61,6 +60,7 @@ from loadtest.steadfast import (
     over_http,
     run_each,
 )
+from loadtest.store_faults import UNWRITABLE_S
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import Endpoint, FleetSpec
@@ -109,20 +109,16 @@ class Outcome:
     """What became of the streams, and what was done to the fleet."""
 
     histories: Sequence[History]
+    reference: Sequence[History]
     verdict: Verdict
     poisoned: Sequence[Poisoned]
     faults: Sequence[Fault]
     num_resumed: int
 
     @property
-    def badly_poisoned(self) -> list[Poisoned]:
-        """Poisonous requests that were not refused as they should be."""
-        return [each for each in self.poisoned if not each.refused or each.num_engines > MOST_ENGINES[each.kind]]
-
-    @property
     def ok(self) -> bool:
         """Whether nothing came to harm."""
-        return self.verdict.clean and not self.badly_poisoned
+        return self.verdict.clean and all(each.contained for each in self.poisoned)
 
 
 async def measure(options: argparse.Namespace) -> bool:
@@ -146,6 +142,7 @@ async def run(options: argparse.Namespace) -> Outcome:
         histories = await _disturbed(answers, requests, disturbance, options)
         return Outcome(
             histories=histories,
+            reference=reference,
             verdict=judge(histories, reference),
             poisoned=site.poisoned,
             faults=disturbance.done,
@@ -280,8 +277,8 @@ def report(options: argparse.Namespace, outcome: Outcome) -> bool:
     for each in outcome.poisoned:
         last = each.history.events[-1]
         sys.stdout.write(f"poisonous ({each.kind}): ended {each.num_engines} engines; {last.kind}: {last.why}\n")
-    for error, count in Counter(history.error for history in histories if history.error).most_common(5):
-        sys.stdout.write(f"failed {count} times: {error}\n")
+    for history in histories:
+        accuse(history, outcome.reference[history.index], faults)
     every = sorted(value for values in pauses.values() for value in values)
     figures = {
         "bench": "chaos",
@@ -300,13 +297,34 @@ def report(options: argparse.Namespace, outcome: Outcome) -> bool:
         "refused": sum(history.num(Kind.REFUSED) for history in histories),
         **asdict(outcome.verdict),
         "poisonous": [each.num_engines for each in outcome.poisoned],
-        "badly_poisoned": len(outcome.badly_poisoned),
+        "poison_contained": all(each.contained for each in outcome.poisoned),
         "recovery_p50_s": round(statistics.median(every), 3) if every else 0.0,
         "recovery_p99_s": round(_percentile(every, 0.99), 3) if every else 0.0,
         "ok": outcome.ok,
     }
     print(json.dumps(figures))
     return outcome.ok
+
+
+def accuse(history: History, wanted: History, faults: Sequence[Fault]) -> None:
+    """Prints a history with which something is wrong, and what was done to the fleet meanwhile."""
+    verdict = judge_one(history, wanted)
+    if verdict.clean:
+        return
+    begin_s, end_s = history.events[0].at_s, history.events[-1].at_s
+    wrong = {name: count for name, count in asdict(verdict).items() if count}
+    sys.stdout.write(f"guilty: request {history.index} over {history.door}, {wrong}\n")
+    num_tokens = num_chars = 0
+    for event in history.events:
+        num_tokens += len(event.token_ids)
+        num_chars += len(event.text)
+        if event.kind is not Kind.PIECE:
+            have = f"{num_tokens} tokens, {num_chars} characters"
+            sys.stdout.write(f"  {event.at_s - begin_s:7.3f} s {event.kind:8} with {have}: {event.why[:200]}\n")
+    sys.stdout.write(f"  got    {history.text!r}\n  wanted {wanted.text!r}\n")
+    for fault in faults:
+        if begin_s - UNWRITABLE_S <= fault.at_s <= end_s:
+            sys.stdout.write(f"  {fault.at_s - begin_s:7.3f} s {_words(fault)}\n")
 
 
 def _pauses(histories: Sequence[History], faults: Sequence[Fault], role: str) -> list[float]:

@@ -20,9 +20,10 @@ from redis.exceptions import RedisError
 from loadtest.faulty import orders
 from loadtest.histories import History
 from loadtest.proxy import DelayProxy
+from loadtest.steadfast import over_grpc, run_one
 from loadtest.store_faults import fail_over, fill, make_read_only
 from paceline.cluster.local import LocalFleet
-from paceline.core.errors import EndsEnginesError, PacelineError, UnavailableError
+from paceline.core.errors import EndsEnginesError, UnavailableError
 from paceline.resuming import ResumingClient
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.store.base import Store
@@ -42,6 +43,8 @@ WELL_WITHIN_S = 60.0
 POLL_S = 0.2
 # A poisonous request is tried that long.
 POISON_PATIENCE_S = 60.0
+# Engines that may die of one before it is refused: an exception names the step that raised it, an abort names nothing.
+MOST_ENGINES = {"raise": 2, "abort": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +65,17 @@ class Poisoned:
         kind: How engines die of it.
         history: Of its client.
         num_engines: How many engines died of it.
-        refused: Whether its client was told that it ends engines.
     """
 
     kind: str
     history: History
     num_engines: int
-    refused: bool
+
+    @property
+    def contained(self) -> bool:
+        """Whether its client was told that it ends engines, before it had ended more than it may."""
+        told = self.history.error.startswith(EndsEnginesError.__name__)
+        return told and self.num_engines <= MOST_ENGINES[self.kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,27 +201,17 @@ async def _poison(kind: str, site: Site, name: str, chance: random.Random) -> No
         sampling=common_pb2.SamplingParams(max_tokens=8, seed=1),
     )
     deaths_before = orders.num_deaths(site.orders)
-    history, refused = History(), False
-    history.asked()
     gateways = [endpoint.second_address for endpoint in site.fleet.endpoints_of("gateway")]
     async with ResumingClient(gateways, patience_s=POISON_PATIENCE_S) as client:
-        try:
-            async for piece in client.stream(request):
-                history.piece(piece.token_ids, piece.text)
-            history.ended()
-        except PacelineError as error:
-            history.failed(f"{type(error).__name__}: {error}")
-            refused = isinstance(error, EndsEnginesError)
+        history = await run_one(over_grpc(client), request, index=0)
     num_engines = orders.num_deaths(site.orders) - deaths_before
-    site.poisoned.append(Poisoned(kind=kind, history=history, num_engines=num_engines, refused=refused))
+    site.poisoned.append(Poisoned(kind=kind, history=history, num_engines=num_engines))
 
 
 _SERVICES = ("verifier", "drafter", "gateway")
 _BEHIND_PROXIES = ("verifier", "drafter", VALKEY)
 # Not a process: who sends poisonous requests, one at a time.
 POISONER = "poisoner"
-# Engines that may die of it before it is refused: an exception names the step that raised it, an abort names nothing.
-MOST_ENGINES = {"raise": 2, "abort": 3}
 # What is done, to which roles.
 FAULTS: dict[str, tuple[Callable[[Site, str, random.Random], Awaitable[None]], tuple[str, ...]]] = {
     KILL: (_kill, (*_SERVICES, VALKEY)),

@@ -1,4 +1,4 @@
-"""A short course of kills, cuts and drains over all tiers of real processes: no token lost, doubled or changed."""
+"""A short course of what can go wrong, over all tiers of real processes and both doors: no client comes to harm."""
 
 from __future__ import annotations
 
@@ -7,28 +7,37 @@ import asyncio
 
 import pytest
 from loadtest import chaos
-from loadtest.faults import KILL
+from loadtest.faults import KILL, num_faults_a_round
 
 pytestmark = pytest.mark.timeout(400)
 
+EVERY_S = 2.0
+# A few of each sort: of a process, of the network, of what is inside a process, of the store, at the doors.
+KINDS = [KILL, "cut", "drain", "garbage", "gap", "half", "full", "crowd"]
 
-def test_nothing_is_lost_doubled_or_changed_while_services_die() -> None:
+
+def test_nothing_is_lost_doubled_changed_or_left_without_an_answer_while_things_go_wrong() -> None:
     options = argparse.Namespace(
         seed=5,
-        seconds=17.0,
-        every=2.0,
-        streams=12,
-        max_tokens=96,
+        seconds=(num_faults_a_round(KINDS) + 1) * EVERY_S,
+        every=EVERY_S,
+        streams=16,
+        max_tokens=64,
         verifiers=2,
         replicas=2,
-        faults=[KILL, "cut", "drain", "half-open"],
+        faults=KINDS,
+        logs=None,
     )
     outcome = asyncio.run(chaos.run(options))
-    assert outcome.damage.none, [stream.error for stream in outcome.streams if stream.error]
+    for history in outcome.histories:
+        chaos.accuse(history, outcome.reference[history.index], outcome.faults)
+    assert outcome.ok, outcome.verdict
+    assert {fault.kind for fault in outcome.faults} == set(KINDS)
     assert {fault.role for fault in outcome.faults if fault.kind == KILL} == {
         "verifier",
         "gateway",
         "drafter",
         "valkey",
     }
+    assert {history.door for history in outcome.histories} == {"grpc", "http"}
     assert outcome.num_resumed

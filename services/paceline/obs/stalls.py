@@ -44,12 +44,17 @@ def stalls_watched(registry: CollectorRegistry) -> Iterator[None]:
     """Measures the stalls of the running event loop while a block runs, and shows the longest of the last minute."""
     loop = asyncio.get_running_loop()
     longest = LongestStall()
-    timers: list[asyncio.TimerHandle] = []
+    # The next look. That of uvloop does not know when it is due if that is at once.
+    timer: asyncio.Handle
 
-    def look() -> None:
+    def look(due_s: float) -> None:
         now_s = loop.time()
-        longest.add(max(0.0, now_s - timers.pop().when()), now_s)
-        timers.append(loop.call_at(now_s + INTERVAL_S, look))
+        longest.add(max(0.0, now_s - due_s), now_s)
+        look_at(now_s + INTERVAL_S)
+
+    def look_at(due_s: float) -> None:
+        nonlocal timer
+        timer = loop.call_at(due_s, look, due_s)
 
     gauge = Gauge(
         "paceline:event_loop_stall_seconds",
@@ -57,8 +62,8 @@ def stalls_watched(registry: CollectorRegistry) -> Iterator[None]:
         registry=registry,
     )
     gauge.set_function(lambda: longest.longest_s(loop.time()))
-    timers.append(loop.call_later(INTERVAL_S, look))
+    look_at(loop.time() + INTERVAL_S)
     try:
         yield
     finally:
-        timers.pop().cancel()
+        timer.cancel()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+import uvloop
 from prometheus_client import CollectorRegistry
 
-from paceline.obs.stalls import LongestStall, stalls_watched
+from paceline.obs.stalls import INTERVAL_S, LongestStall, stalls_watched
 
 
 def test_the_longest_stall_of_the_last_minute_is_told_until_it_is_older() -> None:
@@ -43,3 +45,22 @@ async def test_a_loop_that_is_held_shows_for_how_long_at_least() -> None:
         # The callback that was due meanwhile, and no later one, tells of it.
         await asyncio.sleep(0)
         assert 0.1 < shown() < 30
+
+
+def test_a_loop_that_is_held_while_it_is_looked_at_is_watched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop of services hands out no timer for what is due at once."""
+    looks: list[float] = []
+    add = LongestStall.add
+
+    def late(self: LongestStall, stall_s: float, now_s: float) -> None:
+        looks.append(stall_s)
+        time.sleep(2 * INTERVAL_S)
+        add(self, stall_s, now_s)
+
+    async def watch() -> None:
+        with stalls_watched(CollectorRegistry()):
+            while len(looks) < 3:  # noqa: ASYNC110 - looks tell nobody
+                await asyncio.sleep(INTERVAL_S)
+
+    monkeypatch.setattr(LongestStall, "add", late)
+    uvloop.run(asyncio.wait_for(watch(), 30))
