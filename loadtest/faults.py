@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[Callable[[Site, str, random.Random], Awaitable[None]], t
 def planned(kinds: Sequence[str], names: Mapping[str, Sequence[str]], chance: random.Random) -> Iterator[Fault]:
     """Yields faults for ever: all kinds in turn, each round in an order of its own, tiers and replicas in turn.
 
-    If kills are asked for, every third fault is one: they go on while other things are wrong.
+    If kills are asked for, every fourth fault is one: they go on while other things are wrong.
 
     Args:
         kinds: Of `FAULTS`.
@@ -261,15 +261,9 @@ def _kinds_in_turn(kinds: Sequence[str], chance: random.Random) -> Iterator[str]
     while True:
         chance.shuffle(others)
         for index, kind in enumerate(others or kinds):
-            if KILL in kinds and others and index % 2 == 0:
+            if KILL in kinds and others and index % 3 == 0:
                 yield KILL
             yield kind
-
-
-def num_faults_a_round(kinds: Sequence[str]) -> int:
-    """How many faults `planned` yields until each kind has happened."""
-    num_others = len(set(kinds) - {KILL})
-    return num_others + (max(1, (num_others + 1) // 2) if KILL in kinds else 0)
 
 
 class Disturbance:
@@ -285,15 +279,29 @@ class Disturbance:
         # Planned for processes that another fault was at.
         self._deferred: list[Fault] = []
 
-    async def go_on(self, every_s: float, seconds: float, on_fault: Callable[[Fault], None]) -> None:
-        """Does a fault every `every_s` seconds for so many seconds, then waits until the last one is over."""
-        ends_s = time.perf_counter() + seconds
-        while time.perf_counter() + every_s <= ends_s:
+    async def go_on(
+        self, every_s: float, is_enough: Callable[[Sequence[Fault]], bool], on_fault: Callable[[Fault], None]
+    ) -> None:
+        """Does a fault every `every_s` seconds until enough is done, then waits until the last one is over.
+
+        Where fewer than two verifiers are there, faults wait for another one to come back: what is tested is going on,
+        not standing still.
+        """
+        while not is_enough(self.done):
             await asyncio.sleep(every_s)
+            await self._until_bearable()
             fault = self._next()
             if fault is not None:
                 self._begin(fault, on_fault)
         await asyncio.gather(*self._under_way)
+
+    async def _until_bearable(self) -> None:
+        verifiers = [endpoint.name for endpoint in self._site.fleet.endpoints_of("verifier")]
+        most = min(2, len(verifiers))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WELL_WITHIN_S):
+                while sum([await self._site.fleet.is_well(name) for name in verifiers]) < most:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)
 
     def _next(self) -> Fault | None:
         """The first fault planned for a process that no other fault is at; None: they are at all that are planned."""

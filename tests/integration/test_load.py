@@ -80,7 +80,7 @@ async def test_refusals_are_told_apart_by_kind(fleet, kind, said) -> None:
     assert [each.error for each in answers] == [said, said]
 
 
-@pytest.mark.parametrize(("kind", "said"), [(HTTP, "broke off"), (GRPC, "INTERNAL")])
+@pytest.mark.parametrize(("kind", "said"), [(HTTP, "broke off"), (GRPC, "UNAVAILABLE")])
 async def test_a_stream_that_breaks_off_is_an_error(fleet, kind, said) -> None:
     fleet.verifier.script = Script(fail_after=3, error=RuntimeError("a bug"))
     door = open_door(kind, address(fleet, kind), ADAPTIVE)

@@ -19,6 +19,7 @@ from paceline.core.errors import (
     RemoteProtocolError,
 )
 from paceline.gateway.ejection import CONSECUTIVE
+from paceline.gateway.placing import MOST_FAILURES
 from paceline.rpc.v1 import gateway_pb2
 from paceline.status import error_from_rpc
 from paceline.store.base import SessionState
@@ -76,7 +77,14 @@ async def test_attempts_have_an_end_where_every_verifier_fails(fleet: ScriptedFl
     all_fail_with(fleet, ZeroDivisionError("a bug"))
     answer = await post(fleet)
     assert answer.status_code == 500
-    assert num_asked(fleet) == 8
+    assert num_asked(fleet) == MOST_FAILURES
+
+
+async def test_a_session_that_has_begun_may_come_again_when_every_verifier_fails_it(fleet: ScriptedFleet) -> None:
+    all_fail_with(fleet, ZeroDivisionError("a bug"), after=6)
+    answer = await post(fleet)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert num_asked(fleet) == MOST_FAILURES
 
 
 async def test_what_is_wrong_with_the_request_itself_is_asked_once(fleet: ScriptedFleet) -> None:
@@ -122,6 +130,13 @@ async def test_over_http_it_is_refused_with_a_status_that_no_client_repeats_by_i
 @pytest.mark.parametrize("gap", [1, -1])
 async def test_tokens_out_of_place_are_never_passed_on(fleet: ScriptedFleet, gap: int) -> None:
     fleet.verifier.script = Script(gap=gap)
+    for _ in range(6):
+        assert text_of(await post(fleet)) == fleet.letters(0, 10)
+    assert len(fleet.verifier.requests) == CONSECUTIVE
+
+
+async def test_tokens_of_no_vocabulary_are_never_passed_on(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(tokens=(fleet.codec.vocab_size, *fleet.letter_ids(0, 9)))
     for _ in range(6):
         assert text_of(await post(fleet)) == fleet.letters(0, 10)
     assert len(fleet.verifier.requests) == CONSECUTIVE

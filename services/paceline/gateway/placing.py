@@ -40,7 +40,7 @@ LAST_PAUSE_S = 1.0
 # longer than between two signs of life.
 SILENT_S = 2.5
 # Failures in a row, without a token, after which a session is not tried again; waits for a place are none.
-MOST_FAILURES = 8
+MOST_FAILURES = 10
 # What a verifier says of the request itself, and any other would say as well.
 _ABOUT_THE_REQUEST = (InvalidRequestError, StaleEpochError)
 
@@ -108,7 +108,8 @@ class Placer:
         while True:
             verifier = await self._verifier(request, trail, search)
             generate = self._generate(request, trail, epoch)
-            running = self._client.running(verifier.address, generate)
+            assert verifier.identity is not None, "a verifier without identity is never chosen"
+            running = self._client.running(verifier.address, generate, verifier.identity.vocab_size)
             known = len(trail.token_ids)
             try:
                 async with aclosing(self._on_verifier(verifier, running, generate, trail, request.span)) as steps:
@@ -192,12 +193,14 @@ class Placer:
                 f"the request has ended {num_deaths} engines, one after another, and is not run again"
             ) from error
         if search.num_failures >= MOST_FAILURES:
-            raise error
+            raise _given_up(error, trail) from error
         if not self._able(request, trail, search):
             # A new session that no verifier has room for is told so at once: it is not ours yet.
             refused = isinstance(error, OverloadedError) and not trail.committed_token_ids
-            if refused or self._clock() >= search.until_s:
+            if refused:
                 raise error
+            if self._clock() >= search.until_s:
+                raise _given_up(error, trail) from error
             await self._pause(search)
         self._on_failover(type(error).__name__)
 
@@ -242,6 +245,13 @@ class Placer:
         finally:
             self._in_flight.subtract(held)
             self._router.follow(verifier, trail.token_ids, generate.cache_salt)
+
+
+def _given_up(error: PacelineError, trail: SessionTrail) -> PacelineError:
+    """What a client is told that may have tokens already: verifiers fail it, and it may come for the rest later."""
+    if not trail.committed_token_ids or isinstance(error, UnavailableError | OverloadedError):
+        return error
+    return UnavailableError(f"no verifier goes on with the session; the last one failed it so: {error}")
 
 
 def _placement_span(span: Span, generate: GenerateRequest, verifier: Replica, drafter_id: str) -> Span:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError
 
-# Engines in a row that died without a token of the session: of those that named it, and of those that only vanished.
+# Engines in a row that died without a token of the session: of those that named it, and of all, for what kills those
+# that only vanish may be something else.
 MOST_TOLD = 2
 MOST_LOST = 3
 
@@ -22,11 +23,11 @@ class Suspicion:
 
     Attributes:
         num_deaths: Engines in a row that died while they ran it and brought no token of it.
-        told: Whether the last of them named the session.
+        num_told: How many of them named the session.
     """
 
     num_deaths: int = 0
-    told: bool = False
+    num_told: int = 0
 
     def after(self, error: PacelineError, *, ran: bool, progressed: bool) -> Suspicion:
         """Returns what is known after one more attempt.
@@ -40,7 +41,7 @@ class Suspicion:
         told = isinstance(error, EngineDiedError)
         if not told and not (ran and isinstance(error, PeerLostError)):
             return known
-        return replace(known, num_deaths=known.num_deaths + 1, told=told)
+        return replace(known, num_deaths=known.num_deaths + 1, num_told=known.num_told + told)
 
     @property
     def suspect(self) -> bool:
@@ -50,4 +51,4 @@ class Suspicion:
     @property
     def guilty(self) -> bool:
         """Whether it must not be run again."""
-        return self.num_deaths >= (MOST_TOLD if self.told else MOST_LOST)
+        return self.num_told >= MOST_TOLD or self.num_deaths >= MOST_LOST

@@ -41,6 +41,7 @@ class RunningCall:
         session_id: The session.
         epoch: Under which it runs.
         address: The verifier's.
+        vocab_size: Tokens of its model.
         heard_s: When it was called or last said something, monotonic seconds.
         ran: Whether an engine has computed something of it.
         num_generated: Generated tokens of the session so far, those that it began with among them.
@@ -50,6 +51,7 @@ class RunningCall:
     session_id: str
     epoch: int
     address: str
+    vocab_size: int
     heard_s: float
     ran: bool = False
     num_generated: int = 0
@@ -64,13 +66,18 @@ class RunningCall:
         """Takes in what the verifier says.
 
         Raises:
-            RemoteProtocolError: Tokens are missing before these, or were sent already.
+            RemoteProtocolError: Tokens are missing before these, were sent already, or are none of the model's.
         """
         self.heard_s = now_s
         if committed.token_ids and committed.offset != self.num_generated:
             raise RemoteProtocolError(
                 f"VerifierGenerateResponse.offset: {self.num_generated} tokens are there, and {committed.offset} are "
                 "said to be before the next"
+            )
+        if max(committed.token_ids, default=0) >= self.vocab_size:
+            raise RemoteProtocolError(
+                f"VerifierGenerateResponse.token_ids: {max(committed.token_ids)} is outside the vocabulary of "
+                f"{self.vocab_size}"
             )
         self.ran |= committed.running or bool(committed.token_ids)
         self.num_generated += len(committed.token_ids)
@@ -100,12 +107,13 @@ class VerifierClient:
         """Whether `abort` was called."""
         return bool(self._abort_reason)
 
-    def running(self, address: str, request: GenerateRequest) -> RunningCall:
+    def running(self, address: str, request: GenerateRequest, vocab_size: int) -> RunningCall:
         """Returns what is to be known of a call that is about to begin."""
         return RunningCall(
             session_id=request.session_id,
             epoch=request.epoch,
             address=address,
+            vocab_size=vocab_size,
             heard_s=self._clock(),
             num_generated=len(request.committed_token_ids),
         )

@@ -32,6 +32,14 @@ def test_a_verifier_that_goes_away_in_order_says_nothing() -> None:
 
 
 def test_a_token_takes_back_what_was_before_it() -> None:
-    suspicion = Suspicion(num_deaths=1, told=True).after(LOST, ran=True, progressed=True)
-    assert suspicion == Suspicion(num_deaths=1, told=False)
-    assert Suspicion(num_deaths=1, told=True).after(AWAY, ran=True, progressed=True) == Suspicion()
+    suspicion = Suspicion(num_deaths=1, num_told=1).after(LOST, ran=True, progressed=True)
+    assert suspicion == Suspicion(num_deaths=1, num_told=0)
+    assert Suspicion(num_deaths=1, num_told=1).after(AWAY, ran=True, progressed=True) == Suspicion()
+
+
+def test_an_engine_that_vanished_is_no_proof_beside_one_that_names_it() -> None:
+    for first, second in ((TOLD, LOST), (LOST, TOLD)):
+        suspicion = Suspicion().after(first, ran=True, progressed=False).after(second, ran=True, progressed=False)
+        assert suspicion.suspect
+        assert not suspicion.guilty
+        assert suspicion.after(LOST, ran=True, progressed=False).guilty
