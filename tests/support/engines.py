@@ -205,6 +205,8 @@ class EnginePair:
             if isinstance(committed, PacelineError):
                 generated.error = committed
                 continue
+            if committed.running:
+                continue
             generated.messages.append(committed)
             generated.token_ids += committed.token_ids
             generated.result = committed.result
