@@ -92,7 +92,8 @@ def test_a_good_source_is_asked_after_every_step_that_leaves_it_enough_to_do(cou
         said = 0
         for message in session.messages:
             said += len(message.token_ids)
-            turns += 400 - said >= SHORT_REMAINDER
+            # Not the message that says that it runs.
+            turns += bool(message.token_ids) and 400 - said >= SHORT_REMAINDER
     assert sum(report.asked_of[MEDUSA] for report in pair.reports) == turns > 100
 
 
