@@ -78,6 +78,8 @@ AFFECTED_S = 0.25
 BACK_OFF = BackOff(first_s=0.2, most_s=0.5)
 # What all gateways together have for a stream.
 PLACES_A_STREAM = 0.8
+# Longest time until each kind of fault has happened.
+MOST_S = 240.0
 # Of so many streams one has a prompt that fills the context.
 STREAMS_A_LONG_ONE = 16
 CONTEXT_LEN = 2048
@@ -256,10 +258,13 @@ async def _disturbed(
 
 def _enough(options: argparse.Namespace) -> Callable[[Sequence[Fault]], bool]:
     """Whether the time is over, or, where none is given, each kind of fault has happened."""
-    if options.seconds is None:
-        return lambda done: set(options.faults) <= {fault.kind for fault in done}
-    ends_s = time.perf_counter() + options.seconds
-    return lambda _: time.perf_counter() >= ends_s
+    ends_s = time.perf_counter() + (options.seconds or MOST_S)
+    wanted = set(options.faults) if options.seconds is None else None
+
+    def enough(done: Sequence[Fault]) -> bool:
+        return time.perf_counter() >= ends_s or wanted == {fault.kind for fault in done}
+
+    return enough
 
 
 def _words(fault: Fault) -> str:

@@ -30,6 +30,8 @@ from paceline.store.base import Store
 
 KILL = "kill"
 VALKEY = "valkey"
+# Not a process: who sends poisonous requests, one at a time.
+POISONER = "poisoner"
 # How long a frozen process stands, a mark to drain lasts, a network is bad, in seconds.
 LASTS_S = 3.0
 # Longer than entries live in the registry, so that a frozen replica is taken for dead and comes back.
@@ -42,7 +44,7 @@ NUM_IDLE_CONNECTIONS = 800
 WELL_WITHIN_S = 60.0
 POLL_S = 0.2
 # A poisonous request is tried that long.
-POISON_PATIENCE_S = 60.0
+POISON_PATIENCE_S = 120.0
 # Engines that may die of one before it is refused: an exception names the step that raised it, an abort names nothing.
 MOST_ENGINES = {"raise": 2, "abort": 3}
 
@@ -55,6 +57,11 @@ class Fault:
     role: str
     name: str
     at_s: float = 0.0
+
+    @property
+    def ends_verifiers(self) -> bool:
+        """Whether a verifier has to start again after it."""
+        return self.role == POISONER or (self.role == "verifier" and self.kind in (KILL, "restart", orders.HANG))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +217,6 @@ async def _poison(kind: str, site: Site, name: str, chance: random.Random) -> No
 
 _SERVICES = ("verifier", "drafter", "gateway")
 _BEHIND_PROXIES = ("verifier", "drafter", VALKEY)
-# Not a process: who sends poisonous requests, one at a time.
-POISONER = "poisoner"
 # What is done, to which roles.
 FAULTS: dict[str, tuple[Callable[[Site, str, random.Random], Awaitable[None]], tuple[str, ...]]] = {
     KILL: (_kill, (*_SERVICES, VALKEY)),
@@ -284,30 +289,25 @@ class Disturbance:
     ) -> None:
         """Does a fault every `every_s` seconds until enough is done, then waits until the last one is over.
 
-        Where fewer than two verifiers are there, faults wait for another one to come back: what is tested is going on,
-        not standing still.
+        What ends a verifier waits until all of them are there: what is tested is going on, not standing still, and a
+        session that meets one dead engine after another without a token is rightly taken for the cause.
         """
         while not is_enough(self.done):
             await asyncio.sleep(every_s)
-            await self._until_bearable()
-            fault = self._next()
+            fault = self._next(all_well=await self._verifiers_are_well())
             if fault is not None:
                 self._begin(fault, on_fault)
         await asyncio.gather(*self._under_way)
 
-    async def _until_bearable(self) -> None:
-        verifiers = [endpoint.name for endpoint in self._site.fleet.endpoints_of("verifier")]
-        most = min(2, len(verifiers))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(WELL_WITHIN_S):
-                while sum([await self._site.fleet.is_well(name) for name in verifiers]) < most:  # noqa: ASYNC110
-                    await asyncio.sleep(POLL_S)
+    async def _verifiers_are_well(self) -> bool:
+        verifiers = self._site.fleet.endpoints_of("verifier")
+        return all(await asyncio.gather(*(self._site.fleet.is_well(each.name) for each in verifiers)))
 
-    def _next(self) -> Fault | None:
-        """The first fault planned for a process that no other fault is at; None: they are at all that are planned."""
+    def _next(self, *, all_well: bool) -> Fault | None:
+        """The first fault planned that may begin now; None: all that are planned are for busy processes."""
         while len(self._deferred) <= len(FAULTS):
             for index, fault in enumerate(self._deferred):
-                if fault.name not in self._busy:
+                if fault.name not in self._busy and (all_well or not fault.ends_verifiers):
                     return self._deferred.pop(index)
             self._deferred.append(next(self._plan))
         return None

@@ -48,19 +48,16 @@ def _faulty_forward(forward: Callable[..., Any], orders: Orders) -> Callable[...
         if orders.holds(HANG):
             # For good: it is to be seen from outside.
             threading.Event().wait()
-        _meet_poison(batch)
-        return forward(batch, *args, **kwargs)
+        logits = forward(batch, *args, **kwargs)
+        if _holds(batch, POISON["raise"]):
+            note_death("raise")
+            raise PoisonedError("the kernel has met a poisonous request")
+        if _holds(batch, POISON["abort"]):
+            note_death("abort")
+            os.abort()
+        return logits
 
     return run
-
-
-def _meet_poison(batch: Batch) -> None:
-    if _holds(batch, POISON["raise"]):
-        note_death("raise")
-        raise PoisonedError("the kernel has met a poisonous request")
-    if _holds(batch, POISON["abort"]):
-        note_death("abort")
-        os.abort()
 
 
 def _holds(batch: Batch, tokens: tuple[int, ...]) -> bool:
