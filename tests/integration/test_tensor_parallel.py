@@ -185,7 +185,7 @@ async def test_the_death_of_a_rank_is_the_verifiers_and_its_session_goes_on(
     argv += [
         "--verifier-arg=--tensor-parallel-size=2",
         "--gateway-arg=--failover-s=300",
-        "--gateway-arg=--next-token-timeout-s=300",
+        "--gateway-arg=--verifier-silence-s=300",
     ]
     async with LocalFleet(load(FleetSpec, argv, {}, "up", ""), environ=os.environ) as fleet:
         expected = await stream(fleet, lambda: None)
