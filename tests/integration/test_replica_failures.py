@@ -18,6 +18,7 @@ from paceline.core.errors import (
     PermissionDeniedError,
     RemoteProtocolError,
 )
+from paceline.gateway import placing
 from paceline.gateway.ejection import CONSECUTIVE
 from paceline.gateway.placing import MOST_FAILURES
 from paceline.rpc.v1 import gateway_pb2
@@ -78,6 +79,21 @@ async def test_attempts_have_an_end_where_every_verifier_fails(fleet: ScriptedFl
     answer = await post(fleet)
     assert answer.status_code == 500
     assert num_asked(fleet) == MOST_FAILURES
+
+
+async def test_attempts_are_not_all_spent_at_once(fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def pause(self: placing.Placer, search: Any) -> None:
+        pauses.append(search.pause_s)
+        search.pause_s *= 2
+
+    monkeypatch.setattr(placing.Placer, "_pause", pause)
+    all_fail_with(fleet, ZeroDivisionError("a bug"))
+    assert (await post(fleet)).status_code == 500
+    # One round without a pause, then one before each attempt.
+    assert len(pauses) == MOST_FAILURES - len(fleet.verifiers)
+    assert pauses == sorted(pauses)
 
 
 async def test_a_session_that_has_begun_may_come_again_when_every_verifier_fails_it(fleet: ScriptedFleet) -> None:

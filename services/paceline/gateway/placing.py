@@ -33,9 +33,9 @@ from paceline.obs import attributes as names
 from paceline.obs.tracing import Attributes, Kind, Span
 from paceline.store.base import Replica
 
-# Pause before a session tries verifiers again that have all just failed it.
+# Pauses before a session tries verifiers again that have all just failed it, and before each try after that.
 FIRST_PAUSE_S = 0.05
-LAST_PAUSE_S = 1.0
+LAST_PAUSE_S = 2.0
 # A verifier that left the registry may only have lost its way to it; its sessions go when it is silent as well, for
 # longer than between two signs of life.
 SILENT_S = 2.5
@@ -53,6 +53,11 @@ class _Search:
     pause_s: float = FIRST_PAUSE_S
     num_failures: int = 0
     failed: set[str] = field(default_factory=set)
+
+    @property
+    def once_round(self) -> bool:
+        """Whether all verifiers there were have failed it, and it has begun to wait."""
+        return self.pause_s > FIRST_PAUSE_S
 
 
 class Placer:
@@ -174,6 +179,7 @@ class Placer:
             if self._clock() >= search.until_s:
                 raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
             await self._pause(search)
+            search.failed.clear()
 
     def _able(self, request: SessionRequest, trail: SessionTrail, search: _Search) -> list[Replica]:
         """Verifiers to choose from; none that failed the session just now, or fails those of others."""
@@ -202,12 +208,15 @@ class Placer:
             if self._clock() >= search.until_s:
                 raise _given_up(error, trail) from error
             await self._pause(search)
+            search.failed.clear()
+        elif search.once_round:
+            # Attempts are few: they are not all spent within the moment in which something is wrong everywhere.
+            await self._pause(search)
         self._on_failover(type(error).__name__)
 
     async def _pause(self, search: _Search) -> None:
         await asyncio.sleep(min(search.pause_s, max(0.0, search.until_s - self._clock())))
         search.pause_s = min(2 * search.pause_s, LAST_PAUSE_S)
-        search.failed.clear()
 
     def _generate(self, request: SessionRequest, trail: SessionTrail, epoch: int) -> GenerateRequest:
         return GenerateRequest(
