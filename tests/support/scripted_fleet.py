@@ -292,10 +292,17 @@ async def scripted_fleet(folder: Path, *, num_verifiers: int = 1, **settings: An
 @asynccontextmanager
 async def joining_gateway(fleet: ScriptedFleet, **settings: Any) -> AsyncIterator[str]:
     """A second gateway before the same verifiers and store; yields its gRPC address."""
+    async with joining_doors(fleet, **settings) as addresses:
+        yield addresses.grpc
+
+
+@asynccontextmanager
+async def joining_doors(fleet: ScriptedFleet, **settings: Any) -> AsyncIterator[Addresses]:
+    """The same; yields both addresses."""
     stop = asyncio.Event()
     gateway, addresses = await _start_gateway(fleet.codec, fleet.store, stop, settings)
     try:
-        yield addresses.grpc
+        yield addresses
     finally:
         stop.set()
         await gateway

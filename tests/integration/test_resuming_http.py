@@ -1,0 +1,130 @@
+"""A client over HTTP that knows several gateways gets each character once, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loadtest.resuming_http import RefusedError, ResumingHttpClient
+
+from paceline.core.errors import EngineDiedError, OverloadedError, UnavailableError
+from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, joining_doors, scripted_fleet
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path, num_verifiers=2, grace_s=0.0) as started:
+        yield started
+
+
+def url(address: str) -> str:
+    return f"http://{address}"
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "x", "max_tokens": 10, "seed": 0, **fields}
+
+
+def all_follow(fleet: ScriptedFleet, script: Script) -> None:
+    for verifier in fleet.verifiers:
+        verifier.script = script
+
+
+async def text_of(client: ResumingHttpClient, reasons: list[str] | None = None, **fields: Any) -> str:
+    told = [] if reasons is None else reasons
+    pieces = [piece async for piece in client.stream(body(**fields), told.append)]
+    assert [bool(piece.finish_reason) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    return "".join(piece.text for piece in pieces)
+
+
+async def paused(fleet: ScriptedFleet) -> str:
+    """The session that one of the verifiers pauses with."""
+    waits = [asyncio.create_task(verifier.paused.get()) for verifier in fleet.verifiers]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    [session_id] = [wait.result() for wait in waits if wait.done()]
+    for wait in waits:
+        wait.cancel()
+    return session_id
+
+
+async def test_a_gateway_that_is_not_there_is_passed_over(fleet: ScriptedFleet) -> None:
+    async with ResumingHttpClient([NOWHERE, url(fleet.addresses.http)]) as client:
+        for _ in range(2):
+            assert await text_of(client) == fleet.letters(0, 10)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+async def test_a_stream_outlives_its_gateway_with_or_without_a_record(
+    fleet: ScriptedFleet, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unknown(session_id: str) -> None:
+        del session_id
+
+    all_follow(fleet, Script(pause_after=6))
+    reasons: list[str] = []
+    async with (
+        joining_doors(fleet) as other,
+        ResumingHttpClient([url(fleet.addresses.http), url(other.http)]) as client,
+    ):
+        asking = asyncio.create_task(text_of(client, reasons))
+        session_id = await paused(fleet)
+        all_follow(fleet, Script())
+        if recorded:
+            async with asyncio.timeout(30):
+                while (logged := await fleet.store.session(session_id)) is None or logged.record.committed_len < 6:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        else:
+            monkeypatch.setattr(fleet.store, "session", unknown)
+        fleet.stop.set()
+        await fleet.gateway
+        assert await asking == fleet.letters(0, 10)
+    assert reasons
+    resumed = [len(each.committed_token_ids) for verifier in fleet.verifiers for each in verifier.requests]
+    assert sorted(resumed) == ([0, 6] if recorded else [0, 0])
+
+
+async def test_a_new_request_is_told_when_to_come_again_and_one_that_has_begun_waits_for_its_place(
+    tmp_path: Path,
+) -> None:
+    async with (
+        scripted_fleet(tmp_path, num_verifiers=2, grace_s=0.0) as fleet,
+        joining_doors(fleet, max_sessions=1) as other,
+    ):
+        all_follow(fleet, Script(pause_after=6))
+        async with (
+            ResumingHttpClient([url(other.http)]) as holder,
+            ResumingHttpClient([url(fleet.addresses.http), url(other.http)]) as client,
+        ):
+            holding = asyncio.create_task(text_of(holder))
+            held = await paused(fleet)
+            with pytest.raises(OverloadedError):
+                await text_of(holder)
+            reasons: list[str] = []
+            asking = asyncio.create_task(text_of(client, reasons))
+            await paused(fleet)
+            fleet.stop.set()
+            await fleet.gateway
+            while not any("overloaded" in reason for reason in reasons):  # noqa: ASYNC110 - it tells in a list
+                await asyncio.sleep(0.01)
+            all_follow(fleet, Script())
+            for verifier in fleet.verifiers:
+                verifier.resume(held)
+            assert await holding == fleet.letters(0, 10)
+            assert await asking == fleet.letters(0, 10)
+
+
+async def test_what_any_gateway_would_refuse_is_final_and_silence_ends_patience(fleet: ScriptedFleet) -> None:
+    async with ResumingHttpClient([url(fleet.addresses.http)]) as client:
+        with pytest.raises(RefusedError, match="max_tokens"):
+            await text_of(client, max_tokens=100_000)
+        all_follow(fleet, Script(fail_after=0, error=EngineDiedError("the engine died")))
+        with pytest.raises(RefusedError, match="request_ends_engines"):
+            await text_of(client)
+    async with ResumingHttpClient([NOWHERE], patience_s=0.0) as client:
+        with pytest.raises(UnavailableError, match="no gateway has brought text in time"):
+            await text_of(client)
