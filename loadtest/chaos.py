@@ -1,6 +1,6 @@
 """Does to a whole fleet all that can go wrong while streams run, and judges what every client sent and got.
 
-    make chaos                                        every kind of fault, 48 streams over both doors
+    make chaos                                        every kind of fault, 24 streams over both doors
     make chaos ARGS='--faults kill --seconds 60'      kills only
     make chaos ARGS='--seed 7 --streams 16'           another course of events, a smaller load
 
@@ -81,7 +81,7 @@ PLACES_A_STREAM = 0.8
 # Longest time until each kind of fault has happened.
 MOST_S = 240.0
 # Of so many streams one has a prompt that fills the context.
-STREAMS_A_LONG_ONE = 16
+STREAMS_A_LONG_ONE = 12
 CONTEXT_LEN = 2048
 # An engine that makes no step for that long is taken for hung.
 ENGINE_STALL_S = 3.0
@@ -95,7 +95,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, help="time of faults (default: until each kind has happened once)")
     parser.add_argument("--every", type=float, default=2.5, help="seconds between two faults (default 2.5)")
-    parser.add_argument("--streams", type=int, default=48, help="streams side by side (default 48)")
+    parser.add_argument("--streams", type=int, default=24, help="streams side by side (default 24)")
     parser.add_argument("--max-tokens", type=int, default=160, help="tokens a stream (default 160)")
     parser.add_argument("--verifiers", type=int, default=3, help="verifiers, which take long to start (default 3)")
     parser.add_argument("--replicas", type=int, default=2, help="of drafters and of gateways (default 2)")

@@ -58,10 +58,17 @@ class Fault:
     name: str
     at_s: float = 0.0
 
-    @property
-    def ends_verifiers(self) -> bool:
-        """Whether a verifier has to start again after it."""
-        return self.role == POISONER or (self.role == "verifier" and self.kind in (KILL, "restart", orders.HANG))
+    def num_verifiers_needed(self, num_verifiers: int) -> int:
+        """How many verifiers of so many are to be there when it begins.
+
+        What is tested is going on, not standing still; and a session that meets one dead engine after another without
+        a token is rightly taken for the cause.
+        """
+        if self.role == POISONER or self.kind == orders.HANG:
+            return num_verifiers
+        if self.role == "verifier" and self.kind in (KILL, "restart"):
+            return min(2, num_verifiers)
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,27 +294,21 @@ class Disturbance:
     async def go_on(
         self, every_s: float, is_enough: Callable[[Sequence[Fault]], bool], on_fault: Callable[[Fault], None]
     ) -> None:
-        """Does a fault every `every_s` seconds until enough is done, then waits until the last one is over.
-
-        What ends a verifier waits until all of them are there: what is tested is going on, not standing still, and a
-        session that meets one dead engine after another without a token is rightly taken for the cause.
-        """
+        """Does a fault every `every_s` seconds until enough is done, then waits until the last one is over."""
+        verifiers = [endpoint.name for endpoint in self._site.fleet.endpoints_of("verifier")]
         while not is_enough(self.done):
             await asyncio.sleep(every_s)
-            fault = self._next(all_well=await self._verifiers_are_well())
+            well = await asyncio.gather(*(self._site.fleet.is_well(name) for name in verifiers))
+            fault = self._next(sum(well), len(verifiers))
             if fault is not None:
                 self._begin(fault, on_fault)
         await asyncio.gather(*self._under_way)
 
-    async def _verifiers_are_well(self) -> bool:
-        verifiers = self._site.fleet.endpoints_of("verifier")
-        return all(await asyncio.gather(*(self._site.fleet.is_well(each.name) for each in verifiers)))
-
-    def _next(self, *, all_well: bool) -> Fault | None:
-        """The first fault planned that may begin now; None: all that are planned are for busy processes."""
+    def _next(self, num_well: int, num_verifiers: int) -> Fault | None:
+        """The first fault planned that may begin now; None: all that are planned have to wait."""
         while len(self._deferred) <= len(FAULTS):
             for index, fault in enumerate(self._deferred):
-                if fault.name not in self._busy and (all_well or not fault.ends_verifiers):
+                if fault.name not in self._busy and num_well >= fault.num_verifiers_needed(num_verifiers):
                     return self._deferred.pop(index)
             self._deferred.append(next(self._plan))
         return None

@@ -39,7 +39,7 @@ class _Progress:
 
     last_id: str = ""
     num_chars: int = 0
-    # What a stream that begins anew sends again.
+    # What a stream that begins anew is yet to send again.
     skip_chars: int = 0
 
     def begin_anew(self) -> None:
@@ -142,8 +142,6 @@ class ResumingHttpClient:
     async def _attempt(self, body: dict[str, Any], progress: _Progress, turn: int) -> AsyncGenerator[TextPiece, None]:
         """Yields what one gateway has to say."""
         headers = {"Last-Event-ID": progress.last_id} if progress.last_id else {}
-        if progress.last_id:
-            progress.skip_chars = 0
         url = self._urls[turn % len(self._urls)] + PATH
         try:
             async with self._http.post(url, json={**body, **_STREAMED}, headers=headers) as response:

@@ -62,7 +62,8 @@ async def fail_over(server: Address, proxy: DelayProxy) -> None:
             with suppress(RedisError):
                 async with _connected(server) as redis:
                     await redis.replicaof("NO", "ONE")
-            process.kill()
+            with suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,36 @@ async def test_a_stream_outlives_its_gateway_with_or_without_a_record(
     assert reasons
     resumed = [len(each.committed_token_ids) for verifier in fleet.verifiers for each in verifier.requests]
     assert sorted(resumed) == ([0, 6] if recorded else [0, 0])
+
+
+async def test_a_new_beginning_that_breaks_off_before_it_got_as_far_is_resumed_without_a_character_twice(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = fleet.store.session
+
+    async def unknown(session_id: str) -> None:
+        del session_id
+
+    async with AsyncExitStack() as last, AsyncExitStack() as third:
+        urls = [
+            url(fleet.addresses.http),
+            url((await last.enter_async_context(joining_doors(fleet))).http),
+            url((await third.enter_async_context(joining_doors(fleet, grace_s=0.0))).http),
+        ]
+        client = await last.enter_async_context(ResumingHttpClient(urls))
+        all_follow(fleet, Script(pause_after=6))
+        asking = asyncio.create_task(text_of(client))
+        await paused(fleet)
+        # The first gateway dies, the second knows of no record, the third begins anew and comes half as far.
+        all_follow(fleet, Script(pause_after=3))
+        monkeypatch.setattr(fleet.store, "session", unknown)
+        fleet.stop.set()
+        await fleet.gateway
+        await paused(fleet)
+        monkeypatch.setattr(fleet.store, "session", known)
+        all_follow(fleet, Script())
+        await third.aclose()
+        assert await asking == fleet.letters(0, 10)
 
 
 async def test_a_new_request_is_told_when_to_come_again_and_one_that_has_begun_waits_for_its_place(
