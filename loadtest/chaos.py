@@ -24,9 +24,8 @@ import resource
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,7 +137,7 @@ async def run(options: argparse.Namespace) -> Outcome:
     async with disturbed_fleet(options.replicas, options.logs, **settings) as site, _doors(site.fleet) as doors:
         grpc_client, answers = doors
         reference = await _undisturbed(answers[0], requests)
-        plan = planned(options.faults, _names(site.fleet), chance)
+        plan = planned(options.faults, _names(site.fleet), chance, num_rounds=None if options.seconds else 1)
         disturbance = Disturbance(site, plan, chance)
         histories = await _disturbed(answers, requests, disturbance, options)
         return Outcome(
@@ -241,12 +240,12 @@ async def _disturbed(
     answers: Sequence[Answer], requests: Sequence[Request], disturbance: Disturbance, options: argparse.Namespace
 ) -> list[History]:
     faults = asyncio.Event()
-    is_enough = _enough(options)
     with tqdm(desc="disturbed", unit="stream") as bar:
 
         async def disturb() -> None:
             try:
-                await disturbance.go_on(options.every, is_enough, lambda it: bar.set_postfix_str(_words(it)))
+                seconds = options.seconds or MOST_S
+                await disturbance.go_on(options.every, seconds, lambda it: bar.set_postfix_str(_words(it)))
             finally:
                 faults.set()
 
@@ -254,17 +253,6 @@ async def _disturbed(
         histories = await keep_running(answers, requests, faults.is_set, lambda _: bar.update())
         await disturbing
     return histories
-
-
-def _enough(options: argparse.Namespace) -> Callable[[Sequence[Fault]], bool]:
-    """Whether the time is over, or, where none is given, each kind of fault has happened."""
-    ends_s = time.perf_counter() + (options.seconds or MOST_S)
-    wanted = set(options.faults) if options.seconds is None else None
-
-    def enough(done: Sequence[Fault]) -> bool:
-        return time.perf_counter() >= ends_s or wanted == {fault.kind for fault in done}
-
-    return enough
 
 
 def _words(fault: Fault) -> str:

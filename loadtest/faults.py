@@ -7,6 +7,7 @@ process is ordered of services that can go wrong (`loadtest.faulty`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ KILL = "kill"
 VALKEY = "valkey"
 # Not a process: who sends poisonous requests, one at a time.
 POISONER = "poisoner"
+WRONG_ANSWERS = (orders.INTERNAL, orders.GARBAGE, orders.NONSENSE, orders.GAP, orders.HALF)
 # How long a frozen process stands, a mark to drain lasts, a network is bad, in seconds.
 LASTS_S = 3.0
 # Longer than entries live in the registry, so that a frozen replica is taken for dead and comes back.
@@ -66,9 +68,14 @@ class Fault:
         """
         if self.role == POISONER or self.kind == orders.HANG:
             return num_verifiers
-        if self.role == "verifier" and self.kind in (KILL, "restart"):
+        if self.role == "verifier" and self.kind in (KILL, "restart", *WRONG_ANSWERS):
             return min(2, num_verifiers)
         return 0
+
+    @property
+    def forgets(self) -> bool:
+        """Whether records of sessions may be lost, and with them what is known of a poisonous request."""
+        return self.role in (VALKEY, "gateway") and self.kind in (KILL, "restart", "failed-over")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,10 +240,7 @@ FAULTS: dict[str, tuple[Callable[[Site, str, random.Random], Awaitable[None]], t
     "cut": (_cut, _BEHIND_PROXIES),
     "half-open": (_half_open, _BEHIND_PROXIES),
     "slow": (_slow, _BEHIND_PROXIES),
-    **{
-        kind: (partial(_ordered, kind), ("verifier",))
-        for kind in (orders.HANG, orders.INTERNAL, orders.GARBAGE, orders.NONSENSE, orders.GAP, orders.HALF)
-    },
+    **{kind: (partial(_ordered, kind), ("verifier",)) for kind in (orders.HANG, *WRONG_ANSWERS)},
     orders.FLOOD: (partial(_ordered, orders.FLOOD), ("drafter",)),
     orders.CLOCK: (partial(_ordered, orders.CLOCK), ("gateway", "verifier")),
     "crowd": (_crowd, ("gateway",)),
@@ -247,8 +251,10 @@ FAULTS: dict[str, tuple[Callable[[Site, str, random.Random], Awaitable[None]], t
 }
 
 
-def planned(kinds: Sequence[str], names: Mapping[str, Sequence[str]], chance: random.Random) -> Iterator[Fault]:
-    """Yields faults for ever: all kinds in turn, each round in an order of its own, tiers and replicas in turn.
+def planned(
+    kinds: Sequence[str], names: Mapping[str, Sequence[str]], chance: random.Random, num_rounds: int | None = None
+) -> Iterator[Fault]:
+    """Yields faults: all kinds in turn, each round in an order of its own, tiers and replicas in turn.
 
     If kills are asked for, every fourth fault is one: they go on while other things are wrong.
 
@@ -256,10 +262,12 @@ def planned(kinds: Sequence[str], names: Mapping[str, Sequence[str]], chance: ra
         kinds: Of `FAULTS`.
         names: Processes by role.
         chance: Draws the order of each round.
+        num_rounds: How often each kind happens, kills apart; None: for ever.
     """
     turns = dict.fromkeys(names, 0)
     at = dict.fromkeys(FAULTS, 0)
-    for kind in _kinds_in_turn(kinds, chance):
+    rounds = itertools.count() if num_rounds is None else range(num_rounds)
+    for kind in (kind for _ in rounds for kind in _round(kinds, chance)):
         roles = [role for role in FAULTS[kind][1] if names.get(role)]
         role = roles[at[kind] % len(roles)]
         at[kind] += 1
@@ -268,14 +276,13 @@ def planned(kinds: Sequence[str], names: Mapping[str, Sequence[str]], chance: ra
         yield Fault(kind=kind, role=role, name=name)
 
 
-def _kinds_in_turn(kinds: Sequence[str], chance: random.Random) -> Iterator[str]:
+def _round(kinds: Sequence[str], chance: random.Random) -> Iterator[str]:
     others = [kind for kind in kinds if kind != KILL]
-    while True:
-        chance.shuffle(others)
-        for index, kind in enumerate(others or kinds):
-            if KILL in kinds and others and index % 3 == 0:
-                yield KILL
-            yield kind
+    chance.shuffle(others)
+    for index, kind in enumerate(others or kinds):
+        if KILL in kinds and others and index % 3 == 0:
+            yield KILL
+        yield kind
 
 
 class Disturbance:
@@ -288,15 +295,14 @@ class Disturbance:
         self._chance = chance
         self._under_way: set[asyncio.Task[None]] = set()
         self._busy: set[str] = set()
-        # Planned for processes that another fault was at.
-        self._deferred: list[Fault] = []
+        # The next of the plan, and those that had to wait.
+        self._waiting: list[Fault] = []
 
-    async def go_on(
-        self, every_s: float, is_enough: Callable[[Sequence[Fault]], bool], on_fault: Callable[[Fault], None]
-    ) -> None:
-        """Does a fault every `every_s` seconds until enough is done, then waits until the last one is over."""
+    async def go_on(self, every_s: float, seconds: float, on_fault: Callable[[Fault], None]) -> None:
+        """Does a fault every `every_s` seconds for so many seconds, or to the end of the plan; waits for the last one."""
         verifiers = [endpoint.name for endpoint in self._site.fleet.endpoints_of("verifier")]
-        while not is_enough(self.done):
+        ends_s = time.perf_counter() + seconds
+        while time.perf_counter() + every_s <= ends_s and self._has_more():
             await asyncio.sleep(every_s)
             well = await asyncio.gather(*(self._site.fleet.is_well(name) for name in verifiers))
             fault = self._next(sum(well), len(verifiers))
@@ -304,13 +310,21 @@ class Disturbance:
                 self._begin(fault, on_fault)
         await asyncio.gather(*self._under_way)
 
+    def _has_more(self) -> bool:
+        """Whether something is left to do; as many faults as there are kinds are looked ahead at."""
+        self._waiting += itertools.islice(self._plan, max(0, len(FAULTS) - len(self._waiting)))
+        return bool(self._waiting)
+
     def _next(self, num_well: int, num_verifiers: int) -> Fault | None:
-        """The first fault planned that may begin now; None: all that are planned have to wait."""
-        while len(self._deferred) <= len(FAULTS):
-            for index, fault in enumerate(self._deferred):
-                if fault.name not in self._busy and num_well >= fault.num_verifiers_needed(num_verifiers):
-                    return self._deferred.pop(index)
-            self._deferred.append(next(self._plan))
+        """The first fault that may begin now; None: all have to wait."""
+        too_few = False
+        for index, fault in enumerate(self._waiting):
+            needed = fault.num_verifiers_needed(num_verifiers)
+            # Whoever waits for verifiers is not overtaken by what takes more of them away.
+            too_few |= needed > num_well
+            waits = (too_few and needed) or fault.name in self._busy or (fault.forgets and POISONER in self._busy)
+            if not waits:
+                return self._waiting.pop(index)
         return None
 
     def _begin(self, fault: Fault, on_fault: Callable[[Fault], None]) -> None:

@@ -84,7 +84,7 @@ async def test_attempts_have_an_end_where_every_verifier_fails(fleet: ScriptedFl
 async def test_attempts_are_not_all_spent_at_once(fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
-    async def pause(self: placing.Placer, search: Any) -> None:
+    async def pause(self: placing.Placer, search: Any, most_s: float) -> None:
         pauses.append(search.pause_s)
         search.pause_s *= 2
 

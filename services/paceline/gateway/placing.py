@@ -33,9 +33,11 @@ from paceline.obs import attributes as names
 from paceline.obs.tracing import Attributes, Kind, Span
 from paceline.store.base import Replica
 
-# Pauses before a session tries verifiers again that have all just failed it, and before each try after that.
+# Pauses before a session looks again for a verifier where none is there, and before it tries again those that have all
+# just failed it: attempts are few, and are not all spent within the moment in which something is wrong everywhere.
 FIRST_PAUSE_S = 0.05
-LAST_PAUSE_S = 2.0
+LAST_PAUSE_S = 1.0
+LAST_PAUSE_OF_FAILED_S = 4.0
 # A verifier that left the registry may only have lost its way to it; its sessions go when it is silent as well, for
 # longer than between two signs of life.
 SILENT_S = 2.5
@@ -178,7 +180,7 @@ class Placer:
                 return self._router.place(self._fleet.replicas, able, trail.token_ids, self._in_flight, salt)
             if self._clock() >= search.until_s:
                 raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
-            await self._pause(search)
+            await self._pause(search, LAST_PAUSE_S)
             search.failed.clear()
 
     def _able(self, request: SessionRequest, trail: SessionTrail, search: _Search) -> list[Replica]:
@@ -199,24 +201,23 @@ class Placer:
                 f"the request has ended {num_deaths} engines, one after another, and is not run again"
             ) from error
         if search.num_failures >= MOST_FAILURES:
-            raise _given_up(error, trail) from error
+            raise _given_up(error, request, trail) from error
         if not self._able(request, trail, search):
             # A new session that no verifier has room for is told so at once: it is not ours yet.
             refused = isinstance(error, OverloadedError) and not trail.committed_token_ids
             if refused:
                 raise error
             if self._clock() >= search.until_s:
-                raise _given_up(error, trail) from error
-            await self._pause(search)
+                raise _given_up(error, request, trail) from error
+            await self._pause(search, LAST_PAUSE_OF_FAILED_S)
             search.failed.clear()
         elif search.once_round:
-            # Attempts are few: they are not all spent within the moment in which something is wrong everywhere.
-            await self._pause(search)
+            await self._pause(search, LAST_PAUSE_OF_FAILED_S)
         self._on_failover(type(error).__name__)
 
-    async def _pause(self, search: _Search) -> None:
-        await asyncio.sleep(min(search.pause_s, max(0.0, search.until_s - self._clock())))
-        search.pause_s = min(2 * search.pause_s, LAST_PAUSE_S)
+    async def _pause(self, search: _Search, most_s: float) -> None:
+        await asyncio.sleep(min(search.pause_s, most_s, max(0.0, search.until_s - self._clock())))
+        search.pause_s = min(2 * search.pause_s, LAST_PAUSE_OF_FAILED_S)
 
     def _generate(self, request: SessionRequest, trail: SessionTrail, epoch: int) -> GenerateRequest:
         return GenerateRequest(
@@ -256,9 +257,10 @@ class Placer:
             self._router.follow(verifier, trail.token_ids, generate.cache_salt)
 
 
-def _given_up(error: PacelineError, trail: SessionTrail) -> PacelineError:
+def _given_up(error: PacelineError, request: SessionRequest, trail: SessionTrail) -> PacelineError:
     """What a client is told that may have tokens already: verifiers fail it, and it may come for the rest later."""
-    if not trail.committed_token_ids or isinstance(error, UnavailableError | OverloadedError):
+    begun = request.resumed or trail.committed_token_ids
+    if not begun or isinstance(error, UnavailableError | OverloadedError):
         return error
     return UnavailableError(f"no verifier goes on with the session; the last one failed it so: {error}")
 
