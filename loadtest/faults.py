@@ -299,7 +299,7 @@ class Disturbance:
         self._waiting: list[Fault] = []
 
     async def go_on(self, every_s: float, seconds: float, on_fault: Callable[[Fault], None]) -> None:
-        """Does a fault every `every_s` seconds for so many seconds, or to the end of the plan; waits for the last one."""
+        """Does a fault every `every_s` seconds, for so many seconds or to the end of the plan; waits for the last."""
         verifiers = [endpoint.name for endpoint in self._site.fleet.endpoints_of("verifier")]
         ends_s = time.perf_counter() + seconds
         while time.perf_counter() + every_s <= ends_s and self._has_more():
