@@ -28,6 +28,7 @@ from paceline.gateway.service import serve
 from paceline.gateway.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.status import error_from_rpc
+from paceline.store.base import SessionState
 from paceline.store.memory import MemoryStore
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
 
@@ -184,7 +185,9 @@ async def test_a_session_is_resumed_by_its_own_key_and_to_others_does_not_exist(
     responses = [r async for r in fleet.stub.Generate(request, metadata=(("authorization", f"Bearer {ALICE}"),))]
     resume = gateway_pb2.ResumeRequest(session_id=responses[0].session_id)
     async with asyncio.timeout(30):
-        while (logged := await fleet.store.session(resume.session_id)) is None or not logged.record.state.finished:  # noqa: ASYNC110
+        while (  # noqa: ASYNC110 - records are written in the background
+            logged := await fleet.store.session(resume.session_id)
+        ) is None or logged.record.state is SessionState.RUNNING:
             await asyncio.sleep(0.01)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         async for _ in fleet.stub.Resume(resume, metadata=(("authorization", f"Bearer {BOB}"),)):

@@ -124,7 +124,7 @@ async def test_a_finished_session_is_sent_from_the_log_alone(fleet: ScriptedFlee
     session_id = responses[0].session_id
     await logged_len(fleet, session_id, 10)
     async with asyncio.timeout(30):
-        while (logged := await fleet.store.session(session_id)) and not logged.record.state.finished:  # noqa: ASYNC110
+        while (logged := await fleet.store.session(session_id)) and logged.record.state is SessionState.RUNNING:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     num_requests = sum(len(verifier.requests) for verifier in fleet.verifiers)
     rest, num_rest, result = await rest_of(fleet.stub.Resume(resume(fleet, session_id, 4)))

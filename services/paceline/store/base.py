@@ -39,7 +39,7 @@ class Replica:
 
 
 class SessionState(enum.StrEnum):
-    """Where a session is; `STOP` and `LENGTH` are the reasons of a session that is finished.
+    """Where a session is; `STOP` and `LENGTH` say why one ended well. Whether one can go on follows from its log.
 
     One that is `REFUSED` ended the engines that ran it, and is not run again.
     """
@@ -50,11 +50,6 @@ class SessionState(enum.StrEnum):
     REFUSED = "refused"
     STOP = "stop"
     LENGTH = "length"
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing can follow its tokens."""
-        return self in (SessionState.STOP, SessionState.LENGTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
