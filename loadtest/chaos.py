@@ -8,7 +8,7 @@ First the streams run undisturbed; then again, each as often as time allows, whi
 drafters, gateways and the store in turn. There are more streams than places: clients are told to come again. They are
 `paceline.resuming.ResumingClient`s and their like over HTTP, know all gateways, and go on at another one when a stream
 breaks off. Some prompts fill the model's whole context. Nothing may be lost, doubled or changed, each request that was
-taken gets its answer, and a poisonous request is refused before it has ended more than a few engines. The same seed
+taken gets its answer, and a poisonous request is refused before it has ended a third engine. The same seed
 gives the same faults. Printed are the faults, what became of the streams, and how long they paused around kills.
 """
 

@@ -47,8 +47,8 @@ WELL_WITHIN_S = 60.0
 POLL_S = 0.2
 # A poisonous request is tried that long.
 POISON_PATIENCE_S = 120.0
-# Engines that may die of one before it is refused: an exception names the step that raised it, an abort names nothing.
-MOST_ENGINES = {"raise": 2, "abort": 3}
+# Engines that may die of one before it is refused.
+MOST_ENGINES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Poisoned:
     def contained(self) -> bool:
         """Whether its client was told that it ends engines, before it had ended more than it may."""
         told = self.history.error.startswith(EndsEnginesError.__name__)
-        return told and self.num_engines <= MOST_ENGINES[self.kind]
+        return told and self.num_engines <= MOST_ENGINES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

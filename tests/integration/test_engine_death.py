@@ -19,6 +19,7 @@ from paceline.cluster.valkey import free_port
 from paceline.core.errors import EngineDiedError, PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.engine import turns
 from paceline.hosting import EXIT_HUNG
 from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.status import error_from_rpc
@@ -130,6 +131,35 @@ async def test_a_suspect_takes_nobody_with_it(tiny_pair) -> None:
         suspect = Stream(stub, ask("suspect", DIES, suspect=True))
         assert type(await suspect.end()) is EngineDiedError
         assert [type(await each.end()) for each in others] == [UnavailableError] * 2
+
+
+async def test_a_suspect_is_not_computed_before_its_gateway_was_told(
+    tiny_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "HEARD_S", 60.0)
+    async with running_verifier(tiny_pair[0], poison=Poison()) as (stub, host), watched(host):
+        tell, told = host._tell_heard_of, asyncio.Event()
+        monkeypatch.setattr(host, "_tell_heard_of", lambda _: told.set())
+        request = ask("suspect", DIES, suspect=True)
+        suspect = Stream(stub, request)
+        assert (await suspect.next()).running
+        await told.wait()
+        innocent = Stream(stub, ask("innocent", max_tokens=8, suspect=True))
+        other = Stream(stub, ask("other", max_tokens=8))
+        assert await other.end() is None
+        assert not innocent.heard, "one suspect at a time"
+        tell(request)
+        assert type(await suspect.end()) is EngineDiedError
+        assert type(await innocent.end()) is UnavailableError
+
+
+async def test_a_suspect_whose_gateway_does_not_take_the_message_is_computed_all_the_same(
+    tiny_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "HEARD_S", 0.05)
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        monkeypatch.setattr(host, "_tell_heard_of", lambda _: None)
+        assert await Stream(stub, ask("suspect", max_tokens=4, suspect=True)).end() is None
 
 
 async def test_suspects_that_are_innocent_get_the_tokens_that_they_would_have_got(tiny_pair) -> None:

@@ -49,8 +49,8 @@ class ColocatedEngine:
         return self._target.has_work()
 
     def patience_s(self) -> float:
-        """Drafts come while a step runs, never between two."""
-        return 0.0
+        """Drafts come while a step runs, never between two; see `TargetEngine.pause_s`."""
+        return self._target.pause_s()
 
     def profile(self, mode: StepMode) -> StepCost:
         """See `TargetEngine`."""

@@ -33,6 +33,7 @@ from paceline.engine.step_plan import StepPlan, Verification, ancestor_slots
 from paceline.engine.target_events import (
     Cancel,
     DraftsArrived,
+    HeardOf,
     LinkChanged,
     Outcome,
     Paired,
@@ -44,6 +45,7 @@ from paceline.engine.target_events import (
 )
 from paceline.engine.target_session import TargetSession
 from paceline.engine.tier import DrafterTier
+from paceline.engine.turns import Turns, pause_s
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +112,7 @@ class TargetEngine:
         self._in_step: tuple[int, ...] | None = None
         # What is to be told of sessions before the next step's tokens.
         self._outcomes: list[Outcome] = []
-        # Whether the last step was a suspect's alone.
-        self._was_alone = False
+        self._turns = Turns()
         self._step_s = 0.01
         self._idle_since_s = clock()
         # Since when the engine has had the present step to do; None while it has nothing to decode.
@@ -150,6 +151,10 @@ class TargetEngine:
                 session = self._sessions.get(event.session_id)
                 if session is not None and session.serial == event.serial:
                     self._pair(session, event.address)
+            case HeardOf():
+                session = self._sessions.get(event.session_id)
+                if session is not None and session.serial == event.serial:
+                    session.heard = True
 
     def _submit(self, event: Submit) -> None:
         try:
@@ -221,8 +226,17 @@ class TargetEngine:
         """True while sessions wait or run, or something is left to say or to report."""
         return bool(self._sessions or self._outcomes) or self._tier.has_work or self._num_reported > 0
 
+    def pause_s(self) -> float:
+        """Seconds without anything to compute, unless something happens; see `paceline.engine.turns`."""
+        if self._turns.called_up is None or self._outcomes:
+            return 0.0
+        self._admit()
+        return pause_s(self._running, self._clock())
+
     def patience_s(self) -> float:
-        """Seconds for which drafts are worth waiting for; see `paceline.core.patience`."""
+        """Seconds for which drafts are worth waiting for, or none; see `paceline.core.patience`."""
+        if (pause := self.pause_s()) > 0.0:
+            return pause
         sessions, now_s = self._delayable(), self._clock()
         return self._worth_waiting(sessions, [self._wait_s(session, now_s) for session in sessions], now_s)
 
@@ -304,27 +318,16 @@ class TargetEngine:
     def _plan_step(self) -> StepPlan:
         started_s, mode, builder = self._clock(), self._mode(), BatchBuilder()
         self._admit()
-        sessions = self._with_pages(self._next_computed())
+        sessions = self._with_pages(self._turns.next(self._running, started_s))
         self._in_step = tuple(session.serial for session in sessions)
         verifications = self._plan_decoding(builder, sessions)
         reading, finishing = self._plan_prefill(builder, sessions)
         computed = [*(each.session for each in verifications), *reading, *(session for session, _ in finishing)]
         self._in_step = tuple(session.serial for session in computed)
-        begun = [(session.serial, session.begins()) for session in computed]
+        told = computed if self._turns.called_up is None else [*computed, self._turns.called_up]
+        begun = [(session.serial, session.begins()) for session in told]
         self._outcomes += [(serial, said) for serial, said in begun if said is not None]
         return StepPlan(started_s, mode, builder, verifications, finishing)
-
-    def _next_computed(self) -> list[TargetSession]:
-        """Sessions that the next step is planned over: a suspect alone, in turns with all that are none.
-
-        So a step that it ends is its own, and it waits for nobody for ever, nor anybody for it.
-        """
-        suspects = [session for session in self._running if session.is_suspect]
-        if not suspects:
-            return list(self._running)
-        others = [session for session in self._running if not session.is_suspect]
-        self._was_alone = not (self._was_alone and others)
-        return suspects[:1] if self._was_alone else others
 
     def _with_pages(self, sessions: Sequence[TargetSession]) -> Sequence[TargetSession]:
         """Has pages for what those that decode have committed; without those that lost theirs to it."""

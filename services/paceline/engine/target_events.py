@@ -54,7 +54,15 @@ class Paired:
     address: str
 
 
-TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeardOf:
+    """The gateway of a suspect has been told that it is computed now."""
+
+    session_id: str
+    serial: int
+
+
+TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | HeardOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

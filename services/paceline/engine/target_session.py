@@ -137,6 +137,9 @@ class TargetSession:
         self._chosen = self.draft.committed_len
         self._resumed_len = self.draft.committed_len
         self._begun = False
+        # Of a suspect: when its turn came, and whether its gateway knows that.
+        self.called_up_s: float | None = None
+        self.heard = False
         self._finish: FinishReason | None = None
         self._logprobs: list[PositionLogprobs] = []
         self._fates: tuple[TokenFate, ...] = ()
@@ -154,6 +157,11 @@ class TargetSession:
     def is_suspect(self) -> bool:
         """True while it may be what ended an engine before: it has not got through its prompt here."""
         return self.draft.request.suspect and self.draft.committed_len == self._resumed_len
+
+    def call_up(self, now_s: float) -> None:
+        """A suspect's turn has come."""
+        if self.called_up_s is None:
+            self.called_up_s = now_s
 
     def begins(self) -> CommittedTokens | None:
         """What says that its rows are computed now; None where that has been said."""

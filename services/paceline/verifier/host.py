@@ -20,7 +20,16 @@ from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.rules import Rules
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread, Stepper
-from paceline.engine.target_events import Cancel, DraftsArrived, LinkChanged, Paired, Submit, TargetEvent, TargetOutput
+from paceline.engine.target_events import (
+    Cancel,
+    DraftsArrived,
+    HeardOf,
+    LinkChanged,
+    Paired,
+    Submit,
+    TargetEvent,
+    TargetOutput,
+)
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import OFF, Tracing
 from paceline.store.base import Replica, Store
@@ -247,6 +256,14 @@ class TargetHost:
                     yield committed
                     if committed.result is not None:
                         return
+                    if committed.running and request.suspect:
+                        self._tell_heard_of(request)
+
+    def _tell_heard_of(self, request: GenerateRequest) -> None:
+        known = self._under_way.get(request.session_id)
+        if known is not None:
+            with suppress(UnavailableError):
+                self.engine.post(HeardOf(session_id=request.session_id, serial=known.serial), always=True)
 
     def _taken_in(self, request: GenerateRequest) -> GenerateRequest:
         """Checks a request, and gives it the drafter that is to draft for it."""
