@@ -26,6 +26,7 @@ from paceline.core.errors import (
     ModelNotFoundError,
     OverloadedError,
     PacelineError,
+    PeerLostError,
     PermissionDeniedError,
     RemoteProtocolError,
     ResumeMismatchError,
@@ -177,7 +178,7 @@ async def test_a_cancelled_call_ends_its_handler() -> None:
 
 async def test_an_unreachable_server_is_unavailable() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        assert type(error_from_rpc(await unary_unary_error(channel))) is UnavailableError
+        assert type(error_from_rpc(await unary_unary_error(channel))) is PeerLostError
 
 
 async def test_a_message_above_the_limit_is_no_overload() -> None:
