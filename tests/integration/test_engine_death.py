@@ -7,21 +7,24 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
+from loadtest.proxy import DelayProxy
 from prometheus_client import CollectorRegistry
 
 from paceline.cluster.valkey import free_port
-from paceline.core.errors import EngineDiedError, PacelineError, UnavailableError
+from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.engine import turns
+from paceline.gateway.verifier_client import RunningCall, VerifierClient
 from paceline.hosting import EXIT_HUNG
 from paceline.rpc.v1 import verifier_pb2_grpc
+from paceline.serving import TAKEN
 from paceline.status import error_from_rpc
 from paceline.store.memory import MemoryStore
 from paceline.supervision import Supervisor
@@ -29,7 +32,7 @@ from paceline.verifier import host as verifier_host
 from paceline.verifier import outbox as verifier_outbox
 from paceline.verifier.host import TargetHost
 from paceline.wire import committed_from_pb, generate_request_to_pb
-from tests.integration.conftest import running_verifier
+from tests.integration.conftest import running_verifier, verifier_at
 from tests.support.poison import DIES, HANGS, Poison
 
 PROMPT = tuple(range(5, 25))
@@ -304,3 +307,52 @@ async def test_a_process_whose_engine_hangs_says_so_hands_its_sessions_on_and_en
     assert "level=critical" in last
     assert "thread target" in last
     assert "poison.py" in last
+
+
+async def test_a_verifier_that_vanished_had_the_session_or_was_never_reached(tiny_pair) -> None:
+    poison = Poison()
+    request = ask("s", HANGS)
+    client = VerifierClient(60)
+    async with verifier_at(tiny_pair[0], poison=poison) as (address, _):
+        host, port = address.rsplit(":", 1)
+        with DelayProxy((host, int(port))) as proxy:
+            running = client.running(proxy.address, request, vocab_size=256)
+            assert await lost(client, running, request, proxy.cut) == (True, False)
+            poison.cure.set()
+        away = client.running(f"127.0.0.1:{free_port('127.0.0.1')}", request, vocab_size=256)
+        assert await lost(client, away, request, lambda: None) == (False, False)
+    await client.close()
+
+
+async def lost(client: VerifierClient, running: RunningCall, request: GenerateRequest, cut: Callable[[], None]):
+    """Whether the engine was heard to run the session, and whether it may have, once the connection was cut."""
+    with pytest.raises(PeerLostError):
+        async for said in client.generate(running, request):
+            assert said.running
+            cut()
+    return running.ran, running.unheard
+
+
+async def test_a_verifier_that_vanished_before_it_said_anything_may_have_computed_the_session() -> None:
+    async def generate(request: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        await context.send_initial_metadata(((TAKEN, "1"),))
+        taken.set()
+        await asyncio.sleep(60)
+        yield b""
+
+    taken = asyncio.Event()
+    server = grpc.aio.server()
+    handlers = {"Generate": grpc.unary_stream_rpc_method_handler(generate)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("paceline.rpc.v1.Verifier", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    request, client = ask("s"), VerifierClient(60)
+    with DelayProxy(("127.0.0.1", port)) as proxy:
+        running = client.running(proxy.address, request, vocab_size=256)
+        losing = asyncio.create_task(lost(client, running, request, lambda: None))
+        await taken.wait()
+        await asyncio.sleep(0.2)
+        proxy.cut()
+        assert await losing == (False, True)
+    await client.close()
+    await server.stop(None)

@@ -131,7 +131,10 @@ class Placer:
                 progressed = len(trail.token_ids) > known
                 if progressed:
                     search = self._new_search()
-                trail.suspect(trail.suspicion.after(error, ran=running.ran, progressed=progressed))
+                suspicion = trail.suspicion.after(
+                    error, ran=running.ran, unheard=running.unheard, progressed=progressed
+                )
+                trail.suspect(suspicion)
                 self._note_failure(verifier, search, error, progressed=progressed)
                 await self._before_next(request, trail, search, error)
             epoch += 1

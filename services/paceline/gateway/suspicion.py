@@ -1,8 +1,9 @@
 """Whether a request ends the engines that run it: what is known from the attempts to run it.
 
 Pure. An engine that dies tells which sessions its last step computed; a process that dies tells nothing, and others may
-have killed it. So the first death is suspicion and no more, of whoever was there. Until it has a token, a suspect runs
-in steps of its own, and its gateway hears before the first of them that it does; a second death is then proof.
+have killed it. So the first death is suspicion and no more, of whoever was computed, or may have been. Until it has a
+token, a suspect runs in steps of its own, and its gateway hears before the first of them that it does; a second death
+is then proof.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ class Suspicion:
 
     num_deaths: int = 0
 
-    def after(self, error: PacelineError, *, ran: bool, progressed: bool) -> Suspicion:
+    def after(self, error: PacelineError, *, ran: bool, unheard: bool = False, progressed: bool = False) -> Suspicion:
         """Returns what is known after one more attempt.
 
         Args:
             error: What ended it.
             ran: Whether the engine had said that it computes the session.
+            unheard: Whether the verifier had taken the session, and was gone before it said anything of it.
             progressed: Whether it brought a token.
         """
         known = Suspicion() if progressed else self
         told = isinstance(error, EngineDiedError)
-        # Whoever is no suspect may have been computed before the process could say so.
-        lost = isinstance(error, PeerLostError) and (ran or not known.suspect)
+        # Whoever is no suspect may be computed before the process can say so; who waits for a place soon hears so.
+        lost = isinstance(error, PeerLostError) and (ran or (unheard and not known.suspect))
         return Suspicion(known.num_deaths + 1) if told or lost else known
 
     @property

@@ -17,7 +17,7 @@ from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.credentials import FleetTls, channel
 from paceline.obs.tracing import TRACEPARENT
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
-from paceline.serving import CHANNEL_OPTIONS, error_from_rpc
+from paceline.serving import CHANNEL_OPTIONS, TAKEN, error_from_rpc
 from paceline.wire import committed_from_pb, generate_request_to_pb
 
 STATUS_TIMEOUT_S = 1.0
@@ -44,6 +44,8 @@ class RunningCall:
         vocab_size: Tokens of its model.
         heard_s: When it was called or last said something, monotonic seconds.
         ran: Whether an engine has computed something of it.
+        unheard: Whether the verifier was lost after it had taken the session, and before it said anything of it.
+        num_heard: Messages that came.
         num_generated: Generated tokens of the session so far, those that it began with among them.
         ended_by: Why we ended it ourselves; None while it runs.
     """
@@ -54,6 +56,8 @@ class RunningCall:
     vocab_size: int
     heard_s: float
     ran: bool = False
+    unheard: bool = False
+    num_heard: int = 0
     num_generated: int = 0
     ended_by: PacelineError | None = None
 
@@ -62,6 +66,11 @@ class RunningCall:
         if self.ended_by is not None:
             raise self.ended_by
 
+    def lost(self, error: grpc.aio.AioRpcError) -> None:
+        """The call has failed; raises what it was ended with, if it was."""
+        self.check()
+        self.unheard = not self.num_heard and TAKEN in dict(error.initial_metadata())
+
     def take(self, committed: CommittedTokens, now_s: float) -> None:
         """Takes in what the verifier says.
 
@@ -69,6 +78,7 @@ class RunningCall:
             RemoteProtocolError: Tokens are missing before these, were sent already, or are none of the model's.
         """
         self.heard_s = now_s
+        self.num_heard += 1
         if committed.token_ids and committed.offset != self.num_generated:
             raise RemoteProtocolError(
                 f"VerifierGenerateResponse.offset: {self.num_generated} tokens are there, and {committed.offset} are "
@@ -200,7 +210,7 @@ class VerifierClient:
         except TimeoutError:
             raise PeerLostError(f"the verifier at {running.address} was silent for {self._silence_s:g} s") from None
         except grpc.aio.AioRpcError as error:
-            running.check()
+            running.lost(error)
             raise error_from_rpc(error) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.obs.tracing import OFF, Tracing
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
+from paceline.serving import TAKEN
 from paceline.verifier.host import TargetHost
 from paceline.wire import committed_to_pb, generate_request_from_pb
 
@@ -23,6 +24,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         self, request: verifier_pb2.VerifierGenerateRequest, context: Any
     ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
         """Streams one session to its end."""
+        await context.send_initial_metadata(((TAKEN, "1"),))
         generate = generate_request_from_pb(request, self._tracing.incoming(context))
         async with aclosing(self._host.generate(generate)) as stream:
             async for committed in stream:

@@ -20,13 +20,17 @@ def test_two_engines_that_died_while_they_ran_it_are_enough(first: PacelineError
 
 
 def test_a_process_that_vanished_may_have_computed_it_without_saying_so() -> None:
-    assert Suspicion().after(LOST, ran=False, progressed=False) == Suspicion(1)
+    assert Suspicion().after(LOST, ran=False, unheard=True) == Suspicion(1)
+
+
+def test_a_verifier_that_was_not_reached_or_let_it_wait_says_nothing() -> None:
+    assert Suspicion().after(LOST, ran=False, unheard=False) == Suspicion()
 
 
 def test_a_suspect_is_proven_guilty_only_by_an_engine_that_said_that_it_computes_it() -> None:
     suspect = Suspicion(1)
     for _ in range(5):
-        suspect = suspect.after(LOST, ran=False, progressed=False)
+        suspect = suspect.after(LOST, ran=False, unheard=True)
     assert suspect == Suspicion(1)
     assert suspect.after(LOST, ran=True, progressed=False).guilty
 
