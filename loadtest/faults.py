@@ -73,9 +73,13 @@ class Fault:
         return 0
 
     @property
-    def forgets(self) -> bool:
-        """Whether records of sessions may be lost, and with them what is known of a poisonous request."""
-        return self.role in (VALKEY, "gateway") and self.kind in (KILL, "restart", "failed-over")
+    def hides_deaths(self) -> bool:
+        """Whether nobody may learn that an engine died of a poisonous request.
+
+        Records of sessions may be lost, or a gateway leaves a verifier for its wrong answers while the engine goes on.
+        """
+        forgets = self.role in (VALKEY, "gateway") and self.kind in (KILL, "restart", "failed-over")
+        return forgets or self.kind in WRONG_ANSWERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +298,7 @@ class Disturbance:
         self._plan = plan
         self._chance = chance
         self._under_way: set[asyncio.Task[None]] = set()
-        self._busy: set[str] = set()
+        self._busy: dict[str, Fault] = {}
         # The next of the plan, and those that had to wait.
         self._waiting: list[Fault] = []
 
@@ -322,16 +326,22 @@ class Disturbance:
             needed = fault.num_verifiers_needed(num_verifiers)
             # Whoever waits for verifiers is not overtaken by what takes more of them away.
             too_few |= needed > num_well
-            waits = (too_few and needed) or fault.name in self._busy or (fault.forgets and POISONER in self._busy)
+            waits = (too_few and needed) or fault.name in self._busy or self._spoils(fault)
             if not waits:
                 return self._waiting.pop(index)
         return None
+
+    def _spoils(self, fault: Fault) -> bool:
+        """Whether it and a fault under way are not to be together: deaths are hidden that are to be counted."""
+        if fault.role == POISONER:
+            return any(each.hides_deaths for each in self._busy.values())
+        return fault.hides_deaths and POISONER in self._busy
 
     def _begin(self, fault: Fault, on_fault: Callable[[Fault], None]) -> None:
         begun = replace(fault, at_s=time.perf_counter())
         self.done.append(begun)
         on_fault(begun)
-        self._busy.add(begun.name)
+        self._busy[begun.name] = begun
         task = asyncio.create_task(self._do(begun))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
@@ -340,4 +350,4 @@ class Disturbance:
         try:
             await FAULTS[fault.kind][0](self._site, fault.name, self._chance)
         finally:
-            self._busy.discard(fault.name)
+            del self._busy[fault.name]
