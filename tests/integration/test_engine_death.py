@@ -318,7 +318,7 @@ async def test_a_verifier_that_vanished_had_the_session_or_was_never_reached(tin
         with DelayProxy((host, int(port))) as proxy:
             running = client.running(proxy.address, request, vocab_size=256)
             losing = asyncio.create_task(lost(client, running, request))
-            while not running.ran:
+            while not running.ran:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
             proxy.cut()
             assert await losing == (True, False)
