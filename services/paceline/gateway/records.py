@@ -95,7 +95,7 @@ class SessionTrail:
     ) -> None:
         self.record = record
         self.token_ids = list(token_ids)
-        self.suspicion = Suspicion(record.engine_deaths)
+        self.suspicion = Suspicion(record.engine_deaths, has_tokens=len(token_ids) > record.prompt_len)
         self._keeps_tokens = keeps_tokens
         self.on_taken_over = on_taken_over
         self._on_change = on_change

@@ -40,5 +40,14 @@ def test_a_verifier_that_goes_away_in_order_says_nothing() -> None:
 
 
 def test_a_token_takes_back_what_was_before_it() -> None:
-    assert Suspicion(1).after(LOST, ran=True, progressed=True) == Suspicion(1)
-    assert Suspicion(1).after(AWAY, ran=True, progressed=True) == Suspicion()
+    assert Suspicion(1).after(LOST, ran=True, progressed=True) == Suspicion(1, has_tokens=True)
+    assert Suspicion(1).after(AWAY, ran=True, progressed=True) == Suspicion(has_tokens=True)
+
+
+def test_a_session_that_has_given_tokens_is_allowed_one_death_more() -> None:
+    known = Suspicion(has_tokens=True)
+    seen = []
+    for _ in range(3):
+        known = known.after(TOLD, ran=True)
+        seen.append((known.suspect, known.guilty))
+    assert seen == [(False, False), (True, False), (True, True)]
