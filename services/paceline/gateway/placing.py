@@ -28,6 +28,7 @@ from paceline.gateway.fleet import Fleet
 from paceline.gateway.records import SessionTrail
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.routing import Router, choose_drafter
+from paceline.gateway.told_full import ToldFull
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
 from paceline.obs import attributes as names
 from paceline.obs.tracing import Attributes, Kind, Span
@@ -97,11 +98,25 @@ class Placer:
         self._clock = clock
         self._in_flight: Counter[str] = Counter()
         self._ejections = Ejections(clock, on_ejected)
+        self._told_full = ToldFull(clock)
 
     @property
     def in_flight(self) -> Mapping[str, int]:
         """Sessions of this gateway by the replica ids of their verifiers and drafters."""
         return self._in_flight
+
+    def check_room(self, request: SessionRequest) -> None:
+        """Refuses a new session while all verifiers say that it would wait too long; one that has begun waits.
+
+        Raises:
+            OverloadedError: They do; says when to come again.
+        """
+        if not request.resumed:
+            able = self._fleet.verifiers(request.model.identity.name)
+            self._told_full.check((each.replica_id for each in able), self._max_wait_of(request))
+
+    def _max_wait_of(self, request: SessionRequest) -> float:
+        return self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s)
 
     async def committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
         """Yields what verifiers commit beyond the trail, and puts it there; its last message has a result.
@@ -135,13 +150,19 @@ class Placer:
                     error, ran=running.ran, unheard=running.unheard, progressed=progressed
                 )
                 trail.suspect(suspicion)
-                self._note_failure(verifier, search, error, progressed=progressed)
+                self._note_failure(
+                    verifier, search, error, max_wait_s=self._max_wait_of(request), progressed=progressed
+                )
                 await self._before_next(request, trail, search, error)
             epoch += 1
 
-    def _note_failure(self, verifier: Replica, search: _Search, error: PacelineError, *, progressed: bool) -> None:
+    def _note_failure(
+        self, verifier: Replica, search: _Search, error: PacelineError, *, max_wait_s: float, progressed: bool
+    ) -> None:
         """Remembers what a failed attempt says of the verifier."""
         search.failed.add(verifier.replica_id)
+        if isinstance(error, OverloadedError):
+            self._told_full.told(verifier.replica_id, error, max_wait_s)
         if isinstance(error, OverloadedError | MovedError):
             return
         search.num_failures += 1
@@ -165,6 +186,7 @@ class Placer:
             reason = "the verifier drains or has left the registry"
             self._client.end(must_move, MovedError(reason))
         self._ejections.keep_only(self._fleet.replicas)
+        self._told_full.keep_only(verifier.replica_id for verifier in verifiers.values())
 
     def _new_search(self) -> _Search:
         return _Search(until_s=self._clock() + self._failover_s)
@@ -233,7 +255,7 @@ class Placer:
             whole=request.whole,
             cache_salt=request.prefix_salt,
             suspect=trail.suspicion.suspect,
-            max_wait_s=self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s),
+            max_wait_s=self._max_wait_of(request),
         )
 
     async def _on_verifier(

@@ -190,6 +190,8 @@ class Sessions:
 
     async def _events(self, request: SessionRequest, stopwatch: Stopwatch) -> AsyncGenerator[Event, None]:
         request = request.resolved()
+        # Before it has a record: a store is not to be asked for what is refused.
+        self._placer.check_room(request)
         trail = self._records.open(request, partial(self._taken_over, request))
         state = SessionState.LEFT
         try:
