@@ -31,8 +31,8 @@ from loadtest.fleet import bench_fleet, machine, widened_target
 from loadtest.scrape import MeanOf, scrape
 from loadtest.single import OWN_HARDWARE
 from paceline.cluster.local import LocalFleet
+from paceline.core.pages import BLOCK_SIZE
 from paceline.core.step_cost import StepCost
-from paceline.engine.kv import BLOCK_SIZE
 from paceline.planning.guesses import RecordedGuesses, RecordedPlace
 from paceline.planning.profile import MEASURED, DeviceFacts, DrafterFacts, Profile, write_profile
 from paceline.planning.simulation import Cell, Outcome, Way, run_closed

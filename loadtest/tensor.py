@@ -16,12 +16,11 @@ import numpy as np
 from tqdm import tqdm
 
 from loadtest.fleet import machine
-from paceline.engine.blocks import BlockPool, SlotPool
+from paceline.core.pages import BlockPool, SessionPages, SlotPool
 from paceline.engine.decoder import Decoder, load_decoder
 from paceline.engine.identity import weights_hash
 from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder
-from paceline.engine.sequence import KVSequence
 from paceline.verifier.config import VerifierConfig
 from paceline.verifier.ranks import other_ranks
 
@@ -66,7 +65,7 @@ def measure(config: VerifierConfig, steps: int) -> dict[str, object]:
 
 def time_steps(decoder: Decoder, cache: KVCache, rows: int, steps: int) -> float:
     """Median seconds of a step of so many tree nodes without any context."""
-    builder, nowhere = BatchBuilder(), KVSequence([], BlockPool(0))
+    builder, nowhere = BatchBuilder(), SessionPages([], BlockPool(0))
     scratch = SlotPool(first_block=0, num_blocks=BLOCKS)
     for _ in range(rows):
         slot = scratch.take()

@@ -22,13 +22,13 @@ from paceline.core.acceptance import SparseDraft, residual, sparse_draft
 from paceline.core.calibration import Calibrations
 from paceline.core.messages import Commit, DraftNodes, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
+from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import BLOCK, SamplingParams, SpeculationParams
 from paceline.core.rules import Rules
 from paceline.core.tree import Node, best_first
 from paceline.drafting import drafted_session
 from paceline.drafting.drafted_session import DraftedSession
 from paceline.engine import target_session
-from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.target_session import TargetSession
 from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, block_cells, cells, prefixes, uniform_cells
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.messages import Commit, DraftNodes, OpenSession
+from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
 from paceline.drafting.draft_model import QUIET_S, DraftEngine, DraftLimits, VerifierSaid
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
-from paceline.engine.kv import BLOCK_SIZE
 
 
 class Clock:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from paceline.gateway.prefixes import BLOCK_SIZE
+from paceline.core.pages import BLOCK_SIZE
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
 
 

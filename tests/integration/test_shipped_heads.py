@@ -9,10 +9,10 @@ import torch
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, DEMO_TARGET
 from paceline.core.allocator import FixedGamma
+from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import MEDUSA, SamplingParams, SpeculationParams
 from paceline.engine.decoder import load_decoder
 from paceline.engine.eagle3 import load_eagle3, load_fusion
-from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.medusa_heads import MedusaHeads
 from paceline.training.corpus import unseen_prompts
 from paceline.training.layouts import load_drafter

@@ -25,13 +25,13 @@ from paceline import __version__
 from paceline.core.allocator import Allocator, FixedGamma, Goodput
 from paceline.core.errors import PacelineError
 from paceline.core.messages import GenerateRequest
+from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import NGRAM, SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepMode
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.drafting.suffix import TextSource
-from paceline.engine.blocks import BLOCK_SIZE
 from paceline.engine.decoder import Decoder, load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine

@@ -26,14 +26,13 @@ from paceline.core.messages import (
     ToDrafter,
     ToVerifier,
 )
+from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node, Pruning
 from paceline.drafting.drafted_session import DraftedSession
 from paceline.drafting.features import Features
-from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.budget import draft_scratch_blocks
 from paceline.engine.decoder import Decoder
-from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.packing import BatchBuilder
 
 logger = logging.getLogger(__name__)

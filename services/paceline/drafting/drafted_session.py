@@ -15,14 +15,13 @@ from paceline.core.messages import (
     OpenSession,
 )
 from paceline.core.noise import DRAFT_STREAM, uniforms
+from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, SlotPool, block_hash, salted_root
 from paceline.core.session import DrafterSession
 from paceline.core.tree import Node, NodeState, Pruning
 from paceline.core.tree_growth import Guesses, TreeGrowth
 from paceline.drafting.features import FeatureBuffer, Features, TokensAfterFirst
-from paceline.engine.blocks import BlockPool, SlotPool, block_hash, salted_root
-from paceline.engine.kv import BLOCK_SIZE, KVCache
+from paceline.engine.kv import KVCache
 from paceline.engine.sampler import RowSampler
-from paceline.engine.sequence import KVSequence
 
 
 class DraftedSession:
@@ -86,11 +85,11 @@ class DraftedSession:
         if self.features is not None and message.epoch == self.mirror.epoch:
             self.features.add(message)
 
-    def _make_pages(self, pool: BlockPool, root: bytes | None) -> KVSequence:
+    def _make_pages(self, pool: BlockPool, root: bytes | None) -> SessionPages:
         tokens = self.mirror.tokens
         if self.features is None:
-            return KVSequence(tokens, pool, before=root)
-        return KVSequence(TokensAfterFirst(tokens), pool, before=block_hash(root, tokens[:1]))
+            return SessionPages(tokens, pool, before=root)
+        return SessionPages(TokensAfterFirst(tokens), pool, before=block_hash(root, tokens[:1]))
 
     @property
     def first_position(self) -> int:

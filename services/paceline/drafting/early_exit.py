@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from paceline.core.pages import SlotPool
 from paceline.core.params import LAYER_SKIP
 from paceline.core.patience import CHILD_SHARE, Prospect, worth_waiting
 from paceline.core.tree import Node
 from paceline.drafting.guesses import Onlooker, best_guesses
-from paceline.engine.blocks import SlotPool
 from paceline.engine.decoder import LlamaDecoder
 from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from paceline.core.pages import SlotPool
 from paceline.core.params import MEDUSA
 from paceline.drafting.best_first import grow_best_first
 from paceline.drafting.guesses import Onlooker, best_guesses
-from paceline.engine.blocks import SlotPool
 from paceline.engine.kv import KVCache
 from paceline.engine.medusa_heads import MedusaHeads
 from paceline.engine.sources import Followed, Turn

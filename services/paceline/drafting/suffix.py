@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from paceline.core.pages import SlotPool
 from paceline.core.params import SUFFIX
 from paceline.drafting.best_first import grow_best_first
-from paceline.engine.blocks import SlotPool
 from paceline.engine.kv import KVCache
 from paceline.engine.sources import Followed, Turn
 

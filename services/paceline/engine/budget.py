@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.engine.kv import BLOCK_SIZE
+from paceline.core.pages import BLOCK_SIZE
 
 MIB = 1024 * 1024
 

@@ -19,10 +19,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from transformers.pytorch_utils import Conv1D
 
 from paceline.core.errors import ConfigError
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.attention import paged_attention, write_kv
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig
-from paceline.engine.kv import BLOCK_SIZE, KVCache
+from paceline.engine.kv import KVCache
 from paceline.engine.linear import HeadLinear, Linear, rows_computed
 from paceline.engine.rope import LENGTH_DEPENDENT
 from paceline.engine.states import NO_STATES, StateLayout

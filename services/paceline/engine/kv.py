@@ -1,4 +1,4 @@
-"""Paged KV: the memory of keys and values, by physical slot; `blocks` decides who owns which. Knows no model.
+"""Paged KV: the memory of keys and values, by physical slot; `core.pages` decides who owns which. Knows no model.
 
 A physical slot is `block * BLOCK_SIZE + offset`. Keys of a block lie transposed, [head_dim, BLOCK_SIZE], so
 that the score loop runs over tokens side by side without changing the order of any sum.
@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.kernel_cache import njit
-
-BLOCK_SIZE = 16
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.engine.kv import BLOCK_SIZE
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.static_batch import StaticRows
 
 

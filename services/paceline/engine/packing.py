@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paceline.core.pages import SessionPages
 from paceline.engine.batch import Batch
-from paceline.engine.sequence import KVSequence
 
 
 class BatchBuilder:
@@ -32,7 +32,7 @@ class BatchBuilder:
 
     def add_prefix(
         self,
-        sequence: KVSequence,
+        sequence: SessionPages,
         start: int,
         stop: int,
         *,
@@ -60,7 +60,7 @@ class BatchBuilder:
 
     def add_node(
         self,
-        sequence: KVSequence,
+        sequence: SessionPages,
         *,
         token_id: int,
         position: int,
@@ -110,7 +110,7 @@ class BatchBuilder:
             features=np.concatenate(self._features) if self._features else None,
         )
 
-    def _table(self, sequence: KVSequence) -> int:
+    def _table(self, sequence: SessionPages) -> int:
         known = self._table_of.setdefault(id(sequence), len(self._tables))
         if known == len(self._tables):
             self._tables.append(sequence.blocks)

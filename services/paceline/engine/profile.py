@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from paceline.core.pages import BlockPool, SessionPages, SlotPool
 from paceline.core.step_cost import DEFAULT_STEP_COST, KNOTS, StepCost
-from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder
-from paceline.engine.sequence import KVSequence
 
 # A profile of a large model on few cores ends here, and is drawn out from what was measured.
 PROFILE_S = 3.0
@@ -53,7 +52,7 @@ class StepProfiler:
 
     def _time(self, count: int) -> float:
         builder = BatchBuilder()
-        nowhere = KVSequence([], BlockPool(0))
+        nowhere = SessionPages([], BlockPool(0))
         slots = [self._scratch.take() for _ in range(count)]
         for slot in slots:
             assert slot is not None, "scratch holds as many slots as a step has rows"

@@ -8,10 +8,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from paceline.core.pages import SessionPages, SlotPool
 from paceline.core.tree import DraftTree
-from paceline.engine.blocks import SlotPool
 from paceline.engine.kv import KVCache
-from paceline.engine.sequence import KVSequence
 
 
 class Followed(Protocol):
@@ -38,7 +37,7 @@ class Followed(Protocol):
         ...
 
     @property
-    def pages(self) -> KVSequence:
+    def pages(self) -> SessionPages:
         """Where KV and states of its committed tokens lie; those of the last one are not computed yet."""
         ...
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
-from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.torch_layers import TorchRows
 
 Ints = npt.NDArray[np.int64]

@@ -17,12 +17,12 @@ from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.pace import price_ahead, tree_room
+from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import TIER_METHODS
 from paceline.core.patience import CHILD_SHARE, Prospect, prospect
 from paceline.core.rules import Rules
 from paceline.core.step_cost import StepCost, StepMode
 from paceline.core.tree import Node, NodeState
-from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import Decoder
 from paceline.engine.growth import Growth

@@ -23,12 +23,11 @@ from paceline.core.messages import (
 from paceline.core.mixture import Gain
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pace import Answers
+from paceline.core.pages import BlockPool, SessionPages, salted_root
 from paceline.core.rules import Rule, Verdict, token_fates
 from paceline.core.session import VerifierSession
 from paceline.core.tree import Node
-from paceline.engine.blocks import BlockPool, salted_root
 from paceline.engine.sampler import RowSampler
-from paceline.engine.sequence import KVSequence
 from paceline.engine.sources import AnySource, Follower
 from paceline.engine.target_events import TracedRound, TracedStart
 
@@ -109,7 +108,7 @@ class TargetSession:
         self.holdings = Holdings()
         # What costly sources add to its steps, by source.
         self.gains: dict[str, Gain] = {}
-        self.pages = KVSequence(self.draft.tokens, pool, before=salted_root(request.cache_salt))
+        self.pages = SessionPages(self.draft.tokens, pool, before=salted_root(request.cache_salt))
         self.drafter_address = request.drafter_address if request.speculation.cap else ""
         self.prefilled_to = 0
         self.committed_s = now_s

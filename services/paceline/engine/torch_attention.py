@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
-from paceline.engine.kv import BLOCK_SIZE, KVCache
+from paceline.engine.kv import KVCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

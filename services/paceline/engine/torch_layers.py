@@ -13,8 +13,9 @@ from typing import Final
 import torch
 from torch.nn import functional
 
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.config import DecoderConfig, LlamaShape
-from paceline.engine.kv import BLOCK_SIZE, KVCache
+from paceline.engine.kv import KVCache
 from paceline.engine.linear import Linear
 from paceline.engine.llama import LlamaLayer, LlamaWeights
 from paceline.engine.states import NO_STATES

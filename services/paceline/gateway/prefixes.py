@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
 
-# Tokens of a verifier's page: only whole pages are reused.
-BLOCK_SIZE = 16
-# So many blocks of a prompt are named one by one; from there on, half as densely after every doubling.
+from paceline.core.pages import BLOCK_SIZE
+
+# Only whole pages are reused. So many of a prompt are named one by one; from there on, half as densely after every
+# doubling.
 DENSE_BLOCKS = 64
 HASH_BYTES = 8
 # For each verifier. A prompt of 4,096 tokens takes 128 names, one of 128 k tokens 288, and later turns share those of

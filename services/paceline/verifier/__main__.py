@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from paceline.config import loggable, parse
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, GenerateRequest, ModelIdentity
+from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepMode
 from paceline.credentials import load_tls
@@ -25,7 +26,6 @@ from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder
 from paceline.engine.eagle3 import states_hash
 from paceline.engine.identity import model_identity
-from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.ranks import Ranks
 from paceline.engine.target import TargetEngine

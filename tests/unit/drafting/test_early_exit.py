@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from paceline.core.pages import BlockPool, SessionPages, SlotPool
 from paceline.core.params import SamplingParams
 from paceline.core.tree import DraftTree
 from paceline.drafting.early_exit import EarlyExitSource
-from paceline.engine.blocks import BlockPool, SlotPool
 from paceline.engine.decoder import LlamaDecoder
 from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.sampler import RowSampler
-from paceline.engine.sequence import KVSequence
 from paceline.engine.sources import Turn
 from tests.unit.engine.tiny_models import PROMPT, VOCAB
 
@@ -29,7 +28,7 @@ class Session:
     """A greedy session of which all tokens but the last are computed."""
 
     tokens: list[int]
-    pages: KVSequence
+    pages: SessionPages
     greedy: bool = True
     prompt_len: int = 1
 
@@ -51,7 +50,7 @@ class Bench:
         self.cache: KVCache = self.decoder.new_cache(NUM_BLOCKS + SCRATCH_BLOCKS)
 
     def session(self, tokens) -> Session:
-        pages = KVSequence(tokens, self.pool)
+        pages = SessionPages(tokens, self.pool)
         assert pages.reserve(len(tokens) - 1)
         builder = BatchBuilder()
         builder.add_prefix(pages, 0, len(tokens) - 1, wants_logits=False)
@@ -118,7 +117,7 @@ def test_siblings_and_their_children_see_their_own_path(tiny):
             step = step.parent
         best = max(node.children.values(), key=lambda child: child.log_weight).token_id
         builder = BatchBuilder()
-        chain = KVSequence([*session.tokens, *path], bench.pool)
+        chain = SessionPages([*session.tokens, *path], bench.pool)
         assert chain.reserve(len(chain.tokens))
         builder.add_prefix(chain, 0, len(session.tokens) - 1, wants_logits=False)
         bench.decoder.forward(builder.build(), bench.cache)

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.attention import paged_attention, write_kv
 from paceline.engine.batch import Batch
-from paceline.engine.kv import BLOCK_SIZE, KVCache
+from paceline.engine.kv import KVCache
 from paceline.engine.torch_attention import plan_attention, run_attention
 
 NUM_BLOCKS = 24

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.budget import MIB, account, draft_scratch_blocks, target_scratch_blocks
-from paceline.engine.kv import BLOCK_SIZE
 from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair
 

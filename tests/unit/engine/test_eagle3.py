@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ConfigError
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
 from paceline.engine.eagle3 import EagleConfig, load_eagle3, load_fusion, states_hash
-from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.linear import has_native_bfloat16
 from paceline.heads import is_eagle3
 from tests.support.eagle import eagle_forward, save_eagle3

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.kv import BLOCK_SIZE, KVCache
+from paceline.core.pages import BLOCK_SIZE
+from paceline.engine.kv import KVCache
 
 
 def random_cache(dtype=torch.float32):

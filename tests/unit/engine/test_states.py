@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.engine.kv import BLOCK_SIZE
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.linear import Linear
 from paceline.engine.states import StateLayout
 from tests.unit.engine.tape import TapeCapture

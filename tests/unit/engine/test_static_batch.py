@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.engine.kv import BLOCK_SIZE
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.static_batch import LANE_ROWS, MAX_SLOTS, NODES, Bucket, StaticInputs, plan_static
 from tests.unit.engine.tiny_models import Row, chain, pack
 from tests.unit.engine.traffic import ALL_BLOCKS, Traffic

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from paceline.core.allocator import FixedGamma
+from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
 from paceline.engine import linear
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.graphs import Unrecorded
-from paceline.engine.kv import BLOCK_SIZE
 from paceline.engine.linear import HeadLinear, Linear
 from paceline.engine.llama import LlamaLayer, LlamaWeights
 from paceline.engine.rope import RopeFrequencies

@@ -12,11 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
 from paceline.engine.decoder import Decoder, LlamaDecoder, load_decoder
-from paceline.engine.kv import BLOCK_SIZE, KVCache
+from paceline.engine.kv import KVCache
 from paceline.engine.llama import LlamaReader
 
 VOCAB = 97

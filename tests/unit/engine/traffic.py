@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.batch import Batch
-from paceline.engine.kv import BLOCK_SIZE
 from tests.unit.engine.tiny_models import VOCAB, Row, chain, pack
 
 SESSIONS = 6

@@ -8,14 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.kv import BLOCK_SIZE as PAGE_SIZE
-from paceline.gateway.prefixes import BLOCK_SIZE, DENSE_BLOCKS, PrefixIndex, covered_tokens, prefix_blocks
+from paceline.core.pages import BLOCK_SIZE
+from paceline.gateway.prefixes import DENSE_BLOCKS, PrefixIndex, covered_tokens, prefix_blocks
 
 TOKENS = [random.Random(0).randrange(150_000) for _ in range(5_000)]
-
-
-def test_a_block_is_a_page_of_the_verifier() -> None:
-    assert BLOCK_SIZE == PAGE_SIZE
 
 
 def test_a_text_shorter_than_a_block_has_no_name() -> None:

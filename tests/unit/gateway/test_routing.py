@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.gateway.prefixes import BLOCK_SIZE
+from paceline.core.pages import BLOCK_SIZE
 from paceline.gateway.routing import AFFINITY, Router, able_verifiers, choose_drafter, within_bound
 from paceline.store.base import Replica
 from tests.support.replicas import replica

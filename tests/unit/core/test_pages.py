@@ -8,22 +8,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paceline.core.errors import LocalProtocolError
-from paceline.engine.blocks import BlockPool, SlotPool, block_hash
-from paceline.engine.kv import BLOCK_SIZE
-from paceline.engine.sequence import KVSequence
+from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, SlotPool, block_hash
 
 
 def test_a_prefix_is_found_again_block_by_block_and_one_token_is_always_left():
     pool = BlockPool(8)
     tokens = list(range(BLOCK_SIZE * 3))
-    first = KVSequence(tokens, pool)
+    first = SessionPages(tokens, pool)
     assert first.attach_cached_prefix() == 0
     assert first.reserve(len(tokens))
     first.mark_computed(len(tokens))
-    second = KVSequence(list(tokens), pool)
+    second = SessionPages(list(tokens), pool)
     assert second.attach_cached_prefix() == BLOCK_SIZE * 2
     assert second.blocks == first.blocks[:2]
-    other = KVSequence([99, *tokens[1:]], pool)
+    other = SessionPages([99, *tokens[1:]], pool)
     assert other.attach_cached_prefix() == 0
 
 
@@ -36,7 +34,7 @@ def test_equal_blocks_after_different_prefixes_have_different_hashes():
 def test_what_is_forgotten_is_never_found_again_and_no_block_is_lost(released: bool):
     pool = BlockPool(4)
     tokens = list(range(BLOCK_SIZE * 3))
-    first = KVSequence(tokens, pool)
+    first = SessionPages(tokens, pool)
     assert first.reserve(len(tokens))
     first.mark_computed(len(tokens))
     blocks = list(first.blocks)
@@ -46,7 +44,7 @@ def test_what_is_forgotten_is_never_found_again_and_no_block_is_lost(released: b
     else:
         first.forget()
         first.release()
-    assert KVSequence(list(tokens), pool).attach_cached_prefix() == 0
+    assert SessionPages(list(tokens), pool).attach_cached_prefix() == 0
     assert pool.num_cached == 0
     assert pool.allocate(4) is not None
 
@@ -74,12 +72,12 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(12)
-        self.sequences: list[KVSequence] = []
+        self.sequences: list[SessionPages] = []
 
     @rule(letters=st.lists(st.integers(0, 1), min_size=1, max_size=4), tail=st.integers(1, BLOCK_SIZE))
     def start(self, letters, tail):
         tokens = [letter for letter in letters for _ in range(BLOCK_SIZE)] + [7] * tail
-        sequence = KVSequence(tokens, self.pool)
+        sequence = SessionPages(tokens, self.pool)
         sequence.attach_cached_prefix()
         if sequence.reserve(len(tokens)):
             sequence.mark_computed(len(tokens))
