@@ -10,6 +10,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from paceline.core.allocator import Allocator, Demand, FixedGamma
+from paceline.core.link import Drafter, SessionLink
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -112,11 +113,10 @@ class ToyFleet:
         self.allocator = allocator or FixedGamma(gamma=4)
         self.link = Link()
         self.drafter = ToyDrafter(seed)
-        self.session = self._session(epoch=1, committed=[])
-        self.link.to_drafter.append(self.session.open())
+        self._begin(epoch=1, committed=[])
 
-    def _session(self, epoch: int, committed: list[int]) -> VerifierSession:
-        session = VerifierSession(
+    def _begin(self, epoch: int, committed: list[int]) -> None:
+        self.session = VerifierSession(
             GenerateRequest(
                 session_id="s",
                 epoch=epoch,
@@ -126,8 +126,13 @@ class ToyFleet:
                 speculation=SpeculationParams(),
             )
         )
-        session.room = 12
-        return session
+        self.told = SessionLink(self.session, "drafter")
+        self.reopen()
+
+    def _tell(self) -> None:
+        message = self.told.tell(now_s=0.0)
+        assert message is not None
+        self.link.to_drafter.append(message)
 
     @property
     def done(self) -> bool:
@@ -146,12 +151,11 @@ class ToyFleet:
             prefix.append(target_token(prefix, self.seed))
             return prefix[-1]
 
-        base_len = session.committed_len
-        tokens = walk(session.tree.root, chosen, choose)[: self.length - base_len]
+        tokens = walk(session.tree.root, chosen, choose)[: self.length - session.committed_len]
         pruning = session.commit(tokens)
         accepted = sum(node in chosen for node in pruning.matched)
         session.tally.count(num_draft_tokens=len(chosen), num_accepted=accepted, hit=pruning.hit, batch_size=1)
-        self.link.to_drafter.append(session.commit_message(base_len))
+        self._tell()
 
     def grow(self) -> None:
         """One drafter step."""
@@ -167,9 +171,9 @@ class ToyFleet:
         message = self.link.to_verifier[index] if keep else self.link.to_verifier.pop(index)
         match message:
             case DraftNodes():
-                self.session.receive(message)
+                self.told.receive(message, arrived_s=0.0)
             case LaggingSession():
-                answer = self.session.catch_up(message)
+                answer = self.told.catch_up(message)
                 self.link.to_drafter += [answer] if answer else []
 
     def kill(self) -> None:
@@ -179,13 +183,14 @@ class ToyFleet:
 
     def reopen(self) -> None:
         """The verifier dials again and opens the session anew."""
-        self.link.to_drafter.append(self.session.open())
+        self.told.connect(Drafter())
+        self.told.look_ahead(0.0, cap=2, step_s=1.0)
+        self._tell()
 
     def migrate(self) -> None:
         """Another verifier takes over with the committed tokens; messages of the old epoch stay under way."""
         committed = self.session.tokens[len(self.prompt) :]
-        self.session = self._session(self.session.epoch + 1, committed)
-        self.link.to_drafter.append(self.session.open())
+        self._begin(self.session.epoch + 1, committed)
 
     def exchange(self) -> None:
         """Delivers everything under way, both directions, until nothing is."""

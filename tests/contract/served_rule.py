@@ -151,7 +151,6 @@ class Play:
         self.session = TargetSession(
             request, 1, identity, 64, self.pool, Calibrations(), (), Rules().of(speculation), 0.0
         )
-        self.session.draft.room = 64
         self.cells = block_cells if acceptance == BLOCK else uniform_cells
         self.under_way: list[DraftNodes] = []
         self.told_len = 0
@@ -165,7 +164,7 @@ class Play:
         """A drafter starts, or another one does after the first has died."""
         self.under_way.clear()
         self.told_len = self.session.draft.committed_len
-        opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.draft.open()]))[1][0]
+        opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.draft.open(room=64)]))[1][0]
         self.drafted = DraftedSession(opened, self.identity, self.pool, SlotPool(first_block=8, num_blocks=2))  # type: ignore[arg-type]
 
     def grow(self, depth: int) -> None:
@@ -213,7 +212,7 @@ class Play:
 
     def tell(self) -> None:
         """The drafter hears of all commits."""
-        sent = self.session.draft.commit_message(self.told_len)
+        sent = self.session.draft.commit_message(self.told_len, room=64)
         self.told_len = self.session.draft.committed_len
         received = wire.draft_request_from_pb(wire.draft_request_to_pb([sent]))[1][0]
         assert isinstance(received, Commit)

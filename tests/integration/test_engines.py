@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.link import MOST_UNANSWERED
 from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
 from paceline.core.params import (
     DRAFT_MODEL,
@@ -23,7 +24,6 @@ from paceline.core.params import (
 from paceline.core.step_cost import StepMode
 from paceline.core.tree import DraftTree
 from paceline.engine.target_events import DraftsArrived
-from paceline.engine.tier import MOST_UNANSWERED
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
 from tests.support.engines import DRAFTER, EnginePair
 from tests.support.heads import random_medusa, save_medusa

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from paceline.core.allocator import FixedGamma
+from paceline.core.link import MOST_STEPS_AHEAD, ROOM_PER_NODE
 from paceline.core.messages import Commit
-from paceline.core.pace import MOST_STEPS_AHEAD, ROOM_PER_NODE
 from paceline.core.params import SamplingParams
 from tests.support.checkpoints import save_pair
 from tests.support.engines import DRAFTER, EnginePair

@@ -92,8 +92,6 @@ class VerifierSession:
         self.prompt_len = len(request.prompt_token_ids)
         self.tree = self._new_tree()
         self.tally = SpeculationTally()
-        self.price = 0.0
-        self.room = 0
 
     @property
     def committed_len(self) -> int:
@@ -105,8 +103,13 @@ class VerifierSession:
         """Generated tokens, those of earlier owners included."""
         return len(self.tokens) - self.prompt_len
 
-    def open(self) -> OpenSession:
-        """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do."""
+    def open(self, *, price: float = 0.0, room: int = 0) -> OpenSession:
+        """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do.
+
+        Args:
+            price: Least survival worth drafting for; 1: the drafter rests.
+            room: Nodes that it may have in the tree.
+        """
         self.tree = self._new_tree()
         return OpenSession(
             session_id=self.session_id,
@@ -114,8 +117,8 @@ class VerifierSession:
             token_ids=tuple(self.tokens),
             prompt_len=self.prompt_len,
             sampling=self.request.sampling,
-            price=self.price,
-            room=self.room,
+            price=price,
+            room=room,
             acceptance=self.acceptance,
             cache_salt=self.request.cache_salt,
             traceparent=self.request.traceparent,
@@ -142,15 +145,15 @@ class VerifierSession:
         self.tokens.extend(token_ids)
         return self.tree.advance(token_ids)
 
-    def commit_message(self, since_len: int) -> Commit:
-        """Tells a drafter that has `since_len` tokens all that were committed since."""
+    def commit_message(self, since_len: int, *, price: float = 0.0, room: int = 0) -> Commit:
+        """Tells a drafter that has `since_len` tokens all that were committed since; see `open`."""
         return Commit(
             session_id=self.session_id,
             epoch=self.epoch,
             base_len=since_len,
             token_ids=tuple(self.tokens[since_len:]),
-            price=self.price,
-            room=self.room,
+            price=price,
+            room=room,
         )
 
     def receive(self, message: DraftNodes, source: str = DRAFT_MODEL) -> GraftOutcome:
@@ -168,14 +171,6 @@ class VerifierSession:
                 " distribution of every guess"
             )
         return self.tree.graft(message.nodes, message.base_len, self.tokens, source)
-
-    def catch_up(self, lagging: LaggingSession) -> OpenSession | Commit | None:
-        """Answers a drafter that misses commits; None when the question is of another epoch."""
-        if lagging.epoch != self.epoch:
-            return None
-        if not 1 <= lagging.have_len <= self.committed_len:
-            return self.open()
-        return self.commit_message(lagging.have_len)
 
 
 class DrafterSession:

@@ -16,7 +16,6 @@ from paceline.core.allocator import Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.errors import PacelineError
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.pace import price_ahead, tree_room
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import TIER_METHODS
 from paceline.core.patience import CHILD_SHARE, Prospect, prospect
@@ -164,7 +163,7 @@ class TargetEngine:
             return
         self._sessions[event.request.session_id] = session
         self._waiting.append(session)
-        session.draft.price = self._allocator.price
+        self._tier.connect(session)
 
     def _new_session(self, event: Submit) -> TargetSession:
         sources = self._growth.sources_of(event.request)
@@ -179,15 +178,14 @@ class TargetEngine:
             self._rules.of(event.request.speculation),
             self._clock(),
             event.arrived_s,
+            price=self._allocator.price,
         )
 
     def _pair(self, session: TargetSession, address: str) -> None:
         """Closes a session at its drafter and opens it at another; what the first may still send is not heard."""
         request = session.draft.request
-        self._tier.part(session)
-        session.drafter_address = address
         session.draft.calibrations = self._calibrations_for(request, address, self._growth.sources_of(request))
-        self._tier.tell(session)
+        self._tier.pair(session, address)
 
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
@@ -243,7 +241,7 @@ class TargetEngine:
     def drafts_pay(self, draft_s: float) -> bool:
         """Whether a draft step of so many seconds, for all sessions, is worth the delay; the same objective."""
         sessions = self._delayable()
-        waits = [draft_s if session.may_wait() and self._tier.drafts_for(session) else None for session in sessions]
+        waits = [draft_s if session.may_wait() and session.link.drafter else None for session in sessions]
         return self._worth_waiting(sessions, waits, self._clock()) > 0.0
 
     def _delayable(self) -> list[TargetSession]:
@@ -260,9 +258,8 @@ class TargetEngine:
         prospects: list[Prospect] = []
         gainful: list[float] = []
         for session, wait_s in zip(sessions, waits, strict=True):
-            price = 1.0 if wait_s is None else session.draft.price
-            pace = self._tier.pace_of(session)
-            share = CHILD_SHARE if pace is None else pace.child_share
+            price = 1.0 if wait_s is None else session.link.price
+            share = CHILD_SHARE if session.link.drafter is None else session.link.drafter.child_share
             look = prospect(session.draft.tree, self._cap(session), price=price, child_share=share)
             prospects.append(look)
             if wait_s is not None and look.gain:
@@ -272,11 +269,10 @@ class TargetEngine:
         return min(max(gainful), left_s)
 
     def _wait_s(self, session: TargetSession, now_s: float) -> float | None:
-        pace = self._tier.pace_of(session)
-        if pace is None or not session.may_wait():
+        if not session.may_wait():
             return None
-        self._report.num_silenced += session.answers.silences(now_s, pace)
-        return session.answers.wait_s(now_s, pace)
+        self._report.num_silenced += session.link.silences(now_s)
+        return session.link.wait_s(now_s)
 
     def begin(self) -> TargetOutput | None:
         """Plans the next step; what is known before it runs goes out while it does, not after.
@@ -342,7 +338,7 @@ class TargetEngine:
         return [session for session in sessions if session in self._running]
 
     def _mode(self) -> StepMode:
-        drafted = (self._cap(each) for each in self._sessions.values() if self._tier.drafts_for(each))
+        drafted = (self._cap(each) for each in self._sessions.values() if each.link.drafter)
         rest = self._allocator.price >= 1.0 or not any(drafted)
         return StepMode.PLAIN if rest else StepMode.DRAFTING
 
@@ -388,8 +384,8 @@ class TargetEngine:
         return Demand(
             tree=session.draft.tree,
             cap=min(self._cap(session), share),
-            drafted=self._tier.drafts_for(session),
-            answered=self._tier.answers(session),
+            drafted=session.link.drafter is not None,
+            answered=session.link.has_answered,
             own=session.own_survivals,
             holdings=session.holdings,
         )
@@ -401,11 +397,8 @@ class TargetEngine:
         """Also for those whose prompts are read: their drafters read along, unless this price sends them to rest."""
         self._report.price = price
         for session in sessions:
-            pace = self._tier.pace_of(session)
-            steps = 1.0 if pace is None else pace.steps_ahead(self._step_s)
-            session.draft.price = price_ahead(price, steps)
-            session.draft.room = tree_room(self._cap(session), steps)
-            if not (session.told_len or session.is_decoding):
+            session.link.look_ahead(price, self._cap(session), self._step_s)
+            if not (session.link.told_len or session.is_decoding):
                 self._tier.tell(session)
 
     def _pack(self, builder: BatchBuilder, session: TargetSession, nodes: tuple[Node, ...]) -> Verification:
@@ -551,7 +544,7 @@ class TargetEngine:
         self._tier.tell_states(self._running)
         report.num_running = len(self._running)
         report.num_waiting = len(self._waiting)
-        report.lag_tokens = self._tier.lag_tokens(self._running)
+        report.lag_tokens = max((session.link.lag_tokens for session in self._running), default=0)
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         self._num_reported = len(self._sessions)
         to_drafters, broken = self._tier.take()

@@ -9,20 +9,19 @@ import numpy as np
 
 from paceline.core.calibration import Calibrations
 from paceline.core.holdings import Holdings
+from paceline.core.link import SessionLink
 from paceline.core.messages import (
     CommittedTokens,
     FinishReason,
     GenerateRequest,
     GenerateResult,
     ModelIdentity,
-    OpenSession,
     PositionLogprobs,
     Timings,
     TokenFate,
 )
 from paceline.core.mixture import Gain
 from paceline.core.noise import VERDICT_STREAM, uniforms
-from paceline.core.pace import Answers
 from paceline.core.pages import BlockPool, SessionPages, salted_root
 from paceline.core.rules import Rule, Verdict, token_fates
 from paceline.core.session import VerifierSession
@@ -83,6 +82,7 @@ class TargetSession:
         rule: What judges guesses.
         now_s: Now.
         arrived_s: When it was submitted; None: now. Steps are not interrupted, so that may be one ago.
+        price: Of the last step.
     """
 
     def __init__(
@@ -97,6 +97,8 @@ class TargetSession:
         rule: Rule,
         now_s: float,
         arrived_s: float | None = None,
+        *,
+        price: float = 0.0,
     ) -> None:
         self.serial = serial
         self.traced = bool(request.traceparent)
@@ -109,19 +111,9 @@ class TargetSession:
         # What costly sources add to its steps, by source.
         self.gains: dict[str, Gain] = {}
         self.pages = SessionPages(self.draft.tokens, pool, before=salted_root(request.cache_salt))
-        self.drafter_address = request.drafter_address if request.speculation.cap else ""
+        self.link = SessionLink(self.draft, request.drafter_address if request.speculation.cap else "", price=price)
         self.prefilled_to = 0
         self.committed_s = now_s
-        self.answers = Answers()
-        self.heard_len = self.draft.committed_len
-        # What its drafter was told last: committed tokens, 0: it does not know the session; and the price.
-        self.told_len = 0
-        self.told_price = 1.0
-        # Committed tokens when the drafter was called to work, and whether it has answered since.
-        self.called_len = self.draft.committed_len
-        self.answered = False
-        # Committed positions whose hidden states it was told.
-        self.told_states = 0
         self._sampler = RowSampler(
             sampling,
             identity.vocab_size,
@@ -168,25 +160,6 @@ class TargetSession:
             return None
         self._begun = True
         return CommittedTokens(token_ids=(), offset=self.draft.num_generated, running=True)
-
-    @property
-    def lag_tokens(self) -> int:
-        """Committed tokens since it was called that its drafter has not answered; none while it rests."""
-        heard_len = max(self.heard_len, self.called_len)
-        return self.draft.committed_len - heard_len if self.draft.price < 1.0 else 0
-
-    def open(self) -> OpenSession:
-        """Everything its drafter needs to start, or to start anew; hidden states follow."""
-        self.told_len, self.told_states = self.draft.committed_len, 0
-        return self.draft.open()
-
-    def next_states(self, limit: int) -> range:
-        """Positions whose hidden states a drafter has use for and was not told, at most `limit`."""
-        # A state is of use once the token after it is known.
-        stop = min(self.pages.num_computed, self.told_len - 1, self.told_states + limit)
-        positions = range(self.told_states, max(self.told_states, stop))
-        self.told_states = positions.stop
-        return positions
 
     def cap(self) -> int:
         """Most nodes that may be verified now; a node beyond the last token would be wasted."""
@@ -313,7 +286,7 @@ class TargetSession:
             gamma=gamma,
             num_accepted=num_accepted,
             batch_size=batch_size,
-            price=self.draft.price,
+            price=self.link.price,
         )
 
     def _result(self, now_s: float) -> GenerateResult | None:

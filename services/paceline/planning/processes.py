@@ -13,7 +13,7 @@ from paceline.core.step_cost import StepCost, StepTimes
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Act, Events
 from paceline.planning.profile import DeviceFacts, DrafterFacts, Profile
-from paceline.planning.verifier import Link, SimulatedSession, SimulatedVerifier, StepPlan
+from paceline.planning.verifier import SimulatedSession, SimulatedStream, SimulatedVerifier, StepPlan
 
 # What a co-located draft step is taken to last before one was seen, and the weight of a new one; as in the engine.
 FIRST_DRAFT_S, SMOOTHING = 1e-4, 0.1
@@ -127,13 +127,13 @@ class VerifierProcess:
 
         self._post(take_in)
 
-    def own_link(self) -> Link | None:
+    def own_stream(self) -> SimulatedStream | None:
         """The drafter inside it."""
-        return None if self._own is None else self._own.link
+        return None if self._own is None else self._own.stream
 
     def _say(self, session: SimulatedSession, message: ToDrafter) -> None:
-        assert session.link is not None, "sessions without a drafter have nobody to tell"
-        session.link.send(session, message)
+        assert session.stream is not None, "sessions without a drafter have nobody to tell"
+        session.stream.send(session, message)
 
     def _post(self, act: Act) -> None:
         self._inbox.append(act)
@@ -199,7 +199,7 @@ class _OwnDrafter:
 
     def __init__(self, facts: DrafterFacts, profile: Profile, events: Events) -> None:
         self.drafter = SimulatedDrafter(facts, profile.truth)
-        self.link = Link(send=self._hear)
+        self.stream = SimulatedStream(send=self._hear)
         self.draft_s = FIRST_DRAFT_S
         self._facts = facts
         self._events = events

@@ -15,7 +15,7 @@ from paceline.planning.events import Events
 from paceline.planning.guesses import DrawnGuesses, texts_of
 from paceline.planning.processes import DrafterProcess, VerifierProcess
 from paceline.planning.profile import Profile
-from paceline.planning.verifier import Asked, Link, SimulatedSession
+from paceline.planning.verifier import Asked, SimulatedSession, SimulatedStream
 
 PERCENTILES = (50, 95, 99)
 
@@ -162,8 +162,8 @@ class _CellAtWork:
             for _ in range(cell.num_verifiers)
         ]
         self._drafters = [DrafterProcess(profile, self.events) for _ in range(cell.num_drafters)]
-        # By verifier: its links to the drafters.
-        self._links = [[Link(send=drafter.send) for drafter in self._drafters] for _ in self._verifiers]
+        # By verifier: those to the drafters.
+        self._streams = [[SimulatedStream(send=drafter.send) for drafter in self._drafters] for _ in self._verifiers]
         self._paired: dict[int, DrafterProcess] = {}
         self._num_sessions = [0] * cell.num_verifiers
         self._placed: dict[int, int] = {}
@@ -184,11 +184,11 @@ class _CellAtWork:
         verifier = self._verifiers[index]
         self._num_sessions[index] += 1
         self._placed[asked.number] = index
-        link = verifier.own_link()
+        stream = verifier.own_stream()
         if self._drafters:
             chosen = min(range(len(self._drafters)), key=lambda number: self._drafters[number].num_sessions)
-            link = self._links[index][chosen]
-        session = SimulatedSession(asked, self._profile.most_nodes, link)
+            stream = self._streams[index][chosen]
+        session = SimulatedSession(asked, self._profile.most_nodes, stream)
         if self._drafters:
             self._paired[asked.number] = self._drafters[chosen]
             self._drafters[chosen].pair(session, verifier)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from paceline.core.allocator import Allocator, Demand
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.holdings import Holdings
-from paceline.core.messages import CloseSession, DraftNodes, GenerateRequest, ToDrafter
-from paceline.core.pace import Answers, LinkPace, price_ahead, tree_room
+from paceline.core.link import Drafter, SessionLink
+from paceline.core.messages import DraftNodes, GenerateRequest, ToDrafter
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.patience import Prospect, prospect
 from paceline.core.session import VerifierSession
@@ -22,10 +22,8 @@ from paceline.core.tree import Node, walk
 from paceline.planning.guesses import RIGHT
 from paceline.planning.profile import BLOCK, DeviceFacts
 
-# As in the engine: smoothing of the step time that waiting is weighed against, tokens after which a drafter should have
-# answered, and the remainder that is not waited for.
+# As in the engine: smoothing of the step time that waiting is weighed against; the remainder that is not waited for.
 STEP_SMOOTHING = 0.1
-MOST_UNANSWERED = 64
 SHORT_REMAINDER = 10
 # Nobody waits for less, or rounding could keep time from going on.
 LEAST_WAIT_S = 1e-6
@@ -57,11 +55,11 @@ class Asked:
 
 
 @dataclass(slots=True, kw_only=True)
-class Link:
-    """A drafter as a verifier sees it: how to tell it something, how fast it answers, what its guesses are worth."""
+class SimulatedStream:
+    """The stream to a drafter: how to tell it something, how fast it answers, what its guesses are worth."""
 
     send: Callable[[SimulatedSession, ToDrafter], None]
-    pace: LinkPace = field(default_factory=LinkPace)
+    drafter: Drafter = field(default_factory=Drafter)
     calibration: Calibration = field(default_factory=Calibration)
 
 
@@ -71,13 +69,13 @@ class SimulatedSession:
     Args:
         asked: What is to be generated.
         cap: Most draft tokens a step verifies of it.
-        link: Its drafter; None: it decodes plainly.
+        stream: To its drafter; None: it decodes plainly.
     """
 
-    def __init__(self, asked: Asked, cap: int, link: Link | None) -> None:
+    def __init__(self, asked: Asked, cap: int, stream: SimulatedStream | None) -> None:
         self.asked = asked
-        self.link = link
-        known = {} if link is None else {DRAFT_MODEL: link.calibration}
+        self.stream = stream
+        known = {} if stream is None else {DRAFT_MODEL: stream.calibration}
         # Only the prompt's last token is there as a token; the others are rows to compute and KV to hold.
         request = GenerateRequest(
             session_id=str(asked.number),
@@ -89,12 +87,11 @@ class SimulatedSession:
         self.draft = VerifierSession(request, Calibrations(known))
         self.holdings = Holdings()
         self.computed = 0
-        self.answers = Answers()
-        # As in the engine: what its drafter was told last, when it was called, and whether it has answered since.
-        self.told_len, self.told_price = 0, 1.0
-        self.called_len, self.answered = self.draft.committed_len, False
+        self.link = SessionLink(self.draft)
+        if stream is not None:
+            self.link.connect(stream.drafter)
         self.num_blocks = 0
-        self._cap = cap if link is not None else 0
+        self._cap = cap if stream is not None else 0
         self._look: tuple[float, Prospect] | None = None
 
     @property
@@ -116,12 +113,6 @@ class SimulatedSession:
         """Most nodes that may be verified now."""
         return max(0, min(self._cap, self.num_left - 1))
 
-    @property
-    def has_answered(self) -> bool:
-        """Whether its drafter has answered since it was called, or should have."""
-        waited = self.draft.committed_len - self.called_len
-        return self.link is not None and (self.answered or waited > MOST_UNANSWERED)
-
     def changed(self) -> None:
         """Its tree is another than it was."""
         self._look = None
@@ -129,7 +120,7 @@ class SimulatedSession:
     def prospect(self, price: float) -> Prospect:
         """See `paceline.core.patience`; looked up anew when the tree or the price have changed."""
         if self._look is None or self._look[0] != price:
-            share = 1.0 if self.link is None else self.link.pace.child_share
+            share = 1.0 if self.link.drafter is None else self.link.drafter.child_share
             look = prospect(self.draft.tree, self.cap(), price=price, child_share=share)
             self._look = (price, look)
         return self._look[1]
@@ -199,24 +190,16 @@ class SimulatedVerifier:
         """Takes in a session; its drafter is told to start when it gets a place, unless drafters rest."""
         self._sessions[session.draft.session_id] = session
         self._waiting.append(session)
-        session.draft.price = self.allocator.price
+        session.link.price = self.allocator.price
 
     def receive(self, message: DraftNodes, now_s: float) -> None:
         """Takes in what a drafter said."""
         session = self._sessions.get(message.session_id)
-        if session is None or session.link is None:
+        if session is None or session.link.drafter is None:
             return
-        pace = session.link.pace
-        pace.silent = False
-        session.draft.receive(message)
+        session.link.drafter.silent = False
+        session.link.receive(message, now_s)
         session.changed()
-        session.answered = session.answered or bool(message.nodes)
-        if not message.nodes:
-            return
-        is_first = session.answers.heard(message.base_len, now_s, pace) is not None
-        if is_first and message.base_len == session.draft.committed_len:
-            tree = session.draft.tree
-            pace.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
 
     # Waiting
 
@@ -249,7 +232,7 @@ class SimulatedVerifier:
         if not sessions or left_s < LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
             return 0.0
         looks = [
-            session.prospect(1.0 if wait_s is None else session.draft.price)
+            session.prospect(1.0 if wait_s is None else session.link.price)
             for session, wait_s in zip(sessions, waits, strict=True)
         ]
         gainful = [wait_s for wait_s, look in zip(waits, looks, strict=True) if wait_s is not None and look.gain]
@@ -258,11 +241,10 @@ class SimulatedVerifier:
         return min(max(gainful), left_s)
 
     def _wait_s(self, session: SimulatedSession, now_s: float) -> float | None:
-        if session.link is None or not _may_wait(session):
+        if not _may_wait(session):
             return None
-        pace = session.link.pace
-        session.answers.silences(now_s, pace)
-        return session.answers.wait_s(now_s, pace)
+        session.link.silences(now_s)
+        return session.link.wait_s(now_s)
 
     # Stepping
 
@@ -281,7 +263,7 @@ class SimulatedVerifier:
         return StepPlan(decoding=decoding, prefill=prefill, mode=mode, rows=rows, seconds=seconds)
 
     def _mode(self) -> StepMode:
-        drafted = any(session.cap() and session.link is not None for session in self._sessions.values())
+        drafted = any(session.cap() and session.link.drafter for session in self._sessions.values())
         return StepMode.DRAFTING if self.allocator.price < 1.0 and drafted else StepMode.PLAIN
 
     def _admit(self) -> None:
@@ -327,18 +309,16 @@ class SimulatedVerifier:
             Demand(
                 tree=each.draft.tree,
                 cap=min(self._cap(each), share),
-                drafted=each.link is not None,
-                answered=each.has_answered,
+                drafted=each.link.drafter is not None,
+                answered=each.link.has_answered,
                 holdings=each.holdings,
             )
             for each in decoding
         ]
         allocation = self.allocator.allocate(demands, other_rows=other_rows, joining=len(joining))
         for session in self._running:
-            steps = 1.0 if session.link is None else session.link.pace.steps_ahead(self._step_s)
-            session.draft.price = price_ahead(allocation.price, steps)
-            session.draft.room = tree_room(self._cap(session), steps)
-            if session.link is not None and not (session.told_len or session.is_decoding):
+            session.link.look_ahead(allocation.price, self._cap(session), self._step_s)
+            if not (session.link.told_len or session.is_decoding):
                 self._tell(session, now_s)
         return [
             (session, self._fitting(session, nodes)) for session, nodes in zip(decoding, allocation.nodes, strict=True)
@@ -410,30 +390,22 @@ class SimulatedVerifier:
         session.asked.pieces.append((now_s, len(tokens)))
         if session.num_left <= 0:
             self._drop(session)
-        elif session.link is not None:
+        else:
             self._tell(session, now_s)
 
     def _drop(self, session: SimulatedSession) -> None:
         self._running.remove(session)
         self._release(session)
         del self._sessions[session.draft.session_id]
-        if session.told_len:
-            self._say(session, CloseSession(session_id=session.draft.session_id, epoch=session.draft.epoch))
+        closed = session.link.close()
+        if closed is not None:
+            self._say(session, closed)
         self._on_end(session)
 
     def _tell(self, session: SimulatedSession, now_s: float) -> None:
-        """As `DrafterTier.tell`: drafters at rest are told that, and no more."""
-        draft = session.draft
-        rests = draft.price >= 1.0
-        if rests or not session.told_len:
-            session.answered, session.called_len = False, draft.committed_len
-            session.answers.stop()
-        if rests and (session.told_price >= 1.0 or not session.told_len):
-            return
-        self._say(session, draft.commit_message(session.told_len) if session.told_len else draft.open())
-        session.told_len, session.told_price = draft.committed_len, draft.price
-        if not rests:
-            session.answers.ask(draft.committed_len, now_s)
+        message = session.link.tell(now_s)
+        if message is not None:
+            self._say(session, message)
 
 
 def _choose(_: Node) -> int:

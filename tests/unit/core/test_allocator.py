@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from paceline.core.allocator import LEAST_SURVIVAL, Demand, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.holdings import Holdings, Usual
+from paceline.core.link import Drafter
 from paceline.core.messages import NodeGuess
-from paceline.core.pace import LinkPace
 from paceline.core.patience import Prospect, prospect, worth_waiting
 from paceline.core.shifts import CONTROL_EVERY, JUDGE_EVERY, LEAST_REST, MOST_REST, OTHER_LOAD, Shifts
 from paceline.core.step_cost import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
@@ -141,17 +141,17 @@ def test_one_hungry_session_among_many_fed_ones_is_not_waited_for():
 
 
 def test_drafters_whose_first_guesses_are_worth_nothing_are_waited_for_less_and_less():
-    pace = LinkPace()
+    drafter = Drafter()
     gains = []
     for _ in range(20):
-        gains.append(prospect(DraftTree(5), 8, price=0.05, child_share=pace.child_share).gain)
-        pace.heard_guess(0.01)
+        gains.append(prospect(DraftTree(5), 8, price=0.05, child_share=drafter.child_share).gain)
+        drafter.heard_guess(0.01)
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 0.7
     assert gains[-1] == 0.0
     for _ in range(20):
-        pace.heard_guess(0.8)
-    assert prospect(DraftTree(5), 8, price=0.05, child_share=pace.child_share).gain > 0.7
+        drafter.heard_guess(0.8)
+    assert prospect(DraftTree(5), 8, price=0.05, child_share=drafter.child_share).gain > 0.7
 
 
 STEEP = StepCost(rows=(1, 8, 128), seconds=(0.010, 0.012, 0.200))

@@ -18,7 +18,7 @@ from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
 from paceline.planning.processes import VerifierProcess
 from paceline.planning.simulation import Cell, Outcome, Way, run_closed, run_open
-from paceline.planning.verifier import Asked, Link, SimulatedSession
+from paceline.planning.verifier import Asked, SimulatedSession, SimulatedStream
 from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
 
 PLAIN = Cell(way=Way.PLAIN)
@@ -137,8 +137,8 @@ def test_policy_trees_and_session_ends_are_those_of_core() -> None:
     facts = profile()
     process = VerifierProcess(facts, Events(0), colocated=False, on_end=lambda _: None)
     assert type(process.verifier.allocator) is Goodput
-    link = Link(send=lambda *_: None)
-    session = SimulatedSession(Asked(number=0, at_s=0.0, num_prompt_tokens=3, num_output_tokens=9), 12, link)
+    stream = SimulatedStream(send=lambda *_: None)
+    session = SimulatedSession(Asked(number=0, at_s=0.0, num_prompt_tokens=3, num_output_tokens=9), 12, stream)
     assert type(session.draft) is VerifierSession
     assert type(session.draft.tree) is DraftTree
     drafter = SimulatedDrafter(facts.drafter, facts.truth)
