@@ -19,11 +19,11 @@ from paceline.core.allocator import Allocation, Demand, FixedGamma, Goodput
 from paceline.core.messages import Commit, CommittedTokens, DraftNodes, GenerateRequest, NodeGuess, OpenSession
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepCost
+from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierSaid
 from paceline.engine.decoder import load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
 from paceline.planning.guesses import RecordedPlace
 
 DRAFTER = "drafter"

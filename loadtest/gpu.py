@@ -25,12 +25,12 @@ from paceline.core.allocator import FixedGamma
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, SpeculationRecord
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
 from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierSaid
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder, LlamaDecoder
 from paceline.engine.kv import KVCache
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
 
 DRAFTER = "drafter"
 VERIFY_ROWS = 8

@@ -149,7 +149,14 @@ class Play:
             speculation=speculation,
         )
         self.session = TargetSession(
-            request, 1, identity, 64, self.pool, Calibrations(), (), Rules().of(speculation), 0.0
+            request,
+            1,
+            identity,
+            max_model_len=64,
+            pool=self.pool,
+            calibrations=Calibrations(),
+            rule=Rules().of(speculation),
+            submitted_s=0.0,
         )
         self.cells = block_cells if acceptance == BLOCK else uniform_cells
         self.under_way: list[DraftNodes] = []
@@ -158,13 +165,13 @@ class Play:
 
     @property
     def committed(self) -> Tokens:
-        return tuple(self.session.draft.tokens[len(PROMPT) :])
+        return tuple(self.session.tokens[len(PROMPT) :])
 
     def restart(self) -> None:
         """A drafter starts, or another one does after the first has died."""
         self.under_way.clear()
-        self.told_len = self.session.draft.committed_len
-        opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.draft.open(room=64)]))[1][0]
+        self.told_len = self.session.committed_len
+        opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.open(room=64)]))[1][0]
         self.drafted = DraftedSession(opened, self.identity, self.pool, SlotPool(first_block=8, num_blocks=2))  # type: ignore[arg-type]
 
     def grow(self, depth: int) -> None:
@@ -185,12 +192,12 @@ class Play:
         for message in self.under_way:
             received = wire.draft_response_from_pb(wire.draft_response_to_pb([message]))[1][0]
             assert isinstance(received, DraftNodes)
-            self.session.draft.receive(received)
+            self.session.receive(received)
         self.under_way.clear()
 
     def verify(self, gamma: int) -> None:
         """One step of the verifier."""
-        tree = self.session.draft.tree
+        tree = self.session.tree
         chain = best_first(tree, gamma)
         for index, node in enumerate(chain):
             assert node.draft is not None
@@ -202,7 +209,7 @@ class Play:
         tokens = tuple(node.token_id for node in chain)
         self.verdict = self.chance.pick(list(self.cells([self.target.laws[p] for p in rows.values()], drafts, tokens)))
         found = self.session.judge(chain, lambda node: self.target.logits[rows[id(node)]])
-        self.session.draft.commit(found.token_ids, found.chances)
+        self.session.commit(found.token_ids, found.chances)
 
     def _path(self, node: Node) -> Tokens:
         path: Tokens = ()
@@ -212,8 +219,8 @@ class Play:
 
     def tell(self) -> None:
         """The drafter hears of all commits."""
-        sent = self.session.draft.commit_message(self.told_len, room=64)
-        self.told_len = self.session.draft.committed_len
+        sent = self.session.commit_message(self.told_len, room=64)
+        self.told_len = self.session.committed_len
         received = wire.draft_request_from_pb(wire.draft_request_to_pb([sent]))[1][0]
         assert isinstance(received, Commit)
         self.drafted.receive(received, None)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from paceline.core.allocator import FixedGamma
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX, TIER_METHODS
 from paceline.core.rules import Rules
+from paceline.core.target_events import TargetLimits
 from paceline.credentials import FleetTls, channel, folder_of, load_tls, only_for
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
@@ -26,7 +27,6 @@ from paceline.engine.decoder import Decoder, load_decoder
 from paceline.engine.eagle3 import load_fusion, states_hash
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import TargetLimits
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.obs.tracing import OFF, Tracing
 from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc

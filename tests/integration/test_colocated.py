@@ -9,6 +9,7 @@ import pytest
 from paceline.core.allocator import FixedGamma, Goodput
 from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.target_events import Cancel, Submit, TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.drafting.draft_model import DraftEngine, DraftLimits
@@ -16,7 +17,6 @@ from paceline.engine.decoder import load_decoder
 from paceline.engine.eagle3 import load_fusion
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import Cancel, Submit, TargetLimits
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import save_eagle3
 from tests.support.engines import Clock

@@ -14,9 +14,9 @@ from paceline.core.allocator import FixedGamma
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import Commit, CommittedStates, LaggingSession, OpenSession
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
+from paceline.core.target_events import Paired
 from paceline.drafting.draft_model import VerifierSaid
 from paceline.drafting.features import FeatureBuffer, TokensAfterFirst
-from paceline.engine.target_events import Paired
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import eagle_forward, save_eagle3
 from tests.support.engines import EnginePair
@@ -184,8 +184,8 @@ def test_guesses_are_known_by_the_name_of_their_source(folders):
     pair.submit("s", prompts(8)[5], SAMPLINGS["greedy"])
     for _ in range(6):
         pair.round()
-    (session,) = pair.target._sessions.values()
-    assert {node.first_source for node in session.draft.tree.nodes()} == {EAGLE3}
+    (session,) = pair.target.scheduler.running
+    assert {node.first_source for node in session.tree.nodes()} == {EAGLE3}
     pair.target.handle(Paired(session_id="s", serial=1, address=""))
     pair.run()
 

@@ -17,10 +17,10 @@ from loadtest.proxy import DelayProxy
 from prometheus_client import CollectorRegistry
 
 from paceline.cluster.valkey import free_port
+from paceline.core import turns
 from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.engine import turns
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
 from paceline.hosting import EXIT_HUNG
 from paceline.rpc.v1 import verifier_pb2_grpc

@@ -22,8 +22,8 @@ from paceline.core.params import (
     SpeculationParams,
 )
 from paceline.core.step_cost import StepMode
+from paceline.core.target_events import DraftsArrived
 from paceline.core.tree import DraftTree
-from paceline.engine.target_events import DraftsArrived
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
 from tests.support.engines import DRAFTER, EnginePair
 from tests.support.heads import random_medusa, save_medusa
@@ -362,7 +362,7 @@ def test_guesses_without_a_place_are_counted_as_late_by_the_method_of_their_draf
 
 
 def pair_link_up(wants_states: bool = False):
-    from paceline.engine.target_events import LinkChanged
+    from paceline.core.target_events import LinkChanged
 
     return LinkChanged(address=DRAFTER, up=True, wants_states=wants_states)
 

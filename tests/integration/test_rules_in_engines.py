@@ -61,8 +61,8 @@ def test_a_chain_has_no_branches_whatever_the_width(tiny_pair, rule):
     most = 0
     while pair.target.has_work():
         pair.round()
-        for session in pair.target._running:
-            nodes = list(session.draft.tree.nodes())
+        for session in pair.target.scheduler.running:
+            nodes = list(session.tree.nodes())
             assert len({node.position for node in nodes}) == len(nodes)
             most = max(most, len(nodes))
     assert most > 3
@@ -129,6 +129,6 @@ def test_a_drafter_is_equally_sure_of_every_token_of_a_chain(tiny_pair, rule):
     pair.submit("watched", PROMPT, SAMPLED, SpeculationParams(acceptance=rule))
     while pair.target.has_work():
         pair.round()
-        for session in pair.target._running:
-            confidences |= {each for node in session.draft.tree.nodes() for each in node.guesses.values()}
+        for session in pair.target.scheduler.running:
+            confidences |= {each for node in session.tree.nodes() for each in node.guesses.values()}
     assert len(confidences) == 1

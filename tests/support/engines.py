@@ -13,13 +13,7 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateRes
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.rules import Rules
 from paceline.core.step_cost import StepMode
-from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
-from paceline.engine.decoder import Decoder, LlamaDecoder, load_decoder
-from paceline.engine.eagle3 import head_identity, load_eagle3
-from paceline.engine.identity import model_identity
-from paceline.engine.sources import AnySource
-from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import (
+from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
     LinkChanged,
@@ -28,6 +22,12 @@ from paceline.engine.target_events import (
     TargetLimits,
     TargetOutput,
 )
+from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
+from paceline.engine.decoder import Decoder, LlamaDecoder, load_decoder
+from paceline.engine.eagle3 import head_identity, load_eagle3
+from paceline.engine.identity import model_identity
+from paceline.engine.sources import AnySource
+from paceline.engine.target import TargetEngine
 from paceline.verifier.config import Speculation
 from paceline.verifier.sources import make_sources
 

@@ -28,6 +28,7 @@ from paceline.core.messages import GenerateRequest
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import NGRAM, SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepMode
+from paceline.core.target_events import Submit, TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.drafting.draft_model import DraftEngine, DraftLimits
@@ -35,7 +36,6 @@ from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import Decoder, load_decoder
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import Submit, TargetLimits
 
 MAX_ROWS = 512
 

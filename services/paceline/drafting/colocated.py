@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.core.step_cost import StepCost, StepMode
+from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.drafting.draft_model import DraftEngine, VerifierSaid
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 
 # What stands for the drafter's address; no drafter of the tier can have it.
 LOCAL = "in this verifier"

@@ -12,8 +12,8 @@ from paceline.core.messages import GenerateRequest
 from paceline.core.mixture import Gain, SourceRecord, in_hand
 from paceline.core.params import CHAIN_RULES
 from paceline.core.rules import Rules
+from paceline.core.target_events import StepReport
 from paceline.engine.sources import AnySource, Follower, Turn
-from paceline.engine.target_events import StepReport
 from paceline.engine.target_session import TargetSession
 
 # Weight of a step in the time of steps that calls are weighed against.
@@ -92,7 +92,7 @@ class Growth:
     def _turn(self, source: AnySource, session: TargetSession) -> Turn[Follower]:
         return Turn(
             follower=session.followers[source.name],
-            tree=session.draft.tree,
+            tree=session.tree,
             limit=self._cap(session),
             least=self._allocator.least_survival,
         )
@@ -107,7 +107,7 @@ class Growth:
         candidates = [
             self._candidate(source, record, session, in_hand_now)
             for session, in_hand_now in zip(sessions, held, strict=True)
-            if source.name in session.followers and self._cap(session) and session.may_wait()
+            if source.name in session.followers and self._cap(session) and session.may_wait
         ]
         if not candidates:
             return
@@ -147,10 +147,10 @@ class Growth:
         report.asked_s[source.name] = now_s - started_s
 
     def _in_hand(self, session: TargetSession) -> float:
-        if not session.draft.tree.root.children:
+        if not session.tree.root.children:
             return 0.0
         price = max(LEAST_SURVIVAL, self._allocator.least_survival)
-        return in_hand(session.draft.tree, self._cap(session), price=price)
+        return in_hand(session.tree, self._cap(session), price=price)
 
     def _cap(self, session: TargetSession) -> int:
-        return min(session.cap(), self._allocator.max_nodes)
+        return min(session.cap, self._allocator.max_nodes)

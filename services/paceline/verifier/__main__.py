@@ -17,6 +17,7 @@ from paceline.core.messages import VERIFIER, GenerateRequest, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepMode
+from paceline.core.target_events import Submit, TargetLimits
 from paceline.credentials import load_tls
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.checkpoint import warm_up as warm_up_draft
@@ -29,7 +30,6 @@ from paceline.engine.identity import model_identity
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.ranks import Ranks
 from paceline.engine.target import TargetEngine
-from paceline.engine.target_events import Submit, TargetLimits
 from paceline.hosting import log_memory, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging

@@ -18,9 +18,7 @@ from paceline.core.errors import EngineDiedError, OverloadedError, StaleEpochErr
 from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.rules import Rules
-from paceline.credentials import FleetTls
-from paceline.engine.bridge import EngineThread, Stepper
-from paceline.engine.target_events import (
+from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
     HeardOf,
@@ -30,6 +28,8 @@ from paceline.engine.target_events import (
     TargetEvent,
     TargetOutput,
 )
+from paceline.credentials import FleetTls
+from paceline.engine.bridge import EngineThread, Stepper
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import OFF, Tracing
 from paceline.store.base import Replica, Store

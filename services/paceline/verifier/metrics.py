@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.messages import CommittedTokens, GenerateResult
-from paceline.engine.target_events import StepReport, TargetOutput
+from paceline.core.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics, rows_label
 
 NS_PER_S = 1e9

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from paceline.core.messages import GenerateRequest, GenerateResult
-from paceline.engine.target_events import TracedRound, TracedStart
+from paceline.core.target_events import TracedRound, TracedStart
 from paceline.obs import attributes as names
 from paceline.obs.tracing import Span, Tracing
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, Timings
-from paceline.engine.target_events import StepReport, TargetOutput
+from paceline.core.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
 from paceline.verifier.metrics import record_output, record_served_by, record_step
 

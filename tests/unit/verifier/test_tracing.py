@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.engine.target_events import TracedRound
+from paceline.core.target_events import TracedRound
 from paceline.verifier.tracing import SampledRounds
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from paceline.engine.target_events import StepReport
+from paceline.core.target_events import StepReport
 from paceline.gateway.console.figures import Rates, Reading, mean_price, read_page, sum_of_rates, verifier_rates
 from paceline.gateway.console.frames import Look, OwnCounts, frame
 from paceline.obs.metrics import VerifierMetrics

@@ -7,14 +7,18 @@ is computed now: a process that dies says nothing any more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
-from paceline.engine.target_session import TargetSession
+from paceline.core.scheduled_session import ScheduledSession
 
 # Longest wait until a suspect's gateway has heard that it is computed.
 HEARD_S = 1.0
 
 
-class Turns:
+SessionT = TypeVar("SessionT", bound=ScheduledSession)
+
+
+class Turns(Generic[SessionT]):
     """Which of the running sessions a step is planned over.
 
     Attributes:
@@ -22,10 +26,10 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.called_up: TargetSession | None = None
+        self.called_up: SessionT | None = None
         self._was_alone = False
 
-    def next(self, running: Sequence[TargetSession], now_s: float) -> Sequence[TargetSession]:
+    def next(self, running: Sequence[SessionT], now_s: float) -> Sequence[SessionT]:
         """Returns the sessions to compute; none while a suspect's gateway is yet to hear of it, and nobody else runs.
 
         Args:
@@ -41,12 +45,12 @@ class Turns:
         return [suspect] if self._was_alone else others
 
 
-def _next_suspect(running: Sequence[TargetSession]) -> TargetSession | None:
+def _next_suspect(running: Sequence[SessionT]) -> SessionT | None:
     """The suspect that is computed before all other suspects."""
     return next((session for session in running if session.is_suspect), None)
 
 
-def pause_s(running: Sequence[TargetSession], now_s: float) -> float:
+def pause_s(running: Sequence[ScheduledSession], now_s: float) -> float:
     """Seconds with nothing to compute: a suspect's gateway is yet to hear of it, and nobody else runs."""
     suspect = _next_suspect(running)
     if suspect is None or not all(session.is_suspect for session in running):
@@ -54,7 +58,7 @@ def pause_s(running: Sequence[TargetSession], now_s: float) -> float:
     return _heard_in_s(suspect, now_s)
 
 
-def _heard_in_s(suspect: TargetSession, now_s: float) -> float:
+def _heard_in_s(suspect: ScheduledSession, now_s: float) -> float:
     """Seconds that are left for its gateway to hear that it is computed now."""
     if suspect.heard or suspect.called_up_s is None:
         return 0.0

@@ -1,25 +1,18 @@
-"""The drafter tier as a target engine sees it: links that are up, what they say, and what they are still to be told.
-
-It knows sessions and messages as plain values, never a socket; it runs in the engine thread.
-"""
+"""The drafter tier as a verifier sees it: drafters whose streams are up, what they say, and what they hear."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-
-import torch
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.link import Drafter
-from paceline.core.messages import CommittedStates, DraftNodes, LaggingSession, ToDrafter, ToVerifier
-from paceline.engine.kv import KVCache
-from paceline.engine.states import StateLayout
-from paceline.engine.target_events import DraftsArrived, LinkChanged, StepReport
-from paceline.engine.target_session import TargetSession
+from paceline.core.messages import DraftNodes, LaggingSession, ToDrafter, ToVerifier
+from paceline.core.scheduled_session import ScheduledSession
+from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 
-# Hidden states that a step hands to drafters at most, far within one message; and what a number of them takes.
-STATE_BYTES, WIRE_BYTES = 4 * 1024 * 1024, 2
+# Hidden states that a step hands to drafters at most, far within one message.
+STATE_BYTES = 4 * 1024 * 1024
 
 
 class DrafterTier:
@@ -27,42 +20,38 @@ class DrafterTier:
 
     Args:
         vocab_size: Of the target.
-        cache: Where hidden states lie.
-        layout: What they are made of.
-        clock: Seconds, monotonic.
+        state_bytes: Of the hidden states of one token, on the wire.
     """
 
-    def __init__(self, vocab_size: int, cache: KVCache, layout: StateLayout, clock: Callable[[], float]) -> None:
+    def __init__(self, vocab_size: int, state_bytes: int = 0) -> None:
         self._vocab_size = vocab_size
-        self._cache = cache
-        self._width = layout.fused_width
-        self._clock = clock
+        self._states_a_step = STATE_BYTES // max(1, state_bytes)
         self._drafters: dict[str, Drafter] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
-        self._answered: list[TargetSession] = []
+        self._answered: list[ScheduledSession] = []
 
     @property
     def has_work(self) -> bool:
         """True while something is left to say, or a link to be reported as broken."""
         return bool(self._outgoing or self._broken)
 
-    def connect(self, session: TargetSession) -> None:
+    def connect(self, session: ScheduledSession) -> None:
         """A session begins, and its drafter may be up already."""
         drafter = self._drafters.get(session.link.address)
         if drafter is not None:
             session.link.connect(drafter)
 
-    def pair(self, session: TargetSession, address: str) -> None:
+    def pair(self, session: ScheduledSession, address: str, now_s: float) -> None:
         """Closes a session at its drafter, and opens it at another."""
-        self._queue(session.link.address, session.link.pair(address, self._drafters.get(address)))
-        self.tell(session)
+        self.say(session.link.address, session.link.pair(address, self._drafters.get(address)))
+        self.tell(session, now_s)
 
-    def part(self, session: TargetSession) -> None:
+    def part(self, session: ScheduledSession) -> None:
         """Closes a session at its drafter."""
-        self._queue(session.link.address, session.link.close())
+        self.say(session.link.address, session.link.close())
 
-    def change(self, event: LinkChanged, sessions: Mapping[str, TargetSession]) -> None:
+    def change(self, event: LinkChanged, sessions: Mapping[str, ScheduledSession], now_s: float) -> None:
         """A drafter was reached, and its sessions are opened anew, or lost."""
         if not event.up:
             self._lose(event.address, sessions)
@@ -70,14 +59,14 @@ class DrafterTier:
         drafter = self._drafters[event.address] = Drafter(wants_states=event.wants_states)
         for session in _of(event.address, sessions):
             session.link.connect(drafter)
-            self.tell(session)
+            self.tell(session, now_s)
 
-    def _lose(self, address: str, sessions: Mapping[str, TargetSession]) -> None:
+    def _lose(self, address: str, sessions: Mapping[str, ScheduledSession]) -> None:
         self._drafters.pop(address, None)
         for session in _of(address, sessions):
             session.link.disconnect()
 
-    def receive(self, event: DraftsArrived, sessions: Mapping[str, TargetSession], report: StepReport) -> None:
+    def receive(self, event: DraftsArrived, sessions: Mapping[str, ScheduledSession], report: StepReport) -> None:
         """Takes in what a drafter said; one that breaks the protocol is heard no more."""
         drafter = self._drafters.get(event.address)
         if drafter is None:
@@ -92,18 +81,20 @@ class DrafterTier:
             self._broken[event.address] = error
             self._lose(event.address, sessions)
 
-    def _receive_one(self, session: TargetSession, message: ToVerifier, arrived_s: float, report: StepReport) -> None:
+    def _receive_one(
+        self, session: ScheduledSession, message: ToVerifier, arrived_s: float, report: StepReport
+    ) -> None:
         match message:
             case DraftNodes():
                 self._graft(session, message, arrived_s, report)
             case LaggingSession() if session not in self._answered:
                 # Once a step is enough; a drafter that asks more often gets no more work out of us.
                 self._answered.append(session)
-                self._queue(session.link.address, session.link.catch_up(message))
+                self.say(session.link.address, session.link.catch_up(message))
             case LaggingSession():
                 pass
 
-    def _graft(self, session: TargetSession, message: DraftNodes, arrived_s: float, report: StepReport) -> None:
+    def _graft(self, session: ScheduledSession, message: DraftNodes, arrived_s: float, report: StepReport) -> None:
         known = [node for node in message.nodes if node.within(self._vocab_size)]
         num_strange = len(message.nodes) - len(known)
         if num_strange:
@@ -115,36 +106,27 @@ class DrafterTier:
         if round_trip_s is not None:
             report.round_trips_s.append(round_trip_s)
 
-    def tell(self, session: TargetSession) -> None:
+    def tell(self, session: ScheduledSession, now_s: float) -> None:
         """Tells a session's drafter what it does not know yet."""
-        self._queue(session.link.address, session.link.tell(self._clock()))
+        self.say(session.link.address, session.link.tell(now_s))
 
-    def _queue(self, address: str, message: ToDrafter | None) -> None:
+    def say(self, address: str, message: ToDrafter | None) -> None:
+        """Queues a message for a drafter, if there is one to send."""
         if message is not None:
             self._outgoing.setdefault(address, []).append(message)
 
-    def tell_states(self, sessions: Sequence[TargetSession]) -> None:
-        """Hands hidden states to drafters that draft from them, so many bytes a step; the rest follows."""
-        left = STATE_BYTES // max(1, WIRE_BYTES * self._width)
+    def next_states(self, sessions: Iterable[ScheduledSession]) -> list[tuple[ScheduledSession, range]]:
+        """Positions whose hidden states go to drafters that draft from them, so many bytes a step; the rest follows."""
+        left = self._states_a_step
+        due: list[tuple[ScheduledSession, range]] = []
         for session in sessions:
             if session.link.drafter is None or not session.link.drafter.wants_states:
                 continue
             positions = session.link.next_states(session.pages.num_computed, left)
             left -= len(positions)
             if positions:
-                self._queue(session.link.address, self._states(session, positions))
-
-    def _states(self, session: TargetSession, positions: range) -> CommittedStates:
-        slots = torch.tensor([session.pages.slot(position) for position in positions])
-        states = self._cache.states[slots.to(self._cache.device), : self._width]
-        values = states.to(device="cpu", dtype=torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
-        return CommittedStates(
-            session_id=session.draft.session_id,
-            epoch=session.draft.epoch,
-            start=positions.start,
-            width=self._width,
-            values=values,
-        )
+                due.append((session, positions))
+        return due
 
     def take(self) -> tuple[dict[str, list[ToDrafter]], dict[str, RemoteProtocolError]]:
         """What is to be said after a step, and the links that are to be reset."""
@@ -154,5 +136,5 @@ class DrafterTier:
         return to_drafters, broken
 
 
-def _of(address: str, sessions: Mapping[str, TargetSession]) -> list[TargetSession]:
+def _of(address: str, sessions: Mapping[str, ScheduledSession]) -> list[ScheduledSession]:
     return [session for session in sessions.values() if session.link.address == address]

@@ -1,0 +1,216 @@
+"""One session as the scheduler sees it: its tokens and tree, its pages, its drafter, and its clock marks.
+
+"Prefill" and "decode" are not two worlds: `pages.num_computed` catches up with the committed tokens.
+"""
+
+from __future__ import annotations
+
+from paceline.core.calibration import Calibrations
+from paceline.core.holdings import Holdings
+from paceline.core.link import SessionLink
+from paceline.core.messages import (
+    CommittedTokens,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    PositionLogprobs,
+    Timings,
+    TokenFate,
+)
+from paceline.core.pages import BlockPool, SessionPages, salted_root
+from paceline.core.params import COUPLED
+from paceline.core.session import VerifierSession
+from paceline.core.target_events import TracedRound, TracedStart
+
+# With fewer tokens to go, waiting for drafts cannot pay for itself.
+SHORT_REMAINDER = 10
+NS_PER_S = 1e9
+
+
+class ScheduledSession(VerifierSession):
+    """A session from submission to its last token.
+
+    Args:
+        request: What to run.
+        serial: Tells it from an earlier session of the same id.
+        pool: Pages.
+        calibrations: Of its sources.
+        stop_ids: Tokens that end it.
+        max_model_len: Most tokens, prompt and output.
+        acceptance: Name of the rule that judges guesses.
+        lossy: Whether that rule may choose what the target would not.
+        submitted_s: When it was submitted.
+        price: Of the last step.
+
+    Attributes:
+        own_survivals: Of the guesses that sources in the verifier have made since the last commit, best first.
+        holdings: What it usually has in hand.
+        prefilled_to: Committed tokens whose KV is there when the step under way ends.
+        called_up_s: Of a suspect: when its turn came; None before.
+        heard: Of a suspect: whether its gateway knows that.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        serial: int,
+        pool: BlockPool,
+        *,
+        calibrations: Calibrations | None = None,
+        stop_ids: frozenset[int] = frozenset(),
+        max_model_len: int,
+        acceptance: str = COUPLED,
+        lossy: bool = False,
+        submitted_s: float,
+        price: float = 0.0,
+    ) -> None:
+        super().__init__(request, calibrations, acceptance)
+        self.serial = serial
+        self.traced = bool(request.traceparent)
+        self.lossy = lossy
+        self.own_survivals: list[float] = []
+        self.holdings = Holdings()
+        self.pages = SessionPages(self.tokens, pool, before=salted_root(request.cache_salt))
+        self.link = SessionLink(self, request.drafter_address if request.speculation.cap else "", price=price)
+        self.prefilled_to = 0
+        self.called_up_s: float | None = None
+        self.heard = False
+        self._stop_ids = stop_ids
+        self._last_len = min(self.prompt_len + request.sampling.max_tokens, max_model_len)
+        self._resumed_len = self.committed_len
+        # Tokens chosen so far: those committed, and those of the verdict that is being passed.
+        self._num_chosen = self.committed_len
+        self._finish: FinishReason | None = None
+        self._fates: tuple[TokenFate, ...] = ()
+        self._logprobs: list[PositionLogprobs] = []
+        self._begun = False
+        self._num_cached = 0
+        self._submitted_s = self._committed_s = submitted_s
+        self._admitted_s: float | None = None
+        self._first_token_s: float | None = None
+
+    @property
+    def is_decoding(self) -> bool:
+        """True when only the root is left to compute, and a first token is out."""
+        return self.pages.num_missing == 1 and self.committed_len > self._resumed_len
+
+    @property
+    def is_suspect(self) -> bool:
+        """True while it may be what ended an engine before: it has not got through its prompt here."""
+        return self.request.suspect and self.committed_len == self._resumed_len
+
+    @property
+    def cap(self) -> int:
+        """Most nodes that may be verified now; a node beyond the last token would be wasted."""
+        return max(0, min(self.request.speculation.cap, self._last_len - self.committed_len - 1))
+
+    @property
+    def may_wait(self) -> bool:
+        """False for sessions that must not be delayed for drafts."""
+        return self._last_len - self.committed_len >= SHORT_REMAINDER
+
+    @property
+    def cache_salt(self) -> str:
+        """Whose texts it may be guessed from."""
+        return self.request.cache_salt
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the target chooses without noise."""
+        return self.request.sampling.temperature == 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last token has been chosen."""
+        return self._finish is not None
+
+    def call_up(self, now_s: float) -> None:
+        """A suspect's turn has come."""
+        if self.called_up_s is None:
+            self.called_up_s = now_s
+
+    def begins(self) -> CommittedTokens | None:
+        """What says that its rows are computed now; None where that has been said."""
+        if self._begun:
+            return None
+        self._begun = True
+        return CommittedTokens(token_ids=(), offset=self.num_generated, running=True)
+
+    def admit(self, now_s: float) -> bool:
+        """Takes cached and fresh pages for all tokens so far; False, and nothing taken, when there are too few."""
+        self.prefilled_to = self.pages.attach_cached_prefix()
+        if not self.pages.reserve(self.committed_len + 1):
+            self.pages.release()
+            return False
+        if self._admitted_s is None:
+            self._admitted_s = now_s
+            self._num_cached = min(self.pages.num_cached, self.prompt_len)
+        return True
+
+    def ends_with(self, token_id: int) -> bool:
+        """The target has chosen a token; true when nothing may follow it."""
+        self._num_chosen += 1
+        if token_id in self._stop_ids:
+            self._finish = FinishReason.STOP
+        elif self._num_chosen >= self._last_len:
+            self._finish = FinishReason.LENGTH
+        return self._finish is not None
+
+    def hand_out(self, base_len: int, now_s: float) -> CommittedTokens:
+        """The tokens committed since `base_len`, with the result if they are the last."""
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+        self._committed_s = now_s
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        return CommittedTokens(
+            token_ids=tuple(self.tokens[base_len:]),
+            offset=base_len - self.prompt_len,
+            fates=self._fates,
+            logprobs=logprobs,
+            result=self._result(now_s),
+            lossy=self.lossy,
+        )
+
+    def close(self) -> None:
+        """Frees its pages."""
+        self.pages.release()
+
+    def start(self) -> TracedStart:
+        """How it came to the token just handed out, for its trace."""
+        assert self._admitted_s is not None, "tokens are for sessions that have a place"
+        return TracedStart(
+            serial=self.serial,
+            submitted_s=self._submitted_s,
+            admitted_s=self._admitted_s,
+            at_s=self._committed_s,
+            num_cached_tokens=self._num_cached,
+        )
+
+    def round(self, gamma: int, num_accepted: int, batch_size: int) -> TracedRound:
+        """The step that committed the tokens just handed out, for its trace."""
+        return TracedRound(
+            serial=self.serial,
+            at_s=self._committed_s,
+            gamma=gamma,
+            num_accepted=num_accepted,
+            batch_size=batch_size,
+            price=self.link.price,
+        )
+
+    def _result(self, now_s: float) -> GenerateResult | None:
+        if self._finish is None:
+            return None
+        admitted_s = self._submitted_s if self._admitted_s is None else self._admitted_s
+        first_s = now_s if self._first_token_s is None else self._first_token_s
+        return GenerateResult(
+            finish_reason=self._finish,
+            num_prompt_tokens=self.prompt_len,
+            num_cached_tokens=self._num_cached,
+            num_generated_tokens=self.committed_len - self._resumed_len,
+            speculation=self.tally.record(lossy=self.lossy),
+            timings=Timings(
+                queue_ns=int((admitted_s - self._submitted_s) * NS_PER_S),
+                prefill_ns=int((first_s - admitted_s) * NS_PER_S),
+                decode_ns=int((now_s - first_s) * NS_PER_S),
+            ),
+        )

@@ -1,0 +1,388 @@
+"""The verifier's step as arithmetic: who has a place, which rows are computed, whether to wait, what drafters are told.
+
+`plan(now)` says what the next step computes; `commit` takes in what the target chose for one session, and `end_step`
+what the step took. It runs no model and reads no clock; the engine, and the planner in simulated time, run the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic
+
+from paceline.core.allocator import Allocator, Demand
+from paceline.core.drafter_tier import DrafterTier
+from paceline.core.pages import BlockPool, SlotPool
+from paceline.core.patience import CHILD_SHARE, Prospect, prospect
+from paceline.core.rules import Verdict
+from paceline.core.step_cost import StepMode
+from paceline.core.step_plan import Part, SessionT, StepPlan
+from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
+from paceline.core.tree import Node, NodeState
+from paceline.core.turns import Turns, pause_s
+
+# Smoothing of the step time that waiting is weighed against.
+STEP_SMOOTHING = 0.1
+# Nobody waits for less, or rounding could keep simulated time from going on.
+LEAST_WAIT_S = 1e-6
+
+
+class Scheduler(Generic[SessionT]):
+    """Continuous batching over sessions that share pages and steps; see the module docstring.
+
+    Args:
+        pool: Pages of committed KV.
+        scratch: Slots for the KV of verified nodes.
+        limits: Bounds.
+        allocator: Which nodes a step verifies.
+        tier: The drafters.
+
+    Attributes:
+        report: Of the step under way.
+        moves: Of the accepted nodes of this step: scratch slots, and the slots of their positions.
+        outcomes: What is to be told of sessions before the next step's tokens.
+    """
+
+    def __init__(
+        self, *, pool: BlockPool, scratch: SlotPool, limits: TargetLimits, allocator: Allocator, tier: DrafterTier
+    ) -> None:
+        self.pool = pool
+        self.tier = tier
+        self.report = StepReport()
+        self.moves: list[tuple[int, int]] = []
+        self.outcomes: list[Outcome] = []
+        self._scratch = scratch
+        self._limits = limits
+        self._allocator = allocator
+        self._waiting: deque[SessionT] = deque()
+        self._running: list[SessionT] = []
+        self._sessions: dict[str, SessionT] = {}
+        self._turns: Turns[SessionT] = Turns()
+        self._step_s = 0.01
+        self._idle_since_s: float | None = None
+        # Since when there has been the present step to do; None while there is nothing to decode.
+        self._cycle_since_s: float | None = None
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that wait or run."""
+        return len(self._sessions)
+
+    @property
+    def running(self) -> Sequence[SessionT]:
+        """Sessions that have a place, in the order of their admission."""
+        return self._running
+
+    @property
+    def num_waiting(self) -> int:
+        """Sessions without a place."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """True while sessions wait or run, or something is left to say."""
+        return bool(self._sessions or self.outcomes) or self.tier.has_work
+
+    def session(self, session_id: str, serial: int) -> SessionT | None:
+        """The session of that id, unless that is a later one."""
+        session = self._sessions.get(session_id)
+        return session if session is not None and session.serial == serial else None
+
+    # Events
+
+    def submit(self, session: SessionT) -> None:
+        """Takes in a session; it waits for a place."""
+        self._sessions[session.session_id] = session
+        self._waiting.append(session)
+        self.tier.connect(session)
+
+    def drop(self, session: SessionT) -> None:
+        """A session has ended, or its client has left."""
+        del self._sessions[session.session_id]
+        self.report.unverified_by.update(node.first_source for node in session.tree.nodes())
+        session.close()
+        if session in self._running:
+            self._running.remove(session)
+        else:
+            self._waiting.remove(session)
+        self.tier.part(session)
+
+    def receive(self, event: DraftsArrived) -> None:
+        """Takes in what a drafter said."""
+        self.tier.receive(event, self._sessions, self.report)
+
+    def change_link(self, event: LinkChanged, now_s: float) -> None:
+        """A drafter was reached or lost."""
+        self.tier.change(event, self._sessions, now_s)
+
+    def note_silence(self, now_s: float) -> None:
+        """Drafters whose answers are overdue are not waited for until they are heard again."""
+        for session in self._running:
+            self.report.num_silenced += session.may_wait and session.link.silences(now_s)
+
+    # Waiting
+
+    def pause_s(self, now_s: float) -> float:
+        """Seconds without anything to compute, unless something happens; see `paceline.core.turns`."""
+        joining = self._waiting and len(self._running) < self._limits.max_num_seqs
+        if self._turns.called_up is None or self.outcomes or joining:
+            return 0.0
+        return pause_s(self._running, now_s)
+
+    def patience_s(self, now_s: float) -> float:
+        """Seconds for which drafts are worth waiting for, or none; see `paceline.core.patience`."""
+        if (pause := self.pause_s(now_s)) > 0.0:
+            return pause
+        sessions = self._delayable()
+        waits = [session.link.wait_s(now_s) if session.may_wait else None for session in sessions]
+        return self._worth_waiting(sessions, waits, now_s)
+
+    def drafts_pay(self, draft_s: float, now_s: float) -> bool:
+        """Whether a draft step of so many seconds, for all sessions, is worth the delay; the same objective."""
+        sessions = self._delayable()
+        waits = [draft_s if session.may_wait and session.link.drafter else None for session in sessions]
+        return self._worth_waiting(sessions, waits, now_s) > 0.0
+
+    def _delayable(self) -> Sequence[SessionT]:
+        """The decoding sessions; none when something else waits for the next step, or no drafts are to come."""
+        if self.tier.has_work or self._waiting or self._mode() is StepMode.PLAIN:
+            return []
+        return self._running if all(session.is_decoding for session in self._running) else []
+
+    def _worth_waiting(self, sessions: Sequence[SessionT], waits: Sequence[float | None], now_s: float) -> float:
+        """Seconds to wait, at most a step in all; by session those until its next nodes, None: never."""
+        idle_s = 0.0 if self._idle_since_s is None else now_s - self._idle_since_s
+        left_s = self._step_s - idle_s
+        if left_s <= LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
+            return 0.0
+        looks = [self._prospect(session, wait_s) for session, wait_s in zip(sessions, waits, strict=True)]
+        gainful = [wait_s for wait_s, look in zip(waits, looks, strict=True) if wait_s is not None and look.gain]
+        if not gainful or not self._allocator.waits(looks, wait_s=min(gainful), step_s=self._step_s):
+            return 0.0
+        return min(max(gainful), left_s)
+
+    def _prospect(self, session: SessionT, wait_s: float | None) -> Prospect:
+        price = 1.0 if wait_s is None else session.link.price
+        share = CHILD_SHARE if session.link.drafter is None else session.link.drafter.child_share
+        return prospect(session.tree, self._cap(session), price=price, child_share=share)
+
+    # Planning
+
+    def plan(self, now_s: float) -> StepPlan[SessionT]:
+        """What the next step computes, of all sessions that have something to compute."""
+        mode = self._mode()
+        self._admit(now_s)
+        sessions = self._with_pages(self._turns.next(self._running, now_s))
+        decoding = self._plan_decoding(sessions, now_s)
+        reading = self._plan_reading(sessions, sum(part.num_rows for part in decoding))
+        plan = StepPlan(now_s, mode, decoding, reading)
+        self._tell_begun(plan)
+        return plan
+
+    def _tell_begun(self, plan: StepPlan[SessionT]) -> None:
+        computed = [part.session for part in plan.parts]
+        told = computed if self._turns.called_up is None else [*computed, self._turns.called_up]
+        begun = [(session.serial, session.begins()) for session in told]
+        self.outcomes += [(serial, said) for serial, said in begun if said is not None]
+
+    def _mode(self) -> StepMode:
+        drafted = (self._cap(each) for each in self._sessions.values() if each.link.drafter)
+        rest = self._allocator.price >= 1.0 or not any(drafted)
+        return StepMode.PLAIN if rest else StepMode.DRAFTING
+
+    def _admit(self, now_s: float) -> None:
+        while self._waiting and len(self._running) < self._limits.max_num_seqs:
+            if not self._waiting[0].admit(now_s):
+                return
+            self._running.append(self._waiting.popleft())
+
+    def _with_pages(self, sessions: Sequence[SessionT]) -> Sequence[SessionT]:
+        """Has pages for what those that decode have committed; without those that lost theirs to it."""
+        num_preempted = self.report.num_preempted
+        for session in sessions:
+            if not session.is_decoding:
+                continue
+            while session in self._running and not session.pages.reserve(session.committed_len):
+                self._preempt()
+        if self.report.num_preempted == num_preempted:
+            return sessions
+        return [session for session in sessions if session in self._running]
+
+    def _preempt(self) -> None:
+        """Takes the pages of the youngest session; it will be computed anew when there is room."""
+        session = self._running.pop()
+        session.pages.release()
+        self._waiting.appendleft(session)
+        self.report.num_preempted += 1
+
+    def _plan_decoding(self, sessions: Sequence[SessionT], now_s: float) -> list[Part[SessionT]]:
+        decoding = [session for session in sessions if session.is_decoding]
+        joining = [session for session in sessions if not session.is_decoding]
+        backlog = sum(session.pages.num_missing for session in joining)
+        budget = self._limits.max_num_batched_tokens
+        other_rows = min(backlog, max(0, budget - len(decoding)))
+        # A quarter of the rows is prefill's when it has need of them.
+        share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
+        demands = [self._demand(session, share) for session in decoding]
+        allocation = self._allocator.allocate(demands, other_rows=other_rows, joining=len(joining))
+        self._set_price(allocation.price, sessions, now_s)
+        return [self._verify(session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
+
+    def _demand(self, session: SessionT, share: int) -> Demand:
+        return Demand(
+            tree=session.tree,
+            cap=min(self._cap(session), share),
+            drafted=session.link.drafter is not None,
+            answered=session.link.has_answered,
+            own=session.own_survivals,
+            holdings=session.holdings,
+        )
+
+    def _cap(self, session: SessionT) -> int:
+        return min(session.cap, self._allocator.max_nodes)
+
+    def _set_price(self, price: float, sessions: Sequence[SessionT], now_s: float) -> None:
+        """Also for those whose prompts are read: their drafters read along, unless this price sends them to rest."""
+        self.report.price = price
+        for session in sessions:
+            session.link.look_ahead(price, self._cap(session), self._step_s)
+            if not (session.link.told_len or session.is_decoding):
+                self.tier.tell(session, now_s)
+
+    def _verify(self, session: SessionT, nodes: tuple[Node, ...]) -> Part[SessionT]:
+        length = session.committed_len
+        deepest = max((node.position for node in nodes), default=0)
+        if not session.pages.reserve(deepest + 1):
+            nodes = ()
+        return Part(session, length - 1, length, nodes, {id(node): self._scratch_slot() for node in nodes})
+
+    def _scratch_slot(self) -> int:
+        slot = self._scratch.take()
+        assert slot is not None, "scratch holds as many slots as a step has rows"
+        return slot
+
+    def _plan_reading(self, sessions: Sequence[SessionT], num_rows: int) -> list[Part[SessionT]]:
+        """Chunks of prompts, while the step has room."""
+        reading: list[Part[SessionT]] = []
+        room = self._limits.max_num_batched_tokens - num_rows
+        for session in sessions:
+            if session.is_decoding or room <= 0:
+                continue
+            start = session.pages.num_computed
+            part = Part(session, start, min(start + room, session.committed_len), (), {})
+            session.prefilled_to = part.stop
+            room -= part.num_rows
+            reading.append(part)
+        self.report.num_prefill_rows = sum(part.num_rows for part in reading)
+        return reading
+
+    # Committing
+
+    def commit(self, part: Part[SessionT], verdict: Verdict, *, batch_size: int, now_s: float) -> Outcome:
+        """Takes in what the target chose for a session of the step.
+
+        Args:
+            part: The session in the step.
+            verdict: What this round commits, up to the token that ends the text.
+            batch_size: Sessions that got tokens in the step.
+            now_s: The time.
+
+        Returns:
+            What its client is to be told.
+        """
+        session, was_decoding = part.session, part.session.is_decoding
+        base_len = session.committed_len
+        pruning = session.commit(verdict.token_ids, verdict.chances)
+        accepted = [node for node in pruning.matched if id(node) in part.slots]
+        self.moves += [(part.slots[id(node)], session.pages.slot(node.position)) for node in accepted]
+        self.free_scratch(part)
+        session.pages.mark_computed(base_len + len(accepted))
+        session.tally.count(
+            num_draft_tokens=len(part.nodes), num_accepted=len(accepted), hit=pruning.hit, batch_size=batch_size
+        )
+        unverified = [node for node in (*pruning.matched, *pruning.dead) if id(node) not in part.slots]
+        self.report.unverified_by.update(node.first_source for node in unverified)
+        if was_decoding:
+            self._count_round(part, accepted, hit=pruning.hit)
+        outcome = session.hand_out(base_len, now_s)
+        if outcome.result is not None:
+            self.drop(session)
+        else:
+            self.tier.tell(session, now_s)
+        if session.traced:
+            round_ = session.round(len(part.nodes), len(accepted), batch_size) if was_decoding else session.start()
+            self.report.traced.append(round_)
+        return session.serial, outcome
+
+    def _count_round(self, part: Part[SessionT], accepted: Sequence[Node], *, hit: bool) -> None:
+        self.report.gammas.append(len(part.nodes))
+        if not part.nodes:
+            return
+        self.report.accepted.append(len(accepted))
+        # Those still alive lie beyond the end of the text: nothing was chosen in their place.
+        judged = [node for node in part.nodes if node.state is not NodeState.LIVE]
+        self.report.verified_by.update(node.first_source for node in judged)
+        self.report.accepted_by.update(node.first_source for node in accepted)
+        self.report.num_hits += hit
+        self.report.num_misses += not hit
+
+    def give_up(self, part: Part[SessionT]) -> None:
+        """The step gave a session nothing to choose from; it ends.
+
+        Whether a page of its own or one from the cache is at fault cannot be told: what others go on to compute from
+        the same pages is not relied on either.
+        """
+        doubtful = set(part.session.pages.blocks)
+        for each in self._running:
+            if not doubtful.isdisjoint(each.pages.blocks):
+                each.pages.forget()
+        self.free_scratch(part)
+        self.drop(part.session)
+
+    def free_scratch(self, part: Part[SessionT]) -> None:
+        """Gives back the slots of a part's nodes."""
+        for slot in part.slots.values():
+            self._scratch.give_back(slot)
+
+    def end_step(self, plan: StepPlan[SessionT], now_s: float) -> None:
+        """The step is over; the allocator is told the whole cycle, for events and waiting are paid for too."""
+        for session in self._running:
+            if session.prefilled_to > session.pages.num_computed:
+                session.pages.mark_computed(session.prefilled_to)
+        if not plan.num_rows:
+            return
+        self._idle_since_s = now_s
+        seconds = now_s - plan.started_s
+        self.report.seconds = seconds
+        if not plan.num_prefill_rows:
+            self._step_s += STEP_SMOOTHING * (seconds - self._step_s)
+        # A row is a row; but where most of them are prefill, attention over long chunks is what is paid for.
+        if self._cycle_since_s is not None and not plan.is_mostly_prefill:
+            self._allocator.observe(
+                rows=plan.num_rows,
+                guesses=sum(self.report.gammas),
+                mode=plan.mode,
+                seconds=now_s - self._cycle_since_s,
+                mixed=plan.num_prefill_rows > 0,
+            )
+        self._cycle_since_s = now_s if self._running else None
+
+    def take_report(self, plan: StepPlan[SessionT]) -> StepReport:
+        """What the step did; the next one has a report of its own."""
+        report, self.report = self.report, StepReport()
+        report.num_rows, report.num_decoding = plan.num_rows, len(report.gammas)
+        report.prefix_queries, report.prefix_hits = self.pool.take_counts()
+        return report
+
+    def describe(self, report: StepReport) -> StepReport:
+        """Puts how things stand now into a report."""
+        report.num_running = len(self._running)
+        report.num_waiting = len(self._waiting)
+        report.lag_tokens = max((session.link.lag_tokens for session in self._running), default=0)
+        report.kv_usage = self.pool.num_used / self.pool.num_blocks
+        return report
+
+    def take_outcomes(self) -> list[Outcome]:
+        """What is to be told of sessions now."""
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes

@@ -1,0 +1,94 @@
+"""What a verifier's next step computes: planned before it runs, so that drafters hear of it first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from paceline.core.scheduled_session import ScheduledSession
+from paceline.core.step_cost import StepMode
+from paceline.core.tree import Node
+
+SessionT = TypeVar("SessionT", bound=ScheduledSession)
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[SessionT]):
+    """One session in a step.
+
+    Attributes:
+        session: Whose rows these are.
+        start: First committed position whose row is computed.
+        stop: One more than the last.
+        nodes: Guesses beyond the committed tokens that are verified, parents before children.
+        slots: Their scratch slots, by `id` of the node.
+    """
+
+    session: SessionT
+    start: int
+    stop: int
+    nodes: tuple[Node, ...]
+    slots: Mapping[int, int]
+
+    @property
+    def commits(self) -> bool:
+        """Whether the step gives the session a token: its last committed token is among the rows."""
+        return self.stop == self.session.committed_len
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step."""
+        return self.stop - self.start + len(self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan(Generic[SessionT]):
+    """One step.
+
+    Attributes:
+        started_s: When it was planned.
+        mode: Whether drafters work meanwhile.
+        decoding: Sessions that verify guesses, or decode plainly.
+        reading: Sessions whose prompts are computed.
+    """
+
+    started_s: float
+    mode: StepMode
+    decoding: list[Part[SessionT]]
+    reading: list[Part[SessionT]]
+
+    @property
+    def parts(self) -> list[Part[SessionT]]:
+        """All sessions of the step."""
+        return self.decoding + self.reading
+
+    @property
+    def num_rows(self) -> int:
+        """Rows to compute; 0: there is nothing to do."""
+        return sum(part.num_rows for part in self.decoding) + self.num_prefill_rows
+
+    @property
+    def num_prefill_rows(self) -> int:
+        """Those of prompts."""
+        return sum(part.num_rows for part in self.reading)
+
+    @property
+    def is_mostly_prefill(self) -> bool:
+        """Whether most rows are those of prompts."""
+        return 2 * self.num_prefill_rows > self.num_rows
+
+    @property
+    def batch_size(self) -> int:
+        """Sessions that get tokens."""
+        return len(self.decoding) + sum(part.commits for part in self.reading)
+
+
+def ancestor_slots(node: Node, slots: Mapping[int, int]) -> list[int]:
+    """Scratch slots of a node's ancestors below the root, oldest first."""
+    path: list[int] = []
+    above = node.parent
+    while above is not None and id(above) in slots:
+        path.append(slots[id(above)])
+        above = above.parent
+    return path[::-1]
