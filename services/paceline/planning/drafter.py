@@ -29,26 +29,22 @@ class SimulatedDraft:
     """One session at its drafter.
 
     Args:
-        number: Which session.
         opened: What the verifier told of it.
-        prompt_len: Tokens of its prompt; of these, `opened` holds the last alone.
     """
 
-    def __init__(self, number: int, opened: OpenSession, prompt_len: int) -> None:
-        self.number = number
+    def __init__(self, opened: OpenSession) -> None:
+        self.number = int(opened.session_id)
         self.mirror = DrafterSession(opened)
-        self._prompt_len = prompt_len
         self.expanded: set[int] = set()
         self.growth = TreeGrowth(self.mirror, self.expanded)
         self._frontier: list[Node] | None = None
-        # Tokens beyond the prompt's last whose KV is computed; negative while the prompt is not.
-        self.computed = 1 - prompt_len
-        self.computed_to = self.computed
+        # Tokens whose KV is computed.
+        self.computed = self.computed_to = 0
 
     @property
     def num_tokens(self) -> int:
-        """Committed tokens, the whole prompt included."""
-        return self._prompt_len - 1 + len(self.mirror.tokens)
+        """Committed tokens."""
+        return len(self.mirror.tokens)
 
     @property
     def num_missing(self) -> int:
@@ -106,20 +102,18 @@ class SimulatedDrafter:
         self._sessions: dict[str, SimulatedDraft] = {}
         self._said: list[DraftNodes] = []
         self._expansions: list[_Expansion] = []
-        self.num_paired = 0
 
-    def open(self, number: int, message: OpenSession, prompt_len: int) -> SimulatedDraft | None:
-        """A verifier opened a session; None, and it goes without drafts, where there is no room for it."""
-        device = self._facts.device
-        held = sum(session.num_tokens for session in self._sessions.values())
-        if len(self._sessions) >= device.max_sessions or held + prompt_len > device.kv_tokens:
-            return None
-        return self._sessions.setdefault(message.session_id, SimulatedDraft(number, message, prompt_len))
+    @property
+    def session_ids(self) -> list[str]:
+        """Sessions that it drafts for."""
+        return list(self._sessions)
 
     def handle(self, message: ToDrafter) -> None:
         """Takes in a message about a session."""
         session = self._sessions.get(message.session_id)
         match message:
+            case OpenSession():
+                self._open(message)
             case Commit() if session is not None:
                 released = session.commit(message)
                 if released is not None:
@@ -128,6 +122,13 @@ class SimulatedDrafter:
                 self._sessions.pop(message.session_id, None)
             case _:
                 pass
+
+    def _open(self, message: OpenSession) -> None:
+        """A verifier opened a session; it goes without drafts where there is no room for it."""
+        device = self._facts.device
+        held = sum(session.num_tokens for session in self._sessions.values())
+        if len(self._sessions) < device.max_sessions and held + len(message.token_ids) <= device.kv_tokens:
+            self._sessions[message.session_id] = SimulatedDraft(message)
 
     @property
     def has_work(self) -> bool:
@@ -186,7 +187,8 @@ class SimulatedDrafter:
         return said
 
     def _guesses(self, each: _Expansion) -> Guesses:
-        position = each.node.position + 1
+        # Position 0 is the prompt's last token.
+        position = each.node.position + 2 - each.session.mirror.prompt_len
         if not is_right(each.node):
             # Some hundred places stand for all that lie off the text.
             position = STRIDE * (1 + each.node.node_id % 8) + position % 32

@@ -8,60 +8,63 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline.core.allocator import Goodput
-from paceline.core.messages import DraftNodes, OpenSession, ToDrafter
-from paceline.core.step_cost import StepCost, StepTimes
+from paceline.core.messages import DraftNodes, ToDrafter
+from paceline.core.step_cost import KNOTS, StepCost, StepTimes
+from paceline.core.step_plan import StepPlan
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Act, Events
 from paceline.planning.profile import DeviceFacts, DrafterFacts, Profile
-from paceline.planning.verifier import SimulatedSession, SimulatedStream, SimulatedVerifier, StepPlan
+from paceline.planning.verifier import Asked, SimulatedSession, SimulatedVerifier
 
 # What a co-located draft step is taken to last before one was seen, and the weight of a new one; as in the engine.
 FIRST_DRAFT_S, SMOOTHING = 1e-4, 0.1
-# Points of a start-up profile; see `paceline.core.step_cost`.
-_STARTING_ROWS = (1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Address of a drafter inside a verifier.
+OWN = "inside"
 
 
 class DrafterProcess:
     """A drafter of the tier.
 
     Args:
+        address: What verifiers know it by.
         profile: Facts.
         events: The simulation's.
     """
 
-    def __init__(self, profile: Profile, events: Events) -> None:
+    def __init__(self, address: str, profile: Profile, events: Events) -> None:
+        self.address = address
         self.num_sessions = 0
         self._facts = profile.drafter
         self._drafter = SimulatedDrafter(profile.drafter, profile.truth)
         self._events = events
         self._link_s = profile.link_s
         self._verifiers: dict[str, VerifierProcess] = {}
-        self._inbox: list[tuple[SimulatedSession, ToDrafter]] = []
+        self._inbox: list[ToDrafter] = []
         self._busy = False
 
-    def pair(self, session: SimulatedSession, verifier: VerifierProcess) -> None:
+    def pair(self, session_id: str, verifier: VerifierProcess) -> None:
         """Drafts for a session from now on."""
-        self._verifiers[session.draft.session_id] = verifier
+        self._verifiers[session_id] = verifier
         self.num_sessions += 1
 
-    def part(self, session: SimulatedSession) -> None:
+    def part(self, session_id: str) -> None:
         """The session has ended."""
-        del self._verifiers[session.draft.session_id]
+        del self._verifiers[session_id]
         self.num_sessions -= 1
 
-    def send(self, session: SimulatedSession, message: ToDrafter) -> None:
-        """A verifier sends a message."""
-        self._events.after(self._link_s, lambda: self._hear(session, message))
+    def send(self, messages: Sequence[ToDrafter]) -> None:
+        """A verifier sends messages."""
+        self._events.after(self._link_s, lambda: self._hear(messages))
 
-    def _hear(self, session: SimulatedSession, message: ToDrafter) -> None:
-        self._inbox.append((session, message))
+    def _hear(self, messages: Sequence[ToDrafter]) -> None:
+        self._inbox += messages
         if not self._busy:
             self._go_on()
 
     def _go_on(self) -> None:
         inbox, self._inbox = self._inbox, []
-        for session, message in inbox:
-            _tell(self._drafter, session, message)
+        for message in inbox:
+            self._drafter.handle(message)
         self._busy = self._drafter.has_work
         if self._busy:
             seconds = self._drafter.start_step() * self._events.luck(self._facts.device.noise)
@@ -74,7 +77,7 @@ class DrafterProcess:
             if verifier is not None:
                 said.setdefault(verifier, []).append(nodes)
         for verifier, messages in said.items():
-            self._events.after(self._link_s, _received_by(verifier, messages))
+            self._events.after(self._link_s, _received_by(verifier, self.address, messages))
         self._go_on()
 
 
@@ -85,7 +88,7 @@ class VerifierProcess:
         profile: Facts.
         events: The simulation's.
         colocated: Whether it drafts itself.
-        num_cohorts: See `SimulatedVerifier`.
+        drafters: Those of the tier.
         on_end: Told of every session that ends.
     """
 
@@ -95,45 +98,42 @@ class VerifierProcess:
         events: Events,
         *,
         colocated: bool,
-        num_cohorts: int = 1,
+        drafters: Sequence[DrafterProcess] = (),
         on_end: Callable[[SimulatedSession], None],
     ) -> None:
         self._events = events
         self._facts = profile.target
         self._own = _OwnDrafter(profile.colocated, profile, events) if colocated else None
+        self._drafters = {drafter.address: drafter for drafter in drafters}
         allocator = Goodput(max_nodes=profile.most_nodes)
         # A co-located drafter's time is its own, not a share of the verifier's.
         overhead = 0.0 if colocated else profile.drafting_overhead
         plain = starting_cost(profile.target)
         allocator.times = StepTimes(plain, plain.scaled(1.0 + overhead))
+        addresses = (OWN,) if colocated else tuple(self._drafters)
         self.verifier = SimulatedVerifier(
-            profile.target, allocator, overhead=overhead, num_cohorts=num_cohorts, say=self._say, on_end=on_end
+            profile.target, allocator, overhead=overhead, drafters=addresses, on_end=on_end
         )
         self._inbox: list[Act] = []
         self._busy = False
         self._num_waits = 0
 
-    def submit(self, session: SimulatedSession) -> None:
-        """A session arrives."""
-        self._post(lambda: self.verifier.submit(session, self._events.now_s))
+    def submit(self, asked: Asked, drafter: DrafterProcess | None) -> None:
+        """A request arrives, with its drafter, if it has one of the tier."""
+        address = drafter.address if drafter is not None else OWN if self._own is not None else ""
+        self._post(lambda: self.verifier.submit(asked, address, self._events.now_s))
 
-    def receive(self, messages: Sequence[DraftNodes]) -> None:
+    def receive(self, address: str, messages: Sequence[DraftNodes]) -> None:
         """What a drafter's step had to say arrives."""
         arrived_s = self._events.now_s
+        self._post(lambda: self.verifier.receive(address, messages, arrived_s))
 
-        def take_in() -> None:
-            for nodes in messages:
-                self.verifier.receive(nodes, arrived_s)
-
-        self._post(take_in)
-
-    def own_stream(self) -> SimulatedStream | None:
-        """The drafter inside it."""
-        return None if self._own is None else self._own.stream
-
-    def _say(self, session: SimulatedSession, message: ToDrafter) -> None:
-        assert session.stream is not None, "sessions without a drafter have nobody to tell"
-        session.stream.send(session, message)
+    def _say(self) -> None:
+        for address, messages in self.verifier.take().items():
+            if self._own is not None:
+                self._own.hear(messages)
+            else:
+                self._drafters[address].send(messages)
 
     def _post(self, act: Act) -> None:
         self._inbox.append(act)
@@ -146,7 +146,8 @@ class VerifierProcess:
         inbox, self._inbox = self._inbox, []
         for act in inbox:
             act()
-        if not self.verifier.has_work:
+        if not self.verifier.scheduler.num_sessions:
+            self._say()
             return
         self._num_waits += 1
         if self._own is not None:
@@ -170,27 +171,28 @@ class VerifierProcess:
 
     def _draft_or_step(self, own: _OwnDrafter) -> None:
         now_s = self._events.now_s
-        if not own.drafter.has_work or not self.verifier.drafts_pay(own.draft_s, now_s):
+        if not own.drafter.has_work or not self.verifier.scheduler.drafts_pay(own.draft_s, now_s):
             self._step()
             return
 
         def drafted() -> None:
             own.took(self._events.now_s - now_s)
-            for nodes in own.drafter.end_step():
-                self.verifier.receive(nodes, self._events.now_s)
+            self.verifier.receive(OWN, own.drafter.end_step(), self._events.now_s)
             self._draft_or_step(own)
 
         self._events.after(own.start_step(), drafted)
 
     def _step(self) -> None:
+        """Plans a step; what is known before it runs goes out while it does."""
         self._busy = True
-        plan = self.verifier.plan(self._events.now_s)
-        started_s = self._events.now_s
-        seconds = plan.seconds * self._events.luck(self._facts.noise)
-        self._events.after(seconds, lambda: self._end_step(plan, started_s))
+        plan = self.verifier.scheduler.plan(self._events.now_s)
+        self._say()
+        seconds = self.verifier.seconds(plan) * self._events.luck(self._facts.noise)
+        self._events.after(seconds, lambda: self._end_step(plan))
 
-    def _end_step(self, plan: StepPlan, started_s: float) -> None:
-        self.verifier.finish(plan, started_s=started_s, now_s=self._events.now_s)
+    def _end_step(self, plan: StepPlan[SimulatedSession]) -> None:
+        self.verifier.finish(plan, self._events.now_s)
+        self._say()
         self._drive()
 
 
@@ -199,10 +201,14 @@ class _OwnDrafter:
 
     def __init__(self, facts: DrafterFacts, profile: Profile, events: Events) -> None:
         self.drafter = SimulatedDrafter(facts, profile.truth)
-        self.stream = SimulatedStream(send=self._hear)
         self.draft_s = FIRST_DRAFT_S
         self._facts = facts
         self._events = events
+
+    def hear(self, messages: Sequence[ToDrafter]) -> None:
+        """The verifier says something."""
+        for message in messages:
+            self.drafter.handle(message)
 
     def start_step(self) -> float:
         """Plans a draft step; returns its seconds."""
@@ -212,22 +218,12 @@ class _OwnDrafter:
         """A draft step took so long."""
         self.draft_s += SMOOTHING * (seconds - self.draft_s)
 
-    def _hear(self, session: SimulatedSession, message: ToDrafter) -> None:
-        _tell(self.drafter, session, message)
-
 
 def starting_cost(facts: DeviceFacts) -> StepCost:
     """What a start-up profile would say: steps of so many rows of a session each, without KV."""
-    rows = tuple(count for count in _STARTING_ROWS if count <= max(4, facts.max_rows))
+    rows = tuple(count for count in KNOTS if count <= max(4, facts.max_rows))
     return StepCost(rows=rows, seconds=tuple(facts.seconds(count, num_sessions=1) for count in rows))
 
 
-def _received_by(verifier: VerifierProcess, messages: Sequence[DraftNodes]) -> Act:
-    return lambda: verifier.receive(messages)
-
-
-def _tell(drafter: SimulatedDrafter, session: SimulatedSession, message: ToDrafter) -> None:
-    if isinstance(message, OpenSession):
-        drafter.open(session.asked.number, message, session.asked.num_prompt_tokens)
-    else:
-        drafter.handle(message)
+def _received_by(verifier: VerifierProcess, address: str, messages: Sequence[DraftNodes]) -> Act:
+    return lambda: verifier.receive(address, messages)

@@ -18,8 +18,6 @@ from paceline.json_file import read_object
 from paceline.planning.guesses import DrawnGuesses, GuessSource, RecordedGuesses, RecordedPlace
 
 MEASURED, COMPUTED = "measured", "computed"
-# Tokens of a page of KV.
-BLOCK = 16
 # In a file `rows` are those of the step's table; how a drafter drafts goes by the names of its flags.
 _DRAFTING = {"draft_width": "width", "draft_rows": "rows", "draft_rows_per_session": "rows_per_session"}
 SHIPPED = Path(__file__).with_name("profiles")

@@ -15,7 +15,7 @@ from paceline.planning.events import Events
 from paceline.planning.guesses import DrawnGuesses, texts_of
 from paceline.planning.processes import DrafterProcess, VerifierProcess
 from paceline.planning.profile import Profile
-from paceline.planning.verifier import Asked, SimulatedSession, SimulatedStream
+from paceline.planning.verifier import Asked, SimulatedSession
 
 PERCENTILES = (50, 95, 99)
 
@@ -36,23 +36,19 @@ class Cell:
         way: How drafts are made.
         num_verifiers: Replicas.
         num_drafters: Replicas.
-        num_cohorts: Parts of a verifier's sessions that take turns in its steps; fleets have 1.
 
     Raises:
-        ConfigError: There is no verifier or cohort, or a drafter where the way has no use for one.
+        ConfigError: There is no verifier, or a drafter where the way has no use for one.
     """
 
     way: Way
     num_verifiers: int = 1
     num_drafters: int = 0
-    num_cohorts: int = 1
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
         if self.num_verifiers < 1:
             raise ConfigError(f"num_verifiers must be at least 1, got {self.num_verifiers}")
-        if self.num_cohorts < 1:
-            raise ConfigError(f"num_cohorts must be at least 1, got {self.num_cohorts}")
         if (self.num_drafters > 0) != (self.way is Way.TIER):
             raise ConfigError(f"num_drafters must be at least 1 with a {Way.TIER.value} and 0 otherwise")
 
@@ -151,19 +147,19 @@ class _CellAtWork:
         self._profile = profile
         self._way = cell.way
         self._on_end = on_end
+        self._drafters = [
+            DrafterProcess(f"drafter-{number}", profile, self.events) for number in range(cell.num_drafters)
+        ]
         self._verifiers = [
             VerifierProcess(
                 profile,
                 self.events,
                 colocated=cell.way is Way.COLOCATED,
-                num_cohorts=cell.num_cohorts,
+                drafters=self._drafters,
                 on_end=self._ended,
             )
             for _ in range(cell.num_verifiers)
         ]
-        self._drafters = [DrafterProcess(profile, self.events) for _ in range(cell.num_drafters)]
-        # By verifier: those to the drafters.
-        self._streams = [[SimulatedStream(send=drafter.send) for drafter in self._drafters] for _ in self._verifiers]
         self._paired: dict[int, DrafterProcess] = {}
         self._num_sessions = [0] * cell.num_verifiers
         self._placed: dict[int, int] = {}
@@ -184,22 +180,18 @@ class _CellAtWork:
         verifier = self._verifiers[index]
         self._num_sessions[index] += 1
         self._placed[asked.number] = index
-        stream = verifier.own_stream()
-        if self._drafters:
-            chosen = min(range(len(self._drafters)), key=lambda number: self._drafters[number].num_sessions)
-            stream = self._streams[index][chosen]
-        session = SimulatedSession(asked, self._profile.most_nodes, stream)
-        if self._drafters:
-            self._paired[asked.number] = self._drafters[chosen]
-            self._drafters[chosen].pair(session, verifier)
-        verifier.submit(session)
+        drafter = min(self._drafters, key=lambda each: each.num_sessions, default=None)
+        if drafter is not None:
+            self._paired[asked.number] = drafter
+            drafter.pair(str(asked.number), verifier)
+        verifier.submit(asked, drafter)
 
     def _ended(self, session: SimulatedSession) -> None:
         number = session.asked.number
         self._num_sessions[self._placed.pop(number)] -= 1
         drafter = self._paired.pop(number, None)
         if drafter is not None:
-            drafter.part(session)
+            drafter.part(session.session_id)
         self._on_end(session.asked)
 
 

@@ -19,25 +19,30 @@ def facts(**device: float) -> DrafterFacts:
     return replace(drafter, device=replace(drafter.device, **device))
 
 
-def opened(number: int) -> OpenSession:
-    sampling = SamplingParams(max_tokens=50)
+def opened(number: int, prompt_len: int) -> OpenSession:
     return OpenSession(
-        session_id=str(number), epoch=1, token_ids=(RIGHT,), prompt_len=1, sampling=sampling, price=0.1, room=8
+        session_id=str(number),
+        epoch=1,
+        token_ids=(RIGHT,) * prompt_len,
+        prompt_len=prompt_len,
+        sampling=SamplingParams(max_tokens=50),
+        price=0.1,
+        room=8,
     )
 
 
 def test_sessions_that_find_no_room_for_their_prompt_go_without_drafts() -> None:
     drafter = SimulatedDrafter(facts(kv_tokens=100), SureGuesses(right=True))
-    assert drafter.open(0, opened(0), 60) is not None
-    assert drafter.open(1, opened(1), 60) is None
-    assert drafter.open(2, opened(2), 40) is not None
+    for number, prompt_len in enumerate((60, 60, 40)):
+        drafter.handle(opened(number, prompt_len))
+    assert drafter.session_ids == ["0", "2"]
 
 
 def test_a_draft_step_reads_the_kv_of_its_sessions() -> None:
     def first_step_s(kv_token_s: float) -> float:
         drafter = SimulatedDrafter(facts(kv_token_s=kv_token_s), SureGuesses(right=True))
         for number, prompt_len in enumerate((30, 70)):
-            drafter.open(number, opened(number), prompt_len)
+            drafter.handle(opened(number, prompt_len))
         return drafter.start_step()
 
     assert first_step_s(1e-5) - first_step_s(0.0) == pytest.approx(100e-5)

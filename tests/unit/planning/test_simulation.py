@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
 from paceline.arrivals import Arrival
 from paceline.core.allocator import Goodput
 from paceline.core.errors import ConfigError
-from paceline.core.session import DrafterSession, VerifierSession
+from paceline.core.scheduler import Scheduler
+from paceline.core.session import DrafterSession
 from paceline.core.step_cost import StepCost
-from paceline.core.tree import DraftTree
 from paceline.core.tree_growth import TreeGrowth
-from paceline.planning.drafter import SimulatedDrafter
+from paceline.planning.drafter import SimulatedDraft
 from paceline.planning.events import Events
 from paceline.planning.processes import VerifierProcess
 from paceline.planning.simulation import Cell, Outcome, Way, run_closed, run_open
-from paceline.planning.verifier import Asked, SimulatedSession, SimulatedStream
 from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
+from tests.unit.planning.test_drafter import opened
 
 PLAIN = Cell(way=Way.PLAIN)
 TIER = Cell(way=Way.TIER, num_drafters=1)
-TWO_COHORTS = Cell(way=Way.TIER, num_drafters=1, num_cohorts=2)
 COLOCATED = Cell(way=Way.COLOCATED)
 WAYS = pytest.mark.parametrize("cell", [PLAIN, TIER, COLOCATED], ids=lambda cell: cell.way.name)
 MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(20)]
@@ -57,19 +55,6 @@ def test_without_speculation_every_step_takes_what_its_rows_take(streams: int) -
     assert outcome.requests[0].num_steps == 23
     assert outcome.requests[0].pieces[-1][0] == pytest.approx(STEP_S + 23 * step_s + profile().door_s)
     assert outcome.gamma == 0.0
-
-
-def test_cohorts_take_turns_so_that_each_has_every_other_step() -> None:
-    outcome = run_closed(profile(), replace(PLAIN, num_cohorts=2), equal(8, num_prompt_tokens=1), streams=8)
-    # Steps of four of the eight, whose tokens wait for the others' step.
-    assert outcome.itl_s()[0] == pytest.approx(2 * (STEP_S + 3 * ROW_S))
-
-
-def test_a_cohort_whose_sessions_have_ended_gives_up_its_turns() -> None:
-    arrivals = [Arrival(0.0, 1, 2), Arrival(0.0, 1, 40)]
-    outcome = run_open(profile(), replace(PLAIN, num_cohorts=2), arrivals)
-    assert outcome.requests[1].num_steps == 39
-    assert outcome.itl_s()[0] == pytest.approx(STEP_S)
 
 
 def test_prompts_are_computed_in_chunks_of_what_a_step_holds() -> None:
@@ -133,17 +118,12 @@ def test_a_distant_drafter_is_of_less_use() -> None:
     assert rates == sorted(rates, reverse=True)
 
 
-def test_policy_trees_and_session_ends_are_those_of_core() -> None:
+def test_scheduler_policy_trees_and_session_ends_are_those_of_core() -> None:
     facts = profile()
     process = VerifierProcess(facts, Events(0), colocated=False, on_end=lambda _: None)
+    assert type(process.verifier.scheduler) is Scheduler
     assert type(process.verifier.allocator) is Goodput
-    stream = SimulatedStream(send=lambda *_: None)
-    session = SimulatedSession(Asked(number=0, at_s=0.0, num_prompt_tokens=3, num_output_tokens=9), 12, stream)
-    assert type(session.draft) is VerifierSession
-    assert type(session.draft.tree) is DraftTree
-    drafter = SimulatedDrafter(facts.drafter, facts.truth)
-    drafted = drafter.open(0, session.draft.open(), 3)
-    assert drafted is not None
+    drafted = SimulatedDraft(opened(0, 3))
     assert (type(drafted.mirror), type(drafted.growth)) == (DrafterSession, TreeGrowth)
 
 
