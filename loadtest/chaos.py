@@ -65,7 +65,7 @@ from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import Endpoint, FleetSpec
 from paceline.cluster.supervisor import BackOff
 from paceline.resuming import ResumingClient
-from paceline.store.base import open_store
+from paceline.store.opening import open_store
 
 # Longest time without a token: on two cores a verifier takes 10 to 20 s to start, and contexts are computed anew.
 PATIENCE_S = 120.0

@@ -16,12 +16,13 @@ from statistics import median
 import numpy as np
 
 from paceline.core.allocator import Allocation, Demand, FixedGamma, Goodput
+from paceline.core.draft_scheduler import DraftLimits, VerifierSaid
 from paceline.core.messages import Commit, CommittedTokens, DraftNodes, GenerateRequest, NodeGuess, OpenSession
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepCost
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
-from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierSaid
 from paceline.engine.decoder import load_decoder
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
 from paceline.planning.guesses import RecordedPlace

@@ -39,7 +39,7 @@ from paceline.cluster.spec import FleetSpec
 from paceline.cluster.supervisor import BackOff
 from paceline.core.params import DRAFT_MODEL
 from paceline.resuming import ResumingClient
-from paceline.store.base import open_store
+from paceline.store.opening import open_store
 
 MOST_PAUSE_S = 1.0
 MOST_DRAFTLESS_S = 1.0

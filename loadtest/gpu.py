@@ -22,13 +22,14 @@ import torch
 
 from loadtest.gpu_models import SHAPES, ImposedDecoder, RandomModel, mix
 from paceline.core.allocator import FixedGamma
+from paceline.core.draft_scheduler import DraftLimits, VerifierSaid
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, SpeculationRecord
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
-from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierSaid
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder, LlamaDecoder
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.kv import KVCache
 from paceline.engine.target import TargetEngine
 

@@ -30,7 +30,8 @@ from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracing, open_tracing
 from paceline.serving import GrpcServer, grpc_server, settle_heap, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
-from paceline.store.base import Replica, Store, open_store, require
+from paceline.store.base import Replica, Store, require
+from paceline.store.opening import open_store
 from paceline.supervision import Supervisor, Work
 
 logger = logging.getLogger(__name__)

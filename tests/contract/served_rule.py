@@ -26,9 +26,8 @@ from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import BLOCK, SamplingParams, SpeculationParams
 from paceline.core.rules import Rules
 from paceline.core.tree import Node, best_first
-from paceline.drafting import drafted_session
-from paceline.drafting.drafted_session import DraftedSession
-from paceline.engine import target_session
+from paceline.engine import draft_session, target_session
+from paceline.engine.draft_session import DraftSession
 from paceline.engine.target_session import TargetSession
 from tests.unit.core.toy_models import FloatArray, Law, Model, Tokens, block_cells, cells, prefixes, uniform_cells
 
@@ -172,18 +171,17 @@ class Play:
         self.under_way.clear()
         self.told_len = self.session.committed_len
         opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.open(room=64)]))[1][0]
-        self.drafted = DraftedSession(opened, self.identity, self.pool, SlotPool(first_block=8, num_blocks=2))  # type: ignore[arg-type]
+        self.drafted = DraftSession(opened, self.identity, self.pool, SlotPool(first_block=8, num_blocks=2))  # type: ignore[arg-type]
 
     def grow(self, depth: int) -> None:
         """The drafter grows its chain to a depth, and its message is under way."""
-        mirror = self.drafted.mirror
-        node, path = mirror.tree.root, tuple(mirror.tokens[len(PROMPT) :])
+        node, path = self.drafted.tree.root, tuple(self.drafted.tokens[len(PROMPT) :])
         for _ in range(depth):
             if not node.children:
                 self.drafted.expand(node, self.draft.logits[path], 1)
             node = next(iter(node.children.values()))
             path = (*path, node.token_id)
-        message = mirror.drain()
+        message = self.drafted.drain()
         if message is not None:
             self.under_way.append(message)
 
@@ -223,7 +221,7 @@ class Play:
         self.told_len = self.session.committed_len
         received = wire.draft_request_from_pb(wire.draft_request_to_pb([sent]))[1][0]
         assert isinstance(received, Commit)
-        self.drafted.receive(received, None)  # type: ignore[arg-type]
+        self.drafted.apply(received, [])
 
     # Random numbers
 
@@ -287,9 +285,9 @@ def played(
     def play(chance: Chance) -> Tokens:
         it = Play(acceptance, *models, chance, bugs)
         with monkeypatch.context() as patch:
-            patch.setattr(drafted_session, "uniforms", it.uniforms)
+            patch.setattr(draft_session, "uniforms", it.uniforms)
             patch.setattr(target_session, "uniforms", it.uniforms)
-            patch.setattr(drafted_session, "sparse_draft", it.sparse_draft)
+            patch.setattr(draft_session, "sparse_draft", it.sparse_draft)
             story(it)
         return it.committed
 
@@ -355,7 +353,7 @@ def stories() -> Iterator[tuple[str, Callable[[Play], None]]]:
     def forgets(play: Play) -> None:
         play.grow(2)
         play.deliver()
-        play.drafted.forget()
+        play.drafted.give_up_pages()
         play.verify(1)
         play.tell()
         play.grow(2)

@@ -29,8 +29,8 @@ from paceline.store.base import (
     SessionState,
     Store,
     Written,
-    open_store,
 )
+from paceline.store.opening import open_store
 from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
 
 HOST = "127.0.0.1"

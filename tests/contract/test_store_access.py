@@ -16,7 +16,8 @@ from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.dev_ca import make_certificates
 from paceline.gateway.keys import ApiKey
 from paceline.gateway.rate_limit import WindowRateLimit
-from paceline.store.base import Replica, open_store
+from paceline.store.base import Replica
+from paceline.store.opening import open_store
 
 HOST = "127.0.0.1"
 PASSWORD = "open-sesame"

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.core.allocator import FixedGamma
+from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX, TIER_METHODS
 from paceline.core.rules import Rules
@@ -21,9 +22,9 @@ from paceline.credentials import FleetTls, channel, folder_of, load_tls, only_fo
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint
-from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import load_fusion, states_hash
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine

@@ -7,13 +7,14 @@ import random
 import pytest
 
 from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Cancel, Submit, TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.engine.decoder import load_decoder
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import load_fusion
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine

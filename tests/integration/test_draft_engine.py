@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.core.draft_scheduler import QUIET_S, DraftLimits, VerifierSaid
 from paceline.core.messages import Commit, DraftNodes, OpenSession
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
-from paceline.drafting.draft_model import QUIET_S, DraftEngine, DraftLimits, VerifierSaid
 from paceline.engine.decoder import load_decoder
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.identity import model_identity
 
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from paceline.core.allocator import FixedGamma
+from paceline.core.draft_scheduler import VerifierSaid
 from paceline.core.errors import RemoteProtocolError
+from paceline.core.features import FeatureBuffer, TokensAfterFirst
 from paceline.core.messages import Commit, CommittedStates, LaggingSession, OpenSession
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.target_events import Paired
-from paceline.drafting.draft_model import VerifierSaid
-from paceline.drafting.features import FeatureBuffer, TokensAfterFirst
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import eagle_forward, save_eagle3
 from tests.support.engines import EnginePair
@@ -90,14 +90,14 @@ def test_a_chain_is_what_the_head_says_from_the_targets_features_and_its_own(fol
     checked = 0
     while pair.target.has_work():
         pair.round(draft_steps=6)
-        session = pair.draft._sessions.get((1, "s"))
+        session = pair.draft.scheduler.sessions.get((1, "s"))
         if session is None or session.pages.num_missing:
             continue
-        chain, node = [], session.mirror.tree.root
+        chain, node = [], session.tree.root
         while node.children:
             (node,) = node.children.values()
             chain.append(node.token_id)
-        assert chain[:4] == expected_chain(target, head, session.mirror.tokens, 4)
+        assert chain[:4] == expected_chain(target, head, session.tokens, 4)
         checked += 1
     assert checked > 8
 
@@ -142,8 +142,10 @@ def test_a_drafter_that_dies_and_returns_is_told_all_states_anew(folders, plain,
         if number == 7:
             pair.start_drafter()
         pair.round()
-    assert all(session.features.start > 0 for session in pair.draft._sessions.values() if session.pages.num_computed)
-    assert any(session.mirror.tree.num_nodes for session in pair.draft._sessions.values())
+    assert all(
+        session.features.start > 0 for session in pair.draft.scheduler.sessions.values() if session.pages.num_computed
+    )
+    assert any(session.tree.num_nodes for session in pair.draft.scheduler.sessions.values())
     pair.run()
     assert texts(pair) == plain[sampling]
 
@@ -168,12 +170,12 @@ def test_pages_given_up_are_asked_for_again_once_there_is_room(folders):
     pair.submit("s", prompts(8)[5], SAMPLINGS["greedy"])
     for _ in range(4):
         pair.round()
-    session = pair.draft._sessions[1, "s"]
+    session = pair.draft.scheduler.sessions[1, "s"]
     session.forget()
     assert session.lost_features
     output = pair.target.step()
     pair.draft.handle(VerifierSaid(link=1, messages=output.to_drafters["drafter:1"]))
-    assert (1, "s") not in pair.draft._sessions
+    assert (1, "s") not in pair.draft.scheduler.sessions
     (asked,) = pair.draft.step().to_verifiers[1]
     assert isinstance(asked, LaggingSession)
     assert asked.have_len == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.allocator import Allocator, Goodput
+from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierSaid
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
 from paceline.core.params import SamplingParams, SpeculationParams
@@ -22,8 +23,8 @@ from paceline.core.target_events import (
     TargetLimits,
     TargetOutput,
 )
-from paceline.drafting.draft_model import DraftEngine, DraftLimits, VerifierLeft, VerifierSaid
 from paceline.engine.decoder import Decoder, LlamaDecoder, load_decoder
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
 from paceline.engine.sources import AnySource

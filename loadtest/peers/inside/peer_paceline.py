@@ -23,6 +23,7 @@ os.environ.update(THREAD_SETTINGS)
 
 from paceline import __version__
 from paceline.core.allocator import Allocator, FixedGamma, Goodput
+from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import PacelineError
 from paceline.core.messages import GenerateRequest
 from paceline.core.pages import BLOCK_SIZE
@@ -31,9 +32,9 @@ from paceline.core.step_cost import StepMode
 from paceline.core.target_events import Submit, TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
 

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from paceline.config import loggable, parse
+from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.credentials import load_tls
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
-from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.engine.budget import draft_scratch_blocks
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.process import prepare_process, yield_cpus
 from paceline.hosting import log_memory, serve_model, traces_of
 from paceline.obs.families import service_registry

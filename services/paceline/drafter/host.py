@@ -8,11 +8,12 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
+from paceline.core.draft_scheduler import DraftEvent, VerifierLeft, VerifierSaid
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
 from paceline.drafter.tracing import DraftTraces
-from paceline.drafting.draft_model import DraftEngine, DraftEvent, DraftOutput, VerifierLeft, VerifierSaid
 from paceline.engine.bridge import EngineThread
+from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.obs.metrics import DrafterMetrics, rows_label
 from paceline.obs.tracing import OFF, Tracing
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.core.draft_scheduler import VerifierLeft, VerifierSaid
 from paceline.core.errors import ConfigError
 from paceline.core.messages import CommittedStates, ModelIdentity, OpenSession, ToDrafter
 from paceline.core.params import SamplingParams
-from paceline.drafting.draft_model import DraftEngine, VerifierLeft, VerifierSaid
 from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
 from paceline.heads import is_eagle3

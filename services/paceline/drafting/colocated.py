@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paceline.core.draft_scheduler import VerifierSaid
 from paceline.core.step_cost import StepCost, StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
-from paceline.drafting.draft_model import DraftEngine, VerifierSaid
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.target import TargetEngine
 
 # What stands for the drafter's address; no drafter of the tier can have it.

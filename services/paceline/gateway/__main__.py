@@ -14,7 +14,8 @@ from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text import TextCodec
 from paceline.obs.log import setup_logging
 from paceline.serving import install_signal_handlers, run, settle_heap
-from paceline.store.base import open_store, require
+from paceline.store.base import require
+from paceline.store.opening import open_store
 
 logger = logging.getLogger(__name__)
 

@@ -1,95 +1,26 @@
-"""A simulated drafter: the tree growth of `core` in shared batches, without a model.
-
-It plans steps as `paceline.drafting.draft_model` does: commits first, then the most promising nodes of all sessions.
-"""
+"""A simulated drafter: the very draft scheduler of `core`, with a model that guesses what a profile says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from paceline.core.messages import CloseSession, Commit, DraftNodes, OpenSession, ToDrafter
-from paceline.core.session import DrafterSession
-from paceline.core.tree import Node, NodeState, Pruning
-from paceline.core.tree_growth import MAX_ROOM, Guesses, TreeGrowth
+from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierSaid
+from paceline.core.drafted_session import DraftedSession
+from paceline.core.messages import DraftNodes, ToDrafter
+from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
+from paceline.core.tree import Node, NodeState
+from paceline.core.tree_growth import Guesses
 from paceline.planning.guesses import RIGHT, STRIDE, GuessSource
 from paceline.planning.profile import DrafterFacts
 
 # Sessions of a simulation are as long as its load says; their drafters have context enough.
 CONTEXT_LEN = 1 << 19
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Expansion:
-    session: SimulatedDraft
-    node: Node
-
-
-class SimulatedDraft:
-    """One session at its drafter.
-
-    Args:
-        opened: What the verifier told of it.
-    """
-
-    def __init__(self, opened: OpenSession) -> None:
-        self.number = int(opened.session_id)
-        self.mirror = DrafterSession(opened)
-        self.expanded: set[int] = set()
-        self.growth = TreeGrowth(self.mirror, self.expanded)
-        self._frontier: list[Node] | None = None
-        # Tokens whose KV is computed.
-        self.computed = self.computed_to = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Committed tokens."""
-        return len(self.mirror.tokens)
-
-    @property
-    def num_missing(self) -> int:
-        """Tokens whose KV is still to be computed."""
-        return len(self.mirror.tokens) - self.computed
-
-    def commit(self, message: Commit) -> DraftNodes | None:
-        """Applies a commit; returns what it makes worth sending."""
-        base_len, self._frontier = len(self.mirror.tokens), None
-        pruning = self.mirror.receive(message)
-        if not isinstance(pruning, Pruning):
-            return None
-        self.growth.committed()
-        kept = sum(node.node_id in self.expanded for node in pruning.matched)
-        if self.computed == base_len:
-            self.computed += kept
-        self.expanded.intersection_update({node.node_id for node in self.mirror.tree.nodes()})
-        self.growth.release()
-        return self.mirror.drain() if pruning.hit else None
-
-    def frontier(self) -> list[Node]:
-        """All of `TreeGrowth.frontier`, looked up anew when something has changed; none while tokens are missing."""
-        if self.num_missing:
-            return []
-        if self._frontier is None:
-            self._frontier = self.growth.frontier(MAX_ROOM, CONTEXT_LEN)
-        return self._frontier
-
-    @property
-    def wants_step(self) -> bool:
-        """Whether a draft step has something to do for it."""
-        return self.num_missing > 0 or bool(self.frontier())
-
-    def expand(self, node: Node, guesses: Guesses) -> None:
-        """Takes in what a step computed below a node."""
-        self._frontier = None
-        self.growth.offer(node, guesses)
-
-    def push(self) -> DraftNodes | None:
-        """See `TreeGrowth.push`."""
-        return self.growth.push(lambda: self.wants_step)
+# All verifiers of a simulation speak over one stream: a session's id is its own.
+LINK = 0
 
 
 class SimulatedDrafter:
-    """Sessions of all verifiers of a cell that this drafter drafts for.
+    """Runs the draft scheduler's steps in simulated time.
 
     Args:
         facts: Of the draft model on its device.
@@ -99,101 +30,55 @@ class SimulatedDrafter:
     def __init__(self, facts: DrafterFacts, truth: GuessSource) -> None:
         self._facts = facts
         self._truth = truth
-        self._sessions: dict[str, SimulatedDraft] = {}
-        self._said: list[DraftNodes] = []
-        self._expansions: list[_Expansion] = []
-
-    @property
-    def session_ids(self) -> list[str]:
-        """Sessions that it drafts for."""
-        return list(self._sessions)
-
-    def handle(self, message: ToDrafter) -> None:
-        """Takes in a message about a session."""
-        session = self._sessions.get(message.session_id)
-        match message:
-            case OpenSession():
-                self._open(message)
-            case Commit() if session is not None:
-                released = session.commit(message)
-                if released is not None:
-                    self._said.append(released)
-            case CloseSession():
-                self._sessions.pop(message.session_id, None)
-            case _:
-                pass
-
-    def _open(self, message: OpenSession) -> None:
-        """A verifier opened a session; it goes without drafts where there is no room for it."""
-        device = self._facts.device
-        held = sum(session.num_tokens for session in self._sessions.values())
-        if len(self._sessions) < device.max_sessions and held + len(message.token_ids) <= device.kv_tokens:
-            self._sessions[message.session_id] = SimulatedDraft(message)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do something."""
-        return bool(self._said) or any(
-            session.mirror.has_unsent or session.wants_step for session in self._sessions.values()
+        pool = BlockPool(facts.device.kv_tokens // BLOCK_SIZE)
+        # As in the engine: a quarter as many slots for tree nodes as for tokens.
+        scratch = SlotPool(first_block=pool.num_blocks, num_blocks=max(1, pool.num_blocks // 4))
+        limits = DraftLimits(
+            width=facts.width,
+            max_rows=facts.rows,
+            max_rows_per_session=facts.rows_per_session,
+            max_num_batched_tokens=facts.device.max_rows,
+            max_num_seqs=facts.device.max_sessions,
+        )
+        self.scheduler: DraftScheduler[DraftedSession] = DraftScheduler(
+            pool=pool,
+            scratch=scratch,
+            limits=limits,
+            vocab_size=STRIDE,
+            open_session=lambda opened: DraftedSession(opened, pool, scratch, context_len=CONTEXT_LEN),
         )
 
-    def start_step(self) -> float:
-        """Plans a step; returns the seconds it takes."""
-        if self._said:
-            # What a commit asked for goes out first: a verifier may be waiting for it.
-            return 0.0
-        rows = self._plan_catching_up()
-        rows += self._plan_growth()
-        kv_tokens = sum(session.num_tokens for session in {each.session for each in self._expansions})
-        return self._facts.device.seconds(rows, num_sessions=len(self._sessions), kv_tokens=kv_tokens)
+    def handle(self, messages: Sequence[ToDrafter], now_s: float) -> None:
+        """Takes in messages about sessions."""
+        self.scheduler.handle(VerifierSaid(link=LINK, messages=messages), now_s)
+        self.scheduler.moves.clear()
 
-    def _plan_catching_up(self) -> int:
-        rows = 0
-        for session in self._sessions.values():
-            room = self._facts.device.max_rows - rows
-            if session.num_missing <= 0 or room <= 0:
-                continue
-            count = min(room, session.num_missing)
-            session.computed_to = session.computed + count
-            rows += count
-            if session.num_missing == count and session.growth.wants_nodes:
-                self._expansions.append(_Expansion(session=session, node=session.mirror.tree.root))
-        return rows
+    def seconds(self, plan: DraftPlan[DraftedSession]) -> float:
+        """Expected time of a step."""
+        computed = [*(part.session for part in plan.catching_up), *(each.session for each in plan.growing)]
+        kv_tokens = sum(len(session.tokens) for session in {id(each): each for each in computed}.values())
+        device = self._facts.device
+        return device.seconds(plan.num_rows, num_sessions=self.scheduler.num_sessions, kv_tokens=kv_tokens)
 
-    def _plan_growth(self) -> int:
-        candidates = [
-            (session.mirror.tree.survival(node), session, node)
-            for session in self._sessions.values()
-            for node in session.frontier()[: self._facts.rows_per_session]
-        ]
-        candidates.sort(key=lambda entry: -entry[0])
-        chosen = candidates[: self._facts.rows]
-        for _, session, node in chosen:
-            session.expanded.add(node.node_id)
-            self._expansions.append(_Expansion(session=session, node=node))
-        return len(chosen)
+    def finish(self, plan: DraftPlan[DraftedSession]) -> Sequence[DraftNodes]:
+        """Ends a step; returns what it has to say."""
+        for part in plan.catching_up:
+            if part.expands:
+                self._expand(part.session, part.session.tree.root)
+        for each in plan.growing:
+            self._expand(each.session, each.node)
+        self.scheduler.end_step()
+        to_verifiers, _ = self.scheduler.take()
+        return [message for message in to_verifiers.get(LINK, []) if isinstance(message, DraftNodes)]
 
-    def end_step(self) -> Sequence[DraftNodes]:
-        """Ends the step; returns what it has to say."""
-        expansions, self._expansions = self._expansions, []
-        for each in expansions:
-            each.session.expand(each.node, self._guesses(each))
-        for session in self._sessions.values():
-            session.computed = max(session.computed, session.computed_to)
-            nodes = session.push()
-            if nodes is not None:
-                self._said.append(nodes)
-        said, self._said = self._said, []
-        return said
-
-    def _guesses(self, each: _Expansion) -> Guesses:
+    def _expand(self, session: DraftedSession, node: Node) -> None:
         # Position 0 is the prompt's last token.
-        position = each.node.position + 2 - each.session.mirror.prompt_len
-        if not is_right(each.node):
+        position = node.position + 2 - session.prompt_len
+        if not is_right(node):
             # Some hundred places stand for all that lie off the text.
-            position = STRIDE * (1 + each.node.node_id % 8) + position % 32
-        ranked = self._truth.guesses(each.session.number, position)
-        return Guesses(ranked=list(ranked[: self._facts.width]))
+            position = STRIDE * (1 + node.node_id % 8) + position % 32
+        ranked = self._truth.guesses(int(session.session_id), position)
+        session.offer(node, Guesses(ranked=list(ranked[: self._facts.width])))
 
 
 def is_right(node: Node) -> bool:

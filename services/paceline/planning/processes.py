@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline.core.allocator import Goodput
+from paceline.core.draft_scheduler import DraftPlan
+from paceline.core.drafted_session import DraftedSession
 from paceline.core.messages import DraftNodes, ToDrafter
 from paceline.core.step_cost import KNOTS, StepCost, StepTimes
 from paceline.core.step_plan import StepPlan
@@ -63,16 +65,16 @@ class DrafterProcess:
 
     def _go_on(self) -> None:
         inbox, self._inbox = self._inbox, []
-        for message in inbox:
-            self._drafter.handle(message)
-        self._busy = self._drafter.has_work
+        self._drafter.handle(inbox, self._events.now_s)
+        self._busy = self._drafter.scheduler.has_work
         if self._busy:
-            seconds = self._drafter.start_step() * self._events.luck(self._facts.device.noise)
-            self._events.after(seconds, self._end_step)
+            plan = self._drafter.scheduler.plan(self._events.now_s)
+            seconds = self._drafter.seconds(plan) * self._events.luck(self._facts.device.noise)
+            self._events.after(seconds, lambda: self._end_step(plan))
 
-    def _end_step(self) -> None:
+    def _end_step(self, plan: DraftPlan[DraftedSession]) -> None:
         said: dict[VerifierProcess, list[DraftNodes]] = {}
-        for nodes in self._drafter.end_step():
+        for nodes in self._drafter.finish(plan):
             verifier = self._verifiers.get(nodes.session_id)
             if verifier is not None:
                 said.setdefault(verifier, []).append(nodes)
@@ -131,7 +133,7 @@ class VerifierProcess:
     def _say(self) -> None:
         for address, messages in self.verifier.take().items():
             if self._own is not None:
-                self._own.hear(messages)
+                self._own.drafter.handle(messages, self._events.now_s)
             else:
                 self._drafters[address].send(messages)
 
@@ -171,16 +173,18 @@ class VerifierProcess:
 
     def _draft_or_step(self, own: _OwnDrafter) -> None:
         now_s = self._events.now_s
-        if not own.drafter.has_work or not self.verifier.scheduler.drafts_pay(own.draft_s, now_s):
+        if not own.drafter.scheduler.has_work or not self.verifier.scheduler.drafts_pay(own.draft_s, now_s):
             self._step()
             return
 
+        plan = own.drafter.scheduler.plan(now_s)
+
         def drafted() -> None:
             own.took(self._events.now_s - now_s)
-            self.verifier.receive(OWN, own.drafter.end_step(), self._events.now_s)
+            self.verifier.receive(OWN, own.drafter.finish(plan), self._events.now_s)
             self._draft_or_step(own)
 
-        self._events.after(own.start_step(), drafted)
+        self._events.after(own.seconds(plan), drafted)
 
     def _step(self) -> None:
         """Plans a step; what is known before it runs goes out while it does."""
@@ -205,14 +209,9 @@ class _OwnDrafter:
         self._facts = facts
         self._events = events
 
-    def hear(self, messages: Sequence[ToDrafter]) -> None:
-        """The verifier says something."""
-        for message in messages:
-            self.drafter.handle(message)
-
-    def start_step(self) -> float:
-        """Plans a draft step; returns its seconds."""
-        return self.drafter.start_step() * self._events.luck(self._facts.device.noise)
+    def seconds(self, plan: DraftPlan[DraftedSession]) -> float:
+        """Time of a draft step."""
+        return self.drafter.seconds(plan) * self._events.luck(self._facts.device.noise)
 
     def took(self, seconds: float) -> None:
         """A draft step took so long."""

@@ -12,9 +12,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
-from urllib.parse import urlsplit
 
-from paceline.config import public_url
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
 
@@ -208,31 +206,6 @@ def yields_to(stored: SessionRecord, *, epoch: int, owner: str) -> bool:
     if stored.epoch >= first_owner_epoch(epoch):
         return stored.epoch <= epoch and stored.owner == owner
     return True
-
-
-def open_store(url: str) -> Store:
-    """Opens the store at a URL: `redis://[user:password@]host:port/db`, also `rediss` and `unix`, or `memory://`.
-
-    Nothing is dialled yet. `memory://` is one process's own and serves tests.
-
-    Raises:
-        ConfigError: The URL is none of these.
-    """
-    try:
-        scheme = urlsplit(url).scheme
-    except ValueError as error:
-        raise ConfigError(f"the store's URL cannot be read ({error})") from None
-    if scheme == "memory":
-        from paceline.store.memory import MemoryStore
-
-        return MemoryStore()
-    if scheme in ("redis", "rediss", "unix"):
-        from paceline.store.redis import RedisStore
-
-        return RedisStore(url)
-    raise ConfigError(
-        f"the store's URL must begin with redis://, rediss://, unix:// or memory://, got {public_url(url)!r}"
-    )
 
 
 async def require(store: Store) -> None:

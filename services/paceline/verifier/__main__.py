@@ -12,6 +12,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from paceline.config import loggable, parse
+from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, GenerateRequest, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
@@ -22,9 +23,9 @@ from paceline.credentials import load_tls
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.checkpoint import warm_up as warm_up_draft
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.drafting.draft_model import DraftEngine, DraftLimits
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import load_decoder
+from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
 from paceline.engine.identity import model_identity
 from paceline.engine.process import StepThreads, prepare_process

@@ -33,16 +33,15 @@ def opened(number: int, prompt_len: int) -> OpenSession:
 
 def test_sessions_that_find_no_room_for_their_prompt_go_without_drafts() -> None:
     drafter = SimulatedDrafter(facts(kv_tokens=100), SureGuesses(right=True))
-    for number, prompt_len in enumerate((60, 60, 40)):
-        drafter.handle(opened(number, prompt_len))
-    assert drafter.session_ids == ["0", "2"]
+    drafter.handle([opened(number, prompt_len) for number, prompt_len in enumerate((60, 60, 30))], 0.0)
+    plan = drafter.scheduler.plan(0.0)
+    assert [part.session.session_id for part in plan.catching_up] == ["0", "2"]
 
 
 def test_a_draft_step_reads_the_kv_of_its_sessions() -> None:
     def first_step_s(kv_token_s: float) -> float:
         drafter = SimulatedDrafter(facts(kv_token_s=kv_token_s), SureGuesses(right=True))
-        for number, prompt_len in enumerate((30, 70)):
-            drafter.handle(opened(number, prompt_len))
-        return drafter.start_step()
+        drafter.handle([opened(number, prompt_len) for number, prompt_len in enumerate((30, 70))], 0.0)
+        return drafter.seconds(drafter.scheduler.plan(0.0))
 
     assert first_step_s(1e-5) - first_step_s(0.0) == pytest.approx(100e-5)

@@ -8,17 +8,15 @@ import pytest
 
 from paceline.arrivals import Arrival
 from paceline.core.allocator import Goodput
+from paceline.core.draft_scheduler import DraftScheduler
 from paceline.core.errors import ConfigError
 from paceline.core.scheduler import Scheduler
-from paceline.core.session import DrafterSession
 from paceline.core.step_cost import StepCost
-from paceline.core.tree_growth import TreeGrowth
-from paceline.planning.drafter import SimulatedDraft
+from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
 from paceline.planning.processes import VerifierProcess
 from paceline.planning.simulation import Cell, Outcome, Way, run_closed, run_open
 from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
-from tests.unit.planning.test_drafter import opened
 
 PLAIN = Cell(way=Way.PLAIN)
 TIER = Cell(way=Way.TIER, num_drafters=1)
@@ -118,13 +116,12 @@ def test_a_distant_drafter_is_of_less_use() -> None:
     assert rates == sorted(rates, reverse=True)
 
 
-def test_scheduler_policy_trees_and_session_ends_are_those_of_core() -> None:
+def test_schedulers_and_policy_are_those_of_core() -> None:
     facts = profile()
     process = VerifierProcess(facts, Events(0), colocated=False, on_end=lambda _: None)
     assert type(process.verifier.scheduler) is Scheduler
     assert type(process.verifier.allocator) is Goodput
-    drafted = SimulatedDraft(opened(0, 3))
-    assert (type(drafted.mirror), type(drafted.growth)) == (DrafterSession, TreeGrowth)
+    assert type(SimulatedDrafter(facts.drafter, facts.truth).scheduler) is DraftScheduler
 
 
 def test_the_allocator_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:

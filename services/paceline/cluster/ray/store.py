@@ -16,7 +16,7 @@ from paceline.cluster.supervisor import Supervisor
 from paceline.cluster.valkey import find_server
 from paceline.config import public_url
 from paceline.core.errors import UnavailableError
-from paceline.store.base import open_store
+from paceline.store.opening import open_store
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ from typing import overload
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import CommittedStates
@@ -89,6 +88,6 @@ class FeatureBuffer:
 
 
 def decode_states(message: CommittedStates) -> Features:
-    """The features of a message, float32 [n, width]."""
-    bits = torch.frombuffer(bytearray(message.values), dtype=torch.bfloat16)
-    return bits.float().view(-1, message.width).numpy()
+    """The features of a message, float32 [n, width]; they come as bfloat16, the upper half of a float32."""
+    bits = np.frombuffer(message.values, "<u2").astype(np.uint32)
+    return (bits << 16).view(np.float32).reshape(-1, message.width)

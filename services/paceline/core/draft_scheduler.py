@@ -1,0 +1,350 @@
+"""The drafter's step as arithmetic: which sessions it keeps, which rows are computed, and what verifiers are told.
+
+Every step applies what was committed, expands the most promising nodes of all sessions at once, and pushes the new
+nodes. It never waits for a verdict: while a verifier checks one path, the tree grows where survival is highest. All
+state here is soft and can be rebuilt from committed tokens. It runs no model and reads no clock; the engine, and the
+planner in simulated time, run the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from paceline.core.drafted_session import DraftedSession, quietest
+from paceline.core.errors import LocalProtocolError, RemoteProtocolError
+from paceline.core.messages import (
+    CloseSession,
+    Commit,
+    CommittedStates,
+    LaggingSession,
+    OpenSession,
+    ToDrafter,
+    ToVerifier,
+)
+from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
+from paceline.core.tree import Node, Pruning
+
+SessionT = TypeVar("SessionT", bound=DraftedSession)
+# A verifier's stream, and the id of a session there.
+Key = tuple[int, str]
+
+# Only sessions without a commit for so long give up their pages to others; younger ones would take them back at once.
+QUIET_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierSaid:
+    """Messages that came over one verifier's stream."""
+
+    link: int
+    messages: Sequence[ToDrafter]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierLeft:
+    """A verifier's stream ended; its sessions end here with it."""
+
+    link: int
+
+
+DraftEvent = VerifierSaid | VerifierLeft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLimits:
+    """Bounds of a drafter.
+
+    Attributes:
+        width: Children a node gets at most; 1 grows chains.
+        max_rows: Most tree nodes expanded in one step.
+        max_rows_per_session: Most of these for one session; the next step knows better where to go on.
+        max_num_batched_tokens: Most rows of a step, catching up included.
+        max_num_seqs: Most sessions; more are left to decode without drafts.
+    """
+
+    width: int = 8
+    max_rows: int = 16
+    max_rows_per_session: int = 4
+    max_num_batched_tokens: int = 256
+    max_num_seqs: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CatchingUp(Generic[SessionT]):
+    """Committed tokens of a session whose KV a step computes.
+
+    Attributes:
+        session: Whose.
+        start: First row of its pages.
+        stop: One more than the last.
+        expands: Whether the children of the root are wanted, too.
+    """
+
+    session: SessionT
+    start: int
+    stop: int
+    expands: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion(Generic[SessionT]):
+    """A node whose children a step computes, in its scratch slot."""
+
+    session: SessionT
+    node: Node
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan(Generic[SessionT]):
+    """One step."""
+
+    catching_up: list[CatchingUp[SessionT]] = field(default_factory=list)
+    growing: list[Expansion[SessionT]] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows to compute; 0: there is nothing to do."""
+        return sum(each.stop - each.start for each in self.catching_up) + len(self.growing)
+
+
+class DraftScheduler(Generic[SessionT]):
+    """The sessions of all verifiers at one drafter; see the module docstring.
+
+    Args:
+        pool: Pages for committed tokens.
+        scratch: Slots for tree nodes.
+        limits: Bounds.
+        vocab_size: Of the draft model.
+        open_session: Makes a session of what a verifier told of it; raises `LocalProtocolError` where the draft model
+            cannot draft for it.
+
+    Attributes:
+        moves: KV that is to be moved before the next step, from slot to slot.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        scratch: SlotPool,
+        limits: DraftLimits,
+        vocab_size: int,
+        open_session: Callable[[OpenSession], SessionT],
+    ) -> None:
+        self.pool = pool
+        self.moves: list[tuple[int, int]] = []
+        self._scratch = scratch
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._open_session = open_session
+        self._sessions: dict[Key, SessionT] = {}
+        # Sessions that cannot be drafted for; they are left alone until they are closed or opened anew.
+        self._refused: set[Key] = set()
+        self._outgoing: dict[int, list[ToVerifier]] = {}
+        self._broken: dict[int, RemoteProtocolError] = {}
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions of all verifiers."""
+        return len(self._sessions)
+
+    @property
+    def sessions(self) -> dict[Key, SessionT]:
+        """All sessions."""
+        return self._sessions
+
+    @property
+    def has_work(self) -> bool:
+        """True while a session lags or has a node worth expanding, or something is left to say."""
+        if self._outgoing or self._broken:
+            return True
+        can_grow = self._scratch.num_free > 0
+        return any(session.has_unsent or session.wants_step(can_grow=can_grow) for session in self._sessions.values())
+
+    @property
+    def lag_tokens(self) -> int:
+        """Committed tokens still to be computed, of the session with most; what cannot be computed is not counted."""
+        return max((each.pages.num_missing for each in self._sessions.values() if each.lags), default=0)
+
+    # Events
+
+    def handle(self, event: DraftEvent, now_s: float) -> None:
+        """Takes in one event; a verifier that breaks the protocol loses its stream, nobody else's."""
+        match event:
+            case VerifierLeft():
+                self._drop_link(event.link)
+            case VerifierSaid():
+                try:
+                    for message in event.messages:
+                        self._receive(event.link, message, now_s)
+                except RemoteProtocolError as error:
+                    self._broken[event.link] = error
+                    self._drop_link(event.link)
+
+    def _drop_link(self, link: int) -> None:
+        for key in [key for key in self._sessions if key[0] == link]:
+            self._close(key)
+        self._refused = {key for key in self._refused if key[0] != link}
+        self._outgoing.pop(link, None)
+
+    def _close(self, key: Key) -> None:
+        """Frees a session; those that waited for its place may try again."""
+        self._sessions.pop(key).close()
+        for session in self._sessions.values():
+            session.parked = session.lost_features
+
+    def _refuse(self, key: Key) -> None:
+        if key in self._sessions:
+            self._close(key)
+        self._refused.add(key)
+
+    def _receive(self, link: int, message: ToDrafter, now_s: float) -> None:
+        key = (link, message.session_id)
+        known = self._sessions.get(key)
+        match message:
+            case OpenSession():
+                self._open(key, known, message, now_s)
+            case CloseSession():
+                self._refused.discard(key)
+                if known is not None and message.epoch >= known.epoch:
+                    self._close(key)
+            case CommittedStates():
+                if known is not None:
+                    known.receive_states(message)
+            case Commit() if key in self._refused:
+                pass
+            case Commit() if known is None:
+                if self.num_sessions < self._limits.max_num_seqs:
+                    self._say(link, LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
+            case Commit():
+                self._commit(key, known, message, now_s)
+
+    def _open(self, key: Key, known: SessionT | None, message: OpenSession, now_s: float) -> None:
+        if known is not None and message.epoch < known.epoch:
+            return
+        if known is not None:
+            self._close(key)
+        self._refused.discard(key)
+        if self.num_sessions >= self._limits.max_num_seqs:
+            return
+        if not self._speaks(message.token_ids):
+            self._refuse(key)
+            return
+        try:
+            session = self._open_session(message)
+        except LocalProtocolError:
+            # A padded vocabulary of the target may be larger than ours, and its parameters name ids we lack.
+            self._refuse(key)
+            return
+        session.touched_s = now_s
+        self._sessions[key] = session
+
+    def _speaks(self, token_ids: Sequence[int]) -> bool:
+        return max(token_ids, default=0) < self._vocab_size
+
+    def _commit(self, key: Key, session: SessionT | None, message: Commit, now_s: float) -> None:
+        assert session is not None, "the caller looked it up"
+        if not self._speaks(message.token_ids):
+            self._refuse(key)
+            return
+        if session.lost_features:
+            self._ask_again(key, session, message)
+            return
+        session.touched_s = now_s
+        session.parked = False
+        match session.apply(message, self.moves):
+            case LaggingSession() as lagging:
+                self._say(key[0], lagging)
+            case Pruning(hit=True):
+                released = session.drain()
+                if released is not None:
+                    self._say(key[0], released)
+
+    def _ask_again(self, key: Key, session: SessionT, message: Commit) -> None:
+        """Only the verifier has the features of what was given up; it is not asked for them while there is no place."""
+        needed = len(session.tokens) // BLOCK_SIZE + 1
+        if not session.given_up and self.pool.num_used + needed <= self.pool.num_blocks:
+            self._close(key)
+            self._say(key[0], LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
+
+    def _say(self, link: int, message: ToVerifier) -> None:
+        self._outgoing.setdefault(link, []).append(message)
+
+    # Stepping
+
+    def plan(self, now_s: float) -> DraftPlan[SessionT]:
+        """What the next step computes; nothing where a verifier may be waiting for what is to be said first."""
+        if self._outgoing:
+            return DraftPlan()
+        catching_up = self._plan_catching_up(now_s)
+        return DraftPlan(catching_up, self._plan_growing())
+
+    def _plan_catching_up(self, now_s: float) -> list[CatchingUp[SessionT]]:
+        planned: list[CatchingUp[SessionT]] = []
+        started: list[SessionT] = []
+        room = self._limits.max_num_batched_tokens
+        for session in self._sessions.values():
+            if not session.lags or room <= 0 or not self._reserve(session, started, now_s):
+                continue
+            started.append(session)
+            start = session.pages.num_computed
+            stop = min(start + room, session.computable_to)
+            if stop <= start:
+                continue
+            room -= stop - start
+            session.computed_to = stop
+            expands = stop == len(session.pages.tokens) and session.wants_drafts
+            planned.append(CatchingUp(session, start, stop, expands))
+        return planned
+
+    def _reserve(self, session: SessionT, started: Sequence[SessionT], now_s: float) -> bool:
+        """Pages for all its tokens, taken from sessions that have been quiet for a while if need be.
+
+        A session that finds no place is parked until its next commit, or until another one ends.
+        """
+        while not session.take_pages():
+            quiet = [
+                each
+                for each in self._sessions.values()
+                if each.pages.blocks and each is not session and each not in started
+                and now_s - each.touched_s > QUIET_S
+            ]  # fmt: skip
+            if not quiet or not session.fits(self.pool.num_blocks):
+                session.give_up_pages()
+                return False
+            quietest(quiet).give_up_pages()
+        return True
+
+    def _plan_growing(self) -> list[Expansion[SessionT]]:
+        limits = self._limits
+        candidates = [
+            (session.tree.survival(node), session, node)
+            for session in self._sessions.values()
+            for node in session.frontier(limits.max_rows_per_session)
+        ]
+        candidates.sort(key=lambda entry: -entry[0])
+        growing: list[Expansion[SessionT]] = []
+        for _, session, node in candidates[: min(limits.max_rows, self._scratch.num_free)]:
+            slot = self._scratch.take()
+            assert slot is not None, "so many are free"
+            session.slots[node.node_id] = slot
+            growing.append(Expansion(session, node, slot))
+        return growing
+
+    def end_step(self) -> None:
+        """The step is over: collects the nodes that are due."""
+        can_grow = self._scratch.num_free > 0
+        for (link, _), session in self._sessions.items():
+            session.settle()
+            message = session.push(can_grow=can_grow)
+            if message is not None:
+                self._say(link, message)
+
+    def take(self) -> tuple[dict[int, list[ToVerifier]], dict[int, RemoteProtocolError]]:
+        """What is to be said to verifiers, by their streams, and the streams that are to be reset."""
+        outgoing, self._outgoing = self._outgoing, {}
+        broken, self._broken = self._broken, {}
+        return outgoing, broken

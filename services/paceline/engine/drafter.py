@@ -1,0 +1,177 @@
+"""The drafter's engine: a small language model grows the trees of many sessions in shared batches.
+
+It runs in the engine thread and owns the draft model. What a step computes is the draft scheduler's (`paceline.core`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.core.draft_scheduler import DraftEvent, DraftLimits, DraftPlan, DraftScheduler, Expansion
+from paceline.core.errors import RemoteProtocolError
+from paceline.core.features import Features
+from paceline.core.messages import DraftNodes, ModelIdentity, ToVerifier
+from paceline.core.pages import BlockPool, SlotPool
+from paceline.core.processors import UnusableLogitsError
+from paceline.core.tree import Node
+from paceline.engine.budget import draft_scratch_blocks
+from paceline.engine.decoder import Decoder
+from paceline.engine.draft_session import DraftSession
+from paceline.engine.packing import BatchBuilder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class DraftReport:
+    """What one step did, for metrics."""
+
+    seconds: float = 0.0
+    num_rows: int = 0
+    num_nodes: int = 0
+    num_sessions: int = 0
+    lag_tokens: int = 0
+    kv_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOutput:
+    """What one step has to say to the verifiers."""
+
+    to_verifiers: dict[int, list[ToVerifier]]
+    broken_links: dict[int, RemoteProtocolError]
+    report: DraftReport
+
+
+class DraftEngine:
+    """Runs the draft scheduler's steps on a small model; see the module docstring.
+
+    Args:
+        decoder: The draft model.
+        identity: What it calls itself.
+        num_blocks: Pages of committed KV; a quarter as many are added for tree nodes.
+        limits: Bounds.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        identity: ModelIdentity,
+        num_blocks: int,
+        limits: DraftLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        scratch_blocks = draft_scratch_blocks(num_blocks)
+        self.pool = BlockPool(num_blocks)
+        self._decoder = decoder
+        self._limits = limits
+        self._clock = clock
+        self._cache = decoder.new_cache(num_blocks + scratch_blocks)
+        self._scratch = SlotPool(first_block=num_blocks, num_blocks=scratch_blocks)
+        self.scheduler: DraftScheduler[DraftSession] = DraftScheduler(
+            pool=self.pool,
+            scratch=self._scratch,
+            limits=limits,
+            vocab_size=identity.vocab_size,
+            open_session=lambda opened: DraftSession(opened, identity, self.pool, self._scratch, decoder.feature_width),
+        )
+        self._num_reported = 0
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions of all verifiers."""
+        return self.scheduler.num_sessions
+
+    def handle(self, event: DraftEvent) -> None:
+        """Takes in one event."""
+        self.scheduler.handle(event, self._clock())
+        self._move_kept()
+
+    def _move_kept(self) -> None:
+        """Puts the KV of committed nodes in place, before anything else is written to their slots."""
+        if self.scheduler.moves:
+            sources, targets = np.array(self.scheduler.moves, np.int64).T
+            self._cache.copy_slots(np.ascontiguousarray(sources), np.ascontiguousarray(targets))
+            self.scheduler.moves.clear()
+
+    def has_work(self) -> bool:
+        """True while there is something to compute, to say or to report."""
+        return self.scheduler.has_work or self.num_sessions != self._num_reported
+
+    def patience_s(self) -> float:
+        """A drafter never waits."""
+        return 0.0
+
+    def begin(self) -> None:
+        """What is to be said first has a step of its own."""
+
+    def step(self) -> DraftOutput:
+        """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
+        started_s = self._clock()
+        report = DraftReport(lag_tokens=self.scheduler.lag_tokens)
+        plan = self.scheduler.plan(started_s)
+        if plan.num_rows:
+            self._run(plan)
+        self.scheduler.end_step()
+        report.num_rows = plan.num_rows
+        return self._output(report, started_s)
+
+    def _run(self, plan: DraftPlan[DraftSession]) -> None:
+        builder = BatchBuilder()
+        expanded: list[tuple[DraftSession, Node, int]] = []
+        for part in plan.catching_up:
+            features = part.session.prefix_features(part.start, part.stop)
+            index = builder.add_prefix(
+                part.session.pages, part.start, part.stop, wants_logits=part.expands, features=features
+            )
+            if index is not None:
+                expanded.append((part.session, part.session.tree.root, index))
+        features = self._features_of(plan.growing)
+        for row, each in enumerate(plan.growing):
+            index = builder.add_node(
+                each.session.pages,
+                token_id=each.node.token_id,
+                position=each.node.position - each.session.first_position,
+                slot=each.slot,
+                ancestors=each.session.ancestor_slots(each.node),
+                features=None if features is None else features[row : row + 1],
+            )
+            expanded.append((each.session, each.node, index))
+        logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
+        for session, node, index in expanded:
+            self._expand(session, node, logits[index])
+
+    def _features_of(self, growing: Sequence[Expansion[DraftSession]]) -> Features | None:
+        """What the rows of nodes take beside their tokens: the states of their parents [nodes, width]."""
+        if not self._decoder.feature_width or not growing:
+            return None
+        slots = torch.tensor([each.session.parent_slot(each.node) for each in growing])
+        states: Features = self._cache.states[slots.to(self._cache.device)].float().cpu().numpy()
+        return states
+
+    def _expand(self, session: DraftSession, node: Node, row: np.ndarray) -> None:
+        try:
+            session.expand(node, row, self._limits.width)
+        except UnusableLogitsError:
+            logger.warning("the draft model gave nothing to choose from; the session goes on without drafts")
+            session.give_up_pages()
+            session.given_up = True
+
+    def _output(self, report: DraftReport, started_s: float) -> DraftOutput:
+        report.seconds = self._clock() - started_s
+        report.num_sessions = self._num_reported = self.num_sessions
+        report.kv_usage = self.pool.num_used / self.pool.num_blocks
+        report.prefix_queries, report.prefix_hits = self.pool.take_counts()
+        outgoing, broken = self.scheduler.take()
+        said = [message for messages in outgoing.values() for message in messages]
+        report.num_nodes = sum(len(message.nodes) for message in said if isinstance(message, DraftNodes))
+        return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)
