@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from loadtest.client import Ask, BatchResult, Completion, complete, http_client, run_batch
 from loadtest.fleet import bench_fleet, machine
+from paceline.cluster.foreground import describe_target
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.up import describe_target
 from paceline.training.corpus import unseen_prompts
 
 PLAIN = {"enabled": False}

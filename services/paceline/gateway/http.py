@@ -62,22 +62,7 @@ def create_app(
 
     if console is not None:
         app.router.routes += console_routes(console)
-    description = json.dumps(openapi_document()).encode()
-
-    @app.get(PATH)
-    async def describe() -> Response:
-        return Response(description, media_type="application/json")
-
-    @app.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
-        models = [_model(fleet, name, started_s) for name in fleet.model_names]
-        return {"object": "list", "data": models}
-
-    @app.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> dict[str, Any]:
-        if name not in fleet.model_names:
-            raise ModelNotFoundError(f"model: {name[:80]!r} is not served here")
-        return _model(fleet, name, started_s)
+    _serve_models(app, fleet, started_s)
 
     @app.get("/livez")
     async def livez() -> dict[str, str]:
@@ -96,6 +81,26 @@ def create_app(
     app.add_exception_handler(PacelineError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     return app
+
+
+def _serve_models(app: FastAPI, fleet: Fleet, started_s: int) -> None:
+    """What there is to ask for, and how."""
+    description = json.dumps(openapi_document()).encode()
+
+    @app.get(PATH)
+    async def describe() -> Response:
+        return Response(description, media_type="application/json")
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        models = [_model(fleet, name, started_s) for name in fleet.model_names]
+        return {"object": "list", "data": models}
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> dict[str, Any]:
+        if name not in fleet.model_names:
+            raise ModelNotFoundError(f"model: {name[:80]!r} is not served here")
+        return _model(fleet, name, started_s)
 
 
 def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:

@@ -157,16 +157,6 @@ async def _serve(
         metrics=metrics,
         max_sessions=config.max_sessions,
     )
-
-    def follow_fleet() -> None:
-        _count_fleet(metrics, fleet)
-        metrics.registry_bad_entries.set(store.num_bad_entries)
-        sessions.drain(draining=fleet.is_draining(replica_id))
-        placer.move_away()
-
-    def ready() -> bool:
-        return readiness(sessions, fleet, supervisor.failing).ready
-
     limits = DoorLimits.of(config)
     console = _console(config, replica_id, fleet, sessions, placer, registry)
     resumption = Resumption(store, fleet, replica_id)
@@ -183,6 +173,14 @@ async def _serve(
         supervisor=supervisor,
     )
     servicer = GatewayServicer(sessions, fleet, resumption, workers, tracing)
+
+    def follow_fleet() -> None:
+        metrics.registry_bad_entries.set(store.num_bad_entries)
+        _follow_fleet(metrics, fleet, sessions, placer, replica_id)
+
+    def ready() -> bool:
+        return readiness(sessions, fleet, supervisor.failing).ready
+
     async with (
         _background(config, fleet, client, records, follow_fleet, supervisor),
         guard(config, sessions.count_error, supervisor) as access,
@@ -195,6 +193,12 @@ async def _serve(
         tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)
         on_ready(addresses)
         await stop.wait()
+
+
+def _follow_fleet(metrics: GatewayMetrics, fleet: Fleet, sessions: Sessions, placer: Placer, replica_id: str) -> None:
+    _count_fleet(metrics, fleet)
+    sessions.drain(draining=fleet.is_draining(replica_id))
+    placer.move_away()
 
 
 def _count_fleet(metrics: GatewayMetrics, fleet: Fleet) -> None:

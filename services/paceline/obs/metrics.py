@@ -125,6 +125,9 @@ class VerifierMetrics:
             ),
             known=[(reason,) for reason in FALLBACK_REASONS],
         )
+        self._of_steps(registry)
+
+    def _of_steps(self, registry: CollectorRegistry) -> None:
         self.gamma = Histogram(
             "paceline:gamma",
             "Draft tokens verified per session and step.",

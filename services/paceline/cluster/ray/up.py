@@ -12,10 +12,10 @@ from pathlib import Path
 
 import paceline
 from paceline.cluster.drain import say
+from paceline.cluster.foreground import describe_target, until_ctrl_c
 from paceline.cluster.ray.fleet import RayFleet
 from paceline.cluster.ray.spec import RayFleetSpec, read_spec
 from paceline.cluster.spec import gateway_scheme
-from paceline.cluster.up import describe_target, until_ctrl_c
 from paceline.config import parse, setting
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY

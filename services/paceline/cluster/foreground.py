@@ -1,0 +1,44 @@
+"""A fleet in the foreground of a terminal: until Ctrl-C, and what is said of its target."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, num_parameters
+from paceline.cluster.drain import say
+from paceline.serving import install_signal_handlers
+
+
+async def until_ctrl_c(run_fleet: Callable[[asyncio.Event, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Runs a fleet until SIGINT or SIGTERM, which also ends a start that is under way.
+
+    Args:
+        run_fleet: Sets the first event when the fleet is up, and stops it when the second one is set.
+    """
+    stop, started = asyncio.Event(), asyncio.Event()
+    install_signal_handlers(stop)
+    running = asyncio.create_task(run_fleet(started, stop))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not started.is_set():
+        running.cancel()
+    await asyncio.wait({running})
+    if not running.cancelled():
+        running.result()
+    say("stopped")
+
+
+def describe_target(target: Path) -> str:
+    """Returns the target's name and size, and says plainly when it is a widened one."""
+    millions = num_parameters(target) / 1e6
+    if target.name != WIDENED_NAME.format(preset=WIDENED_PRESET):
+        return f"{target.name} ({millions:,.1f} M parameters)"
+    honest = num_parameters(DEMO_TARGET) / 1e6
+    return (
+        f"{target.name} (the demo target of {honest:.1f} M parameters, widened with zero-effect neurons: "
+        f"it says what the {honest:.1f} M model says and costs what a {millions:.0f} M model costs)"
+    )
