@@ -8,6 +8,7 @@ import sys
 BENCHES = {
     "acceptance": "acceptance rate and mean acceptance length of the demo pair, through the fleet",
     "chaos": "kills, freezes, drains and cuts off services while streams run, and compares every token",
+    "cold": "the first load of a fresh fleet, with the drafter tier and without it",
     "collector": "no bench: an OTLP collector that shows every trace it is sent as a tree",
     "concurrency": "speculative against plain decoding at 1 to 64 streams, with one configuration",
     "console": "screenshots of the console in Chromium, of a fleet under load, for the docs",
