@@ -171,7 +171,7 @@ def test_pages_given_up_are_asked_for_again_once_there_is_room(folders):
     for _ in range(4):
         pair.round()
     session = pair.draft.scheduler.sessions[1, "s"]
-    session.forget()
+    session.give_up_pages()
     assert session.lost_features
     output = pair.target.step()
     pair.draft.handle(VerifierSaid(link=1, messages=output.to_drafters["drafter:1"]))
