@@ -183,9 +183,8 @@ class Goodput:
         self._other_rows = 0.0
 
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
-        """See `Allocator`; drafters have not been tried yet."""
+        """See `Allocator`."""
         self.times = StepTimes(plain, drafting)
-        self._shifts, self.price = Shifts(untried=True), 1.0
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
         """See `Allocator`."""

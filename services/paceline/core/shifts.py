@@ -11,9 +11,6 @@ LEAST_REST, LEAST_WORK, LEAST_TRIAL = 4, 12, 6
 # factor of two: what a busy hour taught is not forgotten in a quiet minute. A gain far beyond what calls are made for
 # ends any rest: the text that look-up served well has ended, and another one began.
 REST_GROWTH, MOST_REST, WORTH_A_CALL_AT_ONCE = 4, 2048, 1.5
-# What guesses are worth is unknown to a new verifier. It begins without drafters, unless they promise a gain as clear,
-# and tries them after so many steps whatever they promise: that costs a first load of some hundred steps one per cent.
-FIRST_REST = 48
 # A machine that got slow and drafters that slow it down look alike until drafters rest: so they do, as a control,
 # after so many steps.
 CONTROL_EVERY = 250
@@ -28,15 +25,12 @@ OTHER_LOAD = 2
 class Shifts:
     """Whether the drafters of a verifier work or rest.
 
-    Args:
-        untried: They have never worked, and rest until there is a reason to try them.
-
     Attributes:
         resting: They rest.
     """
 
-    def __init__(self, *, untried: bool = False) -> None:
-        self.resting = self._untried = untried
+    def __init__(self) -> None:
+        self.resting = False
         # The first step is judged.
         self._steps_since_change = LEAST_WORK - 1
         self._num_sessions = 1
@@ -59,7 +53,7 @@ class Shifts:
     def judge(self, gain: float, num_sessions: int) -> None:
         """Calls drafters, or sends them to rest, for goodput with them over goodput without."""
         other, load = self._is_other_load(num_sessions), num_sessions.bit_length()
-        rest = FIRST_REST if self._untried else self._rests.get(load, LEAST_REST)
+        rest = self._rests.get(load, LEAST_REST)
         brief = self._steps_since_change <= 2 * LEAST_WORK
         self._num_sessions = num_sessions
         if self._is_worth_a_call(gain, rest) if self.resting else self._is_worth_a_rest(gain, other_load=other):
@@ -67,7 +61,6 @@ class Shifts:
                 self._rests[load] = min(REST_GROWTH * rest, MOST_REST)
             self._steps_since_change = 0
             self.resting = not self.resting
-            self._untried = False
         elif not self.resting and gain > 1.0 and not brief:
             self._rests.pop(load, None)
 
@@ -77,9 +70,7 @@ class Shifts:
 
     def _is_worth_a_call(self, gain: float, rest: int) -> bool:
         """Whether drafters at rest, so many steps where nothing else is known, are called back for such a gain."""
-        if self._steps_since_change < rest:
-            return gain > WORTH_A_CALL_AT_ONCE
-        return self._untried or gain > WORTH_A_CALL
+        return gain > (WORTH_A_CALL if self._steps_since_change >= rest else WORTH_A_CALL_AT_ONCE)
 
     def _is_worth_a_rest(self, gain: float, *, other_load: bool) -> bool:
         """Whether drafters at work that bring such a gain are sent to rest."""

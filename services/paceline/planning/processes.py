@@ -11,7 +11,7 @@ from paceline.core.allocator import Goodput
 from paceline.core.draft_scheduler import DraftPlan
 from paceline.core.drafted_session import DraftedSession
 from paceline.core.messages import DraftNodes, ToDrafter
-from paceline.core.step_cost import KNOTS, StepCost
+from paceline.core.step_cost import KNOTS, StepCost, StepTimes
 from paceline.core.step_plan import StepPlan
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Act, Events
@@ -111,7 +111,7 @@ class VerifierProcess:
         # A co-located drafter's time is its own, not a share of the verifier's.
         overhead = 0.0 if colocated else profile.drafting_overhead
         plain = starting_cost(profile.target)
-        allocator.start_from(plain, plain.scaled(1.0 + overhead))
+        allocator.times = StepTimes(plain, plain.scaled(1.0 + overhead))
         addresses = (OWN,) if colocated else tuple(self._drafters)
         self.verifier = SimulatedVerifier(
             profile.target, allocator, overhead=overhead, drafters=addresses, on_end=on_end

@@ -16,16 +16,7 @@ from paceline.core.holdings import Holdings, Usual
 from paceline.core.link import Drafter
 from paceline.core.messages import NodeGuess
 from paceline.core.patience import Prospect, prospect, worth_waiting
-from paceline.core.shifts import (
-    CONTROL_EVERY,
-    FIRST_REST,
-    JUDGE_EVERY,
-    LEAST_REST,
-    LEAST_WORK,
-    MOST_REST,
-    OTHER_LOAD,
-    Shifts,
-)
+from paceline.core.shifts import CONTROL_EVERY, JUDGE_EVERY, LEAST_REST, MOST_REST, OTHER_LOAD, Shifts
 from paceline.core.step_cost import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.tree import DraftTree
 
@@ -147,22 +138,6 @@ def test_nobody_waits_for_a_session_that_must_not_be_delayed_or_has_all_it_may_u
 def test_one_hungry_session_among_many_fed_ones_is_not_waited_for():
     fed = [prospect(tree_of(CHAIN), 1, price=0.0)] * 15
     assert not worth_waiting([*fed, prospect(DraftTree(5), 8, price=0.0)], wait_s=0.003, step_s=0.010)
-
-
-@pytest.mark.parametrize(("gain", "steps"), [(2.0, 1), (1.2, FIRST_REST), (0.5, FIRST_REST)])
-def test_a_verifier_that_knows_nothing_begins_without_drafters_and_tries_them_once(gain: float, steps: int):
-    shifts = Shifts(untried=True)
-    num_steps = 0
-    while shifts.resting:
-        num_steps += 1
-        if shifts.is_due(8, answered=False):
-            shifts.judge(gain, 8)
-    # The first step counts as some: it is judged.
-    assert steps - LEAST_WORK <= num_steps <= steps
-    for _ in range(LEAST_WORK + JUDGE_EVERY):
-        if shifts.is_due(8, answered=True):
-            shifts.judge(gain, 8)
-    assert shifts.resting == (gain < 1.0)
 
 
 def test_drafters_whose_first_guesses_are_worth_nothing_are_waited_for_less_and_less():
