@@ -16,6 +16,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from paceline.gateway import connection
 from paceline.gateway.connection import MAX_FRAMING_BYTES
+from paceline.gateway.told_full import MOST_S
 from paceline.store.base import Replica
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
 
@@ -265,6 +266,9 @@ async def test_a_verifier_that_refuses_at_once_gives_the_request_its_status(
     described = error_of(answer, status)
     if status == 429:
         assert answer.headers["retry-after"] == "7"
+        error_of(await post(fleet, stream=stream), status)
+        assert len(fleet.verifier.requests) == 1, "its word holds for a moment"
+        await asyncio.sleep(MOST_S)
     if status == 400:
         assert described["param"] == "max_tokens"
     await assert_next_request_works(fleet)
