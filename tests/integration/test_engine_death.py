@@ -72,8 +72,8 @@ class Stream:
     async def end(self) -> PacelineError | None:
         """What it ended with, None: its result."""
         try:
-            while (await self.next()).result is None:
-                pass
+            while not self.heard or self.heard[-1].result is None:
+                await self.next()
         except grpc.aio.AioRpcError as error:
             return error_from_rpc(error)
         return None
