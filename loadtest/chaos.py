@@ -45,7 +45,8 @@ from loadtest.faults import (
     planned,
 )
 from loadtest.faulty.orders import FOLDER_VARIABLE
-from loadtest.fleet import FREE_PORTS, machine
+from loadtest.flags import bench_parser
+from loadtest.fleet import DEMO_PAIR, FREE_PORTS, machine
 from loadtest.histories import History, Kind, Verdict, judge, judge_one
 from loadtest.proxy import DelayProxy
 from loadtest.resuming_http import ResumingHttpClient
@@ -60,7 +61,6 @@ from loadtest.steadfast import (
     run_each,
 )
 from loadtest.store_faults import UNWRITABLE_S
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import Endpoint, FleetSpec
 from paceline.cluster.supervisor import BackOff
@@ -89,9 +89,7 @@ FAULTY = {role: f"loadtest.faulty.{role}" for role in ("verifier", "drafter", "g
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("chaos", __doc__)
     parser.add_argument("--seconds", type=float, help="time of faults (default: until each kind has happened once)")
     parser.add_argument("--every", type=float, default=2.5, help="seconds between two faults (default 2.5)")
     parser.add_argument("--streams", type=int, default=24, help="streams side by side (default 24)")
@@ -205,8 +203,7 @@ def _allow_connections() -> None:
 
 def _spec(num_replicas: int, log_dir: Path, settings: dict[str, Any]) -> FleetSpec:
     defaults: dict[str, Any] = {
-        "model": DEMO_TARGET,
-        "draft_model": DEMO_DRAFTER,
+        **DEMO_PAIR,
         # The same arithmetic on every machine, and the quickest where bfloat16 is emulated.
         "dtype": "float32",
         "num_gateways": num_replicas,

@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from loadtest.closedloop import Prompts, closed_loop
 from loadtest.engine_costs import MAX_ROWS, NUM_BLOCKS, EnginesInTurn, Sample, fit
-from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.flags import bench_parser
+from loadtest.fleet import OWN_HARDWARE, bench_fleet, machine, widened_target
 from loadtest.scrape import MeanOf, scrape
-from loadtest.single import OWN_HARDWARE
 from paceline.cluster.local import LocalFleet
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.step_cost import StepCost
@@ -50,9 +50,7 @@ SPECULATIVE_CONFIG = json.dumps({"method": "draft_model"})
 
 def main() -> None:
     """Parses the command line, measures and writes the profile."""
-    parser = argparse.ArgumentParser(
-        prog="facts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("facts", __doc__)
     add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("profile.json"), help="file to write (default profile.json)")
     arguments = parser.parse_args()
@@ -246,7 +244,3 @@ def simulated(profile: Profile, asked: Prompts, max_tokens: int, streams: int, *
     """The same requests, simulated; their prompts are cached but for one token."""
     cell = Cell(way=way, num_drafters=1 if way is Way.TIER else 0)
     return run_closed(profile, cell, [(1, max_tokens)] * len(asked), streams=streams)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,8 +26,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.client import Ask, Completion, complete
+from loadtest.fleet import DEMO_PAIR
 from loadtest.procfs import keep_to, resident_bytes
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.core.messages import GATEWAY
 
@@ -61,7 +61,7 @@ def write_keys(path: Path) -> None:
 
 def keyed_settings() -> dict[str, Any]:
     """Returns the settings of the fleet that is asked."""
-    return {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER, "dtype": "float32"}
+    return {**DEMO_PAIR, "dtype": "float32"}
 
 
 async def measure_keyless(fleet: LocalFleet, seconds: float) -> dict[str, Any]:

@@ -6,7 +6,6 @@ are the gaps between pieces while the drafter was stopped. The texts must be equ
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -16,6 +15,7 @@ from dataclasses import replace
 import aiohttp
 
 from loadtest.client import Ask, Completion, complete, http_client
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine
 from paceline.cluster.local import LocalFleet
 from paceline.training.corpus import unseen_prompts
@@ -27,7 +27,7 @@ MOST_STEPS = 2.0
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(prog="stall", description=__doc__)
+    parser = bench_parser("stall", __doc__)
     parser.add_argument("--max-tokens", type=int, default=1200, help="tokens of the session (default 1200)")
     raise SystemExit(0 if asyncio.run(measure(parser.parse_args().max_tokens)) else 1)
 
@@ -80,7 +80,3 @@ async def _with_a_stop(fleet: LocalFleet, client: aiohttp.ClientSession, ask: As
 def _quantiles(gaps_s: list[float]) -> list[float]:
     ordered = sorted(gaps_s)
     return [round(1e3 * ordered[int(share * (len(ordered) - 1))], 2) for share in (0.5, 0.99, 1.0)]
-
-
-if __name__ == "__main__":
-    main()

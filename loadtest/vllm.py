@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine
 from loadtest.peers.environments import child_environ, environment
 from loadtest.peers.processes import run_command
@@ -29,7 +30,7 @@ OUTPUT_LEN = 64
 
 def main() -> None:
     """Parses the command line and runs the bench; exit status 1 when what the client reads is not what we count."""
-    parser = argparse.ArgumentParser(prog="vllm", description=__doc__)
+    parser = bench_parser("vllm", __doc__)
     parser.add_argument("--num-prompts", type=int, default=32, help="requests (default 32)")
     parser.add_argument("--max-concurrency", type=int, default=4, help="at once (default 4)")
     parser.add_argument("--dtype", default="auto", help="of both models (default auto)")

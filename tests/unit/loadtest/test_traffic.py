@@ -17,7 +17,7 @@ from loadtest.traffic.figures import (
     mode_figures,
     running_over_time,
 )
-from loadtest.traffic.highest import MAX_TRIALS, NEAR, Trial, judged, next_rate
+from loadtest.traffic.highest import MAX_TRIALS, NEAR, TriedRate, judged, next_rate
 from loadtest.traffic.plan import Request, Source, densest, requests_of, windows_of
 from loadtest.traffic.prompts import open_prompts, read_questions
 from loadtest.traffic.sending import Answer
@@ -193,10 +193,10 @@ def test_a_rate_is_held_while_first_tokens_and_the_following_come_in_time() -> N
 
 @pytest.mark.parametrize("limit", [0.4, 1.0, 1.9, 5.0])
 def test_the_highest_rate_is_closed_in_on_from_either_side(limit: float) -> None:
-    trials: list[Trial] = []
+    trials: list[TriedRate] = []
     rate: float | None = 1.0
     while rate is not None:
-        trials.append(Trial(rate_per_s=rate, held=rate <= limit, ttft_p95_s=0.1, itl_p95_s=0.1, num_errors=0))
+        trials.append(TriedRate(rate_per_s=rate, held=rate <= limit, ttft_p95_s=0.1, itl_p95_s=0.1, num_errors=0))
         rate = next_rate(trials)
     best = max(trial.rate_per_s for trial in trials if trial.held)
     assert best <= limit < best * NEAR
