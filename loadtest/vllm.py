@@ -65,7 +65,7 @@ async def measure(vllm: Path, settings: Mapping[str, object], num_prompts: int, 
 
 def command_line(vllm: Path, url: str, model: str, prompts: Path, max_concurrency: int) -> list[str | Path]:
     """The client's command; all of it is in its own help."""
-    options = {
+    options: dict[str, str | Path] = {
         "--base-url": url,
         "--model": model,
         "--tokenizer": DEMO_TARGET,
@@ -76,7 +76,7 @@ def command_line(vllm: Path, url: str, model: str, prompts: Path, max_concurrenc
         "--max-concurrency": str(max_concurrency),
         "--temperature": "0",
     }
-    flat = [word for option in options.items() for word in option]
+    flat: list[str | Path] = [word for option in options.items() for word in option]
     return [vllm, "bench", "serve", *flat, "--skip-chat-template", "--disable-tqdm"]
 
 
