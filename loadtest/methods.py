@@ -41,8 +41,8 @@ from tqdm import tqdm
 from loadtest.client import Ask, Completion, completed, http_client
 from loadtest.flags import bench_parser
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
+from loadtest.gains import expected_tokens
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA
-from paceline.core.gains import expected_tokens
 from paceline.training.corpus import load_corpus, unseen_prompts
 from paceline.training.export import Card, export_model
 from paceline.training.models import load_model, new_model
