@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from loadtest.faults import (
@@ -268,7 +269,7 @@ def report(options: argparse.Namespace, outcome: Outcome) -> bool:
     sys.stdout.write(f"pauses of streams around kills, where above {AFFECTED_S:g} s (p50, p99, streams):\n")
     for role, values in pauses.items():
         if values:
-            p50, p99 = statistics.median(values), _percentile(values, 0.99)
+            p50, p99 = np.quantile(values, (0.5, 0.99))
             sys.stdout.write(f"  {role:9} {p50:6.2f} s {p99:6.2f} s {len(values):5}\n")
         else:
             sys.stdout.write(f"  {role:9} none\n")
@@ -297,7 +298,7 @@ def report(options: argparse.Namespace, outcome: Outcome) -> bool:
         "poisonous": [each.num_engines for each in outcome.poisoned],
         "poison_contained": all(each.contained for each in outcome.poisoned),
         "recovery_p50_s": round(statistics.median(every), 3) if every else 0.0,
-        "recovery_p99_s": round(_percentile(every, 0.99), 3) if every else 0.0,
+        "recovery_p99_s": round(float(np.quantile(every, 0.99)), 3) if every else 0.0,
         "ok": outcome.ok,
     }
     print(json.dumps(figures))
@@ -329,8 +330,3 @@ def _pauses(histories: Sequence[History], faults: Sequence[Fault], role: str) ->
     kills = [fault.at_s for fault in faults if fault.kind == KILL and fault.role == role]
     found = (history.pause_after(at_s) for at_s in kills for history in histories)
     return [pause for pause in found if pause is not None and pause >= AFFECTED_S]
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvloop
 
 from loadtest.flags import bench_parser
@@ -209,7 +210,7 @@ def _overhead(model: str, runs: dict[str, list[Streamed]]) -> dict[str, Any]:
         **rows,
         "overhead_ms": {
             "median": round(statistics.median(differences_ms), 4),
-            "p99": round(quantile(differences_ms, 0.99), 4),
+            "p99": round(float(np.quantile(differences_ms, 0.99)), 4),
         },
         "ratio": round(rows["http"]["per_token_ms"] / rows["direct"]["per_token_ms"], 4),
     }
@@ -222,7 +223,7 @@ def _way(runs: Sequence[Streamed]) -> dict[str, float]:
     gaps_ms = [1e3 * gap_s for run in runs for gap_s in run.gaps_s]
     return {
         "per_token_ms": round(statistics.median(1e3 * run.per_token_s for run in runs), 4),
-        "gap_p99_ms": round(quantile(gaps_ms, 0.99), 3),
+        "gap_p99_ms": round(float(np.quantile(gaps_ms, 0.99)), 3),
         "first_token_ms": round(statistics.median(1e3 * (run.times_s[0] - run.started_s) for run in runs), 3),
     }
 
@@ -325,7 +326,7 @@ def _load_figures(model: str, num_streams: int, loads: Mapping[str, Sequence[Loa
         "error": rounded_error(trial),
         "total_difference_ms": {
             "median": round(statistics.median(behind_ms), 1),
-            "p99": round(quantile(behind_ms, 0.99), 1),
+            "p99": round(float(np.quantile(behind_ms, 0.99)), 1),
         },
     }
     # What one gateway process can carry is the inverse of it.
@@ -348,7 +349,7 @@ def _load_row(loads: Sequence[Load]) -> dict[str, float]:
         "tokens_per_s": round(statistics.median(load.tokens_per_s for load in loads), 1),
         "step_ms": round(statistics.median(load.step_ms for load in loads), 2),
         "lag_growth_steps_median": round(statistics.median(lags), 3),
-        "lag_growth_steps_p99": round(quantile(lags, 0.99), 3),
+        "lag_growth_steps_p99": round(float(np.quantile(lags, 0.99)), 3),
         **{f"cpu_{name.replace(' ', '_')}": round(_share(loads, name), 3) for name in loads[0].cpu_shares},
     }
 
@@ -366,8 +367,3 @@ def _print_load(figures: dict[str, Any]) -> None:
         f"HTTP total - direct total: median {difference['median']:.0f} ms, p99 {difference['p99']:.0f} ms; "
         f"lag: growth in steps (p99 at most {MOST_LAG_STEPS:g} is asked); generator, verifier, gateway: CPU shares"
     )
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Returns the value below which that share of the values lies."""
-    return sorted(values)[int(share * (len(values) - 1))]

@@ -27,7 +27,6 @@ import ast
 import asyncio
 import json
 import random
-import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -38,7 +37,7 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from loadtest.client import Ask, Completion, completed, http_client
+from loadtest.client import Ask, Completion, Completions, completed, http_client, same_texts
 from loadtest.flags import bench_parser
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
 from loadtest.gains import expected_tokens
@@ -82,24 +81,22 @@ class Case:
 
     def figures(self) -> dict[str, Any]:
         """What goes into the table and the last line."""
+        done = Completions(self.done)
         accepted, checked = checked_positions(self.done)
-        rounds = sum(each.record["num_spec_steps"] for each in self.done)
-        drafted = sum(each.record["num_draft_tokens"] for each in self.done)
-        rate, gamma = accepted / max(1, checked), drafted / max(1, rounds)
+        rate, gamma = accepted / max(1, checked), done.mean_gamma
         return {
             "prompts": self.kind,
             "temperature": self.temperature,
             "method": self.method,
             "acceptance_rate": round(rate, 3),
             "gamma": round(gamma, 2),
-            "mean_acceptance_length": round(1 + accepted / max(1, rounds), 2),
+            "mean_acceptance_length": round(done.mean_acceptance_length, 2),
             "formula": round(between(rate, gamma), 2),
             "most_rounds": max(each.record["num_spec_steps"] for each in self.done),
             "tokens_per_s": round(speed(self.done), 1),
             "ratio": round(speed(self.done) / speed(self.plain), 3),
-            "batch_size": round(statistics.fmean(each.record["mean_batch_size"] for each in self.done), 2),
-            "same_texts": self.method in OF_OTHER_LAW
-            or [each.text for each in self.done] == [each.text for each in self.plain],
+            "batch_size": round(done.mean_batch_size, 2),
+            "same_texts": self.method in OF_OTHER_LAW or same_texts((done, Completions(self.plain))),
         }
 
 
