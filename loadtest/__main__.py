@@ -26,7 +26,6 @@ BENCHES = {
     "overload": "goodput at three times what the fleet can do",
     "peers": "the fleet beside other engines on the same pair, each in an environment of its own",
     "plan": "the simulator of `paceline plan` against the real fleet at 1, 8 and 32 streams",
-    "routing": "prefix-affinity routing against simpler policies on a trace of conversations, simulated",
     "rtt": "speed against a round trip of 0, 1, 5 and 20 ms between verifier and drafter",
     "sessions": "bytes a session costs in the store, and 50 new ones a second over one gateway",
     "single": "one stream: a drafter tier on its own core, and equal hardware",
@@ -49,7 +48,7 @@ def main() -> None:
             sys.stderr.write(f"  {known:12} {what}\n")
         raise SystemExit(2)
     del sys.argv[1]
-    importlib.import_module(f"loadtest.{name}").main()
+    raise SystemExit(importlib.import_module(f"loadtest.{name}").main())
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import argparse
 import asyncio
 import json
 
-from loadtest.client import Ask, BatchResult, run_batch
+from loadtest.client import BatchResult, asks_of, run_batch
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine
-from paceline.training.corpus import unseen_prompts
 
 LEAST_ACCEPTANCE_RATE = 0.70
 LEAST_ACCEPTANCE_LENGTH = 3.0
@@ -28,7 +28,7 @@ SHAPES = {"chain": ("--draft-width=1",), "tree": ()}
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(prog="acceptance", description=__doc__)
+    parser = bench_parser("acceptance", __doc__)
     parser.add_argument("--prompts", type=int, default=40, help="number of prompts (default 40)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt (default 128)")
     parser.add_argument("--concurrency", type=int, default=1, help="requests at a time (default 1)")
@@ -46,7 +46,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
             model = fleet.model_name
             for temperature in (0.0, 1.0):
                 title = f"{shape}, temperature {temperature:g}"
-                asks = _asks(arguments, temperature)
+                asks = asks_of(arguments.prompts, arguments.max_tokens, temperature)
                 result = await run_batch(fleet.gateway_url, asks, arguments.concurrency, title)
                 row = rows[f"{shape}_t{temperature:g}"] = _row(result)
                 print(f"{title:24} " + "{:8.3f} {:7.2f} {:6.2f} {:6.2f} {:9.1f}".format(*row.values()))
@@ -57,13 +57,6 @@ async def measure(arguments: argparse.Namespace) -> bool:
     settings = {"prompts": arguments.prompts, "max_tokens": arguments.max_tokens, "nodes": NODES}
     print(json.dumps({"bench": "acceptance", "machine": machine(), "model": model, **settings, **rows, "ok": ok}))
     return ok
-
-
-def _asks(arguments: argparse.Namespace, temperature: float) -> list[Ask]:
-    return [
-        Ask(prompt=prompt, max_tokens=arguments.max_tokens, temperature=temperature, seed=seed)
-        for seed, prompt in enumerate(unseen_prompts(arguments.prompts))
-    ]
 
 
 def _row(result: BatchResult) -> dict[str, float]:
@@ -80,7 +73,3 @@ def _row(result: BatchResult) -> dict[str, float]:
         "mean_batch_size": round(result.mean_batch_size, 2),
         "tokens_per_s": round(result.tokens_per_s, 1),
     }
-
-
-if __name__ == "__main__":
-    main()

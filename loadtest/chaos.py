@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from loadtest.faults import (
@@ -45,7 +46,8 @@ from loadtest.faults import (
     planned,
 )
 from loadtest.faulty.orders import FOLDER_VARIABLE
-from loadtest.fleet import FREE_PORTS, machine
+from loadtest.flags import bench_parser
+from loadtest.fleet import DEMO_PAIR, FREE_PORTS, machine
 from loadtest.histories import History, Kind, Verdict, judge, judge_one
 from loadtest.proxy import DelayProxy
 from loadtest.resuming_http import ResumingHttpClient
@@ -60,7 +62,6 @@ from loadtest.steadfast import (
     run_each,
 )
 from loadtest.store_faults import UNWRITABLE_S
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import Endpoint, FleetSpec
 from paceline.cluster.supervisor import BackOff
@@ -89,9 +90,7 @@ FAULTY = {role: f"loadtest.faulty.{role}" for role in ("verifier", "drafter", "g
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("chaos", __doc__)
     parser.add_argument("--seconds", type=float, help="time of faults (default: until each kind has happened once)")
     parser.add_argument("--every", type=float, default=2.5, help="seconds between two faults (default 2.5)")
     parser.add_argument("--streams", type=int, default=24, help="streams side by side (default 24)")
@@ -205,8 +204,7 @@ def _allow_connections() -> None:
 
 def _spec(num_replicas: int, log_dir: Path, settings: dict[str, Any]) -> FleetSpec:
     defaults: dict[str, Any] = {
-        "model": DEMO_TARGET,
-        "draft_model": DEMO_DRAFTER,
+        **DEMO_PAIR,
         # The same arithmetic on every machine, and the quickest where bfloat16 is emulated.
         "dtype": "float32",
         "num_gateways": num_replicas,
@@ -271,7 +269,7 @@ def report(options: argparse.Namespace, outcome: Outcome) -> bool:
     sys.stdout.write(f"pauses of streams around kills, where above {AFFECTED_S:g} s (p50, p99, streams):\n")
     for role, values in pauses.items():
         if values:
-            p50, p99 = statistics.median(values), _percentile(values, 0.99)
+            p50, p99 = np.quantile(values, (0.5, 0.99))
             sys.stdout.write(f"  {role:9} {p50:6.2f} s {p99:6.2f} s {len(values):5}\n")
         else:
             sys.stdout.write(f"  {role:9} none\n")
@@ -300,7 +298,7 @@ def report(options: argparse.Namespace, outcome: Outcome) -> bool:
         "poisonous": [each.num_engines for each in outcome.poisoned],
         "poison_contained": all(each.contained for each in outcome.poisoned),
         "recovery_p50_s": round(statistics.median(every), 3) if every else 0.0,
-        "recovery_p99_s": round(_percentile(every, 0.99), 3) if every else 0.0,
+        "recovery_p99_s": round(float(np.quantile(every, 0.99)), 3) if every else 0.0,
         "ok": outcome.ok,
     }
     print(json.dumps(figures))
@@ -332,8 +330,3 @@ def _pauses(histories: Sequence[History], faults: Sequence[Fault], role: str) ->
     kills = [fault.at_s for fault in faults if fault.kind == KILL and fault.role == role]
     found = (history.pause_after(at_s) for at_s in kills for history in histories)
     return [pause for pause in found if pause is not None and pause >= AFFECTED_S]
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

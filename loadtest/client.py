@@ -6,13 +6,15 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 import aiohttp
 from tqdm import tqdm
+
+from paceline.training.corpus import unseen_prompts
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=600.0)
 
@@ -51,6 +53,14 @@ class Ask:
         return body
 
 
+def asks_of(count: int, max_tokens: int, temperature: float = 0.0) -> list[Ask]:
+    """Completions of prompts that the demo pair never saw, each with a seed of its own."""
+    return [
+        Ask(prompt=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        for seed, prompt in enumerate(unseen_prompts(count))
+    ]
+
+
 @dataclass(slots=True)
 class Completion:
     """What came back, with times in seconds since the request was sent."""
@@ -76,10 +86,14 @@ class Completion:
         return [later - sooner for sooner, later in zip(self.piece_times_s, self.piece_times_s[1:], strict=False)]
 
     @property
+    def decode_s(self) -> float:
+        """Seconds from the first piece to the last."""
+        return self.piece_times_s[-1] - self.piece_times_s[0]
+
+    @property
     def decode_tokens_per_s(self) -> float:
         """Tokens after the first piece, over the time from it to the last."""
-        span_s = self.piece_times_s[-1] - self.piece_times_s[0]
-        return (self.num_tokens - 1) / span_s if span_s > 0 else 0.0
+        return (self.num_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
 
 def http_client(max_connections: int = 0) -> aiohttp.ClientSession:
@@ -108,6 +122,20 @@ async def complete(
     return completion
 
 
+async def completed(
+    client: aiohttp.ClientSession, url: str, ask: Ask, on_text: Callable[[str], None] | None = None
+) -> Completion:
+    """Streams one completion to its end.
+
+    Raises:
+        RuntimeError: It failed; the message is the server's.
+    """
+    completion = await complete(client, url, ask, on_text)
+    if completion.error:
+        raise RuntimeError(completion.error)
+    return completion
+
+
 def _take(completion: Completion, event: dict[str, Any], now_s: float, on_text: Callable[[str], None] | None) -> None:
     if "error" in event:
         completion.error = json.dumps(event["error"])
@@ -125,11 +153,60 @@ def _take(completion: Completion, event: dict[str, Any], now_s: float, on_text: 
         completion.record = event["metrics"]["speculative_decoding"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchResult:
-    """Completions of one run at one concurrency."""
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """Several completions, and what speculation did for all of them."""
 
     completions: Sequence[Completion]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What was generated."""
+        return tuple(each.text for each in self.completions)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens/s from each completion's first piece to its last."""
+        return sum(each.num_tokens - 1 for each in self.completions) / sum(each.decode_s for each in self.completions)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / rounds."""
+        return 1.0 + self._each("num_accepted_draft_tokens", "num_spec_steps")
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over verified draft tokens."""
+        return self._each("num_accepted_draft_tokens", "num_draft_tokens")
+
+    @property
+    def mean_gamma(self) -> float:
+        """Draft tokens a round."""
+        return self._each("num_draft_tokens", "num_spec_steps")
+
+    @property
+    def hit_rate(self) -> float:
+        """Rounds whose committed tokens were all in the tree already, among all."""
+        hits = self.total("num_hits")
+        return hits / max(1, hits + self.total("num_misses"))
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Decoding sessions in a step, averaged over sessions."""
+        return statistics.fmean(each.record.get("mean_batch_size", 0.0) for each in self.completions)
+
+    def total(self, key: str) -> int:
+        """Sum of one entry of the speculation records."""
+        return sum(int(each.record.get(key, 0)) for each in self.completions)
+
+    def _each(self, key: str, per: str) -> float:
+        return self.total(key) / max(1, self.total(per))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult(Completions):
+    """Completions of one run at one concurrency."""
+
     seconds: float
 
     @property
@@ -144,29 +221,15 @@ class BatchResult:
         until_s = min(end for each in self.completions if (end := each.started_s + each.seconds) > last_start_s)
         return sum(each.tokens_until(until_s) for each in self.completions) / until_s
 
-    @property
-    def mean_acceptance_length(self) -> float:
-        """1 + accepted / rounds, over all sessions."""
-        return 1.0 + self.total("num_accepted_draft_tokens") / max(1, self.total("num_spec_steps"))
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over verified draft tokens, over all sessions."""
-        return self.total("num_accepted_draft_tokens") / max(1, self.total("num_draft_tokens"))
+def joined(results: Iterable[Completions]) -> Completions:
+    """All completions of several."""
+    return Completions([each for result in results for each in result.completions])
 
-    @property
-    def mean_gamma(self) -> float:
-        """Draft tokens a round."""
-        return self.total("num_draft_tokens") / max(1, self.total("num_spec_steps"))
 
-    @property
-    def mean_batch_size(self) -> float:
-        """Decoding sessions in a step, averaged over sessions."""
-        return statistics.fmean(each.record.get("mean_batch_size", 0.0) for each in self.completions)
-
-    def total(self, key: str) -> int:
-        """Sum of one entry of the speculation records."""
-        return sum(int(each.record.get(key, 0)) for each in self.completions)
+def same_texts(results: Iterable[Completions]) -> bool:
+    """Whether all gave the same texts, of the same requests in the same order."""
+    return len({result.texts for result in results}) <= 1
 
 
 async def run_batch(url: str, asks: Sequence[Ask], concurrency: int, title: str) -> BatchResult:

@@ -1,4 +1,4 @@
-"""So many streams at a time over a gateway's gRPC door: the next request is sent when one ends."""
+"""So many streams at a time, the next request when one ends: over a gateway's gRPC door, and simulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import grpc
 from tqdm import tqdm
 
-from paceline.planning.simulation import Outcome, until_one_idles
+from paceline.planning.profile import Profile
+from paceline.planning.simulation import Cell, CellAtWork, Outcome
 from paceline.planning.verifier import Asked
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.serving import CHANNEL_OPTIONS
@@ -54,7 +55,7 @@ async def closed_loop(
                     bar.update()
 
             await asyncio.gather(*(stream() for _ in range(streams)))
-    outcome = Outcome(requests=asked, door_s=0.0, since_s=0.0, until_s=until_one_idles(asked))
+    outcome = Outcome(requests=asked, door_s=0.0, since_s=0.0, until_s=_until_one_idles(asked))
     return outcome, sorted(doors_s)[len(doors_s) // 2]
 
 
@@ -81,3 +82,45 @@ async def _run(
             inside_s = (timings.queue_ns + timings.prefill_ns) / NS_PER_S
             door_s = asked.pieces[0][0] - asked.at_s - inside_s
     return door_s
+
+
+def simulated_loop(
+    profile: Profile, cell: Cell, lengths: Sequence[tuple[int, int]], *, streams: int, seed: int = 0
+) -> Outcome:
+    """The same in simulated time.
+
+    Args:
+        profile: Facts.
+        cell: Replicas.
+        lengths: Prompt and output tokens of each request, in order.
+        streams: How many at a time.
+        seed: Of the luck.
+    """
+    asked: list[Asked] = []
+    left = iter(enumerate(lengths))
+
+    def ask_next(_: Asked | None = None) -> None:
+        number, (num_prompt_tokens, num_output_tokens) = next(left, (-1, (0, 0)))
+        if number < 0:
+            return
+        each = Asked(
+            number=number,
+            at_s=work.events.now_s,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+        )
+        asked.append(each)
+        # A request is on its way to the verifier for as long as its first token is on its way back.
+        work.events.after(profile.door_s, lambda: work.ask(each))
+
+    work = CellAtWork(profile, cell, seed, ask_next)
+    for _ in range(streams):
+        ask_next()
+    work.events.run()
+    return Outcome(requests=asked, door_s=0.0, since_s=0.0, until_s=_until_one_idles(asked))
+
+
+def _until_one_idles(asked: Sequence[Asked]) -> float:
+    """The time at which the first stream found no request left to send."""
+    last_s = max(each.at_s for each in asked)
+    return min(each.pieces[-1][0] for each in asked if each.pieces[-1][0] > last_s)

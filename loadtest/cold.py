@@ -6,7 +6,8 @@ and without the tier take turns on the same two cores, every other pair in the o
 has both cores for its verifier, as users would have it.
 
 Tokens/s over all streams while all are busy. OK when from 8 streams on the median of the pairs is 0.97 or more and none
-is below 0.94, and one stream is 2.0 times as fast greedy and 1.5 times sampled; and no text differs.
+is below 0.94, and one stream is 2.0 times as fast greedy and 1.5 times sampled, medians within their standard errors;
+and no text differs.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import argparse
 import asyncio
 import itertools
 import json
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.client import Ask, BatchResult, run_batch
+from loadtest.client import BatchResult, asks_of, joined, run_batch, same_texts
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine, widened_target
-from paceline.training.corpus import unseen_prompts
+from loadtest.trial import Trial, rounded_error, take_turns
 
 LOADS = (1, 4, 8, 16)
 TEMPERATURES = (0.0, 0.8)
@@ -34,46 +35,45 @@ MANY, LEAST_MEDIAN, LEAST = 8, 0.97, 0.94
 LEAST_ALONE = {0.0: 2.0, 0.8: 1.5}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One load: what fleets did with the tier and without, pair by pair."""
+    """One load: what fleets did with the tier and without (by that), pair by pair."""
 
     streams: int
     temperature: float
-    tier: list[BatchResult] = field(default_factory=list)
-    plain: list[BatchResult] = field(default_factory=list)
+    results: Mapping[bool, Sequence[BatchResult]]
 
     @property
-    def ratios(self) -> list[float]:
-        """Tokens/s with the tier over those without, of each pair."""
-        pairs = zip(self.tier, self.plain, strict=True)
-        return [tier.busy_tokens_per_s / plain.busy_tokens_per_s for tier, plain in pairs]
+    def trial(self) -> Trial:
+        """Tokens/s with the tier over those without."""
+        with_tier, without = ([each.busy_tokens_per_s for each in self.results[tier]] for tier in (True, False))
+        return Trial.of(with_tier, without)
 
     @property
     def same_texts(self) -> bool:
         """Whether all fleets said the same."""
-        texts = [[each.text for each in result.completions] for result in (*self.tier, *self.plain)]
-        return all(each == texts[0] for each in texts)
+        return same_texts(itertools.chain.from_iterable(self.results.values()))
 
     @property
     def ok(self) -> bool:
         """Whether what is asked of this load is met; nothing but equal texts is between one stream and many."""
-        median = statistics.median(self.ratios)
+        trial = self.trial
         if self.streams >= MANY:
-            return self.same_texts and median >= LEAST_MEDIAN and min(self.ratios) >= LEAST
-        return self.same_texts and (self.streams > 1 or median >= LEAST_ALONE.get(self.temperature, 1.0))
+            return self.same_texts and trial.meets(least=LEAST_MEDIAN) and min(trial.ratios) >= LEAST
+        alone = trial.meets(least=LEAST_ALONE.get(self.temperature, 1.0))
+        return self.same_texts and (self.streams > 1 or alone)
 
     def figures(self) -> dict[str, Any]:
         """What goes into the table and the last line."""
-        steps = sum(result.total("num_steps") for result in self.tier)
-        drafted = sum(result.total("num_draft_tokens") for result in self.tier)
+        tier, ratios = joined(self.results[True]), self.trial.ratios
         return {
             "streams": self.streams,
             "temperature": self.temperature,
-            "ratio": round(statistics.median(self.ratios), 3),
-            "least": round(min(self.ratios), 3),
-            "ratios": [round(ratio, 3) for ratio in self.ratios],
-            "gamma": round(drafted / max(1, steps), 2),
+            "ratio": round(self.trial.ratio, 3),
+            "error": rounded_error(self.trial),
+            "least": round(min(ratios), 3),
+            "ratios": [round(ratio, 3) for ratio in ratios],
+            "gamma": round(tier.total("num_draft_tokens") / max(1, tier.total("num_steps")), 2),
             "same_texts": self.same_texts,
             "ok": self.ok,
         }
@@ -81,9 +81,7 @@ class Row:
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="cold", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("cold", __doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=LOADS, help="loads (default 1 4 8 16)")
     parser.add_argument("--temperature", type=float, nargs="+", default=TEMPERATURES, help="(default 0 0.8)")
     parser.add_argument("--pairs", type=int, default=4, help="pairs of fleets at each load (default 4)")
@@ -96,9 +94,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
     loads = list(itertools.product(arguments.temperature, arguments.streams))
     figures = []
     for temperature, streams in tqdm(loads, desc="loads", unit="load", leave=False):
-        row = Row(streams=streams, temperature=temperature)
-        for number in range(arguments.pairs):
-            await _pair(row, arguments.max_tokens, reverse=number % 2 == 1)
+        row = await _row(streams, temperature, arguments)
         figures.append(row.figures())
         print(_line(figures[-1]), flush=True)
     ok = all(each["ok"] for each in figures)
@@ -113,20 +109,12 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-async def _pair(row: Row, max_tokens: int, *, reverse: bool) -> None:
-    ways: list[tuple[list[BatchResult], dict[str, Any]]] = [(row.tier, {}), (row.plain, {"drafter": False})]
-    for results, settings in ways[::-1] if reverse else ways:
-        async with bench_fleet(**widened_target("98m"), **settings) as fleet:
-            asks = _asks(REQUESTS_PER_STREAM * row.streams, max_tokens, row.temperature)
-            results.append(await run_batch(fleet.gateway_url, asks, row.streams, f"{row.streams} streams"))
+async def _row(streams: int, temperature: float, arguments: argparse.Namespace) -> Row:
+    asks = asks_of(REQUESTS_PER_STREAM * streams, arguments.max_tokens, temperature)
 
+    async def measure_fresh(tier: bool) -> BatchResult:
+        async with bench_fleet(**widened_target("98m"), **({} if tier else {"drafter": False})) as fleet:
+            return await run_batch(fleet.gateway_url, asks, streams, f"{streams} streams")
 
-def _asks(count: int, max_tokens: int, temperature: float) -> Sequence[Ask]:
-    return [
-        Ask(prompt=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
-        for seed, prompt in enumerate(unseen_prompts(count))
-    ]
-
-
-if __name__ == "__main__":
-    main()
+    results = await take_turns([True, False], measure_fresh, rounds=arguments.pairs, title=f"{streams} streams")
+    return Row(streams, temperature, results)

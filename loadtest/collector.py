@@ -21,6 +21,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from loadtest.flags import bench_parser
+
 OTLP_PORT = 4317
 WAIT_S = 30.0
 # A trace that was sent nothing for so long is shown.
@@ -142,9 +144,7 @@ def _short(value: Any) -> str:
 
 def main() -> None:
     """Collects until Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="collector", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("collector", __doc__)
     parser.add_argument("--port", type=int, default=OTLP_PORT, help=f"port; 0 picks a free one (default {OTLP_PORT})")
     parser.add_argument("--count", action="store_true", help="show no trees; count, and tell in one line at the end")
     asyncio.run(collect(parser.parse_args()))
@@ -204,7 +204,3 @@ def _value(value: common_pb2.AnyValue) -> Any:
     if kind == "array_value":
         return [_value(each) for each in value.array_value.values]
     return None if kind is None else getattr(value, kind)
-
-
-if __name__ == "__main__":
-    main()

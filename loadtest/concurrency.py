@@ -6,8 +6,8 @@ drafter at all and the same one core for its verifier, so that what speculation 
 be seen; every other round in the opposite order, as machines drift. Requests of half to one and a half times
 --max-tokens keep so many streams busy: of equal length, plain ones would start and end in lockstep, as no traffic does.
 Their prompts are cached. Tokens/s over all streams while all are busy, medians of the rounds. Ratios are medians of
-ratios within a round; rounds go on until these are known to one percent or lie three standard errors from what is asked
-of them, on either side, or there were --most-rounds.
+ratios within a round, and met within their standard error; rounds go on until these are known to one percent or lie
+three standard errors from what is asked of them, on either side, or there were --most-rounds.
 
 With --small the target is the demo pair's as shipped, whose steps take 3 ms: there everything around the step counts.
 
@@ -23,19 +23,18 @@ import json
 import os
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.client import Ask, BatchResult, run_batch
-from loadtest.fleet import bench_fleet, machine, widened_target
-from loadtest.rounds import is_known, standard_error
-from loadtest.single import OWN_HARDWARE
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
+from loadtest.client import Ask, BatchResult, joined, run_batch, same_texts
+from loadtest.flags import add_round_flags, bench_parser
+from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
+from loadtest.trial import Trial, rounded_error, take_turns
 from paceline.training.corpus import unseen_prompts
 
 PLAIN, SPECULATIVE, NO_DRAFTER = "plain", "speculative", "no drafter"
@@ -46,22 +45,20 @@ NUM_PROMPTS = 64
 REQUESTS_PER_STREAM = 4
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One load: tokens/s of each round by way of decoding, and what speculation did."""
+    """One load: what each way of decoding gave, one result a round."""
 
     streams: int
-    rates: dict[str, list[float]] = field(default_factory=dict)
-    speculative: list[BatchResult] = field(default_factory=list)
-    batch_sizes: dict[str, list[float]] = field(default_factory=dict)
-    same_texts: bool = True
+    results: Mapping[str, Sequence[BatchResult]]
 
-    def ratio(self, way: str, base: str) -> float:
-        """Median over rounds of one way over another of the same round."""
-        return statistics.median(self._ratios(way, base))
+    def speeds(self, way: str) -> list[float]:
+        """Tokens/s of each round."""
+        return [result.busy_tokens_per_s for result in self.results[way]]
 
-    def _ratios(self, way: str, base: str) -> list[float]:
-        return [a / b for a, b in zip(self.rates[way], self.rates[base], strict=True)]
+    def trial(self, base: str) -> Trial:
+        """Speculative decoding over another way."""
+        return Trial.of(self.speeds(SPECULATIVE), self.speeds(base))
 
     @property
     def least(self) -> float:
@@ -71,42 +68,37 @@ class Row:
     @property
     def is_known(self) -> bool:
         """Whether another round would say little."""
-        return all(is_known(self._ratios(SPECULATIVE, base), self.least) for base in (PLAIN, NO_DRAFTER))
-
-    @property
-    def error(self) -> float:
-        """Standard error of the less certain ratio."""
-        return max(standard_error(self._ratios(SPECULATIVE, base)) for base in (PLAIN, NO_DRAFTER))
+        return all(self.trial(base).is_known(self.least) for base in (PLAIN, NO_DRAFTER))
 
     def figures(self) -> dict[str, Any]:
         """What goes into the table and the last line."""
-        drafted = sum(result.total("num_draft_tokens") for result in self.speculative)
-        steps = sum(result.total("num_steps") for result in self.speculative)
-        accepted = sum(result.total("num_accepted_draft_tokens") for result in self.speculative)
-        ratio, off_path = self.ratio(SPECULATIVE, PLAIN), self.ratio(SPECULATIVE, NO_DRAFTER)
+        speculative = joined(self.results[SPECULATIVE])
+        steps = max(1, speculative.total("num_steps"))
+        to_plain, to_none = self.trial(PLAIN), self.trial(NO_DRAFTER)
+        same = same_texts(itertools.chain.from_iterable(self.results.values()))
         return {
             "streams": self.streams,
-            "tokens_per_s": {way: round(statistics.median(rates), 1) for way, rates in self.rates.items()},
-            "ratio": round(ratio, 3),
-            "to_no_drafter": round(off_path, 3),
-            "error": round(self.error, 3) if len(self.speculative) > 1 else None,
-            "rounds": len(self.speculative),
-            "batch": {way: round(statistics.median(sizes), 1) for way, sizes in self.batch_sizes.items()},
-            "gamma": round(drafted / max(1, steps), 2),
-            "tokens_per_step": round(1 + accepted / max(1, steps), 2),
-            "same_texts": self.same_texts,
-            "ok": min(ratio, off_path) >= self.least and self.same_texts,
+            "tokens_per_s": {way: round(statistics.median(self.speeds(way)), 1) for way in self.results},
+            "ratio": round(to_plain.ratio, 3),
+            "to_no_drafter": round(to_none.ratio, 3),
+            "error": rounded_error(to_plain, to_none),
+            "rounds": to_plain.num_rounds,
+            "batch": {
+                way: round(statistics.median(each.mean_batch_size for each in results), 1)
+                for way, results in self.results.items()
+            },
+            "gamma": round(speculative.total("num_draft_tokens") / steps, 2),
+            "tokens_per_step": round(1 + speculative.total("num_accepted_draft_tokens") / steps, 2),
+            "same_texts": same,
+            "ok": to_plain.meets(least=self.least) and to_none.meets(least=self.least) and same,
         }
 
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="concurrency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("concurrency", __doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=LOADS, help="loads (default 1 2 4 ... 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="least rounds at each load (default 3)")
-    parser.add_argument("--most-rounds", type=int, default=8, help="most rounds at each load (default 8)")
+    add_round_flags(parser, 3, 8)
     parser.add_argument("--max-tokens", type=int, default=64, help="mean tokens of a request (default 64)")
     parser.add_argument("--small", action="store_true", help="the demo target as shipped, not widened to 98 M")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
@@ -116,8 +108,7 @@ def main() -> None:
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all loads and prints the table; True when every ratio is met."""
-    small = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER}
-    settings = small if arguments.small else widened_target("98m")
+    settings = DEMO_PAIR if arguments.small else widened_target("98m")
     core = ("--cpus", str(min(os.sched_getaffinity(0))))
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
@@ -177,22 +168,22 @@ def _asks(count: int, max_tokens: int, temperature: float) -> list[Ask]:
 
 
 async def _row(ways: dict[str, tuple[str, dict[str, bool]]], streams: int, arguments: argparse.Namespace) -> Row:
-    row = Row(streams=streams, rates={way: [] for way in ways}, batch_sizes={way: [] for way in ways})
     asks = _asks(max(8, REQUESTS_PER_STREAM * streams), arguments.max_tokens, arguments.temperature)
-    most = max(arguments.rounds, arguments.most_rounds)
-    while len(row.speculative) < arguments.rounds or (not row.is_known and len(row.speculative) < most):
-        texts: list[Sequence[str]] = []
-        in_order = list(ways.items())[:: -1 if len(row.speculative) % 2 else 1]
-        for way, (url, speculation) in in_order:
-            batch = [replace(ask, speculation=speculation) for ask in asks]
-            result = await run_batch(url, batch, streams, f"{way}, {streams} streams")
-            row.rates[way].append(result.busy_tokens_per_s)
-            row.batch_sizes[way].append(result.mean_batch_size)
-            texts.append([each.text for each in result.completions])
-            if way == SPECULATIVE:
-                row.speculative.append(result)
-        row.same_texts = row.same_texts and all(each == texts[0] for each in texts)
-    return row
+
+    async def measure_way(way: str) -> BatchResult:
+        url, speculation = ways[way]
+        batch = [replace(ask, speculation=speculation) for ask in asks]
+        return await run_batch(url, batch, streams, f"{way}, {streams} streams")
+
+    results = await take_turns(
+        list(ways),
+        measure_way,
+        rounds=arguments.rounds,
+        most_rounds=arguments.most_rounds,
+        is_known=lambda results: Row(streams, results).is_known,
+        title=f"{streams} streams",
+    )
+    return Row(streams, results)
 
 
 def draw(figures: Sequence[dict[str, Any]], path: Path) -> None:
@@ -216,7 +207,3 @@ def draw(figures: Sequence[dict[str, Any]], path: Path) -> None:
     right.set_ylabel("draft tokens per session and step", color="tab:orange")
     right.set_ylim(bottom=0)
     figure.savefig(path)
-
-
-if __name__ == "__main__":
-    main()

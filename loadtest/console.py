@@ -18,6 +18,7 @@ from playwright.async_api import Page
 
 from loadtest.browser import browsing, chromium, problems_of
 from loadtest.client import Ask, complete, http_client
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet
 from paceline.training.corpus import unseen_prompts
 
@@ -30,7 +31,7 @@ PLAYGROUND_TIMEOUT_MS = 300_000
 
 def main() -> None:
     """Parses the command line and takes the pictures."""
-    parser = argparse.ArgumentParser(prog="console", description=__doc__)
+    parser = bench_parser("console", __doc__)
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the pictures (default docs)")
     parser.add_argument("--seconds", type=float, default=90.0, help="load before the pictures (default 90)")
     parser.add_argument("--streams", type=int, default=6, help="most streams at once (default 6)")

@@ -16,7 +16,6 @@ Azure/AzurePublicDataset); give the CSV, plain or gzipped, as --trace.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import json
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from loadtest.flags import bench_parser
 from loadtest.fleet import machine
 from loadtest.replay import AllocatorPolicy, Optimum, Policy, Replay, ReplayResult, World
 from paceline.core.allocator import FixedGamma, Goodput
@@ -47,9 +47,7 @@ Load = Sequence[tuple[float, int]]
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="controller", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("controller", __doc__)
     parser.add_argument("--seconds", type=float, default=12.0, help="time at each load of the ramp (default 12)")
     parser.add_argument("--seed", type=int, default=0, help="of the world (default 0)")
     parser.add_argument("--trace", type=Path, default=None, help="arrivals from a CSV with a TIMESTAMP column")
@@ -143,7 +141,3 @@ def _show(results: dict[str, ReplayResult], figures: dict[str, object]) -> None:
     print(f"\nregret {figures['regret']:.1%} of the optimum (limit {MOST_REGRET:.0%}); of the best fixed gamma of each "
           f"load {figures['against_best_fixed']} (limit {LEAST_OF_FIXED}); replayed on {machine()}")  # fmt: skip
     print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main()

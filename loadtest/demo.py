@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loadtest.client import Ask, BatchResult, Completion, complete, http_client, run_batch
+from loadtest.client import Ask, BatchResult, asks_of, completed, http_client, run_batch, same_texts
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine
 from paceline.cluster.foreground import describe_target
 from paceline.cluster.local import LocalFleet
-from paceline.training.corpus import unseen_prompts
 
 PLAIN = {"enabled": False}
 SPECULATIVE = {"enabled": True}
@@ -25,7 +25,7 @@ DIM, BOLD, RESET = ("\033[2m", "\033[1m", "\033[0m") if sys.stdout.isatty() else
 
 def main() -> None:
     """Parses the command line and runs the demo; exit status 1 when any text differs."""
-    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
+    parser = bench_parser("demo", __doc__)
     parser.add_argument("--prompts", type=int, default=16, help="prompts for the table (default 16)")
     parser.add_argument("--shown", type=int, default=2, help="prompts streamed to the screen (default 2)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens per prompt (default 96)")
@@ -42,16 +42,8 @@ def main() -> None:
 
 async def show(arguments: argparse.Namespace) -> bool:
     """Runs the whole demo; True when all texts were identical."""
-    asks = [
-        Ask(
-            prompt=prompt,
-            max_tokens=arguments.max_tokens,
-            temperature=arguments.temperature,
-            top_p=0.95,
-            seed=seed,
-        )
-        for seed, prompt in enumerate(unseen_prompts(arguments.prompts))
-    ]
+    asks = asks_of(arguments.prompts, arguments.max_tokens, arguments.temperature)
+    asks = [replace(ask, top_p=0.95) for ask in asks]
     async with bench_fleet() as fleet:
         _introduce(fleet)
         for ask in asks[: arguments.shown]:
@@ -78,18 +70,12 @@ async def _show_one(url: str, ask: Ask) -> None:
     async with http_client() as client:
         for title, speculation in (("plain decoding", PLAIN), ("speculative decoding", SPECULATIVE)):
             print(f"{BOLD}{title}{RESET}\n{DIM}{ask.prompt}{RESET}", end="", flush=True)
-            done = await complete(client, url, replace(ask, speculation=speculation), _write)
-            _raise_for(done)
+            done = await completed(client, url, replace(ask, speculation=speculation), _write)
             print(f"\n{BOLD}{done.decode_tokens_per_s:.0f} tokens/s{RESET}\n")
 
 
 def _write(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _raise_for(completion: Completion) -> None:
-    if completion.error:
-        raise RuntimeError(completion.error)
 
 
 async def _table(url: str, asks: Sequence[Ask], concurrencies: Sequence[int]) -> bool:
@@ -98,8 +84,7 @@ async def _table(url: str, asks: Sequence[Ask], concurrencies: Sequence[int]) ->
     for concurrency in concurrencies:
         plain = await _run(url, asks, concurrency, PLAIN, "plain")
         speculative = await _run(url, asks, concurrency, SPECULATIVE, "speculative")
-        texts = [[each.text for each in result.completions] for result in (plain, speculative)]
-        same = same and texts[0] == texts[1]
+        same = same and same_texts((plain, speculative))
         rows += [
             _row("plain", concurrency, plain, plain),
             _row("speculative", concurrency, speculative, plain),
@@ -129,7 +114,3 @@ def _row(name: str, concurrency: int, result: BatchResult, plain: BatchResult) -
         f"{start} {result.acceptance_rate:9.3f} {result.mean_acceptance_length:7.2f} {result.mean_gamma:6.2f} "
         f"{result.mean_batch_size:6.2f}"
     )
-
-
-if __name__ == "__main__":
-    main()

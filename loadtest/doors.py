@@ -89,7 +89,7 @@ class CallDoor:
 
     async def send(self, bad: Bad) -> str:
         """See `Door`."""
-        call = self._channel.unary_stream(bad.kind.method)(bad.parts[0], timeout=ANSWER_S)
+        call = self._channel.unary_stream(bad.kind.method, None, None)(bad.parts[0], timeout=ANSWER_S)
         try:
             async for _ in call:
                 pass
@@ -126,7 +126,7 @@ class StreamDoor:
             if bad.kind.ends_call:
                 ended.wait()
 
-        call = self._channel.stream_stream(bad.kind.method)(words(), timeout=ANSWER_S)
+        call = self._channel.stream_stream(bad.kind.method, None, None)(words(), timeout=ANSWER_S)
         try:
             for _ in call:
                 pass

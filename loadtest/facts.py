@@ -25,17 +25,17 @@ import torch
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from loadtest.closedloop import Prompts, closed_loop
+from loadtest.closedloop import Prompts, closed_loop, simulated_loop
 from loadtest.engine_costs import MAX_ROWS, NUM_BLOCKS, EnginesInTurn, Sample, fit
-from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.flags import bench_parser
+from loadtest.fleet import OWN_HARDWARE, bench_fleet, machine, widened_target
 from loadtest.scrape import MeanOf, scrape
-from loadtest.single import OWN_HARDWARE
 from paceline.cluster.local import LocalFleet
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.step_cost import StepCost
 from paceline.planning.guesses import RecordedGuesses, RecordedPlace
 from paceline.planning.profile import MEASURED, DeviceFacts, DrafterFacts, Profile, write_profile
-from paceline.planning.simulation import Cell, Outcome, Way, run_closed
+from paceline.planning.simulation import Cell, Outcome, Way
 from paceline.training.corpus import unseen_prompts
 
 NUM_PROMPTS = 32
@@ -50,9 +50,7 @@ SPECULATIVE_CONFIG = json.dumps({"method": "draft_model"})
 
 def main() -> None:
     """Parses the command line, measures and writes the profile."""
-    parser = argparse.ArgumentParser(
-        prog="facts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("facts", __doc__)
     add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("profile.json"), help="file to write (default profile.json)")
     arguments = parser.parse_args()
@@ -245,8 +243,4 @@ def requests(prompts: Prompts, streams: int) -> Prompts:
 def simulated(profile: Profile, asked: Prompts, max_tokens: int, streams: int, *, way: Way = Way.TIER) -> Outcome:
     """The same requests, simulated; their prompts are cached but for one token."""
     cell = Cell(way=way, num_drafters=1 if way is Way.TIER else 0)
-    return run_closed(profile, cell, [(1, max_tokens)] * len(asked), streams=streams)
-
-
-if __name__ == "__main__":
-    main()
+    return simulated_loop(profile, cell, [(1, max_tokens)] * len(asked), streams=streams)

@@ -29,11 +29,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from loadtest.faulty.orders import FOLDER_VARIABLE, HANG, order
-from loadtest.fleet import FREE_PORTS, machine
+from loadtest.flags import bench_parser
+from loadtest.fleet import DEMO_PAIR, FREE_PORTS, machine
 from loadtest.histories import Event, History
 from loadtest.scrape import scrape
 from loadtest.steadfast import Request, mixed_requests, over_grpc, run_each, run_one
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec
 from paceline.cluster.supervisor import BackOff
@@ -58,9 +58,7 @@ SPECULATIVE = json.dumps({"method": DRAFT_MODEL, "num_speculative_tokens": 8, "p
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="failover", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("failover", __doc__)
     parser.add_argument("--kills", type=int, default=5, help="of verifiers and of drafters (default 5 each)")
     parser.add_argument("--hangs", type=int, default=2, help="of engines (default 2)")
     parser.add_argument("--streams", type=int, default=4, help="side by side while something is killed (default 4)")
@@ -126,8 +124,7 @@ def _spec() -> FleetSpec:
     return FleetSpec(
         **{
             **FREE_PORTS,
-            "model": DEMO_TARGET,
-            "draft_model": DEMO_DRAFTER,
+            **DEMO_PAIR,
             "dtype": "float32",
             "num_verifiers": 2,
             "num_drafters": 2,

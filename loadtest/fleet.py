@@ -6,10 +6,14 @@ import os
 import sys
 from typing import Any
 
-from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
+from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET, widened_demo_target
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec
 
+# `FleetSpec` settings of the demo pair as shipped, whose steps are short.
+DEMO_PAIR: dict[str, Any] = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER}
+# A verifier on a core of its own, nothing lent: what a tier on other machines has.
+OWN_HARDWARE: dict[str, Any] = {"verifier_threads": 1, "lend": False}
 FREE_PORTS: dict[str, Any] = {
     "gateway_port": 0,
     "gateway_grpc_port": 0,
@@ -43,5 +47,4 @@ def _say(line: str) -> None:
 
 def widened_target(preset: str) -> dict[str, Any]:
     """`FleetSpec` settings of the demo pair with its target widened to `98m` or `400m`, made once in the cache."""
-    target = widened_demo_target(os.environ, _say, preset)
-    return {"model": target, "draft_model": DEMO_DRAFTER}
+    return {**DEMO_PAIR, "model": widened_demo_target(os.environ, _say, preset)}

@@ -41,6 +41,7 @@ from loadtest.bad import http, rpc
 from loadtest.bad.kinds import Bad, Kind, Target, bad_messages
 from loadtest.client import Ask, complete, http_client
 from loadtest.doors import CallDoor, Door, HttpDoor, StreamDoor, send_all
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine
 from loadtest.keyless import keyed_settings, measure_keyless, write_keys
 from loadtest.procfs import resident_bytes
@@ -91,9 +92,7 @@ class Tally:
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("fuzz", __doc__)
     parser.add_argument("--messages", type=int, default=100_000, help="bad messages in all (default 100000)")
     parser.add_argument("--seed", type=int, default=1, help="the same seed sends the same messages (default 1)")
     parser.add_argument("--keyless-s", type=float, default=30.0, help="seconds of callers without a key (default 30)")
@@ -267,7 +266,3 @@ def _print_table(tally: Tally, figures: Mapping[str, Any]) -> None:
     print(f"gateway, MiB before and at most: {keyless['memory_mib']}; health answers: {keyless['health']}")
     print(f"longest stall of its event loop, ms before and during: {keyless['longest_stall_ms']}")
     print(f"longest gap of a stream, ms before and during: {keyless['longest_gap_ms']}; {keyless['streams']} streams\n")
-
-
-if __name__ == "__main__":
-    main()

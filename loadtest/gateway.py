@@ -26,18 +26,20 @@ import json
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvloop
-from tqdm import tqdm
 
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine
 from loadtest.procfs import cpu_s, keep_to
 from loadtest.streams import DirectWay, HttpWay, Streamed
+from loadtest.trial import Trial, rounded_error, take_turns
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import available_cpus
@@ -53,6 +55,7 @@ MOST_LAG_STEPS = 2.0
 MOST_GENERATOR_SHARE = 0.7
 WITNESS_TOKENS = 32
 WAYS = ("direct", "http")
+GENERATOR = "load generator"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,26 +106,26 @@ class Ways:
         await self._direct.close()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """All runs of one way with many streams at once."""
+    """One run of one way with many streams at once.
 
-    tokens_per_s: list[float] = field(default_factory=list)
-    totals_s: list[float] = field(default_factory=list)
-    lags: list[float] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
-    cpu_shares: dict[str, list[float]] = field(default_factory=dict)
+    Attributes:
+        totals_s: From the request to the end, by stream.
+        lags: Growth of the lag in steps, by stream.
+        cpu_shares: CPU time over wall time, by process.
+    """
 
-    def share(self, name: str) -> float:
-        """CPU time over wall time of a process, the mean of all runs."""
-        return statistics.fmean(self.cpu_shares[name])
+    tokens_per_s: float
+    totals_s: Sequence[float]
+    lags: Sequence[float]
+    step_ms: float
+    cpu_shares: Mapping[str, float]
 
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="gateway", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("gateway", __doc__)
     parser.add_argument("--pairs", type=int, default=60, help="sessions each way, one at a time (default 60)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens of a session (default 128)")
     parser.add_argument("--streams", type=int, default=64, help="streams at once in part 2 (default 64)")
@@ -186,10 +189,11 @@ async def measure_overhead(arguments: argparse.Namespace) -> dict[str, Any]:
         for session in sessions:
             # Both ways then find the prompt in the prefix cache.
             await ways.run("http", session)
-        runs: dict[str, list[Streamed]] = {way: [] for way in WAYS}
-        for index in tqdm(range(arguments.pairs), desc="pairs", unit="pair", leave=False):
-            for way in reversed(WAYS) if index % 2 else WAYS:
-                runs[way].append(await ways.run(way, sessions[index % len(sessions)]))
+        # Each way meets them in the same order.
+        to_run = {way: itertools.cycle(sessions) for way in WAYS}
+        runs = await take_turns(
+            WAYS, lambda way: ways.run(way, next(to_run[way])), rounds=arguments.pairs, title="pairs"
+        )
         await ways.close()
         model = fleet.model_name
     return _overhead(model, runs)
@@ -206,7 +210,7 @@ def _overhead(model: str, runs: dict[str, list[Streamed]]) -> dict[str, Any]:
         **rows,
         "overhead_ms": {
             "median": round(statistics.median(differences_ms), 4),
-            "p99": round(quantile(differences_ms, 0.99), 4),
+            "p99": round(float(np.quantile(differences_ms, 0.99)), 4),
         },
         "ratio": round(rows["http"]["per_token_ms"] / rows["direct"]["per_token_ms"], 4),
     }
@@ -219,7 +223,7 @@ def _way(runs: Sequence[Streamed]) -> dict[str, float]:
     gaps_ms = [1e3 * gap_s for run in runs for gap_s in run.gaps_s]
     return {
         "per_token_ms": round(statistics.median(1e3 * run.per_token_s for run in runs), 4),
-        "gap_p99_ms": round(quantile(gaps_ms, 0.99), 3),
+        "gap_p99_ms": round(float(np.quantile(gaps_ms, 0.99)), 3),
         "first_token_ms": round(statistics.median(1e3 * (run.times_s[0] - run.started_s) for run in runs), 3),
     }
 
@@ -251,11 +255,13 @@ async def measure_load(arguments: argparse.Namespace) -> dict[str, Any]:
         # The witness outlives the others by what it may have begun earlier.
         witness = Session(prompt=last.prompt, max_tokens=arguments.load_tokens + WITNESS_TOKENS)
         ways = Ways(fleet)
-        loads = {way: Load() for way in WAYS}
         await _run_load(ways, "http", sessions, witness)
-        for index in tqdm(range(arguments.rounds), desc=f"{arguments.streams} streams", unit="round", leave=False):
-            for way in reversed(WAYS) if index % 2 else WAYS:
-                await _measure_load(fleet, ways, way, sessions, witness, loads[way])
+        loads = await take_turns(
+            WAYS,
+            lambda way: _measure_load(fleet, ways, way, sessions, witness),
+            rounds=arguments.rounds,
+            title=f"{arguments.streams} streams",
+        )
         await ways.close()
         name = fleet.model_name
     return _load_figures(name, arguments.streams, loads)
@@ -270,24 +276,24 @@ async def _run_load(
     return streams, seen
 
 
-async def _measure_load(
-    fleet: LocalFleet, ways: Ways, way: str, sessions: Sequence[Session], witness: Session, load: Load
-) -> None:
-    pids = {"load generator": os.getpid(), "verifier": fleet.pid("verifier"), "gateway": fleet.pid("gateway")}
+async def _measure_load(fleet: LocalFleet, ways: Ways, way: str, sessions: Sequence[Session], witness: Session) -> Load:
+    pids = {GENERATOR: os.getpid(), "verifier": fleet.pid("verifier"), "gateway": fleet.pid("gateway")}
     before = {name: cpu_s(pid) for name, pid in pids.items()}
     started_s = time.perf_counter()
     streams, seen = await _run_load(ways, way, sessions, witness)
     wall_s = time.perf_counter() - started_s
-    for name, pid in pids.items():
-        load.cpu_shares.setdefault(name, []).append((cpu_s(pid) - before[name]) / wall_s)
+    cpu_shares = {name: (cpu_s(pid) - before[name]) / wall_s for name, pid in pids.items()}
     first_s, last_s = min(run.started_s for run in streams), max(run.ended_s for run in streams)
-    load.tokens_per_s.append(sum(session.max_tokens for session in sessions) / (last_s - first_s))
-    load.totals_s += [run.ended_s - run.started_s for run in streams]
     step_s = statistics.median(seen.gaps_s)
-    load.step_ms.append(1e3 * step_s)
     # A stream with a character made of several tokens has fewer pieces than steps and cannot be laid beside them.
     whole = [run for run, session in zip(streams, sessions, strict=True) if len(run.times_s) == session.max_tokens]
-    load.lags += [lag_growth_s(run.times_s, seen.times_s) / step_s for run in whole]
+    return Load(
+        tokens_per_s=sum(session.max_tokens for session in sessions) / (last_s - first_s),
+        totals_s=[run.ended_s - run.started_s for run in streams],
+        lags=[lag_growth_s(run.times_s, seen.times_s) / step_s for run in whole],
+        step_ms=1e3 * step_s,
+        cpu_shares=cpu_shares,
+    )
 
 
 def lag_growth_s(times_s: Sequence[float], steps_s: Sequence[float]) -> float:
@@ -304,36 +310,47 @@ def lag_growth_s(times_s: Sequence[float], steps_s: Sequence[float]) -> float:
     return (times_s[-1] - times_s[quarter]) - (steps_s[ended] - steps_s[begun])
 
 
-def _load_figures(model: str, num_streams: int, loads: dict[str, Load]) -> dict[str, Any]:
+def _load_figures(model: str, num_streams: int, loads: Mapping[str, Sequence[Load]]) -> dict[str, Any]:
     direct, http = loads["direct"], loads["http"]
-    behind_ms = [1e3 * (mine - its) for mine, its in zip(http.totals_s, direct.totals_s, strict=True)]
-    ratio = statistics.median(mine / its for mine, its in zip(http.tokens_per_s, direct.tokens_per_s, strict=True))
+    behind_ms = [
+        1e3 * (mine - its)
+        for over, straight in zip(http, direct, strict=True)
+        for mine, its in zip(over.totals_s, straight.totals_s, strict=True)
+    ]
+    trial = Trial.of((load.tokens_per_s for load in http), (load.tokens_per_s for load in direct))
     figures: dict[str, Any] = {
         "model": model,
         "batch_size": num_streams,
-        **{way: _load_row(load) for way, load in loads.items()},
-        "ratio": round(ratio, 4),
+        **{way: _load_row(runs) for way, runs in loads.items()},
+        "ratio": round(trial.ratio, 4),
+        "error": rounded_error(trial),
         "total_difference_ms": {
             "median": round(statistics.median(behind_ms), 1),
-            "p99": round(quantile(behind_ms, 0.99), 1),
+            "p99": round(float(np.quantile(behind_ms, 0.99)), 1),
         },
     }
     # What one gateway process can carry is the inverse of it.
-    figures["gateway_cpu_ms_per_token"] = round(1e3 * http.share("gateway") / figures["http"]["tokens_per_s"], 4)
-    figures["generator_ok"] = max(load.share("load generator") for load in loads.values()) <= MOST_GENERATOR_SHARE
+    figures["gateway_cpu_ms_per_token"] = round(1e3 * _share(http, "gateway") / figures["http"]["tokens_per_s"], 4)
+    figures["generator_ok"] = max(_share(runs, GENERATOR) for runs in loads.values()) <= MOST_GENERATOR_SHARE
     keeps_up = figures["http"]["lag_growth_steps_p99"] <= MOST_LAG_STEPS
-    figures["ok"] = ratio >= LEAST_RATIO and keeps_up and figures["generator_ok"]
+    figures["ok"] = trial.meets(least=LEAST_RATIO) and keeps_up and figures["generator_ok"]
     _print_load(figures)
     return figures
 
 
-def _load_row(load: Load) -> dict[str, float]:
+def _share(loads: Sequence[Load], name: str) -> float:
+    """CPU time over wall time of a process, the mean of all runs."""
+    return statistics.fmean(load.cpu_shares[name] for load in loads)
+
+
+def _load_row(loads: Sequence[Load]) -> dict[str, float]:
+    lags = [lag for load in loads for lag in load.lags]
     return {
-        "tokens_per_s": round(statistics.median(load.tokens_per_s), 1),
-        "step_ms": round(statistics.median(load.step_ms), 2),
-        "lag_growth_steps_median": round(statistics.median(load.lags), 3),
-        "lag_growth_steps_p99": round(quantile(load.lags, 0.99), 3),
-        **{f"cpu_{name.replace(' ', '_')}": round(load.share(name), 3) for name in load.cpu_shares},
+        "tokens_per_s": round(statistics.median(load.tokens_per_s for load in loads), 1),
+        "step_ms": round(statistics.median(load.step_ms for load in loads), 2),
+        "lag_growth_steps_median": round(statistics.median(lags), 3),
+        "lag_growth_steps_p99": round(float(np.quantile(lags, 0.99)), 3),
+        **{f"cpu_{name.replace(' ', '_')}": round(_share(loads, name), 3) for name in loads[0].cpu_shares},
     }
 
 
@@ -350,12 +367,3 @@ def _print_load(figures: dict[str, Any]) -> None:
         f"HTTP total - direct total: median {difference['median']:.0f} ms, p99 {difference['p99']:.0f} ms; "
         f"lag: growth in steps (p99 at most {MOST_LAG_STEPS:g} is asked); generator, verifier, gateway: CPU shares"
     )
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Returns the value below which that share of the values lies."""
-    return sorted(values)[int(share * (len(values) - 1))]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Steps and whole rounds on a GPU, of models with the shape of an 8B target and a 1B drafter: `python -m loadtest.gpu`.
+"""Steps and whole rounds on a GPU, of models with the shape of an 8B target and a 1B drafter: `make bench NAME=gpu`.
 
 Weights are random, so texts mean nothing and the two models would never agree. Speed does not depend on that; how
 many drafts are accepted does. So acceptance is IMPOSED: both forward passes run in full, then one logit a row is
@@ -20,6 +20,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from loadtest.flags import bench_parser
 from loadtest.gpu_models import SHAPES, ImposedDecoder, RandomModel, mix
 from paceline.core.allocator import FixedGamma
 from paceline.core.draft_scheduler import DraftLimits, VerifierSaid
@@ -273,7 +274,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
+    parser = bench_parser("gpu", __doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="8b", help="sizes of both models (default 8b)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only to try out this script")
     parser.add_argument("--rows", type=_numbers, default=_numbers("1,2,4,8,16,32,64,128,256"), help="rows of a step")
@@ -322,7 +323,3 @@ def measure(arguments: argparse.Namespace) -> bool:
     ok = target_ok and draft_ok and texts_ok
     print(json.dumps({**figures, "ok": ok}))
     return ok
-
-
-if __name__ == "__main__":
-    main()

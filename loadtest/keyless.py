@@ -26,8 +26,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.client import Ask, Completion, complete
+from loadtest.fleet import DEMO_PAIR
 from loadtest.procfs import keep_to, resident_bytes
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.core.messages import GATEWAY
 
@@ -61,7 +61,7 @@ def write_keys(path: Path) -> None:
 
 def keyed_settings() -> dict[str, Any]:
     """Returns the settings of the fleet that is asked."""
-    return {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER, "dtype": "float32"}
+    return {**DEMO_PAIR, "dtype": "float32"}
 
 
 async def measure_keyless(fleet: LocalFleet, seconds: float) -> dict[str, Any]:
@@ -90,7 +90,7 @@ async def measure_keyless(fleet: LocalFleet, seconds: float) -> dict[str, Any]:
         stall_s = await longest_stall_s(client, where.http)
         healthy = await _is_healthy(where.http)
     gaps_s = [gap for done in under_way for gap in done.gaps_s]
-    figures = {
+    figures: dict[str, Any] = {
         "callers": NUM_CALLERS,
         "seconds": seconds,
         "answers": dict(counts),
@@ -218,7 +218,7 @@ async def _send_bodies(address: str, counts: Counter[str]) -> None:
 async def _send_messages(address: str, counts: Counter[str]) -> None:
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
-        call = channel.unary_unary(GENERATE)
+        call = channel.unary_unary(GENERATE, None, None)
         while True:
             try:
                 await call(bytes(MESSAGE_BYTES))
@@ -238,12 +238,11 @@ async def _say_nothing(address: str) -> None:
 async def _ask_for_health(address: str) -> None:
     async def nothing() -> AsyncIterator[bytes]:
         await asyncio.sleep(3600)
-        for each in ():
-            yield each
+        yield b""
 
     async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         while True:
             with suppress(grpc.aio.AioRpcError):
-                await channel.stream_unary(CHECK)(nothing())
+                await channel.stream_unary(CHECK, None, None)(nothing())
             # Ended for one that came later.
             await asyncio.sleep(0.1)

@@ -29,7 +29,7 @@ from loadtest.traffic.figures import (
     mode_figures,
 )
 from loadtest.traffic.fleets import doors_of
-from loadtest.traffic.highest import Trial, highest_rate
+from loadtest.traffic.highest import TriedRate, highest_rate
 from loadtest.traffic.plan import Request, Source, requests_of, windows_of
 from loadtest.traffic.prompts import Prompts, open_prompts
 from loadtest.traffic.report import summary, write_reports
@@ -81,7 +81,7 @@ async def measure(config: LoadConfig) -> dict[str, Any]:
 
 async def _rate(
     config: LoadConfig, source: Source, prompts: Prompts, doors: Mapping[str, Door]
-) -> tuple[float, list[Trial]]:
+) -> tuple[float, list[TriedRate]]:
     """Returns the rate of the replay, and the trials that found it; adaptive speculation is what is served."""
     if config.rate == MAX:
         door = doors.get(ADAPTIVE) or next(iter(doors.values()))
@@ -126,7 +126,7 @@ async def run_windows(
 def figures_of(
     config: LoadConfig,
     plan: Mapping[str, Any],
-    trials: Sequence[Trial],
+    trials: Sequence[TriedRate],
     runs: Mapping[str, Sequence[Window]],
     windows: Sequence[Sequence[Request]],
 ) -> dict[str, Any]:

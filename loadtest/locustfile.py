@@ -35,7 +35,6 @@ NUM_PROMPTS = 40
 CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 
 
-@events.init_command_line_parser.add_listener
 def _flags(parser: LocustArgumentParser) -> None:
     parser.add_argument("--grpc-address", default="127.0.0.1:8001", env_var="PACELINE_GRPC_ADDRESS", help="gRPC door")
     parser.add_argument("--max-tokens", type=int, default=48, env_var="PACELINE_MAX_TOKENS", help="tokens a request")
@@ -43,6 +42,9 @@ def _flags(parser: LocustArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="steady", env_var="PACELINE_SHAPE", help="users over time")
     parser.add_argument("--most-users", type=int, default=8, env_var="PACELINE_MOST_USERS", help="most users at once")
     parser.add_argument("--seconds", type=float, default=60.0, env_var="PACELINE_SECONDS", help="length of the run")
+
+
+events.init_command_line_parser.add_listener(_flags)
 
 
 @lru_cache
@@ -57,8 +59,10 @@ class Shape(LoadTestShape):
 
     def tick(self) -> tuple[int, float] | None:
         """Returns how many users there should be now and how fast to get there; None at the end."""
-        options = self.runner.environment.parsed_options
-        count = num_users(options.shape, self.get_run_time() / options.seconds, options.most_users)
+        assert self.runner is not None, "Locust sets it before the first tick"
+        options: Any = self.runner.environment.parsed_options
+        run_s: float = self.get_run_time()  # type: ignore[no-untyped-call]  # Locust's own
+        count = num_users(options.shape, run_s / options.seconds, options.most_users)
         return None if count is None else (count, float(options.most_users))
 
 

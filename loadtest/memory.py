@@ -31,11 +31,11 @@ import numpy as np
 import uvloop
 from tqdm import tqdm
 
-from loadtest.fleet import bench_fleet, machine
+from loadtest.flags import bench_parser
+from loadtest.fleet import DEMO_PAIR, bench_fleet, machine
 from loadtest.procfs import num_open_files, resident_bytes
 from loadtest.scrape import scrape, sessions_left
 from loadtest.streams import HttpWay
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 
 MIB = 1024 * 1024
@@ -89,9 +89,7 @@ class Watched:
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("memory", __doc__)
     parser.add_argument("--requests", type=int, default=10_000, help="short requests (default 10000)")
     parser.add_argument(
         "--allowance-mib",
@@ -108,8 +106,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
     """Runs both parts and prints the table; True when nothing grows and all stays within the accounts."""
     pages = f"--num-kv-blocks={NUM_KV_BLOCKS}"
     fleet = bench_fleet(
-        model=DEMO_TARGET,
-        draft_model=DEMO_DRAFTER,
+        **DEMO_PAIR,
         verifier_arg=(pages, f"--max-num-seqs={SESSIONS}"),
         drafter_arg=(pages,),
         gateway_arg=(f"--record-ttl-s={RECORD_TTL_S}",),
@@ -274,7 +271,3 @@ def _print_table(watched: dict[str, Watched], figures: dict[str, Any], arguments
         print(f"{name:12}" + "".join(f"{cell:>10}" for cell in cells))
     print("\npeak: with 64 sessions; ratio: peak to printed; growth: fitted, per 10,000 requests after the warm-up;")
     print(f"files: open before and after the requests; sessions left over: {figures['sessions_left_over'] or 'none'}")
-
-
-if __name__ == "__main__":
-    main()

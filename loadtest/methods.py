@@ -27,7 +27,6 @@ import ast
 import asyncio
 import json
 import random
-import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -38,11 +37,11 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from loadtest.client import Ask, Completion, complete, http_client
-from loadtest.fleet import bench_fleet, machine, widened_target
-from loadtest.single import OWN_HARDWARE
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, DEMO_TARGET
-from paceline.core.gains import expected_tokens
+from loadtest.client import Ask, Completion, Completions, completed, http_client, same_texts
+from loadtest.flags import bench_parser
+from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
+from loadtest.gains import expected_tokens
+from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA
 from paceline.training.corpus import load_corpus, unseen_prompts
 from paceline.training.export import Card, export_model
 from paceline.training.models import load_model, new_model
@@ -82,24 +81,22 @@ class Case:
 
     def figures(self) -> dict[str, Any]:
         """What goes into the table and the last line."""
+        done = Completions(self.done)
         accepted, checked = checked_positions(self.done)
-        rounds = sum(each.record["num_spec_steps"] for each in self.done)
-        drafted = sum(each.record["num_draft_tokens"] for each in self.done)
-        rate, gamma = accepted / max(1, checked), drafted / max(1, rounds)
+        rate, gamma = accepted / max(1, checked), done.mean_gamma
         return {
             "prompts": self.kind,
             "temperature": self.temperature,
             "method": self.method,
             "acceptance_rate": round(rate, 3),
             "gamma": round(gamma, 2),
-            "mean_acceptance_length": round(1 + accepted / max(1, rounds), 2),
+            "mean_acceptance_length": round(done.mean_acceptance_length, 2),
             "formula": round(between(rate, gamma), 2),
             "most_rounds": max(each.record["num_spec_steps"] for each in self.done),
             "tokens_per_s": round(speed(self.done), 1),
             "ratio": round(speed(self.done) / speed(self.plain), 3),
-            "batch_size": round(statistics.fmean(each.record["mean_batch_size"] for each in self.done), 2),
-            "same_texts": self.method in OF_OTHER_LAW
-            or [each.text for each in self.done] == [each.text for each in self.plain],
+            "batch_size": round(done.mean_batch_size, 2),
+            "same_texts": self.method in OF_OTHER_LAW or same_texts((done, Completions(self.plain))),
         }
 
 
@@ -125,15 +122,13 @@ def between(rate: float, gamma: float) -> float:
 
 def speed(completions: Sequence[Completion]) -> float:
     """Decode tokens/s: tokens after the first piece over the time from it to the last."""
-    seconds = sum(each.piece_times_s[-1] - each.piece_times_s[0] for each in completions)
+    seconds = sum(each.decode_s for each in completions)
     return sum(each.num_tokens - each.tokens_until(each.piece_times_s[0]) for each in completions) / seconds
 
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="methods", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("methods", __doc__)
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each kind (default 8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt (default 128)")
     parser.add_argument(
@@ -188,11 +183,7 @@ def fleet_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     if arguments.nodes is not None:
         config |= {"policy": "fixed", "num_speculative_tokens": arguments.nodes}
-    models = (
-        {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER}
-        if arguments.target == "demo"
-        else widened_target(arguments.target)
-    )
+    models = DEMO_PAIR if arguments.target == "demo" else widened_target(arguments.target)
     rest = {"dtype": arguments.dtype, "num_drafters": 2, "speculative_config": json.dumps(config)}
     return {**models, **OWN_HARDWARE, **rest}
 
@@ -227,19 +218,13 @@ async def _measure_kind(
     """All methods take turns on each prompt, so that a slow minute hits all of them."""
     cases = [Case(kind=kind, temperature=asks[0].temperature, method=method) for method in methods]
     for ask in tqdm(asks, desc=f"{kind}, temperature {asks[0].temperature:g}", unit="prompt", leave=False):
-        await _complete(client, url, replace(ask, max_tokens=4), {"enabled": False})
-        plain = await _complete(client, url, ask, {"enabled": False})
+        without = replace(ask, speculation={"enabled": False})
+        await completed(client, url, replace(without, max_tokens=4))
+        plain = await completed(client, url, without)
         for case in cases:
-            case.done.append(await _complete(client, url, ask, CASES[case.method]))
+            case.done.append(await completed(client, url, replace(ask, speculation=CASES[case.method])))
             case.plain.append(plain)
     return cases
-
-
-async def _complete(client: aiohttp.ClientSession, url: str, ask: Ask, speculation: dict[str, Any]) -> Completion:
-    done = await complete(client, url, replace(ask, speculation=speculation))
-    if done.error:
-        raise RuntimeError(done.error)
-    return done
 
 
 def prose_prompts(count: int) -> list[str]:
@@ -275,7 +260,3 @@ def random_drafter(folder: Path) -> Path:
     stranger = new_model(load_model(DEMO_DRAFTER).config)
     export_model(stranger, DEMO_DRAFTER, folder, Card(title="Random", summary="Never trained.", figures=""))
     return folder
-
-
-if __name__ == "__main__":
-    main()

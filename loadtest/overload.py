@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
-import sys
-from collections import Counter
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 
-from loadtest.fleet import bench_fleet, machine
+import numpy as np
+
+from loadtest.flags import bench_parser
+from loadtest.fleet import DEMO_PAIR, bench_fleet, machine
 from loadtest.openloop import Load, Opened, open_loop
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
+from loadtest.trial import Trial, rounded_error, take_turns
 
 LEAST_RATIO = 0.9
 OVERLOAD = 3.0
@@ -27,15 +30,14 @@ REFUSED = "RESOURCE_EXHAUSTED"
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="overload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("overload", __doc__)
     parser.add_argument("--seconds", type=float, default=30.0, help="time of arrivals at each rate (default 30)")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens a request (default 64)")
     parser.add_argument(
         "--in-time-s", type=float, default=4.0, help="a first token later than that is late (default 4)"
     )
     parser.add_argument("--max-wait-s", type=float, default=2.0, help="the gateway's --max-wait-s (default 2)")
+    parser.add_argument("--rounds", type=int, default=1, help="runs at both rates, in turn (default 1)")
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default 1)")
     raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
 
@@ -43,8 +45,7 @@ def main() -> None:
 async def measure(options: argparse.Namespace) -> bool:
     """Runs the bench; True when goodput holds and nothing broke off."""
     settings = {
-        "model": DEMO_TARGET,
-        "draft_model": DEMO_DRAFTER,
+        **DEMO_PAIR,
         "dtype": "float32",
         "verifier_arg": (f"--max-num-seqs={NUM_PLACES}",),
         "gateway_arg": (f"--max-wait-s={options.max_wait_s}", "--max-sessions=4096"),
@@ -54,13 +55,16 @@ async def measure(options: argparse.Namespace) -> bool:
         full = Load(num_requests=6 * NUM_PLACES, rate_per_s=1000.0, max_tokens=options.max_tokens)
         await open_loop(address, full, "warming up")
         capacity = _capacity(await open_loop(address, full, "capacity"))
-        runs = {}
-        for times in (1.0, OVERLOAD):
+
+        async def measure_at(times: float) -> Sequence[Opened]:
             rate = times * capacity
             count = round(rate * options.seconds)
             load = Load(num_requests=count, rate_per_s=rate, max_tokens=options.max_tokens, seed=options.seed)
-            runs[times] = await open_loop(address, load, f"{times:g} times capacity")
+            opened = await open_loop(address, load, f"{times:g} times capacity")
             await asyncio.sleep(options.in_time_s)
+            return opened
+
+        runs = await take_turns([1.0, OVERLOAD], measure_at, rounds=options.rounds, title="rates")
     return _report(options, capacity, runs)
 
 
@@ -76,36 +80,37 @@ def _goodput(opened: Sequence[Opened], in_time_s: float) -> float:
     return good / max(each.ended_s for each in opened)
 
 
-def _report(options: argparse.Namespace, capacity: float, runs: dict[float, Sequence[Opened]]) -> bool:
-    figures: dict[str, object] = {
+def _is_broken(opened: Opened) -> bool:
+    """Whether it failed, or was refused after it had begun."""
+    return opened.code not in ("", REFUSED) or (opened.code == REFUSED and opened.num_generated > 0)
+
+
+def _report(options: argparse.Namespace, capacity: float, runs: Mapping[float, Sequence[Sequence[Opened]]]) -> bool:
+    goodput = {times: [_goodput(opened, options.in_time_s) for opened in rounds] for times, rounds in runs.items()}
+    print("times capacity  requests  in time  late  refused  goodput tokens/s  first token p99")
+    for times, rounds in runs.items():
+        opened = list(itertools.chain.from_iterable(rounds))
+        first_s = [each.first_token_s for each in opened if not each.code]
+        in_time = sum(value <= options.in_time_s for value in first_s)
+        num_refused = sum(each.code == REFUSED for each in opened)
+        print(
+            f"{times:14g}  {len(opened):8}  {in_time:7}  {len(first_s) - in_time:4}  {num_refused:7}  "
+            f"{statistics.median(goodput[times]):16.1f}  {np.quantile(first_s, 0.99):13.2f} s"
+        )
+    broken = sum(_is_broken(each) for rounds in runs.values() for opened in rounds for each in opened)
+    trial = Trial.of(goodput[OVERLOAD], goodput[1.0])
+    ok = trial.meets(least=LEAST_RATIO) and not broken
+    figures = {
         "bench": "overload",
         "machine": machine(),
         "batch_size": NUM_PLACES,
         "capacity_per_s": round(capacity, 2),
-    }
-    goodput = {}
-    broken = 0
-    sys.stdout.write("times capacity  requests  in time  late  refused  goodput tokens/s  first token p99\n")
-    for times, opened in runs.items():
-        codes = Counter(each.code for each in opened)
-        first_s = sorted(each.first_token_s for each in opened if not each.code)
-        in_time = sum(value <= options.in_time_s for value in first_s)
-        goodput[times] = _goodput(opened, options.in_time_s)
-        broken += sum(
-            each.code not in ("", REFUSED) or (each.code == REFUSED and each.num_generated > 0) for each in opened
-        )
-        p99 = first_s[int(0.99 * len(first_s))]
-        sys.stdout.write(
-            f"{times:14g}  {len(opened):8}  {in_time:7}  {len(first_s) - in_time:4}  {codes[REFUSED]:7}  "
-            f"{goodput[times]:16.1f}  {p99:13.2f} s\n"
-        )
-    ratio = goodput[OVERLOAD] / goodput[1.0]
-    figures |= {
-        "goodput_at_capacity": round(goodput[1.0], 1),
-        "goodput_overloaded": round(goodput[OVERLOAD], 1),
-        "ratio": round(ratio, 3),
+        "goodput_at_capacity": round(statistics.median(goodput[1.0]), 1),
+        "goodput_overloaded": round(statistics.median(goodput[OVERLOAD]), 1),
+        "ratio": round(trial.ratio, 3),
+        "error": rounded_error(trial),
         "broken": broken,
-        "ok": ratio >= LEAST_RATIO and not broken,
+        "ok": ok,
     }
     print(json.dumps(figures))
-    return bool(figures["ok"])
+    return ok

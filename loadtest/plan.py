@@ -28,6 +28,7 @@ from loadtest.facts import (
     requests,
     simulated,
 )
+from loadtest.flags import bench_parser
 from loadtest.fleet import machine
 from paceline.planning.profile import Profile, read_profile, write_profile
 from paceline.planning.simulation import Outcome, Way
@@ -60,9 +61,7 @@ class Row:
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("plan", __doc__)
     add_arguments(parser)
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS, help="loads (default 1 8 32)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds at each load, their medians count (default 3)")
@@ -152,7 +151,3 @@ def _show(rows: Sequence[Row]) -> bool:
     ]
     print(json.dumps({"bench": "plan", "machine": machine(), "most_off": MOST_OFF, "loads": loads, "ok": ok}))
     return ok
-
-
-if __name__ == "__main__":
-    main()

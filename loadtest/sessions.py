@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
-from loadtest.fleet import bench_fleet, machine
+from loadtest.flags import bench_parser
+from loadtest.fleet import DEMO_PAIR, bench_fleet, machine
 from loadtest.openloop import Load, Opened, open_loop
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 
 MOST_BYTES = 2048
 BYTES_PER_TOKEN = 4
@@ -29,7 +29,7 @@ SETTLING_S = 2.0
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(prog="sessions", description=__doc__)
+    parser = bench_parser("sessions", __doc__)
     parser.add_argument("--sessions", type=int, default=3000, help="sessions in all (default 3000)")
     parser.add_argument("--rate", type=float, default=50.0, help="new sessions a second (default 50)")
     parser.add_argument("--max-tokens", type=int, default=4, help="tokens a session generates (default 4)")
@@ -38,7 +38,7 @@ def main() -> None:
 
 async def measure(options: argparse.Namespace) -> bool:
     """Runs the bench; True when both goals are met."""
-    settings = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER, "dtype": "float32"}
+    settings = {**DEMO_PAIR, "dtype": "float32"}
     async with (
         bench_fleet(**settings, gateway_arg=("--max-sessions=1024",)) as fleet,
         Redis.from_url(fleet.redis_url) as redis,

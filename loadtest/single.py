@@ -10,7 +10,8 @@ Every prompt is decoded in turn by
 
 so that three ratios come out: a tier on hardware of its own (speculative against plain on one core), and on equal
 hardware (against plain on all cores) the tier and the drafter inside, of which the better counts. Decode time counts,
-from the first token to the last; of the rounds the median. Rounds go on until both ratios are known to one percent or
+from the first token to the last; of the rounds the median. A ratio is met within its standard
+error. Rounds go on until both ratios are known to one percent or
 lie three standard errors from what is asked, or there were --most-rounds. Texts of all must be equal. The target is the
 demo target widened to 98 M parameters, with --large to 400 M too.
 """
@@ -21,57 +22,57 @@ import argparse
 import asyncio
 import json
 import statistics
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
-from tqdm import tqdm
 
-from loadtest.client import Ask, Completion, complete, http_client
-from loadtest.fleet import bench_fleet, machine, widened_target
-from loadtest.rounds import is_known, standard_error
-from paceline.training.corpus import unseen_prompts
+from loadtest.client import Ask, Completion, Completions, asks_of, complete, completed, http_client, joined, same_texts
+from loadtest.flags import add_round_flags, bench_parser
+from loadtest.fleet import OWN_HARDWARE, bench_fleet, machine, widened_target
+from loadtest.trial import Trial, rounded_error, take_turns
 
 PLAIN, SPECULATIVE, ALL_CORES, IN_TURN = "plain, 1 core", "speculative", "plain, all cores", "taking turns"
+WAYS = (PLAIN, SPECULATIVE, ALL_CORES, IN_TURN)
 # Least ratios at temperature 0: (hardware of its own, equal hardware); at 0.8 this share of each.
 LEAST = {"98m": (2.1, 1.6), "400m": (2.3, 2.2)}
 SAMPLED_SHARE = 0.85
 TEMPERATURES = (0.0, 0.8)
-# A verifier on a core of its own, nothing lent: what a tier on other machines has.
-OWN_HARDWARE = {"verifier_threads": 1, "lend": False}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One model at one temperature: decode seconds of each prompt, by way of decoding."""
+    """One model at one temperature: completions by prompt and way of decoding, one a round."""
 
     model: str
     temperature: float
-    seconds: dict[str, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
-    texts: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    num_tokens: int = 0
-    records: list[dict[str, Any]] = field(default_factory=list)
+    done: Mapping[tuple[int, str], Sequence[Completion]]
 
-    def take(self, way: str, prompt: int, completion: Completion) -> None:
-        """Takes in one completion."""
-        self.seconds[way][prompt].append(completion.piece_times_s[-1] - completion.piece_times_s[0])
-        self.texts[prompt].add(completion.text)
-        self.num_tokens = completion.num_tokens - 1
-        if way == SPECULATIVE:
-            self.records.append(completion.record)
+    def of(self, way: str) -> list[Completions]:
+        """All prompts decoded one way, round by round."""
+        by_prompt = [done for (_, its_way), done in self.done.items() if its_way == way]
+        return [Completions(each) for each in zip(*by_prompt, strict=True)]
 
-    def rate(self, way: str) -> float:
-        """Decode tokens/s: all prompts, the median round of each."""
-        seconds = sum(statistics.median(rounds) for rounds in self.seconds[way].values())
-        return self.num_tokens * len(self.seconds[way]) / seconds
+    def speeds(self, way: str) -> list[float]:
+        """Decode tokens/s of each round."""
+        return [each.decode_tokens_per_s for each in self.of(way)]
 
-    def ratios(self, way: str, base: str) -> list[float]:
-        """One way over another, all prompts, of each round."""
-        rounds = [[sum(times) for times in zip(*self.seconds[each].values(), strict=True)] for each in (base, way)]
-        return [its / mine for its, mine in zip(*rounds, strict=True)]
+    def trial(self, way: str, base: str) -> Trial:
+        """One way over another."""
+        return Trial.of(self.speeds(way), self.speeds(base))
+
+    @property
+    def own(self) -> Trial:
+        """The tier on hardware of its own."""
+        return self.trial(SPECULATIVE, PLAIN)
+
+    @property
+    def equal(self) -> Trial:
+        """Speculation on equal hardware, the better way of both."""
+        ways = (self.trial(way, ALL_CORES) for way in (SPECULATIVE, IN_TURN))
+        return max(ways, key=lambda trial: trial.ratio)
 
     @property
     def least(self) -> list[float]:
@@ -83,48 +84,37 @@ class Case:
     def is_known(self) -> bool:
         """Whether another round would say little."""
         own, equal = self.least
-        better = max((self.ratios(way, ALL_CORES) for way in (SPECULATIVE, IN_TURN)), key=statistics.median)
-        return is_known(self.ratios(SPECULATIVE, PLAIN), own) and is_known(better, equal)
-
-    def total(self, key: str) -> int:
-        """Sum of an entry of the speculation records."""
-        return sum(int(record.get(key, 0)) for record in self.records)
+        return self.own.is_known(own) and self.equal.is_known(equal)
 
     def figures(self) -> dict[str, Any]:
         """What goes into the table and the last line."""
-        own, equal = (self.rate(SPECULATIVE) / self.rate(way) for way in (PLAIN, ALL_CORES))
-        in_turn = self.rate(IN_TURN) / self.rate(ALL_CORES)
-        ratios = self.ratios(SPECULATIVE, PLAIN)
-        same_texts = all(len(texts) == 1 for texts in self.texts.values())
+        least_own, least_equal = self.least
+        speculative = joined(self.of(SPECULATIVE))
+        same = same_texts(each for way in WAYS for each in self.of(way))
         return {
             "model": self.model,
             "temperature": self.temperature,
-            "tokens_per_s": {way: round(self.rate(way), 1) for way in (PLAIN, SPECULATIVE, ALL_CORES, IN_TURN)},
-            "own_hardware": round(own, 3),
-            "equal_hardware": round(equal, 3),
-            "equal_hardware_in_turn": round(in_turn, 3),
+            "tokens_per_s": {way: round(statistics.median(self.speeds(way)), 1) for way in WAYS},
+            "own_hardware": round(self.own.ratio, 3),
+            "equal_hardware": round(self.trial(SPECULATIVE, ALL_CORES).ratio, 3),
+            "equal_hardware_in_turn": round(self.trial(IN_TURN, ALL_CORES).ratio, 3),
             "least": [round(limit, 3) for limit in self.least],
-            "rounds": len(ratios),
-            "error": round(standard_error(ratios), 3) if len(ratios) > 1 else None,
-            "mean_acceptance_length": round(
-                1 + self.total("num_accepted_draft_tokens") / max(1, self.total("num_spec_steps")), 2
-            ),
-            "gamma": round(self.total("num_draft_tokens") / max(1, self.total("num_spec_steps")), 2),
-            "hit_rate": round(self.total("num_hits") / max(1, self.total("num_hits") + self.total("num_misses")), 3),
-            "same_texts": same_texts,
-            "ok": own >= self.least[0] and max(equal, in_turn) >= self.least[1] and same_texts,
+            "rounds": self.own.num_rounds,
+            "error": rounded_error(self.own),
+            "mean_acceptance_length": round(speculative.mean_acceptance_length, 2),
+            "gamma": round(speculative.mean_gamma, 2),
+            "hit_rate": round(speculative.hit_rate, 3),
+            "same_texts": same,
+            "ok": self.own.meets(least=least_own) and self.equal.meets(least=least_equal) and same,
         }
 
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="single", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("single", __doc__)
     parser.add_argument("--prompts", type=int, default=8, help="number of prompts (default 8)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt (default 128)")
-    parser.add_argument("--rounds", type=int, default=3, help="least times that each prompt is decoded (default 3)")
-    parser.add_argument("--most-rounds", type=int, default=8, help="most times (default 8)")
+    add_round_flags(parser, 3, 8)
     parser.add_argument("--large", action="store_true", help="the 400 M widening too (800 MB; takes longer)")
     arguments = parser.parse_args()
     raise SystemExit(0 if asyncio.run(measure(arguments)) else 1)
@@ -164,37 +154,33 @@ async def _model(model: str, arguments: argparse.Namespace) -> list[Case]:
             ALL_CORES: (alone.gateway_url, {"enabled": False}),
             IN_TURN: (in_turn.gateway_url, {"enabled": True}),
         }
-        return [
-            await _case(client, Case(model=model, temperature=temperature), ways, arguments)
-            for temperature in TEMPERATURES
-        ]
+        return [await _case(client, model, temperature, ways, arguments) for temperature in TEMPERATURES]
 
 
 async def _case(
     client: aiohttp.ClientSession,
-    case: Case,
+    model: str,
+    temperature: float,
     ways: dict[str, tuple[str, dict[str, bool]]],
     arguments: argparse.Namespace,
 ) -> Case:
-    asks = [
-        Ask(prompt=prompt, max_tokens=arguments.max_tokens, temperature=case.temperature, seed=seed)
-        for seed, prompt in enumerate(unseen_prompts(arguments.prompts))
-    ]
+    asks = asks_of(arguments.prompts, arguments.max_tokens, temperature)
     await _warm_up(client, asks, ways)
-    title = f"{case.model}, temperature {case.temperature:g}"
-    rounds = range(max(arguments.rounds, arguments.most_rounds))
-    with tqdm(total=len(rounds) * len(asks) * len(ways), desc=title, unit="completion", leave=False) as bar:
-        for index in rounds:
-            if index >= arguments.rounds and case.is_known:
-                break
-            for number, ask in enumerate(asks):
-                for way, (url, speculation) in ways.items():
-                    done = await complete(client, url, replace(ask, speculation=speculation))
-                    if done.error:
-                        raise RuntimeError(done.error)
-                    case.take(way, number, done)
-                    bar.update()
-    return case
+
+    async def measure_side(side: tuple[int, str]) -> Completion:
+        number, way = side
+        url, speculation = ways[way]
+        return await completed(client, url, replace(asks[number], speculation=speculation))
+
+    done = await take_turns(
+        [(number, way) for number in range(len(asks)) for way in ways],
+        measure_side,
+        rounds=arguments.rounds,
+        most_rounds=arguments.most_rounds,
+        is_known=lambda done: Case(model, temperature, done).is_known,
+        title=f"{model}, temperature {temperature:g}",
+    )
+    return Case(model, temperature, done)
 
 
 async def _warm_up(client: aiohttp.ClientSession, asks: Sequence[Ask], ways: dict[str, Any]) -> None:
@@ -202,7 +188,3 @@ async def _warm_up(client: aiohttp.ClientSession, asks: Sequence[Ask], ways: dic
     for url, speculation in ways.values():
         for ask in asks:
             await complete(client, url, replace(ask, speculation=speculation, max_tokens=8))
-
-
-if __name__ == "__main__":
-    main()

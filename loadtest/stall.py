@@ -6,16 +6,19 @@ are the gaps between pieces while the drafter was stopped. The texts must be equ
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
+import numpy as np
 
 from loadtest.client import Ask, Completion, complete, http_client
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine
 from paceline.cluster.local import LocalFleet
 from paceline.training.corpus import unseen_prompts
@@ -27,7 +30,7 @@ MOST_STEPS = 2.0
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(prog="stall", description=__doc__)
+    parser = bench_parser("stall", __doc__)
     parser.add_argument("--max-tokens", type=int, default=1200, help="tokens of the session (default 1200)")
     raise SystemExit(0 if asyncio.run(measure(parser.parse_args().max_tokens)) else 1)
 
@@ -42,18 +45,18 @@ async def measure(max_tokens: int) -> bool:
         model = fleet.model_name
     step_s = statistics.median(plain.gaps_s)
     same = not plain.error and not stopped.error and plain.text == stopped.text
-    figures = {
+    figures: dict[str, Any] = {
         "bench": "stall",
         "machine": machine(),
         "model": model,
         "batch_size": 1,
         "gaps_while_stopped": len(gaps_s),
-        "plain_gap_ms": _quantiles(plain.gaps_s),
-        "stopped_gap_ms": _quantiles(gaps_s),
+        "plain_gap_ms": _quantiles_ms(plain.gaps_s),
+        "stopped_gap_ms": _quantiles_ms(gaps_s),
         "median_in_plain_steps": round(statistics.median(gaps_s) / step_s, 2),
         "same_text": same,
     }
-    p99 = figures["stopped_gap_ms"][1] - figures["plain_gap_ms"][1]  # type: ignore[index]  # both are lists
+    p99 = figures["stopped_gap_ms"][1] - figures["plain_gap_ms"][1]
     figures["ok"] = same and statistics.median(gaps_s) <= MOST_STEPS * step_s and p99 <= 1e3 * MOST_STEPS * step_s
     print(f"plain decoding      gap p50 / p99 / max ms: {figures['plain_gap_ms']}")
     print(f"drafter stopped 5 s gap p50 / p99 / max ms: {figures['stopped_gap_ms']}")
@@ -77,10 +80,5 @@ async def _with_a_stop(fleet: LocalFleet, client: aiohttp.ClientSession, ask: As
     return done, [later - sooner for sooner, later in itertools.pairwise(inside)]
 
 
-def _quantiles(gaps_s: list[float]) -> list[float]:
-    ordered = sorted(gaps_s)
-    return [round(1e3 * ordered[int(share * (len(ordered) - 1))], 2) for share in (0.5, 0.99, 1.0)]
-
-
-if __name__ == "__main__":
-    main()
+def _quantiles_ms(gaps_s: Sequence[float]) -> list[float]:
+    return [round(1e3 * float(gap_s), 2) for gap_s in np.quantile(gaps_s, (0.5, 0.99, 1.0))]

@@ -2,7 +2,8 @@
 
 The step is the time between two tokens as a client of the whole fleet sees it: admission, packing, paged attention,
 sampling, commit and the way out included, with the verifier on one core. The linears are those of the same target on
-the same core, run one after the other by a process of its own, padded as the engine pads them. Both in turn, medians.
+the same core, run one after the other by a process of its own, padded as the engine pads them. Both in turn, medians;
+the ratio is that of a round, and met within its standard error.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
 from loadtest.client import Ask, run_batch
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.trial import Trial, rounded_error, take_turns
 from paceline.cluster.local import LocalFleet
 from paceline.training.corpus import unseen_prompts
 
 MOST = 1.4
+STEP, LINEARS = "step", "linears"
 WORKER = "--linears-of"
 
 
 def main() -> None:
     """Parses the command line and runs the bench, or one round of its linears."""
-    parser = argparse.ArgumentParser(prog="step", description=__doc__)
+    parser = bench_parser("step", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of both (default 5)")
     parser.add_argument("--max-tokens", type=int, default=128, help="steps of a round (default 128)")
     parser.add_argument(WORKER, type=Path, default=None, help=argparse.SUPPRESS)
@@ -70,23 +73,30 @@ async def measure(rounds: int, max_tokens: int) -> bool:
     settings = widened_target("98m")
     core = str(min(os.sched_getaffinity(0)))
     own_core = ("--cpus", core, "--threads", "1")
-    steps: list[float] = []
-    linears: list[float] = []
     async with bench_fleet(**settings, drafter=False, verifier_threads=1, verifier_arg=own_core) as fleet:
         ask = Ask(prompt=unseen_prompts(1)[0], max_tokens=max_tokens, speculation={"enabled": False})
         await run_batch(fleet.gateway_url, [ask], 1, "warming up")
-        for _ in tqdm(range(rounds), desc="step and linears", unit="round", leave=False):
-            steps.append(await _time_steps(fleet, ask))
-            linears.append(await _linears(settings["model"], core, max_tokens))
-    step_s, linears_s = statistics.median(steps), statistics.median(linears)
-    ratio = step_s / linears_s
-    print(f"step in the running verifier {1e3 * step_s:7.2f} ms")
-    print(f"its packed linears alone     {1e3 * linears_s:7.2f} ms")
-    print(f"ratio                        {ratio:7.2f}  (at most {MOST}); batch size 1, one core; {machine()}")
-    figures = {"bench": "step", "machine": machine(), "batch_size": 1, "step_ms": round(1e3 * step_s, 3)}
-    rest = {"linears_ms": round(1e3 * linears_s, 3), "ratio": round(ratio, 3), "most": MOST, "ok": ratio <= MOST}
-    print(json.dumps(figures | rest))
-    return ratio <= MOST
+
+        async def measure_side(side: str) -> float:
+            if side == STEP:
+                return await _time_steps(fleet, ask)
+            return await _linears(settings["model"], core, max_tokens)
+
+        seconds = await take_turns([STEP, LINEARS], measure_side, rounds=rounds, title="step and linears")
+    return _report(seconds)
+
+
+def _report(seconds: Mapping[str, Sequence[float]]) -> bool:
+    step_ms, linears_ms = (1e3 * statistics.median(seconds[side]) for side in (STEP, LINEARS))
+    trial = Trial.of(seconds[STEP], seconds[LINEARS])
+    ok = trial.meets(most=MOST)
+    print(f"step in the running verifier {step_ms:7.2f} ms")
+    print(f"its packed linears alone     {linears_ms:7.2f} ms")
+    print(f"ratio                        {trial.ratio:7.2f}  (at most {MOST}); batch size 1, one core; {machine()}")
+    figures = {"bench": "step", "machine": machine(), "batch_size": 1, "step_ms": round(step_ms, 3)}
+    ratio = {"ratio": round(trial.ratio, 3), "error": rounded_error(trial), "most": MOST}
+    print(json.dumps({**figures, "linears_ms": round(linears_ms, 3), **ratio, "ok": ok}))
+    return ok
 
 
 async def _time_steps(fleet: LocalFleet, ask: Ask) -> float:
@@ -95,13 +105,9 @@ async def _time_steps(fleet: LocalFleet, ask: Ask) -> float:
 
 
 async def _linears(target: Path, core: str, count: int) -> float:
-    command = [sys.executable, "-m", "loadtest.step", WORKER, str(target), "--core", core]
+    command = [sys.executable, "-m", "loadtest", "step", WORKER, str(target), "--core", core]
     process = await asyncio.create_subprocess_exec(*command, "--max-tokens", str(count), stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
     if process.returncode != 0:
         raise RuntimeError(f"timing the linears failed with status {process.returncode}")
     return float(out.split()[-1])
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ CPU this shows that it works and what the ranks' talk costs; ranks on the same c
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from loadtest.flags import bench_parser
 from loadtest.fleet import machine
 from paceline.core.pages import BlockPool, SessionPages, SlotPool
 from paceline.engine.decoder import Decoder, load_decoder
@@ -32,7 +32,7 @@ CALLS = 200
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(prog="tensor", description=__doc__)
+    parser = bench_parser("tensor", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder; ranks must divide its heads")
     parser.add_argument("--dtype", default="float32", help="weight type (default float32)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default)")
@@ -87,7 +87,3 @@ def time_calls(cache: KVCache) -> float:
     for _ in range(CALLS):
         cache.copy_slots(none, none)
     return (time.perf_counter() - started_s) / CALLS
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,11 @@
 """What traces cost: tokens/s and CPU time a token, without them and at sampling ratios of 0, 0.1 and 1.
 
 Two pairs of fleets, all on the same two cores, a verifier on one and its drafter on the other: in each pair one has no
-tracing and one sends its spans to a real collector, a process of its own whose work counts. Fleets take turns, in
-another order each round, and only one is asked at a time. What is sampled is said by the callers (`traceparent`), so
-all ratios are measured in the same processes; how far the two fleets without tracing lie apart is what this machine
-cannot tell from nothing. Every step verifies as many drafts as any other, so that no controller adds its choices.
+tracing and one sends its spans to a real collector, a process of its own whose work counts. Fleets take turns, every
+other round in the opposite order, and only one is asked at a time. What is sampled is said by the callers
+(`traceparent`), so all ratios are measured in the same processes; how far the two fleets without tracing lie apart is
+what this machine cannot tell from nothing. Every step verifies as many drafts as any other, so that no controller adds
+its choices.
 """
 
 from __future__ import annotations
@@ -15,19 +16,17 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tqdm import tqdm
-
 from loadtest.client import Ask, run_batch
 from loadtest.collector import new_traceparent
-from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.flags import bench_parser
+from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
 from loadtest.procfs import cpu_s
-from loadtest.single import OWN_HARDWARE
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
+from loadtest.trial import Trial, take_turns
 from paceline.cluster.local import LocalFleet
 from paceline.training.corpus import unseen_prompts
 
@@ -50,51 +49,48 @@ class Turn:
     texts: tuple[str, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Turns:
     """All turns: by way and pair, one a round."""
 
-    by_way: dict[str, list[list[Turn]]]
-
-    @classmethod
-    def of(cls, ways: Sequence[str]) -> Turns:
-        """None so far."""
-        return cls({way: [[] for _ in range(NUM_PAIRS)] for way in ways})
+    done: Mapping[tuple[str, int], Sequence[Turn]]
 
     @property
     def same_texts(self) -> bool:
         """Whether every turn gave the same texts."""
-        return len({turn.texts for pairs in self.by_way.values() for turns in pairs for turn in turns}) == 1
+        return len({turn.texts for turns in self.done.values() for turn in turns}) == 1
+
+    def trial(self, way: str) -> Trial:
+        """Speed of a way over that without tracing, both of all pairs."""
+        return Trial.of(self._sums(way, "tokens_per_s"), self._sums(OFF, "tokens_per_s"))
 
     def figures(self, way: str) -> dict[str, Any]:
         """Medians, and the ratio to no tracing: median of the rounds, with the middle half of them."""
-        speeds, off = self._sums(way, "tokens_per_s"), self._sums(OFF, "tokens_per_s")
-        ratios = [mine / plain for mine, plain in zip(speeds, off, strict=True)]
-        cpu, off_cpu = self._sums(way, "cpu_ms_per_token"), self._sums(OFF, "cpu_ms_per_token")
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        trial = self.trial(way)
+        cpu = self._sums(way, "cpu_ms_per_token")
+        low, _, high = statistics.quantiles(trial.ratios, n=4, method="inclusive")
         return {
-            "tokens_per_s": round(statistics.median(speeds) / NUM_PAIRS, 1),
+            "tokens_per_s": round(statistics.median(self._sums(way, "tokens_per_s")) / NUM_PAIRS, 1),
             "cpu_ms_per_token": round(statistics.median(cpu) / NUM_PAIRS, 3),
-            "ratio": round(middle, 4),
+            "ratio": round(trial.ratio, 4),
             "quartiles": [round(low, 4), round(high, 4)],
-            "cpu_ratio": round(statistics.median(a / b for a, b in zip(cpu, off_cpu, strict=True)), 4),
+            "cpu_ratio": round(Trial.of(cpu, self._sums(OFF, "cpu_ms_per_token")).ratio, 4),
         }
 
     def apart(self) -> float:
         """Speed of the second fleet without tracing over that of the first, median of the rounds."""
-        first, second = self.by_way[OFF]
-        return statistics.median(b.tokens_per_s / a.tokens_per_s for a, b in zip(first, second, strict=True))
+        first, second = ([turn.tokens_per_s for turn in self.done[OFF, pair]] for pair in range(NUM_PAIRS))
+        return Trial.of(second, first).ratio
 
     def _sums(self, way: str, name: str) -> list[float]:
         """A figure of a way, summed over the pairs, round by round."""
-        return [sum(getattr(turn, name) for turn in turns) for turns in zip(*self.by_way[way], strict=True)]
+        pairs = [self.done[way, pair] for pair in range(NUM_PAIRS)]
+        return [sum(getattr(turn, name) for turn in turns) for turns in zip(*pairs, strict=True)]
 
 
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="tracing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("tracing", __doc__)
     parser.add_argument("--streams", type=int, default=8, help="requests at a time (default 8)")
     parser.add_argument("--rounds", type=int, default=20, help="rounds, at least 2 (default 20)")
     parser.add_argument("--requests", type=int, default=20, help="requests of a turn (default 20)")
@@ -108,61 +104,48 @@ def main() -> None:
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all rounds and prints the table; True when no way costs more than it may."""
     ratios = {f"{100 * ratio:g} %": ratio for ratio in arguments.ratios}
-    turns = Turns.of((OFF, *ratios))
     async with AsyncExitStack() as stack:
         collector = await stack.enter_async_context(collecting())
         pairs = [await _pair(stack, arguments, collector.endpoint) for _ in range(NUM_PAIRS)]
-        await _rounds(pairs, ratios, turns, arguments)
-    rows = {way: turns.figures(way) for way in turns.by_way}
-    ok = turns.same_texts and all(rows[way]["ratio"] >= LEAST.get(ratio, 0.0) for way, ratio in ratios.items())
-    _report(rows, turns, collector.counted, arguments, ok=ok)
+        for fleet in itertools.chain(*pairs):
+            await _turn(fleet, OFF, 0.0, arguments)
+        turns = Turns(
+            await take_turns(
+                [(way, pair) for pair in range(NUM_PAIRS) for way in (OFF, *ratios)],
+                lambda side: _turn(pairs[side[1]][side[0] != OFF], side[0], ratios.get(side[0], 0.0), arguments),
+                rounds=arguments.rounds,
+                title="tracing",
+            )
+        )
+    met = all(turns.trial(way).meets(least=LEAST.get(ratio, 0.0)) for way, ratio in ratios.items())
+    ok = turns.same_texts and met
+    _report({way: turns.figures(way) for way in (OFF, *ratios)}, turns, collector.counted, arguments, ok=ok)
     return ok
 
 
 async def _pair(stack: AsyncExitStack, arguments: argparse.Namespace, endpoint: str) -> tuple[LocalFleet, LocalFleet]:
     """Starts a fleet without tracing and one that traces what its callers ask for."""
-    models = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER} if arguments.small else widened_target("98m")
+    models = DEMO_PAIR if arguments.small else widened_target("98m")
     settings = {**models, **OWN_HARDWARE, "dtype": arguments.dtype, "speculative_config": FIXED}
     traced = {"otlp_traces_endpoint": endpoint, "trace_sample_ratio": 0.0}
     off = await stack.enter_async_context(bench_fleet(**settings))
     return off, await stack.enter_async_context(bench_fleet(**settings, **traced))
 
 
-async def _rounds(
-    pairs: Sequence[tuple[LocalFleet, LocalFleet]],
-    ratios: dict[str, float],
-    turns: Turns,
-    arguments: argparse.Namespace,
-) -> None:
-    courses = [
-        (way, number, fleets[way != OFF], ratios.get(way, 0.0))
-        for number, fleets in enumerate(pairs)
-        for way in turns.by_way
-    ]
-    for fleet in itertools.chain(*pairs):
-        await _turn(fleet, OFF, 0.0, arguments)
-    with tqdm(total=arguments.rounds * len(courses), desc="tracing", unit="turn") as bar:
-        for number in range(arguments.rounds):
-            shift = number % len(courses)
-            for way, pair, fleet, ratio in courses[shift:] + courses[:shift]:
-                turns.by_way[way][pair].append(await _turn(fleet, way, ratio, arguments))
-                bar.update()
-
-
 async def _turn(fleet: LocalFleet, way: str, ratio: float, arguments: argparse.Namespace) -> Turn:
     pids = [fleet.pid(role) for role in ROLES]
     before_s = sum(map(cpu_s, pids))
-    result = await run_batch(fleet.gateway_url, asks_of(arguments, ratio), arguments.streams, way)
+    result = await run_batch(fleet.gateway_url, traced_asks(arguments, ratio), arguments.streams, way)
     used_s = sum(map(cpu_s, pids)) - before_s
     num_tokens = sum(each.num_tokens for each in result.completions)
     return Turn(
         tokens_per_s=result.busy_tokens_per_s,
         cpu_ms_per_token=1e3 * used_s / num_tokens,
-        texts=tuple(each.text for each in result.completions),
+        texts=result.texts,
     )
 
 
-def asks_of(arguments: argparse.Namespace, ratio: float) -> list[Ask]:
+def traced_asks(arguments: argparse.Namespace, ratio: float) -> list[Ask]:
     """Returns the requests of a turn, of which a share is traced, evenly spread."""
     prompts = itertools.islice(itertools.cycle(unseen_prompts(NUM_PROMPTS)), arguments.requests)
     sampled = [int(ratio * (number + 1)) > int(ratio * number) for number in range(arguments.requests)]
@@ -212,7 +195,7 @@ async def collecting() -> AsyncIterator[Collecting]:
     Raises:
         RuntimeError: It did not start.
     """
-    command: Sequence[str] = (sys.executable, "-m", "loadtest.collector", "--port", "0", "--count")
+    command: Sequence[str] = (sys.executable, "-m", "loadtest", "collector", "--port", "0", "--count")
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None, "it was asked for"
     try:
@@ -229,7 +212,3 @@ async def collecting() -> AsyncIterator[Collecting]:
         if process.returncode is None:
             process.kill()
         await process.wait()
-
-
-if __name__ == "__main__":
-    main()

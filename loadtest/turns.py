@@ -27,27 +27,25 @@ import json
 import os
 import shlex
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from loadtest.client import Ask, BatchResult, run_batch
+from loadtest.client import asks_of, run_batch, same_texts
+from loadtest.flags import add_round_flags, bench_parser
 from loadtest.fleet import machine
+from loadtest.measured import Measured, Turn, settled_turn
 from loadtest.procfs import children_of, environment_of
 from loadtest.proxy import DelayProxy
-from loadtest.rounds import PRECISION, standard_error
-from loadtest.rtt import SETTLE_TOKENS, decode_speed
-from loadtest.scrape import MeanOf, scrape
+from loadtest.trial import rounded_error, take_turns
 from paceline.cluster.valkey import free_port
-from paceline.training.corpus import unseen_prompts
 
 HOST = "127.0.0.1"
 # The first fleet of a tree compiles its kernels.
@@ -83,39 +81,15 @@ class Side:
         return " ".join((self.tree.name, *self.flags))
 
 
-@dataclass(slots=True)
-class Measured:
-    """A side at one round trip."""
-
-    results: list[BatchResult] = field(default_factory=list)
-    speeds: list[float] = field(default_factory=list)
-    step: MeanOf = field(default_factory=lambda: MeanOf("paceline:step_seconds"))
-
-    def ratios_to(self, other: Measured) -> list[float]:
-        """This speed over the other one's, of each round."""
-        return [mine / its for mine, its in zip(self.speeds, other.speeds, strict=True)]
-
-    def mean(self, key: str) -> float:
-        """Of an entry of the speculation records, a round."""
-        return statistics.fmean(result.total(key) for result in self.results)
-
-    def texts(self) -> list[list[str]]:
-        """Texts of each round."""
-        return [[each.text for each in result.completions] for result in self.results]
-
-
 def main() -> None:
     """Parses the command line and runs the bench."""
-    parser = argparse.ArgumentParser(
-        prog="turns", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("turns", __doc__)
     parser.add_argument("sides", nargs="+", metavar="'TREE [FLAGS]'", help="at least two; ratios are to the first")
     parser.add_argument("--prompts", type=int, default=6, help="prompts a round (default 6)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt (default 128)")
     parser.add_argument("--streams", type=int, default=1, help="requests at a time (default 1)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
-    parser.add_argument("--rounds", type=int, default=3, help="least rounds (default 3)")
-    parser.add_argument("--most-rounds", type=int, default=8, help="most rounds (default 8)")
+    add_round_flags(parser, 3, 8)
     parser.add_argument(
         "--round-trips-ms", type=float, nargs="+", default=[0.0], help="between the tiers, injected (default 0)"
     )
@@ -127,44 +101,37 @@ def main() -> None:
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Starts all fleets, runs all rounds and prints the table; True when the texts are the same."""
-    asks = [
-        Ask(prompt=prompt, max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=seed)
-        for seed, prompt in enumerate(unseen_prompts(arguments.prompts))
-    ]
+    asks = asks_of(arguments.prompts, arguments.max_tokens, arguments.temperature)
+    trips = list(dict.fromkeys(arguments.round_trips_ms))
     async with AsyncExitStack() as stack:
         sides = [await stack.enter_async_context(_fleet(side)) for side in arguments.sides]
         for side in sides:
             await run_batch(side.url, [replace(ask, max_tokens=1) for ask in asks], 1, "prompts")
-        found = {(index, trip): Measured() for index in range(len(sides)) for trip in arguments.round_trips_ms}
-        for number in range(max(arguments.rounds, arguments.most_rounds)):
-            if number >= arguments.rounds and _is_known(found):
-                break
-            for trip in arguments.round_trips_ms:
-                for index in range(len(sides))[:: -1 if number % 2 else 1]:
-                    title = f"round {number + 1}, {trip:g} ms, {sides[index].title}"
-                    await _measure_one(sides[index], found[index, trip], asks, trip, arguments.streams, title)
+
+        async def measure_one(at: tuple[float, int]) -> Turn:
+            trip, side = at[0], sides[at[1]]
+            side.proxy.set_round_trip(trip / 1e3)
+            return await settled_turn(side.url, side.metrics, asks, arguments.streams, f"{trip:g} ms, {side.title}")
+
+        turns = await take_turns(
+            [(trip, index) for trip in trips for index in range(len(sides))],
+            measure_one,
+            rounds=arguments.rounds,
+            most_rounds=arguments.most_rounds,
+            is_known=_is_known,
+            title="sides",
+        )
     rows = [
-        {"side": sides[index].title, "round_trip_ms": trip, **_row(each, found[0, trip])}
-        for (index, trip), each in found.items()
+        {"side": side.title, "round_trip_ms": trip, **_row(Measured(turns[trip, index]), Measured(turns[trip, 0]))}
+        for index, side in enumerate(sides)
+        for trip in trips
     ]
-    same = all(each.texts() == found[0, arguments.round_trips_ms[0]].texts() for each in found.values())
+    same = same_texts(turn.result for each in turns.values() for turn in each)
     _print_table(rows, arguments, same=same)
     print(
         json.dumps({"bench": "turns", "machine": machine(), "batch_size": arguments.streams, "rows": rows, "ok": same})
     )
     return same
-
-
-async def _measure_one(
-    side: Side, measured: Measured, asks: Sequence[Ask], round_trip_ms: float, streams: int, title: str
-) -> None:
-    side.proxy.set_round_trip(round_trip_ms / 1e3)
-    await run_batch(side.url, [replace(asks[0], max_tokens=SETTLE_TOKENS)], 1, f"{title}, settling")
-    before = await scrape(side.metrics)
-    result = await run_batch(side.url, asks, streams, title)
-    measured.step.add(before, await scrape(side.metrics))
-    measured.results.append(result)
-    measured.speeds.append(decode_speed(result) if streams == 1 else result.tokens_per_s)
 
 
 def _parse(side: str) -> tuple[Path, list[str]]:
@@ -252,25 +219,22 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def _is_known(found: dict[tuple[int, float], Measured]) -> bool:
-    return all(
-        standard_error(each.ratios_to(found[0, trip])) <= PRECISION for (index, trip), each in found.items() if index
-    )
+def _is_known(turns: Mapping[tuple[float, int], Sequence[Turn]]) -> bool:
+    return all(Measured(its).over(Measured(turns[trip, 0])).is_known() for (trip, index), its in turns.items() if index)
 
 
-def _row(measured: Measured, first: Measured) -> dict[str, Any]:
-    ratios = measured.ratios_to(first)
-    drafted = measured.mean("num_spec_steps")
+def _row(side: Measured, first: Measured) -> dict[str, Any]:
+    done, trial = side.completions, side.over(first)
     return {
-        "tokens_per_s": round(statistics.median(measured.speeds), 1),
-        "ratio": round(statistics.median(ratios), 3),
-        "error": round(standard_error(ratios), 3) if len(ratios) > 1 else None,
-        "steps": round(measured.mean("num_steps"), 1),
-        "drafted": round(drafted, 1),
-        "gamma": round(measured.mean("num_draft_tokens") / max(1.0, drafted), 2),
-        "length": round(1.0 + measured.mean("num_accepted_draft_tokens") / max(1.0, drafted), 2),
-        "step_ms": round(1e3 * measured.step.value, 2),
-        "rounds": len(ratios),
+        "tokens_per_s": round(side.tokens_per_s, 1),
+        "ratio": round(trial.ratio, 3),
+        "error": rounded_error(trial),
+        "steps": round(done.total("num_steps") / trial.num_rounds, 1),
+        "drafted": round(done.total("num_spec_steps") / trial.num_rounds, 1),
+        "gamma": round(done.mean_gamma, 2),
+        "length": round(done.mean_acceptance_length, 2),
+        "step_ms": round(side.mean_ms("paceline:step_seconds"), 2),
+        "rounds": trial.num_rounds,
     }
 
 
@@ -282,7 +246,3 @@ def _print_table(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace, 
         cells = ("-" if value is None else f"{value:g}" for value in list(row.values())[1:])
         print(str(row["side"]).ljust(width) + "".join(f"{cell:>14}" for cell in cells))
     print("all texts equal" if same else "TEXTS DIFFER")
-
-
-if __name__ == "__main__":
-    main()

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine
 from loadtest.peers.environments import child_environ, environment
 from loadtest.peers.processes import run_command
@@ -29,7 +30,7 @@ OUTPUT_LEN = 64
 
 def main() -> None:
     """Parses the command line and runs the bench; exit status 1 when what the client reads is not what we count."""
-    parser = argparse.ArgumentParser(prog="vllm", description=__doc__)
+    parser = bench_parser("vllm", __doc__)
     parser.add_argument("--num-prompts", type=int, default=32, help="requests (default 32)")
     parser.add_argument("--max-concurrency", type=int, default=4, help="at once (default 4)")
     parser.add_argument("--dtype", default="auto", help="of both models (default auto)")
@@ -64,7 +65,7 @@ async def measure(vllm: Path, settings: Mapping[str, object], num_prompts: int, 
 
 def command_line(vllm: Path, url: str, model: str, prompts: Path, max_concurrency: int) -> list[str | Path]:
     """The client's command; all of it is in its own help."""
-    options = {
+    options: dict[str, str | Path] = {
         "--base-url": url,
         "--model": model,
         "--tokenizer": DEMO_TARGET,
@@ -75,7 +76,7 @@ def command_line(vllm: Path, url: str, model: str, prompts: Path, max_concurrenc
         "--max-concurrency": str(max_concurrency),
         "--temperature": "0",
     }
-    flat = [word for option in options.items() for word in option]
+    flat: list[str | Path] = [word for option in options.items() for word in option]
     return [vllm, "bench", "serve", *flat, "--skip-chat-template", "--disable-tqdm"]
 
 

@@ -1,18 +1,18 @@
 """Command line around `paceline.training.widen`: a checkpoint that costs more and says the same.
 
-python loadtest/widen.py services/paceline/models/demo-target wide-98m --preset 98m
+python -m loadtest widen services/paceline/models/demo-target wide-98m --preset 98m
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from loadtest.flags import bench_parser
 from paceline.training.widen import PRESETS, widen
 
 
 def main() -> int:
     """Parse the command line and widen; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser("widen", __doc__)
     parser.add_argument("source", type=Path, help="Llama-family checkpoint folder")
     parser.add_argument("out", type=Path, help="new folder, must not exist")
     size = parser.add_mutually_exclusive_group(required=True)
@@ -27,7 +27,3 @@ def main() -> int:
         return 2
     sys.stdout.write(f"{args.out}: {count:,} parameters, same function as {args.source}\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

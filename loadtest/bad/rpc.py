@@ -144,7 +144,11 @@ GATEWAY_KINDS = (
     ),
     _kind(
         "token outside",
-        lambda *_: (gateway_pb2.GatewayGenerateRequest(prompt_token_ids={"ids": [1, OUTSIDE]}).SerializeToString(),),
+        lambda *_: (
+            gateway_pb2.GatewayGenerateRequest(
+                prompt_token_ids=gateway_pb2.TokenIds(ids=[1, OUTSIDE])
+            ).SerializeToString(),
+        ),
         INVALID,
         GATEWAY,
     ),

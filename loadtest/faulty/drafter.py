@@ -20,7 +20,8 @@ NODES = 1000
 def main() -> None:
     """Runs the drafter of the command line."""
     orders = obey(sys.argv)
-    DrafterServicer.Draft = _flooding(DrafterServicer.Draft, lambda: orders.holds(FLOOD))
+    flooding = _flooding(DrafterServicer.Draft, lambda: orders.holds(FLOOD))
+    DrafterServicer.Draft = flooding  # type: ignore[method-assign]  # that is the fault
     service.main()
 
 

@@ -14,10 +14,9 @@ import numpy as np
 
 from loadtest.faulty.orders import GAP, GARBAGE, HALF, HANG, INTERNAL, NONSENSE, POISON, Orders, note_death, obey
 from paceline.engine.batch import Batch
-from paceline.engine.decoder import Decoder
+from paceline.engine.decoder import Decoder, load_decoder
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import __main__ as service
-from paceline.verifier.servicer import VerifierServicer
 
 Response = verifier_pb2.VerifierGenerateResponse
 NOT_A_MESSAGE = b"\xff" * 64
@@ -31,14 +30,13 @@ class PoisonedError(Exception):
 def main() -> None:
     """Runs the verifier of the command line."""
     orders = obey(sys.argv)
-    load = service.load_decoder
 
     def load_faulty(*args: Any, **kwargs: Any) -> Decoder:
-        decoder = load(*args, **kwargs)
-        decoder.forward = _faulty_forward(decoder.forward, orders)
+        decoder = load_decoder(*args, **kwargs)
+        decoder.forward = _faulty_forward(decoder.forward, orders)  # type: ignore[method-assign]  # that is the fault
         return decoder
 
-    service.load_decoder = load_faulty
+    service.load_decoder = load_faulty  # type: ignore[attr-defined]  # the name that the service calls
     verifier_pb2_grpc.add_VerifierServicer_to_server = lambda servicer, server: _add(servicer, server, orders)
     service.main()
 
@@ -69,10 +67,10 @@ def _holds(batch: Batch, tokens: tuple[int, ...]) -> bool:
     )
 
 
-def _add(servicer: VerifierServicer, server: grpc.aio.Server, orders: Orders) -> None:
+def _add(servicer: verifier_pb2_grpc.VerifierServicer, server: grpc.Server | grpc.aio.Server, orders: Orders) -> None:
     """Adds the service with a serializer that lets bytes through which are no message."""
     handler = grpc.unary_stream_rpc_method_handler(
-        _faulty_generate(servicer, orders),
+        _faulty_generate(servicer.Generate, orders),
         request_deserializer=verifier_pb2.VerifierGenerateRequest.FromString,
         response_serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString(),
     )
@@ -80,11 +78,11 @@ def _add(servicer: VerifierServicer, server: grpc.aio.Server, orders: Orders) ->
     server.add_generic_rpc_handlers((handlers,))
 
 
-def _faulty_generate(servicer: VerifierServicer, orders: Orders) -> Callable[..., AsyncIterator[Response | bytes]]:
+def _faulty_generate(right: Callable[..., Any], orders: Orders) -> Callable[..., AsyncIterator[Response | bytes]]:
     async def generate(request: verifier_pb2.VerifierGenerateRequest, context: Any) -> AsyncIterator[Response | bytes]:
         if orders.holds(INTERNAL):
             raise RuntimeError("ordered to fail at once")
-        async with aclosing(servicer.Generate(request, context)) as messages:
+        async with aclosing(right(request, context)) as messages:
             async for message in messages:
                 if orders.holds(HALF) and message.token_ids:
                     return

@@ -1,6 +1,6 @@
 """Other engines on the same pair, each in an environment of its own in the user's cache folder, never a dependency.
 
-`measure_peers` is what benches call; `python -m loadtest.peers` prints its table.
+`measure_peers` is what benches call; `make bench NAME=peers` prints its table.
 """
 
 from loadtest.peers.bench import main

@@ -1,4 +1,4 @@
-"""Peers side by side on the demo pair: `python -m loadtest.peers`.
+"""Peers side by side on the demo pair: `make bench NAME=peers`.
 
 OpenVINO GenAI, llama.cpp, vLLM and transformers decode the same prompts greedily, plain and with the draft model as
 their own draft model, on the same cores in bf16; then our engine in one process as they are, and our fleet over HTTP:
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from loadtest.flags import bench_parser
 from loadtest.fleet import machine
 from loadtest.peers.ours import measure_ours, median_figures, median_verdict, verdict
 from loadtest.peers.run import OUR_ENGINE, PEERS, PeerBench, PeerFigure, measure_peers
@@ -126,9 +127,7 @@ def num_different(figure: PeerFigure, figures: Sequence[PeerFigure]) -> int | No
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("peers", __doc__)
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS), help="(default: all)")
     parser.add_argument("--target", type=Path, help="checkpoint folder (default: the demo target widened to 98 M)")
     parser.add_argument(
@@ -148,7 +147,3 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds", type=int, default=1, help="of everything, for machines whose speed drifts (default: 1)"
     )
     return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from loadtest.client import Ask, BatchResult, run_batch
+from loadtest.client import Ask, BatchResult, asks_of, run_batch
 from loadtest.fleet import bench_fleet
 from loadtest.peers.run import PeerBench, PeerFigure, best_figure
-from paceline.training.corpus import unseen_prompts
+from loadtest.trial import Trial
 from paceline.verifier.config import DEFAULT_METHODS, IN_VERIFIER
 
 OURS = "paceline"
@@ -55,11 +55,11 @@ async def _figures(name: str, url: str, modes: Sequence[str], bench: PeerBench) 
 
 def _asks(bench: PeerBench, streams: int) -> list[Ask]:
     count = streams * max(1, bench.least_prompts // streams)
-    return [Ask(prompt=prompt, max_tokens=bench.max_new_tokens) for prompt in unseen_prompts(count)]
+    return asks_of(count, bench.max_new_tokens)
 
 
 def _waves(asks: Sequence[Ask], streams: int, speculation: dict[str, Any]) -> list[list[Ask]]:
-    asked = [Ask(prompt=each.prompt, max_tokens=each.max_tokens, speculation=speculation) for each in asks]
+    asked = [replace(each, speculation=speculation) for each in asks]
     return [asked[start : start + streams] for start in range(0, len(asked), streams)]
 
 
@@ -114,16 +114,19 @@ def verdict(
 
 
 def median_verdict(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The medians of the ratios of several rounds, each measured within its round; `ok` by these."""
-    found = {
+    """The medians of the ratios of several rounds, each measured within its round; `ok` by the fleet's."""
+    trials = {
         name: {
-            streams: round(statistics.median(each[name][streams] for each in rounds if streams in each[name]), 3)
+            streams: Trial(tuple(each[name][streams] for each in rounds if streams in each[name]))
             for streams in sorted({streams for each in rounds for streams in each[name]}, key=int)
         }
         for name in rounds[0]
     }
-    fleet = found["to_best_peer"]
-    return {**found, "ok": bool(fleet) and all(ratio >= 1.0 for ratio in fleet.values())}
+    ratios = {
+        name: {streams: round(trial.ratio, 3) for streams, trial in each.items()} for name, each in trials.items()
+    }
+    fleet = trials["to_best_peer"]
+    return {**ratios, "ok": bool(fleet) and all(trial.meets(least=1.0) for trial in fleet.values())}
 
 
 def median_figures(rounds: Sequence[Sequence[PeerFigure]]) -> list[PeerFigure]:

@@ -26,7 +26,7 @@ MAX_TRIALS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class TriedRate:
     """One rate that was tried: whether it was held, and what that was judged by."""
 
     rate_per_s: float
@@ -36,14 +36,14 @@ class Trial:
     num_errors: int
 
 
-async def highest_rate(door: Door, source: Source, prompts: Prompts, config: LoadConfig) -> list[Trial]:
+async def highest_rate(door: Door, source: Source, prompts: Prompts, config: LoadConfig) -> list[TriedRate]:
     """Tries rates until the highest held one is known to a few percent; returns the trials, that one last.
 
     Raises:
         ConfigError: None was held.
     """
     rate: float | None = FIRST_SHARE * await _burst_rate(door, source, prompts, config)
-    trials: list[Trial] = []
+    trials: list[TriedRate] = []
     while rate is not None and len(trials) < MAX_TRIALS:
         arrivals = source.arrivals(rate)
         # Prompts that no window uses, and no other trial.
@@ -63,7 +63,7 @@ async def highest_rate(door: Door, source: Source, prompts: Prompts, config: Loa
     return [trial for trial in trials if trial is not held[-1]] + [held[-1]]
 
 
-def judged(rate_per_s: float, answers: Sequence[Answer], config: LoadConfig) -> Trial:
+def judged(rate_per_s: float, answers: Sequence[Answer], config: LoadConfig) -> TriedRate:
     """Judges a trial: held are 95 % of first tokens and 95 % of requests' mean times between tokens, and no error.
 
     More requests than can be served show in the one while they share steps, and in the other when they queue.
@@ -72,7 +72,7 @@ def judged(rate_per_s: float, answers: Sequence[Answer], config: LoadConfig) -> 
     ttft_p95_s = _p95(each.ttft_s for each in good)
     itl_p95_s = _p95(fmean(gaps_s) for each in good if (gaps_s := each.gaps_s))
     num_errors = len(answers) - len(good)
-    return Trial(
+    return TriedRate(
         rate_per_s=rate_per_s,
         held=not num_errors and ttft_p95_s <= config.max_ttft_s and itl_p95_s <= config.max_itl_s,
         ttft_p95_s=ttft_p95_s,
@@ -86,7 +86,7 @@ def _p95(values: Iterable[float]) -> float:
     return float(np.percentile(known, 95)) if known else float("inf")
 
 
-def next_rate(trials: Sequence[Trial]) -> float | None:
+def next_rate(trials: Sequence[TriedRate]) -> float | None:
     """Returns the rate to try next; None when the highest held one is known well enough."""
     held = max((trial.rate_per_s for trial in trials if trial.held), default=None)
     # One that failed below a held one had bad luck.
@@ -113,7 +113,7 @@ async def _burst_rate(door: Door, source: Source, prompts: Prompts, config: Load
     return most / ends_s[most - 1]
 
 
-def _say(trial: Trial) -> None:
+def _say(trial: TriedRate) -> None:
     verdict = "held" if trial.held else "not held"
     sys.stderr.write(
         f"{trial.rate_per_s:.2f} requests/s: {verdict} (p95 of first tokens {trial.ttft_p95_s:.2f} s, of mean times "

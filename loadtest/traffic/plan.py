@@ -11,15 +11,8 @@ import numpy as np
 
 from loadtest.traffic.config import LoadConfig
 from loadtest.traffic.prompts import Prompts
-from paceline.arrivals import (
-    Arrival,
-    clipped,
-    generated_arrivals,
-    opening,
-    read_arrivals,
-    resized,
-    within,
-)
+from paceline.arrivals import Arrival, generated_arrivals, read_arrivals
+from paceline.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +43,7 @@ class Source:
         """The rate of the trace's first minutes as they are; only with a trace."""
         assert self._trace is not None, "a generated trace has the rate it is asked for"
         duration_s = self._config.duration_s
-        return len(within(self._trace, 0.0, duration_s)) / duration_s
+        return sum(each.at_s < duration_s for each in self._trace) / duration_s
 
     def unfitted(self, rate_per_s: float) -> list[Arrival]:
         """Returns arrivals for all minutes of the replay at this rate, lengths as they are.
@@ -77,7 +70,7 @@ class Source:
         """Returns what is replayed and what was done to it, for the report."""
         config = self._config
         original = self.unfitted(rate_per_s)
-        sized = resized(original, prompt_scale=config.prompt_scale, output_scale=config.output_scale)
+        sized = resized(original, config)
         final = fitted(original, config)
         return {
             "arrivals": f"generated, shape {config.shape}" if config.trace is None else config.trace.name,
@@ -98,10 +91,45 @@ class Source:
         }
 
 
+def opening(arrivals: Sequence[Arrival], *, rate_per_s: float, duration_s: float) -> list[Arrival]:
+    """Returns as many of the first requests as come in `duration_s` at this rate, the clock stretched to fit them.
+
+    Raises:
+        ConfigError: The trace has too few requests for that.
+    """
+    count = max(1, round(rate_per_s * duration_s))
+    if count >= len(arrivals) or arrivals[count].at_s <= arrivals[0].at_s:
+        raise ConfigError(
+            f"{duration_s:g} s at {rate_per_s:g} requests/s are {count} requests and one after them, the trace has "
+            f"{len(arrivals)}"
+        )
+    first_s = arrivals[0].at_s
+    stretch = duration_s / (arrivals[count].at_s - first_s)
+    return [replace(each, at_s=(each.at_s - first_s) * stretch) for each in arrivals[:count]]
+
+
+def resized(arrivals: Sequence[Arrival], config: LoadConfig) -> list[Arrival]:
+    """Returns arrivals with lengths scaled as configured, for models smaller than a trace's; at least 1 token."""
+    return [
+        replace(
+            each,
+            num_prompt_tokens=max(1, round(each.num_prompt_tokens * config.prompt_scale)),
+            num_output_tokens=max(1, round(each.num_output_tokens * config.output_scale)),
+        )
+        for each in arrivals
+    ]
+
+
 def fitted(arrivals: Sequence[Arrival], config: LoadConfig) -> list[Arrival]:
     """Returns arrivals with lengths scaled and then clipped as configured."""
-    sized = resized(arrivals, prompt_scale=config.prompt_scale, output_scale=config.output_scale)
-    return clipped(sized, max_prompt_tokens=config.max_prompt_tokens, max_output_tokens=config.max_output_tokens)
+    return [
+        replace(
+            each,
+            num_prompt_tokens=min(each.num_prompt_tokens, config.max_prompt_tokens),
+            num_output_tokens=min(each.num_output_tokens, config.max_output_tokens),
+        )
+        for each in resized(arrivals, config)
+    ]
 
 
 def requests_of(arrivals: Sequence[Arrival], prompts: Prompts, config: LoadConfig) -> list[Request]:

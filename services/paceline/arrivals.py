@@ -122,7 +122,8 @@ def read_arrivals(path: Path) -> list[Arrival]:
     if not arrivals:
         raise ConfigError(f"the trace {path} holds no requests")
     arrivals.sort(key=lambda each: each.at_s)
-    return shifted(arrivals, -arrivals[0].at_s)
+    first_s = arrivals[0].at_s
+    return [replace(each, at_s=each.at_s - first_s) for each in arrivals]
 
 
 def _azure(lines: Iterator[str], name: str) -> Iterator[Arrival]:
@@ -226,63 +227,13 @@ def _lengths(shape: Shape, count: int, rng: np.random.Generator) -> npt.NDArray[
     return lengths
 
 
-def rate_of(arrivals: Sequence[Arrival]) -> float:
-    """Requests a second between the first and the last one; at least two are needed."""
-    return (len(arrivals) - 1) / (arrivals[-1].at_s - arrivals[0].at_s)
-
-
-def shifted(arrivals: Sequence[Arrival], by_s: float) -> list[Arrival]:
-    """Returns the trace so many seconds later."""
-    return [replace(each, at_s=each.at_s + by_s) for each in arrivals]
-
-
 def scaled(arrivals: Sequence[Arrival], rate_per_s: float) -> list[Arrival]:
-    """Returns the trace with its clock stretched, so that it has this rate on average."""
-    stretch = rate_of(arrivals) / rate_per_s
-    return [replace(each, at_s=each.at_s * stretch) for each in arrivals]
-
-
-def opening(arrivals: Sequence[Arrival], *, rate_per_s: float, duration_s: float) -> list[Arrival]:
-    """Returns as many of the first requests as come in `duration_s` at this rate, the clock stretched to fit them.
+    """Returns the trace with its clock stretched, so that it has this rate on average.
 
     Raises:
-        ConfigError: The trace has too few requests for that.
+        ConfigError: There are fewer than two requests, or all come at once.
     """
-    count = max(1, round(rate_per_s * duration_s))
-    if count >= len(arrivals) or arrivals[count].at_s <= arrivals[0].at_s:
-        raise ConfigError(
-            f"{duration_s:g} s at {rate_per_s:g} requests/s are {count} requests and one after them, the trace has "
-            f"{len(arrivals)}"
-        )
-    first_s = arrivals[0].at_s
-    stretch = duration_s / (arrivals[count].at_s - first_s)
-    return [replace(each, at_s=(each.at_s - first_s) * stretch) for each in arrivals[:count]]
-
-
-def within(arrivals: Sequence[Arrival], start_s: float, end_s: float) -> list[Arrival]:
-    """Returns the requests from `start_s` until before `end_s`, with times after `start_s`."""
-    return shifted([each for each in arrivals if start_s <= each.at_s < end_s], -start_s)
-
-
-def resized(arrivals: Sequence[Arrival], *, prompt_scale: float, output_scale: float) -> list[Arrival]:
-    """Returns the trace with lengths multiplied, for models smaller than those it was taken from; at least 1 token."""
-    return [
-        replace(
-            each,
-            num_prompt_tokens=max(1, round(each.num_prompt_tokens * prompt_scale)),
-            num_output_tokens=max(1, round(each.num_output_tokens * output_scale)),
-        )
-        for each in arrivals
-    ]
-
-
-def clipped(arrivals: Sequence[Arrival], *, max_prompt_tokens: int, max_output_tokens: int) -> list[Arrival]:
-    """Returns the trace with no prompt and no output longer than this."""
-    return [
-        replace(
-            each,
-            num_prompt_tokens=min(each.num_prompt_tokens, max_prompt_tokens),
-            num_output_tokens=min(each.num_output_tokens, max_output_tokens),
-        )
-        for each in arrivals
-    ]
+    if len(arrivals) < 2 or arrivals[-1].at_s <= arrivals[0].at_s:
+        raise ConfigError(f"the trace must have at least 2 requests, and not all at once, got {len(arrivals)}")
+    stretch = (len(arrivals) - 1) / (arrivals[-1].at_s - arrivals[0].at_s) / rate_per_s
+    return [replace(each, at_s=each.at_s * stretch) for each in arrivals]

@@ -98,10 +98,11 @@ def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 async def store(store_url: str) -> AsyncIterator[Store]:
     opened = open_store(store_url)
     yield opened
-    for replica in await opened.replicas():
-        await opened.withdraw(replica.replica_id)
-    await opened.delete_session(SESSION.session_id)
     await opened.close()
+    if store_url.startswith("redis"):
+        # The next test has the same server.
+        async with Redis.from_url(store_url) as client:
+            await client.flushdb()
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -332,12 +333,6 @@ async def test_ranges_at_the_end_of_64_bits_are_told_apart(store: Store) -> None
 
 async def test_a_session_nobody_knows_cannot_be_advanced(store: Store) -> None:
     assert await advance(store, 5, (1,)) is Written.MISSING
-    assert await store.session("s1") is None
-
-
-async def test_a_deleted_session_is_gone(store: Store) -> None:
-    await put(store)
-    await store.delete_session("s1")
     assert await store.session("s1") is None
 
 

@@ -12,14 +12,9 @@ from paceline.arrivals import (
     QUANTILES,
     SHAPES,
     Arrival,
-    clipped,
     generated_arrivals,
-    opening,
-    rate_of,
     read_arrivals,
-    resized,
     scaled,
-    within,
 )
 from paceline.core.errors import ConfigError
 
@@ -142,23 +137,11 @@ def test_the_rate_asked_for_is_the_mean_rate_of_any_stretch() -> None:
 def test_scaling_keeps_the_lengths_and_sets_the_rate() -> None:
     trace = generated_arrivals(rate_per_s=5.0, duration_s=100.0, seed=1)
     faster = scaled(trace, 20.0)
-    assert rate_of(faster) == pytest.approx(20.0)
+    assert (len(faster) - 1) / (faster[-1].at_s - faster[0].at_s) == pytest.approx(20.0)
     assert [each.num_output_tokens for each in faster] == [each.num_output_tokens for each in trace]
 
 
-def test_the_opening_of_a_trace_has_the_rate_asked_for_and_what_is_dense_stays_dense() -> None:
-    trace = [Arrival(at_s, 5, 5) for at_s in (0.0, 1.0, 1.5, 4.0, 8.0, 9.0)]
-    assert [each.at_s for each in opening(trace, rate_per_s=2.0, duration_s=2.0)] == [0.0, 0.25, 0.375, 1.0]
-    with pytest.raises(ConfigError, match="the trace has 6"):
-        opening(trace, rate_per_s=3.0, duration_s=2.0)
-
-
-def test_a_window_begins_at_nought() -> None:
-    trace = [Arrival(float(second), 1, 1) for second in range(10)]
-    assert [each.at_s for each in within(trace, 3.0, 6.0)] == [0.0, 1.0, 2.0]
-
-
-def test_lengths_are_resized_and_clipped_and_never_nothing() -> None:
-    trace = [Arrival(0.0, 1000, 1), Arrival(1.0, 80, 600)]
-    assert resized(trace, prompt_scale=0.125, output_scale=0.25) == [Arrival(0.0, 125, 1), Arrival(1.0, 10, 150)]
-    assert clipped(trace, max_prompt_tokens=500, max_output_tokens=64) == [Arrival(0.0, 500, 1), Arrival(1.0, 80, 64)]
+@pytest.mark.parametrize("trace", [[Arrival(0.0, 1, 1)], [Arrival(2.0, 1, 1)] * 3])
+def test_a_trace_without_a_rate_of_its_own_gets_none(trace: list[Arrival]) -> None:
+    with pytest.raises(ConfigError, match="at least 2 requests, and not all at once"):
+        scaled(trace, 1.0)

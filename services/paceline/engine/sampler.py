@@ -160,8 +160,7 @@ class RowSampler:
     def choose(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
         """Returns the target's token for an absolute position, from the row's logits [vocab].
 
-        Equal to `coupled_choice(process(logits, ...), gumbel(seed, position, ids))`, without noise at
-        temperature 0.
+        The argmax of `process(logits, ...) + gumbel(seed, position, ids)`, without noise at temperature 0.
 
         Args:
             logits: [vocab].

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.arrivals import Arrival
 from paceline.core.errors import ConfigError
@@ -188,15 +188,3 @@ def least_verifiers(profile: Profile, load: Sequence[Arrival]) -> int:
     rows_per_s = target.max_rows / target.seconds(target.max_rows, num_sessions=1)
     seconds = max(load[-1].at_s, 1e-9)
     return max(1, math.ceil(prompt_tokens / rows_per_s / seconds))
-
-
-def scaled(load: Sequence[Arrival], rate_per_s: float) -> list[Arrival]:
-    """The same requests at another mean rate.
-
-    Raises:
-        ConfigError: There are fewer than two, or all come at once.
-    """
-    if len(load) < 2 or load[-1].at_s <= 0.0:
-        raise ConfigError(f"the load must have at least 2 requests, and not all at once, got {len(load)}")
-    factor = (len(load) - 1) / load[-1].at_s / rate_per_s
-    return [replace(each, at_s=each.at_s * factor) for each in load]

@@ -126,7 +126,7 @@ def _percentiles(values: Sequence[float]) -> list[float]:
     return [float(value) for value in np.percentile(values, PERCENTILES)] if values else [0.0] * len(PERCENTILES)
 
 
-class _CellAtWork:
+class CellAtWork:
     """One cell, its replicas, and the requests under way.
 
     Args:
@@ -216,7 +216,7 @@ def run_open(
         )
         for number, each in enumerate(arrivals)
     ]
-    work = _CellAtWork(profile, cell, seed, lambda _: None)
+    work = CellAtWork(profile, cell, seed, lambda _: None)
     for each in asked:
         work.events.after(each.at_s, _asking(work, each))
     last_s = max((each.at_s for each in arrivals), default=0.0) if until_s is None else until_s
@@ -224,47 +224,5 @@ def run_open(
     return Outcome(requests=asked, door_s=profile.door_s, since_s=warm_up_s, until_s=max(last_s, warm_up_s + 1e-3))
 
 
-def run_closed(
-    profile: Profile, cell: Cell, lengths: Sequence[tuple[int, int]], *, streams: int, seed: int = 0
-) -> Outcome:
-    """Keeps so many requests under way; the next one is sent when one ends.
-
-    Args:
-        profile: Facts.
-        cell: Replicas.
-        lengths: Prompt and output tokens of each request, in order.
-        streams: How many at a time.
-        seed: Of the luck.
-    """
-    asked: list[Asked] = []
-    left = iter(enumerate(lengths))
-
-    def ask_next(_: Asked | None = None) -> None:
-        number, (num_prompt_tokens, num_output_tokens) = next(left, (-1, (0, 0)))
-        if number < 0:
-            return
-        each = Asked(
-            number=number,
-            at_s=work.events.now_s,
-            num_prompt_tokens=num_prompt_tokens,
-            num_output_tokens=num_output_tokens,
-        )
-        asked.append(each)
-        # A request is on its way to the verifier for as long as its first token is on its way back.
-        work.events.after(profile.door_s, lambda: work.ask(each))
-
-    work = _CellAtWork(profile, cell, seed, ask_next)
-    for _ in range(streams):
-        ask_next()
-    work.events.run()
-    return Outcome(requests=asked, door_s=0.0, since_s=0.0, until_s=until_one_idles(asked))
-
-
-def until_one_idles(asked: Sequence[Asked]) -> float:
-    """The time at which the first stream found no request left to send."""
-    last_s = max(each.at_s for each in asked)
-    return min(each.pieces[-1][0] for each in asked if each.pieces[-1][0] > last_s)
-
-
-def _asking(work: _CellAtWork, asked: Asked) -> Callable[[], None]:
+def _asking(work: CellAtWork, asked: Asked) -> Callable[[], None]:
     return lambda: work.ask(asked)

@@ -172,9 +172,6 @@ class Store(Protocol):
             The record as it is then, with its log; None when it is unknown, expired, or cannot be read.
         """
 
-    async def delete_session(self, session_id: str) -> None:
-        """Forgets a session."""
-
     async def ping(self) -> None:
         """Returns when the server answers."""
 

@@ -119,10 +119,6 @@ class MemoryStore:
         self._write(record, token_ids, stored.ttl_s)
         return Written.DONE
 
-    async def delete_session(self, session_id: str) -> None:
-        """Forgets a session."""
-        self._sessions.pop(session_id, None)
-
     async def ping(self) -> None:
         """Always answers."""
 

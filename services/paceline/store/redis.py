@@ -248,10 +248,6 @@ class RedisStore:
                 return _logged(session_id, claimed)
         raise UnavailableError(f"session {session_id!r} changes its owner all the time; try again")
 
-    async def delete_session(self, session_id: str) -> None:
-        """Forgets a session."""
-        await self._call(lambda: self._client.delete(*_session_keys(session_id)))
-
     async def ping(self) -> None:
         """Returns when the server answers."""
         await self._call(self._client.ping)

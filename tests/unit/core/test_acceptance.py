@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 from paceline.core.acceptance import (
     VerifyOutcome,
-    accept_prob,
     block_keeps,
     block_walk,
     overlap,
@@ -36,6 +35,7 @@ from paceline.core.acceptance import (
     typical_threshold,
 )
 from paceline.core.errors import LocalProtocolError
+from tests.support.laws import accept_prob
 from tests.unit.core.toy_models import (
     SHAPES,
     FloatArray,

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.acceptance import coupled_choice
 from paceline.core.errors import LocalProtocolError
 from paceline.core.noise import exact_exp, exact_log, gumbel, noise_words
 from paceline.core.params import SamplingParams
 from paceline.core.processors import RowHistory, UnusableLogitsError, fixed_point_mass, process
 from paceline.engine import noise_kernels, row_kernels
 from paceline.engine.sampler import RowSampler
+from tests.support.laws import coupled_choice
 
 Logits = npt.NDArray[np.float32]
 

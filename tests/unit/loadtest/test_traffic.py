@@ -17,8 +17,8 @@ from loadtest.traffic.figures import (
     mode_figures,
     running_over_time,
 )
-from loadtest.traffic.highest import MAX_TRIALS, NEAR, Trial, judged, next_rate
-from loadtest.traffic.plan import Request, Source, densest, requests_of, windows_of
+from loadtest.traffic.highest import MAX_TRIALS, NEAR, TriedRate, judged, next_rate
+from loadtest.traffic.plan import Request, Source, densest, fitted, opening, requests_of, windows_of
 from loadtest.traffic.prompts import open_prompts, read_questions
 from loadtest.traffic.sending import Answer
 
@@ -193,10 +193,10 @@ def test_a_rate_is_held_while_first_tokens_and_the_following_come_in_time() -> N
 
 @pytest.mark.parametrize("limit", [0.4, 1.0, 1.9, 5.0])
 def test_the_highest_rate_is_closed_in_on_from_either_side(limit: float) -> None:
-    trials: list[Trial] = []
+    trials: list[TriedRate] = []
     rate: float | None = 1.0
     while rate is not None:
-        trials.append(Trial(rate_per_s=rate, held=rate <= limit, ttft_p95_s=0.1, itl_p95_s=0.1, num_errors=0))
+        trials.append(TriedRate(rate_per_s=rate, held=rate <= limit, ttft_p95_s=0.1, itl_p95_s=0.1, num_errors=0))
         rate = next_rate(trials)
     best = max(trial.rate_per_s for trial in trials if trial.held)
     assert best <= limit < best * NEAR
@@ -205,6 +205,13 @@ def test_the_highest_rate_is_closed_in_on_from_either_side(limit: float) -> None
 
 def config(**changes: object) -> LoadConfig:
     return LoadConfig(**{"minutes": 0.5, **changes})
+
+
+def test_the_opening_of_a_trace_has_the_rate_asked_for_and_what_is_dense_stays_dense() -> None:
+    trace = [Arrival(at_s, 5, 5) for at_s in (0.0, 1.0, 1.5, 4.0, 8.0, 9.0)]
+    assert [each.at_s for each in opening(trace, rate_per_s=2.0, duration_s=2.0)] == [0.0, 0.25, 0.375, 1.0]
+    with pytest.raises(ConfigError, match="the trace has 6"):
+        opening(trace, rate_per_s=3.0, duration_s=2.0)
 
 
 def test_lengths_are_scaled_then_clipped_and_the_report_says_so(tmp_path: Path) -> None:
@@ -217,6 +224,7 @@ def test_lengths_are_scaled_then_clipped_and_the_report_says_so(tmp_path: Path) 
     source = Source(settings)
     arrivals = source.arrivals(2.0)
     assert [each.num_prompt_tokens for each in arrivals[:30]] == [min(1000, 50 * (n + 1)) for n in range(30)]
+    assert fitted([Arrival(0.0, 1, 1)], settings) == [Arrival(0.0, 1, 1)]
     described = source.described(2.0)
     assert described["requests"] == len(arrivals) == 60
     assert (described["prompts_clipped"], described["outputs_clipped"]) == (40, 30)

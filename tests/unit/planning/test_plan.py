@@ -11,7 +11,7 @@ import pytest
 from paceline import cli
 from paceline.arrivals import Arrival
 from paceline.core.errors import ConfigError
-from paceline.planning.fleets import Fleet, Goal, dealt, evaluate, least_fleet, scaled
+from paceline.planning.fleets import Fleet, Goal, dealt, evaluate, least_fleet
 from paceline.planning.guesses import RecordedGuesses, RecordedPlace
 from paceline.planning.profile import read_profile, write_profile
 from paceline.planning.simulation import Way
@@ -35,12 +35,6 @@ def test_requests_are_dealt_out_evenly(share: int, of: int) -> None:
     mine = dealt(LOAD, share, of)
     assert len(mine) == min(len(LOAD), len(LOAD) * share // of)
     assert mine == sorted(mine, key=lambda each: each.at_s)
-
-
-def test_a_load_keeps_its_lengths_at_another_rate() -> None:
-    faster = scaled(LOAD, 100.0)
-    assert [each.num_prompt_tokens for each in faster] == [50] * 200
-    assert 199 / faster[-1].at_s == pytest.approx(100.0)
 
 
 def test_a_fleet_counts_gpus_of_both_tiers() -> None:

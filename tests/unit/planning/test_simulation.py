@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from loadtest.closedloop import simulated_loop
 
 from paceline.arrivals import Arrival
 from paceline.core.allocator import Goodput
@@ -15,7 +16,7 @@ from paceline.core.step_cost import StepCost
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
 from paceline.planning.processes import VerifierProcess
-from paceline.planning.simulation import Cell, Outcome, Way, run_closed, run_open
+from paceline.planning.simulation import Cell, Outcome, Way, run_open
 from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
 
 PLAIN = Cell(way=Way.PLAIN)
@@ -46,7 +47,7 @@ def test_the_seed_decides_everything(cell: Cell) -> None:
 
 @pytest.mark.parametrize("streams", [1, 4, 16])
 def test_without_speculation_every_step_takes_what_its_rows_take(streams: int) -> None:
-    outcome = run_closed(profile(), PLAIN, equal(streams, num_prompt_tokens=1), streams=streams)
+    outcome = simulated_loop(profile(), PLAIN, equal(streams, num_prompt_tokens=1), streams=streams)
     step_s = STEP_S + (streams - 1) * ROW_S
     # Only the first step, and the last ones, have fewer rows.
     assert outcome.itl_s()[0] == pytest.approx(step_s)
@@ -64,13 +65,13 @@ def test_prompts_are_computed_in_chunks_of_what_a_step_holds() -> None:
 
 def test_pages_bound_the_sessions_of_a_step() -> None:
     # Three pages each, and six pages in all.
-    outcome = run_closed(profile(kv_tokens=96), PLAIN, equal(8, 33, 14), streams=8)
+    outcome = simulated_loop(profile(kv_tokens=96), PLAIN, equal(8, 33, 14), streams=8)
     assert outcome.itl_s()[0] == pytest.approx(STEP_S + ROW_S)
     assert received(outcome) == [14] * 8
 
 
 def test_guesses_that_are_always_wrong_commit_nothing() -> None:
-    outcome = run_closed(profile(SureGuesses(right=False)), TIER, equal(2, 1, 150), streams=1)
+    outcome = simulated_loop(profile(SureGuesses(right=False)), TIER, equal(2, 1, 150), streams=1)
     assert outcome.tokens_per_step == 1.0
     assert received(outcome) == [150] * 2
     assert outcome.gamma < 0.5, "the controller has drafters rest"
@@ -78,7 +79,7 @@ def test_guesses_that_are_always_wrong_commit_nothing() -> None:
 
 def test_guesses_that_are_always_right_save_most_steps() -> None:
     plain, tier, colocated = (
-        run_closed(profile(SureGuesses(right=True)), cell, equal(2, 1, 150), streams=1)
+        simulated_loop(profile(SureGuesses(right=True)), cell, equal(2, 1, 150), streams=1)
         for cell in (PLAIN, TIER, COLOCATED)
     )
     assert tier.tokens_per_step > 4.0
@@ -90,7 +91,7 @@ def test_guesses_that_are_always_right_save_most_steps() -> None:
 def test_more_drafters_never_bring_less_where_one_is_too_few() -> None:
     slow = StepCost(rows=(1, 1025), seconds=(0.004, 0.3))
     rates = [
-        run_closed(
+        simulated_loop(
             profile(draft_cost=slow),
             Cell(way=Way.TIER, num_drafters=count),
             equal(8, 1, 40),
@@ -103,14 +104,14 @@ def test_more_drafters_never_bring_less_where_one_is_too_few() -> None:
 
 def test_where_every_row_costs_a_step_speculation_stops_by_itself() -> None:
     dear = StepCost(rows=(1, 2, 513), seconds=(0.010, 0.020, 5.13))
-    plain, tier = (run_closed(profile(cost=dear), cell, equal(8, 1, 100), streams=4) for cell in (PLAIN, TIER))
+    plain, tier = (simulated_loop(profile(cost=dear), cell, equal(8, 1, 100), streams=4) for cell in (PLAIN, TIER))
     assert tier.tokens_per_s > 0.95 * plain.tokens_per_s
     assert tier.gamma < 0.2
 
 
 def test_a_distant_drafter_is_of_less_use() -> None:
     rates = [
-        run_closed(profile(link_s=link_s), TIER, equal(2, 1, 100), streams=1).tokens_per_s
+        simulated_loop(profile(link_s=link_s), TIER, equal(2, 1, 100), streams=1).tokens_per_s
         for link_s in (0.0001, 0.005, 0.05)
     ]
     assert rates == sorted(rates, reverse=True)
@@ -126,7 +127,7 @@ def test_schedulers_and_policy_are_those_of_core() -> None:
 
 def test_the_allocator_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Goodput, "_ranked", lambda *_: [])
-    outcome = run_closed(profile(SureGuesses(right=True)), TIER, equal(2), streams=1)
+    outcome = simulated_loop(profile(SureGuesses(right=True)), TIER, equal(2), streams=1)
     assert outcome.gamma == 0.0
 
 

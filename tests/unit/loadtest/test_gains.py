@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loadtest.gains import best_gamma, expected_tokens, goodput, speed_up
 
 from paceline.core.errors import ConfigError
-from paceline.core.gains import best_gamma, expected_tokens, goodput, speed_up
 from paceline.core.step_cost import DEFAULT_STEP_COST
 
 PAGE = Path(__file__).parents[3] / "docs" / "gains.md"
