@@ -12,12 +12,14 @@ import resource
 import signal
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 from prometheus_client import CollectorRegistry
 
+from paceline.config import check_address, setting
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.credentials import CLIENT_ROLE_OF, FleetTls, only_for
@@ -79,58 +81,47 @@ class ModelHost(Protocol):
         ...
 
 
-class ModelServiceConfig(Protocol):
-    """Settings that all such services share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelServiceConfig:
+    """Settings that all such services share; what differs more than by its default, each describes itself."""
 
-    @property
-    def host(self) -> str:
-        """Address to listen on."""
-        ...
+    model: Path
+    model_name: str
+    host: str = setting("127.0.0.1", help="Address to listen on.")
+    port: int = setting(help="gRPC port; 0 picks a free one.", low=0, high=65535)
+    announce: str = setting(
+        "", help="host:port other services reach this one at, such as a proxy's; empty: host and port it listens on."
+    )
+    tls_dir: Path | None = setting(
+        None,
+        help="Folder with ca.pem, tls.pem and tls.key: mutual TLS between the tiers; without it plain text.",
+    )
+    health_port: int = setting(
+        0, help="Plain-text gRPC port for health alone, for probes without a certificate; 0: none.", low=0, high=65535
+    )
+    metrics_port: int = setting(help="Prometheus port; 0 picks a free one.", low=0, high=65535)
+    redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
+    replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
+    otlp_traces_endpoint: str = setting(
+        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+    )
+    dtype: str = setting(
+        "auto",
+        help="Weight type; auto: as stored, but float32 where a CPU only emulates bfloat16.",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
+    threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
+    cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
+    num_kv_blocks: int = setting(help="Pages of 16 tokens for committed KV.", low=8, high=10_000_000)
+    max_num_seqs: int
+    max_num_batched_tokens: int = setting(help="Most rows of a step.", unit="tokens", low=16, high=65536)
+    engine_stall_s: float
 
-    @property
-    def port(self) -> int:
-        """GRPC port."""
-        ...
-
-    @property
-    def announce(self) -> str:
-        """Where others reach it, `host:port`; empty: where it listens."""
-        ...
-
-    @property
-    def health_port(self) -> int:
-        """Another port for the health service, in plain text; 0: none."""
-        ...
-
-    @property
-    def metrics_port(self) -> int:
-        """Prometheus port."""
-        ...
-
-    @property
-    def redis_url(self) -> str:
-        """Registry."""
-        ...
-
-    @property
-    def replica_id(self) -> str:
-        """Name in the registry; empty: role and address."""
-        ...
-
-    @property
-    def otlp_traces_endpoint(self) -> str:
-        """Where traces go; empty: none are made."""
-        ...
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sessions at once."""
-        ...
-
-    @property
-    def engine_stall_s(self) -> float:
-        """Seconds inside one step after which the engine counts as hung."""
-        ...
+    def __post_init__(self) -> None:
+        """Checks the address that others are told."""
+        if self.announce:
+            check_address("--announce", self.announce)
 
 
 def traces_of(

@@ -80,7 +80,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: T
     )
     max_model_len = _max_model_len(config, own_identity)
     # What others may ask for is what fits here, not what the model could do.
-    head = speculation.eagle3_model
+    head = speculation.head
     identity = replace(
         own_identity,
         context_len=max_model_len,
@@ -168,6 +168,7 @@ def make_target_engine(
 ) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
     decoder = load_decoder(config.model, config.dtype, config.device, config.threads, ranks)
+    allocator = speculation.allocator()
     engine = TargetEngine(
         decoder=decoder,
         identity=identity,
@@ -177,7 +178,7 @@ def make_target_engine(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=identity.context_len,
         ),
-        allocator=speculation.allocator,
+        allocator=allocator,
         clock=time.monotonic,
         sources=make_sources(speculation, decoder),
         rules=speculation.rules,
@@ -187,7 +188,7 @@ def make_target_engine(
     warm_up(engine)
     plain, drafting = engine.profile(StepMode.PLAIN), engine.profile(StepMode.DRAFTING)
     _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))
-    speculation.allocator.start_from(plain, drafting)
+    allocator.start_from(plain, drafting)
     logger.info(
         "model is ready",
         extra={
