@@ -29,7 +29,7 @@ from paceline.engine.watch import Watched, stacks, until_hung
 from paceline.obs.families import tell_replica
 from paceline.obs.metrics import MetricsServer, start_metrics_server
 from paceline.obs.stalls import stalls_watched
-from paceline.obs.tracing import Tracing, open_tracing
+from paceline.obs.tracing import Tracer, open_tracing
 from paceline.serving import GrpcServer, grpc_server, settle_heap, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, require
@@ -126,7 +126,7 @@ class ModelServiceConfig:
 
 def traces_of(
     config: ModelServiceConfig, role: str, registry: CollectorRegistry, *, sample_ratio: float
-) -> AbstractAsyncContextManager[Tracing]:
+) -> AbstractAsyncContextManager[Tracer]:
     """Opens the traces of such a service; see `open_tracing`."""
     replica_id = config.replica_id or f"{role}-{config.announce or f'{config.host}:{config.port}'}"
     return open_tracing(config.otlp_traces_endpoint, sample_ratio, role=role, replica_id=replica_id, registry=registry)

@@ -15,7 +15,7 @@ from paceline.drafter.tracing import DraftTraces
 from paceline.engine.bridge import EngineThread
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.obs.metrics import DrafterMetrics, rows_label
-from paceline.obs.tracing import OFF, Tracing
+from paceline.obs.tracing import OFF, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class DraftHost:
         identity: The draft model.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
-        tracing: Where sessions are traced.
+        tracer: Records spans of sessions, if it does.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class DraftHost:
         identity: ModelIdentity,
         make_engine: Callable[[], DraftEngine],
         metrics: DrafterMetrics,
-        tracing: Tracing = OFF,
+        tracer: Tracer = OFF,
     ) -> None:
         self.identity = identity
-        self._traces = DraftTraces(tracing)
+        self._traces = DraftTraces(tracer)
         self._metrics = metrics
         self.engine: EngineThread[DraftEvent, DraftOutput] = EngineThread(make_engine, self._deliver, "draft")
         self._outboxes: dict[int, _Outbox] = {}

@@ -22,7 +22,7 @@ from paceline.gateway.readiness import readiness, report
 from paceline.gateway.resume import Resumption
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.workers import Workers
-from paceline.obs.tracing import OFF, Tracing
+from paceline.obs.tracing import OFF, Tracer
 from paceline.supervision import Supervisor
 
 OWNER = "paceline"
@@ -38,7 +38,7 @@ def create_app(
     workers: Workers,
     started_s: int,
     console: ConsoleFeed | None = None,
-    tracing: Tracing = OFF,
+    tracer: Tracer = OFF,
     supervisor: Supervisor,
 ) -> FastAPI:
     """Returns the application.
@@ -52,12 +52,12 @@ def create_app(
         workers: Read large ones.
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
-        tracing: Where requests are traced.
+        tracer: Records spans of requests, if it does.
         supervisor: Tells which background tasks fail.
     """
     app = FastAPI(title="Paceline gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
-        endpoint = CompletionEndpoint(sessions, resumption, limits, workers, tracing, chat=chat)
+        endpoint = CompletionEndpoint(sessions, resumption, limits, workers, tracer, chat=chat)
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
 
     if console is not None:

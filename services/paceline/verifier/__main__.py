@@ -35,7 +35,7 @@ from paceline.hosting import log_memory, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
-from paceline.obs.tracing import Tracing
+from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.serving import run
 from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
@@ -68,11 +68,11 @@ async def serve(config: VerifierConfig) -> None:
     """
     logger.info("starting", extra=loggable(config))
     registry = service_registry(VERIFIER)
-    async with traces_of(config, VERIFIER, registry, sample_ratio=config.trace_sample_ratio) as tracing:
-        await _serve(config, registry, tracing)
+    async with traces_of(config, VERIFIER, registry, sample_ratio=config.trace_sample_ratio) as tracer:
+        await _serve(config, registry, tracer)
 
 
-async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: Tracing) -> None:
+async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tracer) -> None:
     tls = load_tls(config.tls_dir, VERIFIER)
     speculation = speculation_from(config.speculative_config)
     own_identity = model_identity(
@@ -103,9 +103,9 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: T
             make_engine=lambda: make_engine(own, identity, speculation, join),
             metrics=VerifierMetrics(registry),
             tls=tls,
-            tracing=tracing,
+            tracer=tracer,
         )
-        servicer = VerifierServicer(host, tracing)
+        servicer = VerifierServicer(host)
         await serve_model(
             host,
             config,

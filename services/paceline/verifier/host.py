@@ -31,7 +31,7 @@ from paceline.core.target_events import (
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread, Stepper
 from paceline.obs.metrics import VerifierMetrics
-from paceline.obs.tracing import OFF, Tracing
+from paceline.obs.tracing import OFF, Tracer
 from paceline.store.base import Replica, Store
 from paceline.store.probe import Probe
 from paceline.store.view import RegistryView
@@ -41,7 +41,7 @@ from paceline.verifier.links import DrafterLink
 from paceline.verifier.metrics import record_output, record_served_by
 from paceline.verifier.outbox import Outbox, Outboxes
 from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter, of_methods, spare_drafter
-from paceline.verifier.tracing import SessionTrace
+from paceline.verifier.tracing import SessionTrace, traced_session
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class TargetHost:
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
         tls: Certificate to show to drafters; None: plain text.
-        tracing: Where sessions are traced.
+        tracer: Records spans of sessions, if it does.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TargetHost:
         make_engine: Callable[[], TargetStepper],
         metrics: VerifierMetrics,
         tls: FleetTls | None = None,
-        tracing: Tracing = OFF,
+        tracer: Tracer = OFF,
     ) -> None:
         self.identity = identity
         self._max_model_len = max_model_len
@@ -124,7 +124,7 @@ class TargetHost:
         self._own_drafter = own_drafter
         self._metrics = metrics
         self._tls = tls
-        self._tracing = tracing
+        self._tracer = tracer
         self.engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(self._make_stepper, self._deliver, "target")
         self._make_engine = make_engine
         self._stepper: TargetStepper | None = None
@@ -246,7 +246,7 @@ class TargetHost:
             OverloadedError: Too many sessions.
             UnavailableError: The verifier shuts down or its engine died.
         """
-        with SessionTrace(self._tracing, request) as trace:
+        with traced_session(self._tracer, request) as trace:
             request = trace.hand_on(self._taken_in(request))
             with self._running(request, trace) as outbox:
                 while True:
