@@ -25,8 +25,6 @@ from paceline.core.messages import (
 from paceline.core.params import CHAIN_RULES, COUPLED, DRAFT_MODEL
 from paceline.core.tree import DraftTree, GraftOutcome, Node, NodeState, Pruning
 
-NOTHING_GRAFTED = GraftOutcome(num_added=0, num_late=0, num_stale=0)
-
 
 @dataclass(slots=True)
 class SpeculationTally:
