@@ -23,14 +23,15 @@ from paceline.config import check_address, setting
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.credentials import CLIENT_ROLE_OF, FleetTls, only_for
+from paceline.engine.bridge import EngineThread
 from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
-from paceline.engine.watch import Watched, stacks, until_hung
+from paceline.engine.watch import stacks, until_hung
 from paceline.obs.families import tell_replica
 from paceline.obs.metrics import MetricsServer, start_metrics_server
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
-from paceline.serving import GrpcServer, grpc_server, settle_heap, until_stopped
+from paceline.serving import GrpcServer, settle_heap, start_grpc_server, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, require
 from paceline.store.opening import open_store
@@ -55,20 +56,12 @@ class ModelHost(Protocol):
         """Sessions under way."""
         ...
 
-    async def start(self) -> None:
-        """Loads the model; returns when it can serve."""
-        ...
-
-    async def engine_ended(self) -> None:
-        """Waits until the engine ends; raises what broke it."""
-        ...
-
     @property
-    def engine(self) -> Watched:
-        """The engine, to be watched."""
+    def engine(self) -> EngineThread[Any, Any]:
+        """Loads the model when it is started."""
         ...
 
-    def engine_hangs(self) -> None:
+    def engine_died(self, problem: str) -> None:
         """Ends what is under way and takes nothing new: the engine will not come back."""
         ...
 
@@ -165,7 +158,7 @@ async def serve_model(
     async with open_store(config.redis_url) as store:
         await require(store)
         with stalls_watched(registry), start_metrics_server(registry, config.host, config.metrics_port) as metrics:
-            async with grpc_server(
+            async with await start_grpc_server(
                 host=config.host,
                 port=config.port,
                 add_servicers=add_servicer,
@@ -174,7 +167,7 @@ async def serve_model(
                 credentials=None if tls is None else tls.server_credentials(),
                 health_port=config.health_port,
             ) as server:
-                await host.start()
+                await host.engine.start()
                 settle_heap()
                 supervisor = Supervisor(registry)
                 try:
@@ -182,6 +175,7 @@ async def serve_model(
                         await _unless_it_hangs(
                             _serve_announced(host, config, role, server, store, metrics, supervisor),
                             host,
+                            role,
                             server,
                             config.engine_stall_s,
                         )
@@ -189,8 +183,17 @@ async def serve_model(
                     await host.close()
 
 
+async def engine_ended(host: ModelHost, role: str) -> None:
+    """Waits until the engine ends; tells everybody under way what broke it, and raises that."""
+    try:
+        await host.engine.ended()
+    except Exception:
+        host.engine_died(f"the {role}'s engine has stopped")
+        raise
+
+
 async def _unless_it_hangs(
-    serving: Coroutine[Any, Any, None], host: ModelHost, server: GrpcServer, bound_s: float
+    serving: Coroutine[Any, Any, None], host: ModelHost, role: str, server: GrpcServer, bound_s: float
 ) -> None:
     """Serves to the end; ends the process when the engine hangs, with `EXIT_HUNG`: its thread cannot be ended alone."""
     tasks = (
@@ -206,7 +209,7 @@ async def _unless_it_hangs(
                 "the engine hangs; the process ends", extra={"stuck_s": round(stuck_s, 1), "stacks": stacks()}
             )
             try:
-                await _say_farewell(host, served, server)
+                await _say_farewell(host, role, served, server)
             finally:
                 os._exit(EXIT_HUNG)
         await served
@@ -216,12 +219,12 @@ async def _unless_it_hangs(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _say_farewell(host: ModelHost, serving: asyncio.Task[None], server: GrpcServer) -> None:
+async def _say_farewell(host: ModelHost, role: str, serving: asyncio.Task[None], server: GrpcServer) -> None:
     """Ends what is under way with a status, and leaves the registry; all within a moment."""
     with suppress(TimeoutError):
         async with asyncio.timeout(FAREWELL_S):
             await server.drain()
-            host.engine_hangs()
+            host.engine_died(f"the {role}'s engine hangs")
             # Its end is what withdraws the replica.
             serving.cancel()
             await asyncio.gather(serving, server.stop(FAREWELL_S), return_exceptions=True)
@@ -256,7 +259,7 @@ async def _serve_announced(
     tell_replica(metrics.registry, role=role, replica_id=me.replica_id, address=me.address, model=host.identity.name)
     await server.ready(me.replica_id)
     async with announced(store, replica, supervisor):
-        await until_stopped(host.engine_ended())
+        await until_stopped(engine_ended(host, role))
         draining = True
         # Told at once rather than with the next heartbeat: the sooner gateways know, the sooner sessions move.
         with suppress(UnavailableError):

@@ -118,7 +118,7 @@ async def verifier_at(
         tls=tls,
         tracer=tracer,
     )
-    await host.start()
+    await host.engine.start()
     server = await start_grpc_server(
         host="127.0.0.1",
         port=0,
@@ -152,7 +152,7 @@ async def running_drafter(
         metrics=DrafterMetrics(CollectorRegistry()),
         tracer=tracer,
     )
-    await host.start()
+    await host.engine.start()
     server = await start_grpc_server(
         host="127.0.0.1",
         port=port,

@@ -51,33 +51,14 @@ class DraftHost:
         self._numbers = itertools.count(1)
         self.num_sessions = 0
 
-    async def start(self) -> None:
-        """Starts the engine; returns when the model is loaded."""
-        await self.engine.start()
-
-    async def engine_ended(self) -> None:
-        """Waits until the engine ends, ends every stream, and raises what broke it."""
-        try:
-            await self.engine.ended()
-        except asyncio.CancelledError:
-            # Nobody waits for the end any more; the engine itself goes on.
-            raise
-        except Exception:
-            self._end_streams("the drafter's engine has stopped")
-            raise
-        self._end_streams("the drafter's engine has stopped")
-
-    def engine_hangs(self) -> None:
-        """Ends the streams of all verifiers with a status."""
-        self._end_streams("the drafter's engine hangs")
+    def engine_died(self, problem: str) -> None:
+        """Ends the streams of all verifiers with a status; they go on without us."""
+        for outbox in self._outboxes.values():
+            _replace(outbox, UnavailableError(problem))
 
     async def wind_down(self) -> None:
-        """Ends the streams of all verifiers with a status; they go on without us."""
-        self._end_streams("this drafter shuts down")
-
-    def _end_streams(self, reason: str) -> None:
-        for outbox in self._outboxes.values():
-            _replace(outbox, UnavailableError(reason))
+        """The same, told that the drafter ends in order."""
+        self.engine_died("this drafter shuts down")
 
     async def close(self) -> None:
         """Ends the engine."""

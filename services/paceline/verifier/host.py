@@ -147,33 +147,13 @@ class TargetHost:
         """Sessions under way."""
         return len(self._outboxes)
 
-    async def start(self) -> None:
-        """Starts the engine; returns when the model is loaded."""
-        await self.engine.start()
-
     def _make_stepper(self) -> TargetStepper:
         self._stepper = self._make_engine()
         return self._stepper
 
-    async def engine_ended(self) -> None:
-        """Waits until the engine ends, tells every session under way, and raises what broke it."""
-        try:
-            await self.engine.ended()
-        except asyncio.CancelledError:
-            # Nobody waits for the end any more; the engine itself goes on.
-            raise
-        except Exception:
-            self._engine_died("the verifier's engine has stopped")
-            raise
-        self._outboxes.fail_all(UnavailableError("the verifier's engine has stopped"))
-
-    def engine_hangs(self) -> None:
-        """Ends every session, and takes no new one: the engine will not come back."""
+    def engine_died(self, problem: str) -> None:
+        """Ends every session, takes no new one; those whose rows it died with learn that they may have caused it."""
         self._draining = True
-        self._engine_died("the verifier's engine hangs")
-
-    def _engine_died(self, problem: str) -> None:
-        """Ends every session; those whose rows the engine died with learn that they may have caused it."""
         for serial in () if self._stepper is None else self._stepper.at_stake:
             self._outboxes.fail(serial, EngineDiedError(f"{problem}, in a step of this session"))
         self._outboxes.fail_all(UnavailableError(problem))
