@@ -31,6 +31,8 @@ MAX_PORT = 65535
 REQUIRED: Any = dataclasses.MISSING
 
 _METADATA_KEY = "paceline.setting"
+# As which a file holds a value; others may be text there, too.
+_FILE_TYPES: Mapping[type, Any] = {bool: bool, Path: str}
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
 
@@ -201,7 +203,8 @@ class _Option:
         """Takes a value as a file has it, in which a list and a single value are told apart."""
         if self.repeated != isinstance(value, list):
             raise ConfigError(f"{source} must be {'a list' if self.repeated else self.wanted}, got {value!r}")
-        if any(part is None or isinstance(part, dict | list) for part in (value if self.repeated else [value])):
+        allowed = _FILE_TYPES.get(self.base_type, str | int | float)
+        if not all(isinstance(part, allowed) for part in (value if self.repeated else [value])):
             raise self._refusal(value, source)
         return self.convert(value, source=source)
 
@@ -265,15 +268,24 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
+def setting_of(config_class: type[Any], name: str) -> Setting:
+    """Returns how a field is declared, by its class or a base; a subclass may write another default alone."""
+    for each in config_class.__mro__:
+        field = getattr(each, "__dataclass_fields__", {}).get(name)
+        if field is not None and _METADATA_KEY in field.metadata:
+            return typing.cast(Setting, field.metadata[_METADATA_KEY])
+    raise TypeError(f"field {name} is not declared with setting()")
+
+
 def _options(config_class: type[Any]) -> list[_Option]:
     hints = typing.get_type_hints(config_class)
-    return [_option(field, hints[field.name]) for field in dataclasses.fields(config_class)]
+    return [
+        _option(field, hints[field.name], setting_of(config_class, field.name))
+        for field in dataclasses.fields(config_class)
+    ]
 
 
-def _option(field: dataclasses.Field[Any], hint: Any) -> _Option:
-    described = field.metadata.get(_METADATA_KEY)
-    if described is None:
-        raise TypeError(f"field {field.name} is not declared with setting()")
+def _option(field: dataclasses.Field[Any], hint: Any, described: Setting) -> _Option:
     alternatives = [hint]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         alternatives = [part for part in typing.get_args(hint) if part is not types.NoneType]

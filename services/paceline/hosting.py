@@ -12,23 +12,26 @@ import resource
 import signal
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 from prometheus_client import CollectorRegistry
 
+from paceline.config import check_address, setting
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.credentials import CLIENT_ROLE_OF, FleetTls, only_for
+from paceline.engine.bridge import EngineThread
 from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
-from paceline.engine.watch import Watched, stacks, until_hung
+from paceline.engine.watch import stacks, until_hung
 from paceline.obs.families import tell_replica
 from paceline.obs.metrics import MetricsServer, start_metrics_server
 from paceline.obs.stalls import stalls_watched
-from paceline.obs.tracing import Tracing, open_tracing
-from paceline.serving import GrpcServer, grpc_server, settle_heap, until_stopped
+from paceline.obs.tracing import Tracer, open_tracing
+from paceline.serving import GrpcServer, settle_heap, start_grpc_server, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, require
 from paceline.store.opening import open_store
@@ -53,20 +56,12 @@ class ModelHost(Protocol):
         """Sessions under way."""
         ...
 
-    async def start(self) -> None:
-        """Loads the model; returns when it can serve."""
-        ...
-
-    async def engine_ended(self) -> None:
-        """Waits until the engine ends; raises what broke it."""
-        ...
-
     @property
-    def engine(self) -> Watched:
-        """The engine, to be watched."""
+    def engine(self) -> EngineThread[Any, Any]:
+        """Loads the model when it is started."""
         ...
 
-    def engine_hangs(self) -> None:
+    def engine_died(self, problem: str) -> None:
         """Ends what is under way and takes nothing new: the engine will not come back."""
         ...
 
@@ -79,63 +74,52 @@ class ModelHost(Protocol):
         ...
 
 
-class ModelServiceConfig(Protocol):
-    """Settings that all such services share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelServiceConfig:
+    """Settings that all such services share; what differs more than by its default, each describes itself."""
 
-    @property
-    def host(self) -> str:
-        """Address to listen on."""
-        ...
+    model: Path
+    model_name: str
+    host: str = setting("127.0.0.1", help="Address to listen on.")
+    port: int = setting(help="gRPC port; 0 picks a free one.", low=0, high=65535)
+    announce: str = setting(
+        "", help="host:port other services reach this one at, such as a proxy's; empty: host and port it listens on."
+    )
+    tls_dir: Path | None = setting(
+        None,
+        help="Folder with ca.pem, tls.pem and tls.key: mutual TLS between the tiers; without it plain text.",
+    )
+    health_port: int = setting(
+        0, help="Plain-text gRPC port for health alone, for probes without a certificate; 0: none.", low=0, high=65535
+    )
+    metrics_port: int = setting(help="Prometheus port; 0 picks a free one.", low=0, high=65535)
+    redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
+    replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
+    otlp_traces_endpoint: str = setting(
+        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
+    )
+    dtype: str = setting(
+        "auto",
+        help="Weight type; auto: as stored, but float32 where a CPU only emulates bfloat16.",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
+    threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
+    cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
+    num_kv_blocks: int = setting(help="Pages of 16 tokens for committed KV.", low=8, high=10_000_000)
+    max_num_seqs: int
+    max_num_batched_tokens: int = setting(help="Most rows of a step.", unit="tokens", low=16, high=65536)
+    engine_stall_s: float
 
-    @property
-    def port(self) -> int:
-        """GRPC port."""
-        ...
-
-    @property
-    def announce(self) -> str:
-        """Where others reach it, `host:port`; empty: where it listens."""
-        ...
-
-    @property
-    def health_port(self) -> int:
-        """Another port for the health service, in plain text; 0: none."""
-        ...
-
-    @property
-    def metrics_port(self) -> int:
-        """Prometheus port."""
-        ...
-
-    @property
-    def redis_url(self) -> str:
-        """Registry."""
-        ...
-
-    @property
-    def replica_id(self) -> str:
-        """Name in the registry; empty: role and address."""
-        ...
-
-    @property
-    def otlp_traces_endpoint(self) -> str:
-        """Where traces go; empty: none are made."""
-        ...
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sessions at once."""
-        ...
-
-    @property
-    def engine_stall_s(self) -> float:
-        """Seconds inside one step after which the engine counts as hung."""
-        ...
+    def __post_init__(self) -> None:
+        """Checks the address that others are told."""
+        if self.announce:
+            check_address("--announce", self.announce)
 
 
 def traces_of(
     config: ModelServiceConfig, role: str, registry: CollectorRegistry, *, sample_ratio: float
-) -> AbstractAsyncContextManager[Tracing]:
+) -> AbstractAsyncContextManager[Tracer]:
     """Opens the traces of such a service; see `open_tracing`."""
     replica_id = config.replica_id or f"{role}-{config.announce or f'{config.host}:{config.port}'}"
     return open_tracing(config.otlp_traces_endpoint, sample_ratio, role=role, replica_id=replica_id, registry=registry)
@@ -174,7 +158,7 @@ async def serve_model(
     async with open_store(config.redis_url) as store:
         await require(store)
         with stalls_watched(registry), start_metrics_server(registry, config.host, config.metrics_port) as metrics:
-            async with grpc_server(
+            async with await start_grpc_server(
                 host=config.host,
                 port=config.port,
                 add_servicers=add_servicer,
@@ -183,7 +167,7 @@ async def serve_model(
                 credentials=None if tls is None else tls.server_credentials(),
                 health_port=config.health_port,
             ) as server:
-                await host.start()
+                await host.engine.start()
                 settle_heap()
                 supervisor = Supervisor(registry)
                 try:
@@ -191,6 +175,7 @@ async def serve_model(
                         await _unless_it_hangs(
                             _serve_announced(host, config, role, server, store, metrics, supervisor),
                             host,
+                            role,
                             server,
                             config.engine_stall_s,
                         )
@@ -198,8 +183,17 @@ async def serve_model(
                     await host.close()
 
 
+async def engine_ended(host: ModelHost, role: str) -> None:
+    """Waits until the engine ends; tells everybody under way what broke it, and raises that."""
+    try:
+        await host.engine.ended()
+    except Exception:
+        host.engine_died(f"the {role}'s engine has stopped")
+        raise
+
+
 async def _unless_it_hangs(
-    serving: Coroutine[Any, Any, None], host: ModelHost, server: GrpcServer, bound_s: float
+    serving: Coroutine[Any, Any, None], host: ModelHost, role: str, server: GrpcServer, bound_s: float
 ) -> None:
     """Serves to the end; ends the process when the engine hangs, with `EXIT_HUNG`: its thread cannot be ended alone."""
     tasks = (
@@ -215,7 +209,7 @@ async def _unless_it_hangs(
                 "the engine hangs; the process ends", extra={"stuck_s": round(stuck_s, 1), "stacks": stacks()}
             )
             try:
-                await _say_farewell(host, served, server)
+                await _say_farewell(host, role, served, server)
             finally:
                 os._exit(EXIT_HUNG)
         await served
@@ -225,12 +219,12 @@ async def _unless_it_hangs(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _say_farewell(host: ModelHost, serving: asyncio.Task[None], server: GrpcServer) -> None:
+async def _say_farewell(host: ModelHost, role: str, serving: asyncio.Task[None], server: GrpcServer) -> None:
     """Ends what is under way with a status, and leaves the registry; all within a moment."""
     with suppress(TimeoutError):
         async with asyncio.timeout(FAREWELL_S):
             await server.drain()
-            host.engine_hangs()
+            host.engine_died(f"the {role}'s engine hangs")
             # Its end is what withdraws the replica.
             serving.cancel()
             await asyncio.gather(serving, server.stop(FAREWELL_S), return_exceptions=True)
@@ -265,7 +259,7 @@ async def _serve_announced(
     tell_replica(metrics.registry, role=role, replica_id=me.replica_id, address=me.address, model=host.identity.name)
     await server.ready(me.replica_id)
     async with announced(store, replica, supervisor):
-        await until_stopped(host.engine_ended())
+        await until_stopped(engine_ended(host, role))
         draining = True
         # Told at once rather than with the next heartbeat: the sooner gateways know, the sooner sessions move.
         with suppress(UnavailableError):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 
 HEALTH_METHODS = "/grpc.health.v1.Health/"
+
+Around = Callable[[Any], AbstractAsyncContextManager[None]]
 
 _WRAPPERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
@@ -48,6 +50,32 @@ def with_behaviour(
     )
 
 
+def inside(around: Around, behaviour: Any, read: Callable[[Any], Any] = lambda request: request) -> Any:
+    """Returns a function that serves a call as another does, but inside a context manager.
+
+    Args:
+        around: Makes the context manager of the call's `grpc.aio.ServicerContext`.
+        behaviour: That other function; None is returned for a synchronous one: none of ours.
+        read: Is given the request, or the iterator of requests, and returns what the function gets for it.
+    """
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            async with around(context), aclosing(behaviour(read(request), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return stream
+    if not inspect.iscoroutinefunction(behaviour):
+        return None
+
+    async def call(request: Any, context: Any) -> Any:
+        async with around(context):
+            return await behaviour(read(request), context)
+
+    return call
+
+
 class CheckInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
     """Awaits a check before every call but those of the health service; what it raises ends the call.
 
@@ -69,23 +97,12 @@ class CheckInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(HEALTH_METHODS):
             return handler
-        return with_behaviour(handler, self._checked(behaviour_of(handler)))
+        wrapped = inside(self._checked, behaviour_of(handler))
+        # A synchronous handler would slip past what is awaited here; there is none, and none is let in.
+        assert wrapped is not None, f"{handler_call_details.method} is not asynchronous"
+        return with_behaviour(handler, wrapped)
 
-    def _checked(self, behaviour: Any) -> Any:
-        if inspect.isasyncgenfunction(behaviour):
-
-            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-                await self._check(context)
-                async with aclosing(behaviour(request, context)) as responses:
-                    async for response in responses:
-                        yield response
-
-            return stream
-
-        async def call(request: Any, context: Any) -> Any:
-            await self._check(context)
-            # A synchronous handler would slip past what is awaited here; there is none, and none is let in.
-            assert inspect.iscoroutinefunction(behaviour), f"{behaviour!r} is not asynchronous"
-            return await behaviour(request, context)
-
-        return call
+    @asynccontextmanager
+    async def _checked(self, context: Any) -> AsyncIterator[None]:
+        await self._check(context)
+        yield

@@ -1,4 +1,4 @@
-"""Reading JSON files of checkpoint folders."""
+"""Reading JSON objects: files of checkpoint folders, and values of flags."""
 
 from __future__ import annotations
 
@@ -21,4 +21,19 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+def parse_object(flag: str, text: str) -> dict[str, Any]:
+    """The JSON object that a flag gives.
+
+    Raises:
+        ConfigError: It is broken, or something else; names the flag.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} must be a JSON object: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{flag} must be a JSON object, got {type(content).__name__}")
     return content

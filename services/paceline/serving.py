@@ -11,9 +11,8 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, Self, TypeVar
 
 import grpc
 import uvloop
@@ -30,7 +29,6 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "GrpcServer",
     "error_from_rpc",
-    "grpc_server",
     "install_signal_handlers",
     "run",
     "settle_heap",
@@ -73,6 +71,7 @@ class _Health(Protocol):
 class GrpcServer:
     """A started gRPC server; health answers NOT_SERVING until `ready`, and again from `drain` on.
 
+    As a context manager it stops at the end of the block; calls left then are cancelled after a moment.
     Health of the service `liveness` is SERVING all the time: who is not ready is not dead.
     """
 
@@ -93,6 +92,12 @@ class GrpcServer:
         self._draining = False
         self.host = host
         self.port = port
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop(LAST_CALLS_S)
 
     @property
     def address(self) -> str:
@@ -173,33 +178,6 @@ async def start_grpc_server(
     await server.start()
     _log.info("grpc server listens", extra={"address": started.address})
     return started
-
-
-@asynccontextmanager
-async def grpc_server(
-    *,
-    host: str,
-    port: int,
-    add_servicers: Callable[[grpc.aio.Server], None],
-    service_names: Sequence[str],
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]  # generic in stubs only
-    credentials: grpc.ServerCredentials | None = None,
-    health_port: int = 0,
-) -> AsyncIterator[GrpcServer]:
-    """Runs a server for the time of the block; see `start_grpc_server`. Calls left at its end are cancelled."""
-    server = await start_grpc_server(
-        host=host,
-        port=port,
-        add_servicers=add_servicers,
-        service_names=service_names,
-        interceptors=interceptors,
-        credentials=credentials,
-        health_port=health_port,
-    )
-    try:
-        yield server
-    finally:
-        await server.stop(LAST_CALLS_S)
 
 
 def settle_heap() -> None:

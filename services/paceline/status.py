@@ -6,11 +6,11 @@ knows no service.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -35,7 +35,7 @@ from paceline.core.errors import (
     UnavailableError,
     shortened,
 )
-from paceline.interceptors import behaviour_of, with_behaviour
+from paceline.interceptors import behaviour_of, inside, with_behaviour
 
 DETAILS_KEY = "grpc-status-details-bin"
 INTERNAL_MESSAGE = "internal error; the server's log has the cause"
@@ -67,10 +67,18 @@ _REASONS: dict[str, type[PacelineError]] = {
     "UNAVAILABLE": UnavailableError,
 }
 _DOMAIN = "paceline"
-_UNREACHABLE_CODES = (
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,
-)
+# What a status means whose details name none of these.
+_TYPES: dict[grpc.StatusCode, type[PacelineError]] = {
+    grpc.StatusCode.ABORTED: StaleEpochError,
+    grpc.StatusCode.CANCELLED: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: UnavailableError,
+    grpc.StatusCode.FAILED_PRECONDITION: ConfigError,
+    grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    # No service of ours said so.
+    grpc.StatusCode.UNAVAILABLE: PeerLostError,
+}
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +96,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if handler is None:
             return None
         checked = _checked_stream if handler.request_streaming else _checked
-        wrapped = _guard(behaviour_of(handler), handler_call_details.method, checked)
+        around = partial(_errors_mapped, handler_call_details.method)
+        wrapped = inside(around, behaviour_of(handler), checked)
         if wrapped is None:
             return handler
         return with_behaviour(handler, wrapped, _lenient(handler.request_deserializer))
@@ -107,27 +116,14 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
             violation = bad_request.field_violations[0]
             return InvalidRequestError(violation.field, violation.description)
         return RemoteProtocolError(message)
-    if code is grpc.StatusCode.NOT_FOUND:
-        return ModelNotFoundError(message)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         retry = error_details_pb2.RetryInfo()
         if _unpack(details, retry):
             return OverloadedError(message, retry_after_s=retry.retry_delay.ToTimedelta().total_seconds())
         # gRPC itself ends a call so when a message is larger than the limit: asking again would not help.
         return InvalidRequestError("request", message)
-    if code is grpc.StatusCode.UNAVAILABLE:
-        # No service of ours said so, or the details would name it.
-        return PeerLostError(message)
-    if code in _UNREACHABLE_CODES:
-        return UnavailableError(message)
-    if code is grpc.StatusCode.FAILED_PRECONDITION:
-        return ConfigError(message)
-    if code is grpc.StatusCode.ABORTED:
-        return StaleEpochError(message)
-    if code is grpc.StatusCode.UNAUTHENTICATED:
-        return UnauthenticatedError(message)
-    if code is grpc.StatusCode.PERMISSION_DENIED:
-        return PermissionDeniedError(message)
+    if code in _TYPES:
+        return _TYPES[code](message)
     return PacelineError(f"{code.name}: {message}")
 
 
@@ -161,33 +157,14 @@ async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield _checked(request)
 
 
-def _guard(behaviour: Any, method: str, checked: Callable[[Any], Any]) -> Any:
-    """Returns the handler, its requests checked and its errors mapped; None for a synchronous one: none of ours."""
-    if inspect.isasyncgenfunction(behaviour):
-
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                async with aclosing(behaviour(checked(request), context)) as responses:
-                    async for response in responses:
-                        yield response
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:  # noqa: BLE001 - the one place where unknown errors end
-                await _abort(context, error, method)
-
-        return stream
-    if not inspect.iscoroutinefunction(behaviour):
-        return None
-
-    async def call(request: Any, context: Any) -> Any:
-        try:
-            return await behaviour(checked(request), context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the one place where unknown errors end
-            await _abort(context, error, method)
-
-    return call
+@asynccontextmanager
+async def _errors_mapped(method: str, context: Any) -> AsyncIterator[None]:
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the one place where unknown errors end
+        await _abort(context, error, method)
 
 
 async def _abort(context: Any, error: Exception, method: str) -> NoReturn:

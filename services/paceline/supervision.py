@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
-from paceline.obs.families import Family
+from paceline.obs.families import counters
 
 # A task's work; called anew for each of its lives, and meant to run for ever.
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -38,14 +38,8 @@ class Supervisor:
     """
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._restarts = Family(
-            Counter(
-                "paceline:task_restarts",
-                "Times that a background task ended and was started again.",
-                ("task",),
-                registry=registry,
-            )
-        )
+        meaning = "Times that a background task ended and was started again."
+        self._restarts = counters(registry, "paceline:task_restarts", meaning, "task")
         self._clock = clock
         # When a task that ended lives again; infinity while it pauses.
         self._lives_since_s: dict[str, float] = {}

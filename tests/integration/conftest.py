@@ -29,7 +29,7 @@ from paceline.engine.eagle3 import load_fusion, states_hash
 from paceline.engine.identity import model_identity
 from paceline.engine.target import TargetEngine
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
-from paceline.obs.tracing import OFF, Tracing
+from paceline.obs.tracing import OFF, Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 from paceline.serving import start_grpc_server
 from paceline.store.base import Replica
@@ -88,7 +88,7 @@ async def verifier_at(
     tls_dir: Path | None = None,
     rules: Rules | None = None,
     eagle3_model: Path | None = None,
-    tracing: Tracing = OFF,
+    tracer: Tracer = OFF,
     poison: Poison | None = None,
 ) -> AsyncIterator[tuple[str, TargetHost]]:
     """A verifier service, whose engine some prompts may poison; yields its address."""
@@ -124,13 +124,13 @@ async def verifier_at(
         ),
         metrics=VerifierMetrics(CollectorRegistry()),
         tls=tls,
-        tracing=tracing,
+        tracer=tracer,
     )
-    await host.start()
+    await host.engine.start()
     server = await start_grpc_server(
         host="127.0.0.1",
         port=0,
-        add_servicers=lambda it: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host, tracing), it),
+        add_servicers=lambda it: verifier_pb2_grpc.add_VerifierServicer_to_server(VerifierServicer(host), it),
         service_names=["paceline.rpc.v1.Verifier"],
         **guarded(tls, GATEWAY),
     )
@@ -143,7 +143,7 @@ async def verifier_at(
 
 @asynccontextmanager
 async def running_drafter(
-    folder: Path, port: int = 0, tls_dir: Path | None = None, target: Path | None = None, tracing: Tracing = OFF
+    folder: Path, port: int = 0, tls_dir: Path | None = None, target: Path | None = None, tracer: Tracer = OFF
 ) -> AsyncIterator[tuple[str, DraftHost]]:
     """A drafter service, of a head for the target if one is given; yields its address."""
     checkpoint = DraftCheckpoint(folder=folder, target=target, name="tiny-drafter", dtype="float32", device="cpu")
@@ -158,9 +158,9 @@ async def running_drafter(
             clock=time.monotonic,
         ),
         metrics=DrafterMetrics(CollectorRegistry()),
-        tracing=tracing,
+        tracer=tracer,
     )
-    await host.start()
+    await host.engine.start()
     server = await start_grpc_server(
         host="127.0.0.1",
         port=port,

@@ -19,10 +19,10 @@ from prometheus_client import CollectorRegistry
 from paceline.cluster.valkey import free_port
 from paceline.core import turns
 from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, UnavailableError
-from paceline.core.messages import CommittedTokens, GenerateRequest
+from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
-from paceline.hosting import EXIT_HUNG
+from paceline.hosting import EXIT_HUNG, engine_ended
 from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.serving import TAKEN
 from paceline.status import error_from_rpc
@@ -82,7 +82,7 @@ class Stream:
 @asynccontextmanager
 async def watched(host: TargetHost) -> AsyncIterator[None]:
     """Somebody waits for the engine's end, and signs of life go out, as `serve_model` has it."""
-    watching = asyncio.create_task(host.engine_ended())
+    watching = asyncio.create_task(engine_ended(host, VERIFIER))
     try:
         async with Supervisor(CollectorRegistry()).kept(host.background(MemoryStore())):
             yield
@@ -117,7 +117,7 @@ async def test_a_session_that_waits_for_a_place_is_no_part_of_the_step_that_died
         innocent = Stream(stub, ask("innocent"))
         while host.num_sessions < 2:  # noqa: ASYNC110 - the host tells nobody
             await asyncio.sleep(0)
-        host.engine_hangs()
+        host.engine_died("the verifier's engine hangs")
         assert type(await guilty.end()) is EngineDiedError
         assert type(await innocent.end()) is UnavailableError
         assert not innocent.heard

@@ -28,7 +28,7 @@ from paceline.gateway.service import SERVICE_NAME
 from paceline.gateway.shares import Shares
 from paceline.gateway.text import TextCodec
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
-from paceline.serving import LIVENESS, grpc_server
+from paceline.serving import LIVENESS, start_grpc_server
 from paceline.status import error_from_rpc
 from paceline.store.base import Replica
 from tests.support.fuzzing import until
@@ -244,7 +244,7 @@ async def test_a_client_that_reads_nothing_loses_its_stream_over_grpc_and_its_pl
     calls, reading = Shares(8, "calls"), Shares(8 * MAX_MESSAGE_BYTES, "bytes", unit=MAX_MESSAGE_BYTES)
     door = GrpcDoor(service._let_in, calls=calls, reading=reading, timeout_s=30)
     servicer = EndlessServicer()
-    async with grpc_server(
+    async with await start_grpc_server(
         host="127.0.0.1",
         port=0,
         add_servicers=lambda it: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, it),

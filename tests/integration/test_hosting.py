@@ -36,11 +36,11 @@ class IdleHost:
 
     at_work = None
 
-    def engine_hangs(self) -> None: ...
+    def engine_died(self, problem: str) -> None: ...
 
     async def start(self) -> None: ...
 
-    async def engine_ended(self) -> None:
+    async def ended(self) -> None:
         await asyncio.Event().wait()
 
     async def wind_down(self) -> None: ...

@@ -27,7 +27,7 @@ from paceline.gateway.config import GatewayConfig
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text import TextCodec
 from paceline.obs import otlp
-from paceline.obs.tracing import open_tracing
+from paceline.obs.tracing import open_tracing, start_span
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
@@ -83,8 +83,8 @@ class TracedFleet:
 @asynccontextmanager
 async def traced(role: str, endpoint: str, registry: CollectorRegistry | None = None) -> AsyncIterator[Any]:
     registry = registry or CollectorRegistry()
-    async with open_tracing(endpoint, 0.0, role=role, replica_id=f"{role}-0", registry=registry) as tracing:
-        yield tracing
+    async with open_tracing(endpoint, 0.0, role=role, replica_id=f"{role}-0", registry=registry) as tracer:
+        yield tracer
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -94,8 +94,8 @@ async def fleet(tmp_path_factory) -> AsyncIterator[TracedFleet]:
         running_collector() as (endpoint, collector),
         traced(VERIFIER, endpoint) as of_verifier,
         traced(DRAFTER, endpoint) as of_drafter,
-        verifier_at(target, tracing=of_verifier) as (verifier_address, verifier),
-        running_drafter(draft, tracing=of_drafter) as (drafter_address, drafter),
+        verifier_at(target, tracer=of_verifier) as (verifier_address, verifier),
+        running_drafter(draft, tracer=of_drafter) as (drafter_address, drafter),
     ):
         know(verifier, drafter_address)
         store = MemoryStore()
@@ -362,9 +362,9 @@ async def test_spans_beyond_the_queue_are_dropped_and_counted():
         patched.setattr(otlp, "MAX_BATCH", 6)
         patched.setattr(otlp, "BATCH_INTERVAL_S", 60.0)
         async with running_collector() as (endpoint, collector):
-            async with open_tracing(endpoint, 1.0, role="gateway", replica_id="g", registry=registry) as tracing:
+            async with open_tracing(endpoint, 1.0, role="gateway", replica_id="g", registry=registry) as tracer:
                 for index in range(5):
-                    tracing.start(f"span {index}").end()
+                    start_span(tracer, f"span {index}").end()
         assert [span.name for span in collector.spans] == ["span 0", "span 1", "span 2"]
     assert b'paceline:spans_dropped_total{reason="queue_full"} 2.0' in generate_latest(registry)
 
@@ -383,8 +383,8 @@ async def test_a_drafted_session_has_a_span_from_its_opening_to_the_next_or_to_i
     )
     commit = Commit(session_id="s", epoch=2, base_len=2, token_ids=(3, 4), price=0.5, room=8)
     async with running_collector() as (endpoint, collector):
-        async with traced(DRAFTER, endpoint) as tracing:
-            drafts = DraftTraces(tracing)
+        async with traced(DRAFTER, endpoint) as tracer:
+            drafts = DraftTraces(tracer)
             drafts.heard(1, [opened, commit])
             drafts.said(1, [DraftNodes(session_id="s", epoch=2, base_len=2, nodes=())])
             # An owner that lost the session ends nothing, nor does another verifier's session of that name.
@@ -414,12 +414,12 @@ def test_without_an_endpoint_nothing_that_records_or_sends_spans_is_imported():
 import asyncio, sys
 import paceline.drafter.tracing, paceline.gateway.__main__, paceline.verifier.tracing
 from prometheus_client import CollectorRegistry
-from paceline.obs.tracing import open_tracing
+from paceline.obs.tracing import ended, open_tracing, start_span
 
 async def main(endpoint):
-    async with open_tracing(endpoint, 0.0, role="gateway", replica_id="g", registry=CollectorRegistry()) as tracing:
-        with tracing.start("x").child("y") as span:
-            span.set({"a": 1})
+    async with open_tracing(endpoint, 0.0, role="gateway", replica_id="g", registry=CollectorRegistry()) as tracer:
+        with ended(start_span(tracer, "x")) as span:
+            span.set_attribute("a", 1)
 
 recording = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "paceline.obs.otlp")
 for endpoint in ("", "http://127.0.0.1:1"):

@@ -12,10 +12,11 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from paceline.core.messages import DraftNodes, GenerateRequest, ModelIdentity, NodeGuess
+from paceline.core.messages import VERIFIER, DraftNodes, GenerateRequest, ModelIdentity, NodeGuess
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
 from paceline.engine.identity import model_identity
+from paceline.hosting import engine_ended
 from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2
 from paceline.serving import start_grpc_server
 from paceline.store.base import Replica
@@ -254,7 +255,7 @@ async def test_a_verifier_told_to_stop_lets_running_sessions_end(tiny_pair):
     async with running_verifier(tiny_pair[0]) as (stub, host):
         messages = aiter(stub.Generate(generate_request_to_pb(ask(max_tokens=200)), timeout=30))
         first = committed_from_pb(await anext(messages))
-        watch = asyncio.create_task(host.engine_ended())
+        watch = asyncio.create_task(engine_ended(host, VERIFIER))
         await asyncio.sleep(0)
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)

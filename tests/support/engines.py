@@ -11,7 +11,7 @@ from paceline.core.allocator import Allocator, Goodput
 from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierSaid
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.rules import Rules
 from paceline.core.step_cost import StepMode
 from paceline.core.target_events import (
@@ -83,13 +83,8 @@ class EnginePair:
         self.drafter_folder, self.width, self.dtype = drafter, width, dtype
         identity = model_identity(target, "target")
         decoder = decoder or load_decoder(target, dtype, "cpu", 1)
-        speculation = Speculation(
-            allocator=allocator or Goodput(),
-            methods=tuple(methods),
-            eagle3_model=eagle3_model,
-            rules=rules or Rules(),
-            **heads,
-        )
+        method = "+".join(methods) or (DRAFT_MODEL if eagle3_model is None else EAGLE3)
+        speculation = Speculation(method=method, eagle3_model=eagle3_model, **heads)
         self.thread_modes: list[StepMode] = []
         self.sources = make_sources(speculation, decoder) if sources is None else sources(decoder)
         self.target = TargetEngine(
@@ -101,10 +96,10 @@ class EnginePair:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=identity.context_len,
             ),
-            allocator=speculation.allocator,
+            allocator=allocator or Goodput(),
             clock=self.clock,
             sources=self.sources,
-            rules=speculation.rules,
+            rules=rules or Rules(),
             use_threads=self.thread_modes.append,
         )
         self.sessions: dict[str, Generated] = {}

@@ -29,12 +29,23 @@ class NeedyConfig:
     model: Path = setting(help="Checkpoint folder.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherConfig(ExampleConfig):
+    port: int = 8201
+
+
 def load_example(*argv: str, **environ: str) -> ExampleConfig:
     return load(ExampleConfig, argv, environ, "example", "An example.")
 
 
 def test_defaults_stand_where_nothing_is_given() -> None:
     assert load_example() == ExampleConfig()
+
+
+def test_a_subclass_may_have_another_default_of_the_same_limits() -> None:
+    assert load(OtherConfig, [], {}, "other", "") == OtherConfig(port=8201)
+    with pytest.raises(ConfigError, match="--port must be a whole number from 0 to 65535, got '70000'"):
+        load(OtherConfig, ["--port", "70000"], {}, "other", "")
 
 
 def test_flags_are_the_field_names_in_kebab_case() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, num_parameters
 from paceline.cluster.drain import say
+from paceline.cluster.spec import Checkpoints
 from paceline.serving import install_signal_handlers
 
 
@@ -42,3 +44,17 @@ def describe_target(target: Path) -> str:
         f"{target.name} (the demo target of {honest:.1f} M parameters, widened with zero-effect neurons: "
         f"it says what the {honest:.1f} M model says and costs what a {millions:.0f} M model costs)"
     )
+
+
+def describe_models(checkpoints: Checkpoints) -> list[str]:
+    """Returns lines on what a fleet serves."""
+    return [
+        f"target model  {describe_target(checkpoints.target)}",
+        f"draft model   {', '.join(draft.name for draft in checkpoints.drafts) or 'none, plain decoding'}",
+    ]
+
+
+def request_for(checkpoints: Checkpoints) -> str:
+    """Returns the body of a request to try a fleet with."""
+    model = checkpoints.target.name
+    return json.dumps({"model": model, "prompt": "def read_lines(path):\n", "max_tokens": 64, "stream": True})

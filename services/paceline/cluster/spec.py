@@ -5,7 +5,6 @@ Pure but for the question which ports and CPUs are free. It knows the services b
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from paceline.config import setting
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER
 from paceline.credentials import PROBE, folder_of, load_tls
+from paceline.json_file import parse_object
 
 PORT_STRIDE = 10
 # Of the time that a fleet has to end, how much running requests get; the rest is for goodbyes.
@@ -147,15 +147,7 @@ def draft_settings(spec: FleetSpec) -> Mapping[str, Any]:
     Raises:
         ConfigError: It is no JSON object; its values are the verifier's to check.
     """
-    if not spec.speculative_config:
-        return {}
-    try:
-        decoded = json.loads(spec.speculative_config)
-    except ValueError as error:
-        raise ConfigError(f"--speculative-config must be a JSON object: {error}") from None
-    if not isinstance(decoded, dict):
-        raise ConfigError(f"--speculative-config must be a JSON object, got {type(decoded).__name__}")
-    return decoded
+    return parse_object("--speculative-config", spec.speculative_config or "{}")
 
 
 def plan_endpoints(spec: FleetSpec) -> list[Endpoint]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,13 +231,7 @@ class Supervisor:
         self._stages.append(stage)
         for spec in specs:
             stage.append(Child(spec, self._say, self._back_off))
-        waits = [asyncio.ensure_future(child.until_healthy(timeout_s)) for child in stage]
-        try:
-            await asyncio.gather(*waits)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+        await until_all(child.until_healthy(timeout_s) for child in stage)
         for child in stage:
             child.keep()
 
@@ -252,6 +246,17 @@ class Supervisor:
         finally:
             for child in self.children:
                 child.kill()
+
+
+async def until_all(waits: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Waits for all; the first error ends the waiting."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _exit_status(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:

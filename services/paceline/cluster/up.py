@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Sequence
 from functools import partial
 
 import paceline
 from paceline.cluster.drain import say
-from paceline.cluster.foreground import describe_target, until_ctrl_c
+from paceline.cluster.foreground import describe_models, request_for, until_ctrl_c
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec, gateway_scheme
 from paceline.config import parse, public_url
@@ -66,22 +65,17 @@ def describe(fleet: LocalFleet) -> str:
             rows.append((endpoint.name, pid, f"grpc {endpoint.address}", metrics))
     if fleet.spec.redis_url is not None:
         rows.append(("store", "", public_url(fleet.spec.redis_url), ""))
-    target, drafts = fleet.checkpoints.target, fleet.checkpoints.drafts
-    body = json.dumps(
-        {"model": fleet.model_name, "prompt": "def read_lines(path):\n", "max_tokens": 64, "stream": True}
-    )
     return "\n".join(
         [
             f"Paceline {paceline.__version__} is up",
-            f"target model  {describe_target(target)}",
-            f"draft model   {', '.join(draft.name for draft in drafts) or 'none, plain decoding'}",
+            *describe_models(fleet.checkpoints),
             f"logs          {fleet.log_dir}",
             "",
             *table(rows),
             "",
             "Try it:",
             f"  curl -N {fleet.gateway_url}/v1/completions -H 'Content-Type: application/json' \\",
-            f"    -d '{body}'",
+            f"    -d '{request_for(fleet.checkpoints)}'",
             f"  .venv/bin/paceline generate 'def read_lines(path):' --url {fleet.gateway_url}",
             "",
             "Ctrl-C stops everything.",

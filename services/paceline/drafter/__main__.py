@@ -25,7 +25,7 @@ from paceline.hosting import log_memory, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
-from paceline.obs.tracing import Tracing
+from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc
 from paceline.serving import run
 
@@ -52,11 +52,11 @@ async def serve(config: DrafterConfig) -> None:
     logger.info("starting", extra=loggable(config))
     registry = service_registry(DRAFTER)
     # A drafter follows its verifiers and begins no trace.
-    async with traces_of(config, DRAFTER, registry, sample_ratio=0.0) as tracing:
-        await _serve(config, registry, tracing)
+    async with traces_of(config, DRAFTER, registry, sample_ratio=0.0) as tracer:
+        await _serve(config, registry, tracer)
 
 
-async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracing: Tracing) -> None:
+async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracer: Tracer) -> None:
     tls = load_tls(config.tls_dir, DRAFTER)
     prepare_process(config.cpus)
     identity = checkpoint_of(config).identity()
@@ -64,7 +64,7 @@ async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracing: Tr
         identity=identity,
         make_engine=lambda: make_engine(config, identity),
         metrics=DrafterMetrics(registry),
-        tracing=tracing,
+        tracer=tracer,
     )
     await serve_model(
         host,

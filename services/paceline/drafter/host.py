@@ -15,7 +15,7 @@ from paceline.drafter.tracing import DraftTraces
 from paceline.engine.bridge import EngineThread
 from paceline.engine.drafter import DraftEngine, DraftOutput
 from paceline.obs.metrics import DrafterMetrics, rows_label
-from paceline.obs.tracing import OFF, Tracing
+from paceline.obs.tracing import OFF, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class DraftHost:
         identity: The draft model.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
-        tracing: Where sessions are traced.
+        tracer: Records spans of sessions, if it does.
     """
 
     def __init__(
@@ -41,43 +41,24 @@ class DraftHost:
         identity: ModelIdentity,
         make_engine: Callable[[], DraftEngine],
         metrics: DrafterMetrics,
-        tracing: Tracing = OFF,
+        tracer: Tracer = OFF,
     ) -> None:
         self.identity = identity
-        self._traces = DraftTraces(tracing)
+        self._traces = DraftTraces(tracer)
         self._metrics = metrics
         self.engine: EngineThread[DraftEvent, DraftOutput] = EngineThread(make_engine, self._deliver, "draft")
         self._outboxes: dict[int, _Outbox] = {}
         self._numbers = itertools.count(1)
         self.num_sessions = 0
 
-    async def start(self) -> None:
-        """Starts the engine; returns when the model is loaded."""
-        await self.engine.start()
-
-    async def engine_ended(self) -> None:
-        """Waits until the engine ends, ends every stream, and raises what broke it."""
-        try:
-            await self.engine.ended()
-        except asyncio.CancelledError:
-            # Nobody waits for the end any more; the engine itself goes on.
-            raise
-        except Exception:
-            self._end_streams("the drafter's engine has stopped")
-            raise
-        self._end_streams("the drafter's engine has stopped")
-
-    def engine_hangs(self) -> None:
-        """Ends the streams of all verifiers with a status."""
-        self._end_streams("the drafter's engine hangs")
+    def engine_died(self, problem: str) -> None:
+        """Ends the streams of all verifiers with a status; they go on without us."""
+        for outbox in self._outboxes.values():
+            _replace(outbox, UnavailableError(problem))
 
     async def wind_down(self) -> None:
-        """Ends the streams of all verifiers with a status; they go on without us."""
-        self._end_streams("this drafter shuts down")
-
-    def _end_streams(self, reason: str) -> None:
-        for outbox in self._outboxes.values():
-            _replace(outbox, UnavailableError(reason))
+        """The same, told that the drafter ends in order."""
+        self.engine_died("this drafter shuts down")
 
     async def close(self) -> None:
         """Ends the engine."""

@@ -18,7 +18,7 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.obs import attributes as names
-from paceline.obs.tracing import Attributes, Span, Tracing
+from paceline.obs.tracing import OFF, Attributes, Span, Tracer, start_span
 
 # Sessions beyond are not traced; a verifier may open any number.
 MAX_TRACED = 4096
@@ -40,7 +40,7 @@ class _DraftTrace:
 
     def end(self) -> None:
         """Ends the span."""
-        self.span.set(
+        self.span.set_attributes(
             {
                 names.NUM_COMMITS: self.num_commits,
                 names.NUM_NODES: self.num_nodes,
@@ -55,16 +55,16 @@ class DraftTraces:
     """The traced sessions of all streams.
 
     Args:
-        tracing: Where their spans are recorded.
+        tracer: Records their spans, if it does.
     """
 
-    def __init__(self, tracing: Tracing) -> None:
-        self._tracing = tracing
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
         self._traces: dict[_Key, _DraftTrace] = {}
 
     def heard(self, link: int, messages: Sequence[ToDrafter]) -> None:
         """A verifier said this over its stream."""
-        if not self._tracing.on:
+        if self._tracer is OFF:
             return
         for message in messages:
             key = (link, message.session_id)
@@ -107,7 +107,7 @@ class DraftTraces:
             names.ACCEPTANCE: message.acceptance,
             names.NUM_COMMITTED_TOKENS: len(message.token_ids),
         }
-        span = self._tracing.start("draft", traceparent=message.traceparent, attributes=attributes)
+        span = start_span(self._tracer, "draft", parent=message.traceparent, attributes=attributes)
         self._traces[key] = _DraftTrace(span=span, epoch=message.epoch, committed_len=len(message.token_ids))
 
     def _end(self, key: _Key) -> None:

@@ -26,14 +26,14 @@ from paceline.gateway.event_ids import HEADER, EventId
 from paceline.gateway.exchange import DONE, JSON_HEADERS, STREAM_HEADERS, Exchange, to_json
 from paceline.gateway.merge import merged, until_disconnect
 from paceline.gateway.pieces import Ending, Event, Piece
-from paceline.gateway.request_trace import RequestTrace
+from paceline.gateway.request_trace import RequestTrace, traced_request
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.resume import Resumption
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.shares import Shares
 from paceline.gateway.workers import Workers
 from paceline.obs.attributes import CHAT, TEXT_COMPLETION
-from paceline.obs.tracing import TRACEPARENT, Tracing
+from paceline.obs.tracing import TRACEPARENT, Tracer
 
 # Larger bodies are read in a thread, so that no stream waits for a tokenizer.
 MAX_INLINE_BYTES = 4 * 1024
@@ -84,7 +84,7 @@ class CompletionEndpoint:
         resumption: Resumption,
         limits: BodyLimits,
         workers: Workers,
-        tracing: Tracing,
+        tracer: Tracer,
         *,
         chat: bool,
     ) -> None:
@@ -92,14 +92,14 @@ class CompletionEndpoint:
         self._resumption = resumption
         self._workers = workers
         self._limits = limits
-        self._tracing = tracing
+        self._tracer = tracer
         self._chat = chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; errors become error objects, nothing is raised to the server."""
         request = Request(scope, receive)
         operation = CHAT if self._chat else TEXT_COMPLETION
-        with RequestTrace(self._tracing, operation, request.headers.get(TRACEPARENT, "")) as trace:
+        with traced_request(self._tracer, operation, request.headers.get(TRACEPARENT, "")) as trace:
             exchange = Exchange(send, trace.fail)
             try:
                 with self._sessions.errors_counted():

@@ -23,7 +23,7 @@ from paceline.gateway.readiness import readiness, report
 from paceline.gateway.resume import Resumption
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.workers import Workers
-from paceline.obs.tracing import OFF, Tracing
+from paceline.obs.tracing import OFF, Tracer
 from paceline.supervision import Supervisor
 
 OWNER = "paceline"
@@ -39,7 +39,7 @@ def create_app(
     workers: Workers,
     started_s: int,
     console: ConsoleFeed | None = None,
-    tracing: Tracing = OFF,
+    tracer: Tracer = OFF,
     supervisor: Supervisor,
 ) -> Starlette:
     """Returns the application.
@@ -53,7 +53,7 @@ def create_app(
         workers: Read large ones.
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
-        tracing: Where requests are traced.
+        tracer: Records spans of requests, if it does.
         supervisor: Tells which background tasks fail.
     """
 
@@ -67,7 +67,7 @@ def create_app(
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    endpoints = (sessions, resumption, limits, workers, tracing)
+    endpoints = (sessions, resumption, limits, workers, tracer)
     routes = [
         Route("/v1/completions", CompletionEndpoint(*endpoints, chat=False), methods=["POST"]),
         Route("/v1/chat/completions", CompletionEndpoint(*endpoints, chat=True), methods=["POST"]),

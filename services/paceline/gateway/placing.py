@@ -31,7 +31,7 @@ from paceline.gateway.routing import Router
 from paceline.gateway.told_full import ToldFull
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
 from paceline.obs import attributes as names
-from paceline.obs.tracing import Attributes, Kind, Span
+from paceline.obs.tracing import OFF, Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of
 from paceline.store.base import Replica
 
 # Pauses before a session looks again for a verifier where none is there, and before it tries again those that have all
@@ -74,6 +74,7 @@ class Placer:
         max_wait_s: Longest expected wait for a place at a verifier; a request may ask for less.
         on_failover: Called with the reason when a session leaves a verifier.
         on_ejected: Called with its replica id when a verifier gets no sessions for a while.
+        tracer: Records spans, if it does.
         clock: Monotonic seconds.
     """
 
@@ -87,6 +88,7 @@ class Placer:
         max_wait_s: float,
         on_failover: Callable[[str], None] = lambda _: None,
         on_ejected: Callable[[str], None] = lambda _: None,
+        tracer: Tracer = OFF,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -95,6 +97,7 @@ class Placer:
         self._failover_s = failover_s
         self._max_wait_s = max_wait_s
         self._on_failover = on_failover
+        self._tracer = tracer
         self._clock = clock
         self._in_flight: Counter[str] = Counter()
         self._ejections = Ejections(clock, on_ejected)
@@ -265,9 +268,9 @@ class Placer:
         trail.placed(generate.epoch, verifier)
         self._in_flight[verifier.replica_id] += 1
         try:
-            with _placement_span(span, generate, verifier) as placement:
-                if placement.traceparent:
-                    generate = replace(generate, traceparent=placement.traceparent)
+            with ended(_placement_span(self._tracer, span, generate, verifier)) as placement:
+                if traceparent := traceparent_of(placement):
+                    generate = replace(generate, traceparent=traceparent)
                 async with aclosing(self._client.generate(running, generate)) as steps:
                     async for step in steps:
                         yield step
@@ -284,9 +287,9 @@ def _given_up(error: PacelineError, request: SessionRequest, trail: SessionTrail
     return UnavailableError(f"no verifier goes on with the session; the last one failed it so: {error}")
 
 
-def _placement_span(span: Span, generate: GenerateRequest, verifier: Replica) -> Span:
+def _placement_span(tracer: Tracer, span: Span, generate: GenerateRequest, verifier: Replica) -> Span:
     """Starts the span of one placement below the request's."""
-    if not span.recording:
+    if not span.is_recording():
         return span
     attributes: Attributes = {
         names.SESSION_ID: generate.session_id,
@@ -295,4 +298,4 @@ def _placement_span(span: Span, generate: GenerateRequest, verifier: Replica) ->
         names.SERVER_ADDRESS: verifier.address,
         names.NUM_COMMITTED_TOKENS: len(generate.committed_token_ids),
     }
-    return span.child("placement", kind=Kind.CLIENT, attributes=attributes)
+    return start_span(tracer, "placement", parent=span, kind=SpanKind.CLIENT, attributes=attributes)

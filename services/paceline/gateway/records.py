@@ -20,6 +20,7 @@ import numpy as np
 from paceline.core.errors import UnavailableError
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.suspicion import Suspicion
+from paceline.obs.tracing import traceparent_of
 from paceline.store.base import AdvanceSession, PutSession, Replica, SessionRecord, SessionState, SessionWrite, Written
 
 # With so many sessions waiting for a store that is away, one that ends goes unrecorded.
@@ -52,9 +53,9 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         "stop": list(request.stops),
         "cache_salt": request.cache_salt,
     }
-    if request.span.recording:
+    if request.span.is_recording():
         # Whoever goes on with the session goes on with the trace.
-        parameters["traceparent"] = request.span.traceparent
+        parameters["traceparent"] = traceparent_of(request.span)
     return SessionRecord(
         session_id=request.session_id,
         epoch=request.epoch,

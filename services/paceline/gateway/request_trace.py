@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 from paceline.core.params import MAX_SEED, SamplingParams
 from paceline.gateway.pieces import Ending, Event
 from paceline.gateway.requests import SessionRequest
 from paceline.obs import attributes as names
-from paceline.obs.tracing import Attributes, Span, Tracing
+from paceline.obs.tracing import Attributes, Span, Tracer, ended, fail, start_span
 
 
 class RequestTrace:
-    """One call of a client; as a context manager it ends the span, and says how the request went.
+    """One call of a client, made by `traced_request`.
 
     Args:
-        tracing: Where its span is recorded, if it is.
+        span: Its span.
         operation: `chat` or `text_completion`.
-        traceparent: Trace context of the client; empty: none.
     """
 
-    def __init__(self, tracing: Tracing, operation: str, traceparent: str) -> None:
+    def __init__(self, span: Span, operation: str) -> None:
+        self.span = span
         self._started_s = time.monotonic()
-        self.span: Span = tracing.start(
-            operation,
-            traceparent=traceparent,
-            start_s=self._started_s,
-            attributes={
-                names.GEN_AI_OPERATION_NAME: operation,
-                names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
-                names.GEN_AI_OUTPUT_TYPE: "text",
-            },
-        )
         self._operation = operation
         self._first_s: float | None = None
         self._samples_per_prompt = 1
@@ -46,12 +34,12 @@ class RequestTrace:
 
     def asked(self, sessions: Sequence[SessionRequest], response_id: str, samples_per_prompt: int = 1) -> None:
         """The request was understood: these are its sessions, samples of the same prompt side by side."""
-        if not self.span.recording:
+        if not self.span.is_recording():
             return
         self._num_sessions, self._samples_per_prompt = len(sessions), samples_per_prompt
         model = sessions[0].model.identity.name
-        self.span.rename(f"{self._operation} {model}")
-        self.span.set(
+        self.span.update_name(f"{self._operation} {model}")
+        self.span.set_attributes(
             {
                 names.GEN_AI_REQUEST_MODEL: model,
                 names.GEN_AI_RESPONSE_MODEL: model,
@@ -63,11 +51,11 @@ class RequestTrace:
             }
         )
         if len(sessions) > 1:
-            self.span.set({names.GEN_AI_REQUEST_CHOICE_COUNT: len(sessions)})
+            self.span.set_attribute(names.GEN_AI_REQUEST_CHOICE_COUNT, len(sessions))
 
     def watch(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
         """Returns the events of the next session, whose ending and first tokens are noted where they are recorded."""
-        if not self.span.recording:
+        if not self.span.is_recording():
             return events
         self._num_watched += 1
         return self._watched(self._num_watched - 1, events)
@@ -84,21 +72,15 @@ class RequestTrace:
     def fail(self, error: BaseException) -> None:
         """The client is told of an error."""
         self._failed = True
-        self.span.fail(error)
+        fail(self.span, error)
 
-    def __enter__(self) -> Self:
-        self.span.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self.span.recording:
-            self.span.set(self._answered())
-            if error is None and not self._failed and len(self._endings) < self._num_sessions:
-                # The HTTP door ends in peace when its client has left.
-                self.span.set({names.CANCELLED: True})
-        self.span.__exit__(kind, error, traceback)
+    def over(self, *, in_peace: bool) -> None:
+        """The call is over; the HTTP door ends in peace when its client has left, too."""
+        if not self.span.is_recording():
+            return
+        self.span.set_attributes(self._answered())
+        if in_peace and not self._failed and len(self._endings) < self._num_sessions:
+            self.span.set_attribute(names.CANCELLED, True)
 
     def _answered(self) -> Attributes:
         answered: dict[str, str | int | float | Sequence[str]] = {}
@@ -114,6 +96,30 @@ class RequestTrace:
         if self._first_s is not None:
             answered[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = self._first_s - self._started_s
         return answered
+
+
+@contextmanager
+def traced_request(tracer: Tracer, operation: str, traceparent: str) -> Iterator[RequestTrace]:
+    """Starts the span of a client's call, and ends it with the block, saying how the request went.
+
+    Args:
+        tracer: Records the span, if it does.
+        operation: `chat` or `text_completion`.
+        traceparent: Trace context of the client; empty: none.
+    """
+    attributes = {
+        names.GEN_AI_OPERATION_NAME: operation,
+        names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+        names.GEN_AI_OUTPUT_TYPE: "text",
+    }
+    with ended(start_span(tracer, operation, parent=traceparent, attributes=attributes)) as span:
+        trace = RequestTrace(span, operation)
+        in_peace = False
+        try:
+            yield trace
+            in_peace = True
+        finally:
+            trace.over(in_peace=in_peace)
 
 
 def _asked_for(sampling: SamplingParams) -> Attributes:

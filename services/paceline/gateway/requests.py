@@ -14,7 +14,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import FinishReason, ModelIdentity
 from paceline.core.params import COUPLED, MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
 from paceline.gateway.text import TextCodec, utf8_len
-from paceline.obs.tracing import UNRECORDED, Span
+from paceline.obs.tracing import INVALID_SPAN, Span
 from paceline.store.base import EPOCHS_PER_OWNER
 
 MAX_STOP_STRINGS = 16
@@ -83,7 +83,7 @@ class SessionRequest:
     whole: bool = False
     finished: FinishReason | None = None
     traceparent: str = ""
-    span: Span = field(default=UNRECORDED, compare=False)
+    span: Span = field(default=INVALID_SPAN, compare=False)
 
     @property
     def resumed(self) -> bool:

@@ -44,7 +44,7 @@ from paceline.gateway.workers import Workers
 from paceline.obs.families import service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
-from paceline.obs.tracing import Tracing, open_tracing
+from paceline.obs.tracing import Tracer, open_tracing
 from paceline.rpc.v1 import gateway_pb2_grpc
 from paceline.serving import GrpcServer, start_grpc_server
 from paceline.store.announcer import announced
@@ -126,9 +126,9 @@ async def serve(
         role=GATEWAY,
         replica_id=replica_id,
         registry=registry,
-    ) as tracing:
+    ) as tracer:
         with stalls_watched(registry), Workers() as workers:
-            await _serve(config, store, codecs, stop, on_ready, replica_id, registry, tracing, workers)
+            await _serve(config, store, codecs, stop, on_ready, replica_id, registry, tracer, workers)
 
 
 async def _serve(
@@ -139,7 +139,7 @@ async def _serve(
     on_ready: Callable[[Addresses], None],
     replica_id: str,
     registry: CollectorRegistry,
-    tracing: Tracing,
+    tracer: Tracer,
     workers: Workers,
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
@@ -148,7 +148,7 @@ async def _serve(
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     client = VerifierClient(config.verifier_silence_s, tls)
     metrics = GatewayMetrics(registry)
-    placer = _placer(config, fleet, client, metrics)
+    placer = _placer(config, fleet, client, metrics, tracer)
     sessions = Sessions(
         fleet=fleet,
         client=client,
@@ -169,10 +169,10 @@ async def _serve(
         workers=workers,
         started_s=int(time.time()),
         console=console,
-        tracing=tracing,
+        tracer=tracer,
         supervisor=supervisor,
     )
-    servicer = GatewayServicer(sessions, fleet, resumption, workers, tracing)
+    servicer = GatewayServicer(sessions, fleet, resumption, workers, tracer)
 
     def follow_fleet() -> None:
         metrics.registry_bad_entries.set(store.num_bad_entries)
@@ -208,7 +208,9 @@ def _count_fleet(metrics: GatewayMetrics, fleet: Fleet) -> None:
         metrics.replicas.labels(role).set(num_active[role])
 
 
-def _placer(config: GatewayConfig, fleet: Fleet, client: VerifierClient, metrics: GatewayMetrics) -> Placer:
+def _placer(
+    config: GatewayConfig, fleet: Fleet, client: VerifierClient, metrics: GatewayMetrics, tracer: Tracer
+) -> Placer:
     return Placer(
         fleet=fleet,
         router=Router(),
@@ -217,6 +219,7 @@ def _placer(config: GatewayConfig, fleet: Fleet, client: VerifierClient, metrics
         max_wait_s=config.max_wait_s,
         on_failover=lambda reason: metrics.failovers.labels(reason).inc(),
         on_ejected=lambda replica_id: _note_ejection(metrics, replica_id),
+        tracer=tracer,
     )
 
 

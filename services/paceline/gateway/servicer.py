@@ -16,7 +16,7 @@ from paceline.gateway.callers import current_caller
 from paceline.gateway.completions import MAX_INLINE_BYTES
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.pieces import Ending, Piece
-from paceline.gateway.request_trace import RequestTrace
+from paceline.gateway.request_trace import RequestTrace, traced_request
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     ServedModel,
@@ -32,7 +32,7 @@ from paceline.gateway.resume import Resumption
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.workers import Workers
 from paceline.obs.attributes import OFFSET, TEXT_COMPLETION
-from paceline.obs.tracing import OFF, Tracing
+from paceline.obs.tracing import OFF, Tracer, incoming
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.wire import (
     identity_to_pb,
@@ -49,11 +49,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """Serves `paceline.rpc.v1.Gateway`."""
 
     def __init__(
-        self, sessions: Sessions, fleet: Fleet, resumption: Resumption, workers: Workers, tracing: Tracing = OFF
+        self, sessions: Sessions, fleet: Fleet, resumption: Resumption, workers: Workers, tracer: Tracer = OFF
     ) -> None:
         self._sessions = sessions
         self._workers = workers
-        self._tracing = tracing
+        self._tracer = tracer
         self._fleet = fleet
         self._resumption = resumption
 
@@ -61,7 +61,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GatewayGenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
         """Streams one completion; a client that sets a deadline is not made to wait beyond it for its turn."""
-        with RequestTrace(self._tracing, TEXT_COMPLETION, self._tracing.incoming(context)) as trace:
+        with traced_request(self._tracer, TEXT_COMPLETION, incoming(context)) as trace:
             with self._sessions.errors_counted():
                 session = replace(await self._read(request), max_wait_s=context.time_remaining(), span=trace.span)
                 # Or the stream would hold a prompt of megabytes to its end.
@@ -80,9 +80,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             session = await self._resumption.claim(
                 request.session_id, request.offset, request.digest, current_caller().name
             )
-            traceparent = self._tracing.incoming(context) or session.traceparent
-            with RequestTrace(self._tracing, TEXT_COMPLETION, traceparent) as trace:
-                trace.span.set({OFFSET: request.offset})
+            traceparent = incoming(context) or session.traceparent
+            with traced_request(self._tracer, TEXT_COMPLETION, traceparent) as trace:
+                trace.span.set_attribute(OFFSET, request.offset)
                 async with aclosing(self._stream(replace(session, span=trace.span), trace)) as responses:
                     async for response in responses:
                         yield response

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, disable_created_metrics
 from prometheus_client.metrics import MetricWrapperBase
 
 from paceline import __version__
@@ -58,3 +58,10 @@ class Family(Generic[MetricT]):
         if child is None:
             child = self._children[values] = self._metric.labels(*values)
         return child
+
+
+def counters(
+    registry: CollectorRegistry, name: str, documentation: str, *labels: str, known: Iterable[str] = ()
+) -> Family[Counter]:
+    """Returns counters with labels; `known` are values of a single label that are shown from the start."""
+    return Family(Counter(name, documentation, labels, registry=registry), known=((value,) for value in known))

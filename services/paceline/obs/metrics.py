@@ -34,7 +34,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.messages import REPLICA_ROLES, FinishReason
-from paceline.obs.families import Family
+from paceline.obs.families import Family, counters
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -86,44 +86,19 @@ class VerifierMetrics:
         self.speculation = SpeculationTotals(registry)
         self.cache = CacheMetrics(registry)
         self.sessions = SessionMetrics(registry)
-        self.draft_nodes = Family(
-            Counter(
-                "paceline:draft_nodes",
-                "Draft nodes, by the source that guessed them first and by what became of them.",
-                ("source", "fate"),
-                registry=registry,
-            )
-        )
-        self.source_seconds = Family(
-            Counter(
-                "paceline:source_seconds",
-                "Time that sources inside the verifier took which are not free.",
-                ("source",),
-                registry=registry,
-            )
-        )
-        self.source_turns = Family(
-            Counter(
-                "paceline:source_turns",
-                "Sessions that such sources were asked for, once a step.",
-                ("source",),
-                registry=registry,
-            )
-        )
+        nodes = "Draft nodes, by the source that guessed them first and by what became of them."
+        seconds = "Time that sources inside the verifier took which are not free."
+        turns = "Sessions that such sources were asked for, once a step."
+        fallbacks = "Times that sessions went on without their drafter, or with another, by reason."
+        self.draft_nodes = counters(registry, "paceline:draft_nodes", nodes, "source", "fate")
+        self.source_seconds = counters(registry, "paceline:source_seconds", seconds, "source")
+        self.source_turns = counters(registry, "paceline:source_turns", turns, "source")
+        self.fallbacks = counters(registry, "paceline:fallbacks", fallbacks, "reason", known=FALLBACK_REASONS)
         self.round_hits = Counter(
             "paceline:round_hits", "Rounds whose committed path stayed in the tree.", registry=registry
         )
         self.round_misses = Counter(
             "paceline:round_misses", "Rounds whose committed path left the tree.", registry=registry
-        )
-        self.fallbacks = Family(
-            Counter(
-                "paceline:fallbacks",
-                "Times that sessions went on without their drafter, or with another, by reason.",
-                ("reason",),
-                registry=registry,
-            ),
-            known=[(reason,) for reason in FALLBACK_REASONS],
         )
         self._of_steps(registry)
 
@@ -230,23 +205,16 @@ class GatewayMetrics:
         )
         self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens taken in.", registry=registry)
         self.generation_tokens = Counter("vllm:generation_tokens", "Tokens generated.", registry=registry)
-        self.request_success = Family(
-            Counter("vllm:request_success", "Sessions ended well, by reason.", ("finished_reason",), registry=registry),
-            known=[(reason.value,) for reason in FinishReason],
+        ends, errors = [reason.value for reason in FinishReason], [kind.__name__ for kind in REQUEST_ERRORS]
+        reasons = [kind.__name__ for kind in FAILOVER_REASONS]
+        failovers = "Sessions that left a verifier for another, by reason."
+        self.request_success = counters(
+            registry, "vllm:request_success", "Sessions ended well, by reason.", "finished_reason", known=ends
         )
-        self.request_errors = Family(
-            Counter("paceline:request_errors", "Requests ended by an error, by type.", ("type",), registry=registry),
-            known=[(kind.__name__,) for kind in REQUEST_ERRORS],
+        self.request_errors = counters(
+            registry, "paceline:request_errors", "Requests ended by an error, by type.", "type", known=errors
         )
-        self.failovers = Family(
-            Counter(
-                "paceline:failovers",
-                "Sessions that left a verifier for another, by reason.",
-                ("reason",),
-                registry=registry,
-            ),
-            known=[(kind.__name__,) for kind in FAILOVER_REASONS],
-        )
+        self.failovers = counters(registry, "paceline:failovers", failovers, "reason", known=reasons)
         self.ejections = Counter(
             "paceline:ejections", "Times a verifier that failed its sessions got none for a while.", registry=registry
         )
@@ -282,14 +250,9 @@ class SpeculationTotals:
         self.num_accepted_tokens = Counter(
             "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", registry=registry
         )
-        self.num_accepted_tokens_per_pos = Family(
-            Counter(
-                "vllm:spec_decode_num_accepted_tokens_per_pos",
-                "Draft tokens accepted, by position in the draft.",
-                ("position",),
-                registry=registry,
-            )
-        )
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        per_position = "Draft tokens accepted, by position in the draft."
+        self.num_accepted_tokens_per_pos = counters(registry, name, per_position, "position")
 
     def add_rounds(self, *, num_draft_tokens: int, num_accepted_tokens: Sequence[int]) -> None:
         """Counts a round each of several sessions, those without a draft left out."""

@@ -1,127 +1,134 @@
-"""Spans as the services see them: what they say costs next to nothing where nobody records it.
+"""Spans as the services see them: OpenTelemetry's own, which nobody records unless traces are asked for.
 
-`Tracing` and `Span` stand here as they are when tracing is off, or a request is not sampled; what records and sends is
-in `paceline.obs.otlp`, which is imported, and OpenTelemetry with it, only when traces are asked for. Spans belong to
-the event loop: engine threads report times, and never call anything here.
+What records and sends is in `paceline.obs.otlp`, which is imported, and OpenTelemetry's SDK with it, only then. Spans
+belong to the event loop: engine threads report times, and never call anything here.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Any, Self
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    NoOpTracer,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, shortened
+from paceline.obs.attributes import CANCELLED, ERROR_TYPE
+from paceline.obs.log import current_trace_id
+
+__all__ = [
+    "INVALID_SPAN",
+    "OFF",
+    "TRACEPARENT",
+    "Attributes",
+    "Span",
+    "SpanKind",
+    "Tracer",
+    "ended",
+    "fail",
+    "incoming",
+    "open_tracing",
+    "start_span",
+    "traceparent_of",
+]
 
 # Header and gRPC metadata of the W3C trace context.
 TRACEPARENT = "traceparent"
+OFF: Tracer = NoOpTracer()
+MAX_MESSAGE_CHARS = 1024
 
-Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
-NO_ATTRIBUTES: Attributes = {}
+Attributes = Mapping[str, AttributeValue]
 
-
-class Kind(enum.Enum):
-    """Which side of a call a span stands for."""
-
-    SERVER = "server"
-    CLIENT = "client"
-    INTERNAL = "internal"
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
-class Span:
-    """A span that nobody records; leaving it as a context manager ends it.
+def incoming(call: Any) -> str:
+    """Returns the trace context that came with a gRPC call, its `grpc.aio.ServicerContext`; empty: none."""
+    for name, value in call.invocation_metadata() or ():
+        if name == TRACEPARENT and isinstance(value, str):
+            return value
+    return ""
 
-    Times are seconds of `time.monotonic`; None: now.
+
+def start_span(
+    tracer: Tracer,
+    name: str,
+    *,
+    parent: str | Span = "",
+    kind: SpanKind = SpanKind.SERVER,
+    attributes: Attributes | None = None,
+    start_ns: int | None = None,
+) -> Span:
+    """Starts a span.
 
     Args:
-        traceparent: What is handed on to others in its place: that a request is not sampled; empty: nothing.
+        tracer: Records it, if it does; off, it hands on nobody's trace context either.
+        name: Of the span.
+        parent: The one above it, or the trace context of another process's; one that cannot be read is none, as W3C
+            has it, and without any a trace begins, if it is sampled.
+        kind: Which side of a call it stands for.
+        attributes: What is known of it.
+        start_ns: Unix time; None: now.
     """
-
-    __slots__ = ("traceparent",)
-
-    recording = False
-
-    def __init__(self, traceparent: str = "") -> None:
-        self.traceparent = traceparent
-
-    def child(
-        self,
-        name: str,
-        *,
-        kind: Kind = Kind.INTERNAL,
-        attributes: Attributes = NO_ATTRIBUTES,
-        start_s: float | None = None,
-    ) -> Span:
-        """Starts a span below this one."""
-        del name, kind, attributes, start_s
-        return self
-
-    def rename(self, name: str) -> None:
-        """Gives it the name that was not known at its start."""
-
-    def set(self, attributes: Attributes) -> None:
-        """Adds attributes."""
-
-    def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES, *, at_s: float | None = None) -> None:
-        """Adds an event."""
-
-    def fail(self, error: BaseException) -> None:
-        """Says what went wrong; that it was cancelled is no error."""
-
-    def end(self, at_s: float | None = None) -> None:
-        """Ends it; to be called once."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Ends it, with the error if there is one."""
+    if tracer is OFF:
+        return INVALID_SPAN
+    context = Context()
+    if isinstance(parent, Span):
+        context = set_span_in_context(parent, context)
+    elif parent:
+        context = _PROPAGATOR.extract({TRACEPARENT: parent}, context)
+    return tracer.start_span(name, context, kind, attributes, start_time=start_ns)
 
 
-UNRECORDED = Span()
-
-
-class Tracing:
-    """Traces of one service; this one is off."""
-
-    on = False
-
-    def incoming(self, call: Any) -> str:
-        """Returns the trace context that came with a gRPC call; empty: none.
-
-        Args:
-            call: The call's `grpc.aio.ServicerContext`.
-        """
-        del call
+def traceparent_of(span: Span) -> str:
+    """Returns the trace context to hand on, be it that a request is not sampled; empty: nothing."""
+    context = span.get_span_context()
+    if not context.is_valid:
         return ""
-
-    def start(
-        self,
-        name: str,
-        *,
-        kind: Kind = Kind.SERVER,
-        traceparent: str = "",
-        attributes: Attributes = NO_ATTRIBUTES,
-        start_s: float | None = None,
-    ) -> Span:
-        """Starts a span below one of another process; without any it begins a trace, if it is sampled."""
-        del name, kind, traceparent, attributes, start_s
-        return UNRECORDED
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-OFF = Tracing()
+def fail(span: Span, error: BaseException) -> None:
+    """Says in a span what went wrong; that it was cancelled is no error."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        span.set_attribute(CANCELLED, True)
+        return
+    span.set_attribute(ERROR_TYPE, type(error).__name__)
+    span.set_status(Status(StatusCode.ERROR, shortened(str(error), MAX_MESSAGE_CHARS)))
+
+
+@contextmanager
+def ended(span: Span) -> Iterator[Span]:
+    """Ends a span with a block, and with its error if there is one; the task's log lines name a recorded trace."""
+    if span.is_recording():
+        current_trace_id.set(f"{span.get_span_context().trace_id:032x}")
+    try:
+        yield span
+    except BaseException as error:
+        fail(span, error)
+        raise
+    finally:
+        span.end()
 
 
 @asynccontextmanager
 async def open_tracing(
     endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry
-) -> AsyncIterator[Tracing]:
+) -> AsyncIterator[Tracer]:
     """Records and sends spans while a block runs; what is left at its end is sent within a deadline.
 
     Args:
@@ -132,19 +139,16 @@ async def open_tracing(
         registry: Where lost spans are counted.
 
     Raises:
-        ConfigError: The endpoint cannot be right, or OpenTelemetry is not installed.
+        ConfigError: The endpoint cannot be right, or OpenTelemetry's SDK is not installed.
     """
     if not endpoint:
         yield OFF
         return
     try:
-        from paceline.obs.otlp import OtlpTracing
+        from paceline.obs.otlp import sending_spans
     except ImportError as error:
         raise ConfigError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}); install it with paceline[otel]"
         ) from error
-    tracing = OtlpTracing(endpoint, sample_ratio, role=role, replica_id=replica_id, registry=registry)
-    try:
-        yield tracing
-    finally:
-        await tracing.close()
+    async with sending_spans(endpoint, sample_ratio, role=role, replica_id=replica_id, registry=registry) as tracer:
+        yield tracer

@@ -35,7 +35,7 @@ from paceline.hosting import log_memory, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
-from paceline.obs.tracing import Tracing
+from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.serving import run
 from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
@@ -68,11 +68,11 @@ async def serve(config: VerifierConfig) -> None:
     """
     logger.info("starting", extra=loggable(config))
     registry = service_registry(VERIFIER)
-    async with traces_of(config, VERIFIER, registry, sample_ratio=config.trace_sample_ratio) as tracing:
-        await _serve(config, registry, tracing)
+    async with traces_of(config, VERIFIER, registry, sample_ratio=config.trace_sample_ratio) as tracer:
+        await _serve(config, registry, tracer)
 
 
-async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: Tracing) -> None:
+async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tracer) -> None:
     tls = load_tls(config.tls_dir, VERIFIER)
     speculation = speculation_from(config.speculative_config)
     own_identity = model_identity(
@@ -80,7 +80,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: T
     )
     max_model_len = _max_model_len(config, own_identity)
     # What others may ask for is what fits here, not what the model could do.
-    head = speculation.eagle3_model
+    head = speculation.head
     identity = replace(
         own_identity,
         context_len=max_model_len,
@@ -103,9 +103,9 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracing: T
             make_engine=lambda: make_engine(own, identity, speculation, join),
             metrics=VerifierMetrics(registry),
             tls=tls,
-            tracing=tracing,
+            tracer=tracer,
         )
-        servicer = VerifierServicer(host, tracing)
+        servicer = VerifierServicer(host)
         await serve_model(
             host,
             config,
@@ -168,6 +168,7 @@ def make_target_engine(
 ) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
     decoder = load_decoder(config.model, config.dtype, config.device, config.threads, ranks)
+    allocator = speculation.allocator()
     engine = TargetEngine(
         decoder=decoder,
         identity=identity,
@@ -177,7 +178,7 @@ def make_target_engine(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=identity.context_len,
         ),
-        allocator=speculation.allocator,
+        allocator=allocator,
         clock=time.monotonic,
         sources=make_sources(speculation, decoder),
         rules=speculation.rules,
@@ -187,7 +188,7 @@ def make_target_engine(
     warm_up(engine)
     plain, drafting = engine.profile(StepMode.PLAIN), engine.profile(StepMode.DRAFTING)
     _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))
-    speculation.allocator.start_from(plain, drafting)
+    allocator.start_from(plain, drafting)
     logger.info(
         "model is ready",
         extra={

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from paceline.config import check_address, setting
+from paceline.config import check_address, from_mapping, setting
 from paceline.core.allocator import Allocator, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
@@ -26,65 +23,28 @@ from paceline.core.params import (
 )
 from paceline.core.rules import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules, Typical
 from paceline.engine.ranks import SILENCE_S
+from paceline.hosting import ModelServiceConfig
+from paceline.json_file import parse_object
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
-POLICIES = ("goodput", "fixed")
+GOODPUT, FIXED = "goodput", "fixed"
 TIER, IN_VERIFIER = "tier", "verifier"
-PLACEMENTS = (TIER, IN_VERIFIER)
 DEFAULT_DRAFT_TOKENS = 12
 # More than any model has.
 MOST_LAYERS = 1024
 # More than the GPUs of any host.
 MOST_RANKS = 64
-KEYS = frozenset(
-    {
-        "method",
-        "model",
-        "num_speculative_tokens",
-        "policy",
-        "acceptance",
-        "lossy",
-        "posterior_threshold",
-        "posterior_alpha",
-        "medusa_model",
-        "eagle3_model",
-        "placement",
-        "exit_layer",
-        "layers",
-    }
-)
 NAME = "--speculative-config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifierConfig:
+class VerifierConfig(ModelServiceConfig):
     """Flags and environment variables of `paceline verifier`."""
 
     model: Path = setting(help="Checkpoint folder of the target model, in Hugging Face layout.")
     model_name: str = setting("", help="Name users ask for; empty: the folder's name.")
-    host: str = setting("127.0.0.1", help="Address to listen on.")
-    port: int = setting(8101, help="gRPC port; 0 picks a free one.", low=0, high=65535)
-    announce: str = setting(
-        "", help="host:port other services reach this one at, such as a proxy's; empty: host and port it listens on."
-    )
-    tls_dir: Path | None = setting(
-        None,
-        help="Folder with ca.pem, tls.pem and tls.key: mutual TLS between the tiers; without it plain text.",
-    )
-    health_port: int = setting(
-        0, help="Plain-text gRPC port for health alone, for probes without a certificate; 0: none.", low=0, high=65535
-    )
-    metrics_port: int = setting(8102, help="Prometheus port; 0 picks a free one.", low=0, high=65535)
-    redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
-    replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
-    dtype: str = setting(
-        "auto",
-        help="Weight type; auto: as stored, but float32 where a CPU only emulates bfloat16.",
-        choices=("auto", "bfloat16", "float32"),
-    )
-    device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
-    threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
-    cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
+    port: int = 8101
+    metrics_port: int = 8102
     spare_cpus: str = setting(
         "", help="CPUs of its drafters, such as 4-5; plain steps run a thread on each while drafters rest."
     )
@@ -102,9 +62,9 @@ class VerifierConfig:
     tensor_parallel_silence_s: float = setting(
         SILENCE_S, help="Silence of a rank that ends all of them.", unit="s", low=1, high=3600
     )
-    num_kv_blocks: int = setting(2048, help="Pages of 16 tokens for committed KV.", low=8, high=10_000_000)
+    num_kv_blocks: int = 2048
     max_num_seqs: int = setting(64, help="Most sessions that run at once.", low=1, high=4096)
-    max_num_batched_tokens: int = setting(512, help="Most rows of a step.", unit="tokens", low=16, high=65536)
+    max_num_batched_tokens: int = 512
     max_model_len: int = setting(
         0, help="Longest prompt plus output; 0: what the model and the pages allow.", unit="tokens", low=0
     )
@@ -122,9 +82,6 @@ class VerifierConfig:
             "block, or typical; default coupled), lossy (true serves the rule typical too, whose texts are marked), "
             "posterior_threshold and posterior_alpha (of that rule, default 0.09 and 0.3)."
         ),
-    )
-    otlp_traces_endpoint: str = setting(
-        "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
     )
     trace_sample_ratio: float = setting(
         0.1, help="Share of sessions that are traced; a gateway's traceparent decides for its own.", low=0, high=1
@@ -150,8 +107,7 @@ class VerifierConfig:
 
     def __post_init__(self) -> None:
         """Checks the addresses that others are told."""
-        if self.announce:
-            check_address("--announce", self.announce)
+        ModelServiceConfig.__post_init__(self)
         if self.tensor_parallel_rendezvous:
             check_address("--tensor-parallel-rendezvous", self.tensor_parallel_rendezvous)
             if self.tensor_parallel_size == 1:
@@ -160,25 +116,88 @@ class VerifierConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """What `--speculative-config` asks for.
+    """What `--speculative-config` says: vLLM's keys, and ours."""
 
-    Attributes:
-        allocator: The policy.
-        methods: Ways to draft that are served.
-        rules: Acceptance rules that are served.
-        medusa_model: Folder of Medusa heads.
-        eagle3_model: Folder of the EAGLE-3 head that drafters have.
-        own_draft: Folder of the draft model or head that drafts inside the verifier; None: drafters do.
-        layers: Layers of the target that draft, ascending; empty for as many first ones as are the default.
-    """
+    method: str = setting(DEFAULT_METHODS, help="Ways to draft that are served, joined by +.")
+    model: Path | None = setting(None, help="Folder of the draft model.")
+    num_speculative_tokens: int = setting(
+        DEFAULT_DRAFT_TOKENS, help="Most draft tokens verified per session and step.", low=0, high=MAX_DRAFT_TOKENS
+    )
+    policy: str = setting(GOODPUT, help="How many are verified.", choices=(GOODPUT, FIXED))
+    placement: str = setting(TIER, help="Where the draft model or head runs.", choices=(TIER, IN_VERIFIER))
+    medusa_model: Path | None = setting(None, help="Folder of Medusa heads.")
+    eagle3_model: Path | None = setting(None, help="Folder of the EAGLE-3 head that drafters have.")
+    exit_layer: int | None = setting(None, help="So many first layers draft.", low=1, high=MOST_LAYERS)
+    layers: tuple[int, ...] | None = setting(None, help="Layers that draft, ascending.", low=0, high=MOST_LAYERS - 1)
+    acceptance: str = setting(COUPLED, help="Rule of requests that name none.", choices=ACCEPTANCE_RULES)
+    lossy: bool = setting(False, help="Serve the rule typical, too.")
+    posterior_threshold: float = setting(POSTERIOR_THRESHOLD, help="Of the rule typical.")
+    posterior_alpha: float = setting(POSTERIOR_ALPHA, help="Of the rule typical.")
 
-    allocator: Allocator
-    methods: tuple[str, ...]
-    rules: Rules = field(default_factory=Rules)
-    medusa_model: Path | None = None
-    eagle3_model: Path | None = None
-    own_draft: Path | None = None
-    layers: tuple[int, ...] = ()
+    def __post_init__(self) -> None:
+        """Checks what goes together; how many layers the model has is checked where it is loaded."""
+        for method in self.methods:
+            if method not in METHODS:
+                raise ConfigError(f"{NAME}: method must be one of {', '.join(METHODS)}, got {method!r}")
+        if self.exit_layer is not None and self.layers is not None:
+            raise ConfigError(f"{NAME}: exit_layer and layers exclude one another")
+        if self.layers is not None and (not self.layers or sorted(set(self.layers)) != list(self.layers)):
+            raise ConfigError(f"{NAME}: layers must be a list of at least one index, ascending, got {self.layers}")
+        self._check_rules()
+        self._check_folders()
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Ways to draft that are served."""
+        return tuple(self.method.split("+"))
+
+    @property
+    def rules(self) -> Rules:
+        """Acceptance rules that are served."""
+        typical = Typical(posterior_threshold=self.posterior_threshold, posterior_alpha=self.posterior_alpha)
+        return Rules(default=self.acceptance, typical=typical if self.lossy else None)
+
+    @property
+    def head(self) -> Path | None:
+        """Folder of the EAGLE-3 head; None: nobody drafts with one."""
+        return self.eagle3_model if EAGLE3 in self.methods else None
+
+    @property
+    def own_draft(self) -> Path | None:
+        """Folder of the draft model or head that drafts inside the verifier; None: drafters do."""
+        return None if self.placement == TIER else self.head or self.model
+
+    @property
+    def first_layers(self) -> tuple[int, ...]:
+        """Layers of the target that draft, ascending; empty for as many first ones as are the default."""
+        return tuple(range(self.exit_layer or 0)) or self.layers or ()
+
+    def allocator(self) -> Allocator:
+        """Returns a new allocator of the policy."""
+        gamma = self.num_speculative_tokens
+        return FixedGamma(gamma=gamma) if self.policy == FIXED else Goodput(max_nodes=gamma)
+
+    def _check_rules(self) -> None:
+        if self.acceptance in CHAIN_RULES and not set(self.methods) & set(TIER_METHODS):
+            one = " or ".join(TIER_METHODS)
+            raise ConfigError(f"{NAME}: acceptance {self.acceptance} needs the method {one}, got {self.method}")
+        if self.acceptance == TYPICAL and not self.lossy:
+            raise ConfigError(f'{NAME}: acceptance {TYPICAL} is lossy, and needs "lossy": true')
+        for name in ("posterior_threshold", "posterior_alpha"):
+            if not 0.0 < (value := getattr(self, name)) <= 1.0:
+                raise ConfigError(f"{NAME}: {name} must be a number above 0 and at most 1, got {value:g}")
+
+    def _check_folders(self) -> None:
+        served = set(self.methods) & set(TIER_METHODS)
+        if self.placement == IN_VERIFIER and len(served) != 1:
+            one = " or ".join(TIER_METHODS)
+            raise ConfigError(
+                f"{NAME}: placement {IN_VERIFIER} needs the method {one}, and one alone, got {self.method}"
+            )
+        needed = {"medusa_model": MEDUSA in self.methods, "eagle3_model": EAGLE3 in self.methods}
+        for key, wanted in {**needed, "model": self.placement == IN_VERIFIER and EAGLE3 not in served}.items():
+            if wanted and getattr(self, key) is None:
+                raise ConfigError(f"{NAME}: {key} must name a checkpoint folder, got None")
 
 
 def speculation_from(speculative_config: str) -> Speculation:
@@ -187,96 +206,4 @@ def speculation_from(speculative_config: str) -> Speculation:
     Raises:
         ConfigError: The JSON is broken or asks for what is not served.
     """
-    try:
-        given = json.loads(speculative_config)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{NAME}: not valid JSON ({error})") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{NAME}: must be a JSON object, got {type(given).__name__}")
-    unknown = sorted(set(given) - KEYS)
-    if unknown:
-        raise ConfigError(f"{NAME}: unknown key {unknown[0]!r}")
-    methods = tuple(str(given.get("method", DEFAULT_METHODS)).split("+"))
-    for method in methods:
-        _one_of("method", method, METHODS)
-    policy = _one_of("policy", given.get("policy", POLICIES[0]), POLICIES)
-    gamma = given.get("num_speculative_tokens", DEFAULT_DRAFT_TOKENS)
-    if not isinstance(gamma, int) or isinstance(gamma, bool) or not 0 <= gamma <= MAX_DRAFT_TOKENS:
-        raise ConfigError(f"{NAME}: num_speculative_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {gamma!r}")
-    allocator = FixedGamma(gamma=gamma) if policy == "fixed" else Goodput(max_nodes=gamma)
-    return Speculation(
-        allocator=allocator,
-        methods=methods,
-        rules=_rules_from(given, methods),
-        medusa_model=_folder("medusa_model", given) if MEDUSA in methods else None,
-        eagle3_model=_folder("eagle3_model", given) if EAGLE3 in methods else None,
-        own_draft=_own_draft(given, methods),
-        layers=_layers(given),
-    )
-
-
-def _own_draft(given: Mapping[str, Any], methods: tuple[str, ...]) -> Path | None:
-    if _one_of("placement", given.get("placement", TIER), PLACEMENTS) == TIER:
-        return None
-    served = [method for method in methods if method in TIER_METHODS]
-    if len(served) != 1:
-        one = " or ".join(TIER_METHODS)
-        raise ConfigError(f"{NAME}: placement {IN_VERIFIER} needs the method {one}, and one alone, got {methods}")
-    return _folder("eagle3_model" if served == [EAGLE3] else "model", given)
-
-
-def _layers(given: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers by number or by list; how many the model has is checked where it is loaded."""
-    if "exit_layer" in given and "layers" in given:
-        raise ConfigError(f"{NAME}: exit_layer and layers exclude one another")
-    if "exit_layer" in given:
-        count = given["exit_layer"]
-        if not _is_index(count) or count < 1:
-            raise ConfigError(f"{NAME}: exit_layer must be a number of layers, at least 1, got {count!r}")
-        return tuple(range(count))
-    layers = given.get("layers", [])
-    if not isinstance(layers, list) or not all(map(_is_index, layers)) or layers != sorted(set(layers)):
-        raise ConfigError(f"{NAME}: layers must be a list of indices from 0, ascending, got {layers!r}")
-    if "layers" in given and not layers:
-        raise ConfigError(f"{NAME}: layers must name at least one layer")
-    return tuple(layers)
-
-
-def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_LAYERS
-
-
-def _folder(key: str, given: Mapping[str, Any]) -> Path:
-    value = given.get(key)
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{NAME}: {key} must name a checkpoint folder, got {value!r}")
-    return Path(value).expanduser()
-
-
-def _rules_from(given: Mapping[str, Any], methods: tuple[str, ...]) -> Rules:
-    default = _one_of("acceptance", given.get("acceptance", COUPLED), ACCEPTANCE_RULES)
-    lossy = given.get("lossy", False)
-    if not isinstance(lossy, bool):
-        raise ConfigError(f"{NAME}: lossy must be true or false, got {lossy!r}")
-    if default in CHAIN_RULES and not set(methods) & set(TIER_METHODS):
-        one = " or ".join(TIER_METHODS)
-        raise ConfigError(f"{NAME}: acceptance {default} needs the method {one}, got {'+'.join(methods)}")
-    if default == TYPICAL and not lossy:
-        raise ConfigError(f'{NAME}: acceptance {TYPICAL} is lossy, and needs "lossy": true')
-    typical = Typical(
-        posterior_threshold=_share("posterior_threshold", given.get("posterior_threshold", POSTERIOR_THRESHOLD)),
-        posterior_alpha=_share("posterior_alpha", given.get("posterior_alpha", POSTERIOR_ALPHA)),
-    )
-    return Rules(default=default, typical=typical if lossy else None)
-
-
-def _share(key: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value <= 1.0:
-        raise ConfigError(f"{NAME}: {key} must be a number above 0 and at most 1, got {value!r}")
-    return float(value)
-
-
-def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ConfigError(f"{NAME}: {key} must be one of {', '.join(allowed)}, got {value!r}")
-    return str(value)
+    return from_mapping(Speculation, parse_object(NAME, speculative_config), f"{NAME}: ")

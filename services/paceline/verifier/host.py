@@ -30,7 +30,7 @@ from paceline.core.target_events import (
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread, Stepper
 from paceline.obs.metrics import VerifierMetrics
-from paceline.obs.tracing import OFF, Tracing
+from paceline.obs.tracing import OFF, Tracer
 from paceline.store.base import Store
 from paceline.store.probe import Probe
 from paceline.store.view import RegistryView
@@ -39,7 +39,7 @@ from paceline.verifier.checks import check_request
 from paceline.verifier.drafters import Drafters
 from paceline.verifier.metrics import record_output
 from paceline.verifier.outbox import Outbox, Outboxes
-from paceline.verifier.tracing import SessionTrace
+from paceline.verifier.tracing import SessionTrace, traced_session
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class TargetHost:
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
         tls: Certificate to show to drafters; None: plain text.
-        tracing: Where sessions are traced.
+        tracer: Records spans of sessions, if it does.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TargetHost:
         make_engine: Callable[[], TargetStepper],
         metrics: VerifierMetrics,
         tls: FleetTls | None = None,
-        tracing: Tracing = OFF,
+        tracer: Tracer = OFF,
     ) -> None:
         self.identity = identity
         self._max_model_len = max_model_len
@@ -120,7 +120,7 @@ class TargetHost:
         self._own_drafter = own_drafter
         self._metrics = metrics
         self._tls = tls
-        self._tracing = tracing
+        self._tracer = tracer
         self.engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(self._make_stepper, self._deliver, "target")
         self.drafters = Drafters(
             identity,
@@ -146,33 +146,13 @@ class TargetHost:
         """Sessions under way."""
         return len(self._outboxes)
 
-    async def start(self) -> None:
-        """Starts the engine; returns when the model is loaded."""
-        await self.engine.start()
-
     def _make_stepper(self) -> TargetStepper:
         self._stepper = self._make_engine()
         return self._stepper
 
-    async def engine_ended(self) -> None:
-        """Waits until the engine ends, tells every session under way, and raises what broke it."""
-        try:
-            await self.engine.ended()
-        except asyncio.CancelledError:
-            # Nobody waits for the end any more; the engine itself goes on.
-            raise
-        except Exception:
-            self._engine_died("the verifier's engine has stopped")
-            raise
-        self._outboxes.fail_all(UnavailableError("the verifier's engine has stopped"))
-
-    def engine_hangs(self) -> None:
-        """Ends every session, and takes no new one: the engine will not come back."""
+    def engine_died(self, problem: str) -> None:
+        """Ends every session, takes no new one; those whose rows it died with learn that they may have caused it."""
         self._draining = True
-        self._engine_died("the verifier's engine hangs")
-
-    def _engine_died(self, problem: str) -> None:
-        """Ends every session; those whose rows the engine died with learn that they may have caused it."""
         for serial in () if self._stepper is None else self._stepper.at_stake:
             self._outboxes.fail(serial, EngineDiedError(f"{problem}, in a step of this session"))
         self._outboxes.fail_all(UnavailableError(problem))
@@ -238,7 +218,7 @@ class TargetHost:
             OverloadedError: Too many sessions.
             UnavailableError: The verifier shuts down or its engine died.
         """
-        with SessionTrace(self._tracing, request) as trace:
+        with traced_session(self._tracer, request) as trace:
             check_request(
                 request, self.identity, max_model_len=self._max_model_len, methods=self._methods, rules=self._rules
             )

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from paceline.obs.tracing import OFF, Tracing
+from paceline.obs.tracing import incoming
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.serving import TAKEN
 from paceline.verifier.host import TargetHost
@@ -16,16 +16,15 @@ from paceline.wire import committed_to_pb, generate_request_from_pb
 class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     """Serves `paceline.rpc.v1.Verifier`."""
 
-    def __init__(self, host: TargetHost, tracing: Tracing = OFF) -> None:
+    def __init__(self, host: TargetHost) -> None:
         self._host = host
-        self._tracing = tracing
 
     async def Generate(
         self, request: verifier_pb2.VerifierGenerateRequest, context: Any
     ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
         """Streams one session to its end."""
         await context.send_initial_metadata(((TAKEN, "1"),))
-        generate = generate_request_from_pb(request, self._tracing.incoming(context))
+        generate = generate_request_from_pb(request, incoming(context))
         async with aclosing(self._host.generate(generate)) as stream:
             async for committed in stream:
                 yield committed_to_pb(committed)

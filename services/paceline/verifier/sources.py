@@ -31,9 +31,9 @@ def make_sources(speculation: Speculation, decoder: Decoder) -> list[AnySource]:
         sources.append(MedusaSource(MedusaHeads.load(speculation.medusa_model, decoder)))
         decoder.keep_states(replace(decoder.states, hidden_size=decoder.hidden_size, final=True))
     if LAYER_SKIP in speculation.methods:
-        sources.append(_early_exit(speculation.layers, decoder))
-    if speculation.eagle3_model is not None:
-        decoder.keep_states(load_fusion(speculation.eagle3_model, decoder))
+        sources.append(_early_exit(speculation.first_layers, decoder))
+    if speculation.head is not None:
+        decoder.keep_states(load_fusion(speculation.head, decoder))
     return sources
 
 

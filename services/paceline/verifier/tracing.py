@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 from paceline.core.messages import GenerateRequest, GenerateResult
 from paceline.core.target_events import TracedRound, TracedStart
 from paceline.obs import attributes as names
-from paceline.obs.tracing import Span, Tracing
+from paceline.obs.tracing import Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of
 
 # Rounds of a session that its span shows, far apart in a long one; `paceline.obs.otlp` keeps as many events.
 MAX_ROUNDS = 120
+NS_PER_S = 1e9
 
 
 class SessionTrace:
-    """One session from its request to its end; as a context manager it ends the span.
+    """One session from its request to its end, made by `traced_session`.
 
     Args:
-        tracing: Where its span is recorded, if it is.
-        request: The session.
+        tracer: Records its spans, if it does.
+        span: Its span.
     """
 
-    def __init__(self, tracing: Tracing, request: GenerateRequest) -> None:
-        self._span: Span = tracing.start("verify", traceparent=request.traceparent)
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+        # One distance of the clocks for the whole session: its times never run backwards.
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
         self._rounds = SampledRounds(MAX_ROUNDS)
         self._start: TracedStart | None = None
 
     @property
     def recording(self) -> bool:
         """Whether the session is traced."""
-        return self._span.recording
+        return self._span.is_recording()
 
     def hand_on(self, request: GenerateRequest) -> GenerateRequest:
         """Returns the request as the engine and the drafter are to see it: with a trace context if it is traced."""
         if not self.recording:
             return replace(request, traceparent="") if request.traceparent else request
-        self._span.set(
+        self._span.set_attributes(
             {
                 names.SESSION_ID: request.session_id,
                 names.EPOCH: request.epoch,
@@ -45,11 +50,11 @@ class SessionTrace:
                 names.NUM_COMMITTED_TOKENS: len(request.committed_token_ids),
             }
         )
-        return replace(request, traceparent=self._span.traceparent)
+        return replace(request, traceparent=traceparent_of(self._span))
 
     def paired(self, address: str) -> None:
         """The session is drafted by this drafter from now on; empty: by none."""
-        self._span.set({names.DRAFTER: address})
+        self._span.set_attribute(names.DRAFTER, address)
 
     def saw(self, report: TracedStart | TracedRound) -> None:
         """The engine ran a step for the session."""
@@ -57,7 +62,7 @@ class SessionTrace:
             case TracedRound():
                 self._rounds.add(report)
             case TracedStart() if self._start is not None:
-                self._span.event("computed anew", at_s=report.at_s)
+                self._span.add_event("computed anew", timestamp=self._unix_ns(report.at_s))
             case TracedStart():
                 self._start = report
 
@@ -66,7 +71,7 @@ class SessionTrace:
         if not self.recording:
             return
         record = result.speculation
-        self._span.set(
+        self._span.set_attributes(
             {
                 names.FINISH_REASON: result.finish_reason.value,
                 names.NUM_GENERATED_TOKENS: result.num_generated_tokens,
@@ -80,28 +85,37 @@ class SessionTrace:
             }
         )
 
-    def __enter__(self) -> Self:
-        self._span.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self.recording:
-            # All spans of a session end with it: who collects them gets them together.
-            self._end_children()
-            for each in self._rounds.kept:
-                self._span.event("round", _attributes(each), at_s=each.at_s)
-            self._span.set({names.ROUNDS_LEFT_OUT: self._rounds.num_left_out})
-        self._span.__exit__(kind, error, traceback)
-
-    def _end_children(self) -> None:
-        start = self._start
-        if start is None:
+    def end_children(self) -> None:
+        """Tells what the engine reported; all spans of a session end with it: who collects them gets them together."""
+        if not self.recording:
             return
-        self._span.child("queue", start_s=start.submitted_s).end(start.admitted_s)
-        cached = {names.NUM_CACHED_TOKENS: start.num_cached_tokens}
-        self._span.child("prefill", start_s=start.admitted_s, attributes=cached).end(start.at_s)
+        if self._start is not None:
+            start = self._start
+            self._child("queue", start.submitted_s, start.admitted_s, {})
+            self._child("prefill", start.admitted_s, start.at_s, {names.NUM_CACHED_TOKENS: start.num_cached_tokens})
+        for each in self._rounds.kept:
+            self._span.add_event("round", _attributes(each), self._unix_ns(each.at_s))
+        self._span.set_attribute(names.ROUNDS_LEFT_OUT, self._rounds.num_left_out)
+
+    def _child(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> None:
+        start_ns = self._unix_ns(start_s)
+        kind = SpanKind.INTERNAL
+        child = start_span(self._tracer, name, parent=self._span, kind=kind, attributes=attributes, start_ns=start_ns)
+        child.end(self._unix_ns(end_s))
+
+    def _unix_ns(self, at_s: float) -> int:
+        return int(at_s * NS_PER_S) + self._offset_ns
+
+
+@contextmanager
+def traced_session(tracer: Tracer, request: GenerateRequest) -> Iterator[SessionTrace]:
+    """Starts the span of a session, and ends it with the block."""
+    with ended(start_span(tracer, "verify", parent=request.traceparent)) as span:
+        trace = SessionTrace(tracer, span)
+        try:
+            yield trace
+        finally:
+            trace.end_children()
 
 
 class SampledRounds:

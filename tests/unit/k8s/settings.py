@@ -10,7 +10,7 @@ import json
 import typing
 from typing import Any
 
-from paceline.config import _METADATA_KEY, Setting
+from paceline.config import Setting, setting_of
 from paceline.drafter.config import DrafterConfig
 from paceline.gateway.config import GatewayConfig
 from paceline.verifier.config import VerifierConfig
@@ -65,7 +65,7 @@ def settings_schema(tier: str) -> dict[str, Any]:
     config_class = CONFIG_OF[tier]
     hints = typing.get_type_hints(config_class)
     properties = {
-        field.name.replace("_", "-"): _property(field.metadata[_METADATA_KEY], hints[field.name])
+        field.name.replace("_", "-"): _property(setting_of(config_class, field.name), hints[field.name])
         for field in sorted(dataclasses.fields(config_class), key=lambda field: field.name)
         if field.name not in MANAGED
     }

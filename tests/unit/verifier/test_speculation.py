@@ -29,17 +29,17 @@ def asked(**settings) -> Speculation:
 def test_nothing_asked_for_is_the_drafter_tier_and_look_up():
     speculation = asked()
     assert speculation.methods == ("draft_model", "ngram")
-    assert isinstance(speculation.allocator, Goodput)
-    assert speculation.layers == ()
+    assert isinstance(speculation.allocator(), Goodput)
+    assert speculation.first_layers == ()
 
 
 def test_everything_may_be_asked_for():
     speculation = asked(method="ngram+medusa+layer_skip", medusa_model="/heads", exit_layer=3, policy="fixed")
     assert speculation.methods == ("ngram", MEDUSA, LAYER_SKIP)
     assert str(speculation.medusa_model) == "/heads"
-    assert speculation.layers == (0, 1, 2)
-    assert isinstance(speculation.allocator, FixedGamma)
-    assert asked(layers=[0, 2, 5]).layers == (0, 2, 5)
+    assert speculation.first_layers == (0, 1, 2)
+    assert isinstance(speculation.allocator(), FixedGamma)
+    assert asked(layers=[0, 2, 5]).first_layers == (0, 2, 5)
     assert str(asked(method="eagle3+ngram", eagle3_model="/head").eagle3_model) == "/head"
 
 
@@ -54,16 +54,16 @@ def test_a_draft_model_or_a_head_may_run_inside():
     ("settings", "message"),
     [
         ({"method": "medusa"}, "medusa_model must name a checkpoint folder, got None"),
-        ({"method": "medusa", "medusa_model": 3}, "medusa_model must name a checkpoint folder, got 3"),
+        ({"method": "medusa", "medusa_model": 3}, "medusa_model must be a path, got '3'"),
         ({"method": "heads"}, "method must be one of draft_model, eagle3, ngram, suffix, medusa, layer_skip"),
-        ({"exit_layer": 0}, "exit_layer must be a number of layers, at least 1, got 0"),
-        ({"exit_layer": True}, "exit_layer must be a number of layers"),
+        ({"exit_layer": 0}, "exit_layer must be a whole number from 1 to 1024, got '0'"),
+        ({"exit_layer": True}, "exit_layer must be a whole number from 1 to 1024, got 'True'"),
         ({"exit_layer": 1, "layers": [0]}, "exit_layer and layers exclude one another"),
-        ({"layers": []}, "layers must name at least one layer"),
-        ({"layers": [1, 0]}, "layers must be a list of indices from 0, ascending"),
-        ({"layers": [-1]}, "layers must be a list of indices from 0, ascending"),
-        ({"layers": "0"}, "layers must be a list of indices from 0, ascending"),
-        ({"heads": 1}, "unknown key 'heads'"),
+        ({"layers": []}, "layers must be a list of at least one index, ascending"),
+        ({"layers": [1, 0]}, "layers must be a list of at least one index, ascending"),
+        ({"layers": [-1]}, "layers must be a whole number from 0 to 1023, got '-1'"),
+        ({"layers": "0"}, "layers must be a list, got '0'"),
+        ({"heads": 1}, "heads is no setting; there are method, model"),
         ({"method": "eagle3"}, "eagle3_model must name a checkpoint folder, got None"),
         ({"placement": "gateway"}, "placement must be one of tier, verifier, got 'gateway'"),
         ({"placement": "verifier"}, "model must name a checkpoint folder, got None"),

@@ -10,7 +10,7 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from paceline.cluster.ray.scaling import LagReading, ScalingLimits, ScalingState
 from paceline.cluster.ray.spec import ROLES, RayFleetSpec, check_resize
 from paceline.cluster.ray.store import shared_store
 from paceline.cluster.spec import Checkpoints
+from paceline.cluster.supervisor import until_all
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.heads import is_eagle3
@@ -157,7 +158,7 @@ class RayFleet:
             )
             self._add(role, self.spec.num_replicas(role))
         everyone = [replica for role in ROLES for replica in self._replicas[role]]
-        await _all(replica.until_well(services.start_timeout_s) for replica in everyone)
+        await until_all(replica.until_well(services.start_timeout_s) for replica in everyone)
 
     def _add(self, role: str, count: int) -> None:
         """Places so many more replicas; Ray starts them when there is room."""
@@ -246,14 +247,3 @@ def _connect(address: str) -> None:
 
 def _make_group(bundles: Sequence[Bundle], strategy: str) -> Any:
     return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
-
-
-async def _all(waits: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Waits for all; the first error ends the waiting."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

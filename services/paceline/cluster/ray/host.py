@@ -7,7 +7,6 @@ node's address and announces itself in the registry; requests never come here.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from paceline.cluster.drain import say
 from paceline.cluster.ports import Ports
 from paceline.cluster.ray.order import Order, rank_child, service_child
 from paceline.cluster.spec import Endpoint
@@ -103,7 +103,7 @@ class ServiceHost:
                 self._error = str(error)
             self._child = None
             delay_s = self._order.back_off.delay_s(delay_s, time.monotonic() - started_s)
-            _say(f"{self._error}; start {self._num_lives + 1} in {delay_s:g} s")
+            say(f"{self._error}; start {self._num_lives + 1} in {delay_s:g} s")
             await asyncio.sleep(delay_s)
 
     async def _live(self) -> str:
@@ -115,7 +115,7 @@ class ServiceHost:
         """
         order = self._order
         order.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        child = Child(await self._plan(), _say, order.back_off)
+        child = Child(await self._plan(), say, order.back_off)
         self._num_lives += 1
         self._child = child
         try:
@@ -162,9 +162,3 @@ def _free_address() -> str:
 def own_address() -> str:
     """Returns the address by which the other hosts of the cluster reach this one."""
     return str(ray.util.get_node_ip_address())
-
-
-def _say(line: str) -> None:
-    """Writes into Ray's log of the actor."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()

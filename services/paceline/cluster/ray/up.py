@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import paceline
 from paceline.cluster.drain import say
-from paceline.cluster.foreground import describe_target, until_ctrl_c
+from paceline.cluster.foreground import describe_models, request_for, until_ctrl_c
 from paceline.cluster.ray.fleet import RayFleet
 from paceline.cluster.ray.spec import RayFleetSpec, read_spec
 from paceline.cluster.spec import gateway_scheme
@@ -92,15 +91,13 @@ def describe(fleet: RayFleet) -> str:
     """Returns what serves, where the gateways are and a command to try it."""
     assert fleet.checkpoints is not None, "the fleet is not started"
     spec: RayFleetSpec = fleet.spec
-    target, drafts = fleet.checkpoints.target, fleet.checkpoints.drafts
     endpoints = [replica.endpoint for replica in fleet.replicas(GATEWAY)]
     urls = [f"{gateway_scheme(spec.services)}://{endpoint.address}" for endpoint in endpoints if endpoint is not None]
-    body = json.dumps({"model": target.name, "prompt": "def read_lines(path):\n", "max_tokens": 64, "stream": True})
+    body = request_for(fleet.checkpoints)
     return "\n".join(
         [
             f"Paceline {paceline.__version__} is up on Ray",
-            f"target model  {describe_target(target)}",
-            f"draft model   {', '.join(draft.name for draft in drafts) or 'none, plain decoding'}",
+            *describe_models(fleet.checkpoints),
             f"gateways      {' '.join(urls)}",
             f"  curl -N {urls[0] if urls else 'URL'}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
             "Ctrl-C stops everything; SIGHUP reads the file again.",
