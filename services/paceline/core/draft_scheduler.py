@@ -283,10 +283,11 @@ class DraftScheduler(Generic[SessionT]):
         return DraftPlan(catching_up, self._plan_growing())
 
     def _plan_catching_up(self, now_s: float) -> list[CatchingUp[SessionT]]:
+        """Those that lack least come first: a long prompt takes many steps, and no verifier waits for its drafts yet."""
         planned: list[CatchingUp[SessionT]] = []
         started: list[SessionT] = []
         room = self._limits.max_num_batched_tokens
-        for session in self._sessions.values():
+        for session in sorted(self._sessions.values(), key=lambda session: session.pages.num_missing):
             if not session.lags or room <= 0 or not self._reserve(session, started, now_s):
                 continue
             started.append(session)
