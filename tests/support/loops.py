@@ -1,6 +1,6 @@
-"""The loops of verifier and drafter without a model: the schedulers of `core`, a clock, and a text that says its places.
+"""The loops of verifier and drafter without a model: the schedulers of `core`, a clock, and a text.
 
-The target's token at each position is that position. Nothing here imports torch.
+The text's token at each position is that position. Nothing here imports torch.
 """
 
 from __future__ import annotations
