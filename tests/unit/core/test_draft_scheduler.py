@@ -209,8 +209,10 @@ def test_a_session_that_finds_no_pages_takes_those_of_the_quietest() -> None:
 
 def test_sessions_that_were_heard_of_just_now_keep_their_pages_and_one_more_waits_for_an_end() -> None:
     loop = DrafterLoop(num_blocks=4)
-    for name in "abc":
+    for name in "ab":
         loop.open(name, prompt_len=30)
+    loop.run()
+    loop.open("c", prompt_len=30)
     loop.run()
     assert [loop.session(name).pages.num_computed for name in "abc"] == [30, 30, 0]
     assert loop.scheduler.lag_tokens == 0, "what cannot be computed is no lag"
@@ -218,6 +220,18 @@ def test_sessions_that_were_heard_of_just_now_keep_their_pages_and_one_more_wait
     assert loop.scheduler.has_work
     loop.run()
     assert loop.session("c").pages.num_computed == 30
+
+
+def test_who_is_read_in_a_step_keeps_its_pages_in_it() -> None:
+    loop = DrafterLoop(num_blocks=2)
+    for name in "abc":
+        loop.open(name, prompt_len=30)
+        loop.run()
+    quiet(loop)
+    loop.hear(close("a"))
+    plan = loop.step()
+    assert [each.session.session_id for each in plan.catching_up] == ["b"]
+    assert len(loop.session("b").pages.blocks) == 2
 
 
 def test_nobody_gives_way_to_a_session_that_will_never_fit() -> None:
@@ -355,6 +369,9 @@ def test_a_session_of_tokens_that_the_draft_model_lacks_is_left_alone_until_it_e
     assert loop.run() == 0
     assert (loop.scheduler.num_sessions, loop.pool.num_used) == (0, 0)
     loop.hear(close("s"))
+    loop.commit("s", 9, base_len=9)
+    loop.step()
+    assert loop.lagging() == [("s", 0)]
     loop.open("s")
     loop.run()
     assert loop.guessed("s") == text(5, 4)

@@ -7,6 +7,7 @@ from paceline.core.messages import CloseSession, Commit, FinishReason, LaggingSe
 from paceline.core.rules import Verdict
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.step_cost import StepCost, StepMode, StepTimes
+from paceline.core.turns import HEARD_S
 from tests.support.loops import DRAFTER, Policy, VerifierLoop, text
 
 
@@ -292,6 +293,19 @@ def test_a_suspect_runs_alone_once_its_gateway_has_heard_of_it() -> None:
     suspect.heard = True
     assert [part.session for part in loop.step().parts] == [suspect]
     assert {part.session.session_id for part in loop.step().parts} == {"other", "suspect"}, "it has a token"
+
+
+def test_with_nobody_else_about_a_step_waits_until_a_suspects_gateway_has_heard_and_not_for_ever() -> None:
+    loop = VerifierLoop()
+    suspect = loop.submit("suspect", max_tokens=3, suspect=True)
+    assert loop.step().num_rows == 0
+    assert loop.scheduler.patience_s(loop.now_s) > 0.0
+    suspect.heard = True
+    assert loop.scheduler.patience_s(loop.now_s) == 0.0
+    suspect.heard = False
+    loop.now_s += HEARD_S
+    assert loop.scheduler.patience_s(loop.now_s) == 0.0
+    assert loop.step().num_rows == 5
 
 
 def test_a_session_that_gets_nothing_to_choose_from_ends_alone_and_its_pages_are_not_trusted() -> None:
