@@ -283,7 +283,7 @@ class DraftScheduler(Generic[SessionT]):
         return DraftPlan(catching_up, self._plan_growing())
 
     def _plan_catching_up(self, now_s: float) -> list[CatchingUp[SessionT]]:
-        """Those that lack least come first: a long prompt takes many steps, and no verifier waits for its drafts yet."""
+        """Who lacks least comes first: a prompt takes many steps, and a verifier may be waiting for the others."""
         planned: list[CatchingUp[SessionT]] = []
         started: list[SessionT] = []
         room = self._limits.max_num_batched_tokens
