@@ -1,14 +1,12 @@
-"""A store that is full, read-only, slow, emptied, or holds what nobody should have written, on real servers."""
+"""A store that is full, read-only, slow, emptied, or has a clock of its own, on real servers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,43 +29,17 @@ from paceline.store.base import (
     EPOCHS_PER_OWNER,
     AdvanceSession,
     LoggedSession,
-    PutSession,
     SessionState,
     Store,
-    Written,
 )
 from paceline.store.probe import Probe
 from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
 from paceline.store.view import RegistryView
 from paceline.supervision import Supervisor
-from tests.contract.test_store import DRAFTER, HOST, PROMPT, SESSION, VERIFIER, eventually, put, server_process, servers
+from tests.contract.test_store import DRAFTER, HOST, PROMPT, SESSION, VERIFIER, eventually, put, server_process
 from tests.unit.gateway.test_records import opened
 
 ALICE = ApiKey(name="alice", digest=bytes(32), requests_per_minute=2)
-RECORD_KEY, LOG_KEY = "paceline:session:{s1}", "paceline:tokens:{s1}"
-
-
-@pytest.fixture(scope="module", params=servers())
-def port(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    program = find_server(None if request.param == "valkey" else Path(request.param))
-    with server_process(program, tmp_path_factory.mktemp("data")) as (number, _):
-        yield number
-
-
-@pytest.fixture
-async def server(port: int) -> AsyncIterator[Redis]:
-    """The server by its own commands; empty and well at the start of each test."""
-    async with Redis(host=HOST, port=port) as client:
-        await client.execute_command("REPLICAOF", "NO", "ONE")
-        await client.config_set("maxmemory", 0)
-        await client.flushall()
-        yield client
-
-
-@pytest.fixture
-async def store(port: int, server: Redis) -> AsyncIterator[RedisStore]:
-    async with RedisStore(f"redis://{HOST}:{port}/0") as opened_store:
-        yield opened_store
 
 
 async def fill(server: Redis) -> None:
@@ -345,168 +317,6 @@ async def test_a_mark_of_an_earlier_life_is_not_believed(store: RedisStore, monk
     await store.drain("v1")
     async with beating(store, monkeypatch):
         assert await store.replicas() == [VERIFIER]
-
-
-# What nobody should have written.
-
-
-async def test_an_entry_that_cannot_be_read_costs_itself_only_and_is_told_of_once(
-    server: Redis, store: RedisStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    await store.announce(VERIFIER, 60)
-    written: dict[str, Any] = json.loads(json.dumps(asdict(VERIFIER)))
-    strange = {
-        "list": json.dumps({**written, "replica_id": "list", "role": ["verifier"]}),
-        "other": json.dumps(written),
-        "deep": "[" * 100_000,
-        "bytes": b"\xff\x00",
-        "empty": "",
-    }
-    for name, entry in strange.items():
-        await server.set(REPLICA_PREFIX + name, entry, px=60_000)
-    await server.rpush(REPLICA_PREFIX + "wrong type", "x")
-    await server.sadd(REPLICA_INDEX, *strange, "wrong type", b"\xfe")
-    for _ in range(3):
-        assert await store.replicas() == [VERIFIER]
-        assert await store.replicas("verifier") == [VERIFIER]
-    assert store.num_bad_entries == len(strange) + 1
-    names = [vars(record)["replica_id"] for record in caplog.records]
-    assert sorted(names) == sorted([*strange, "wrong type"])
-    [of_list] = [str(vars(each)["error"]) for each in caplog.records if vars(each)["replica_id"] == "list"]
-    assert of_list == "entry.role: must be of type str, got ['verifier']"
-    await server.delete(*(REPLICA_PREFIX + name for name in strange), REPLICA_PREFIX + "wrong type")
-    assert await store.replicas() == [VERIFIER]
-    assert store.num_bad_entries == 0
-
-
-async def spoil_state(server: Redis) -> None:
-    await server.hset(RECORD_KEY, "state", "asleep")
-
-
-async def spoil_field(server: Redis) -> None:
-    await server.hdel(RECORD_KEY, "prompt_len")
-
-
-async def spoil_record_type(server: Redis) -> None:
-    await server.set(RECORD_KEY, "x")
-
-
-async def spoil_log_type(server: Redis) -> None:
-    await server.delete(LOG_KEY)
-    await server.sadd(LOG_KEY, "x")
-
-
-async def cut_log(server: Redis) -> None:
-    await server.set(LOG_KEY, (await server.get(LOG_KEY) or b"")[:-4])
-
-
-async def cut_token(server: Redis) -> None:
-    await server.append(LOG_KEY, "x")
-
-
-SPOILERS = [spoil_state, spoil_field, spoil_record_type, spoil_log_type, cut_log, cut_token]
-
-
-@pytest.mark.parametrize("spoil", SPOILERS)
-async def test_a_record_that_cannot_be_read_is_an_unknown_one(
-    spoil: Callable[[Redis], Awaitable[None]], server: Redis, store: RedisStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    await put(store, replace(SESSION, committed_len=2))
-    await spoil(server)
-    with caplog.at_level(logging.WARNING):
-        assert await store.session("s1") is None
-        assert await store.claim_session("s1", "g2") is None
-    assert {record.message for record in caplog.records} == {"a session record cannot be read"}
-
-
-async def test_one_write_that_cannot_be_made_leaves_the_others_their_answers(server: Redis, store: RedisStore) -> None:
-    await server.set(RECORD_KEY, "x")
-    writes = [
-        PutSession(record=replace(SESSION, session_id=name), token_ids=PROMPT, ttl_s=60) for name in ("s0", "s1", "s2")
-    ]
-    assert await store.write_sessions(writes) == [Written.DONE, Written.REFUSED, Written.DONE]
-    for name in ("s0", "s2"):
-        assert await store.session(name) is not None
-
-
-async def test_one_session_that_cannot_be_recorded_does_not_keep_others_from_it(
-    server: Redis, store: RedisStore
-) -> None:
-    await server.set(RECORD_KEY, "x")
-    now_s = 0.0
-    writer = RecordWriter(store, ttl_s=60, owner="g1", clock=lambda: now_s)
-    trails = [opened(writer, session_id=name) for name in ("s1", "s2")]
-    for step in range(3):
-        for trail in trails:
-            trail.extend((10 + step,))
-        await writer.flush()
-        logged = await store.session("s2")
-        assert logged is not None
-        assert logged.token_ids[-1] == 10 + step
-    await server.delete(RECORD_KEY)
-    await writer.flush()
-    logged = await store.session("s1")
-    assert logged is not None
-    assert logged.token_ids[-3:] == (10, 11, 12)
-
-
-async def test_an_ended_session_that_is_never_taken_is_given_up_when_its_record_would_have_expired(
-    server: Redis, store: RedisStore
-) -> None:
-    await server.set(RECORD_KEY, "x")
-    now_s = 0.0
-    writer = RecordWriter(store, ttl_s=60, owner="g1", clock=lambda: now_s)
-    opened(writer, session_id="s1").end(SessionState.STOP)
-    for now_s in (0.0, 30.0):
-        opened(writer, session_id=f"at {now_s}")
-        await writer.flush()
-        assert any(trail.record.session_id == "s1" for trail in writer._changed)
-    now_s = 60.0
-    opened(writer, session_id="at the end")
-    await writer.flush()
-    assert all(trail.record.session_id != "s1" for trail in [*writer._changed, *writer._open])
-
-
-# Claims.
-
-
-async def test_a_claim_of_a_record_that_changed_its_owner_since_it_was_read_is_made_anew(
-    server: Redis, store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same epoch under another owner is what a failover that lost a claim leaves behind."""
-    await put(store)
-    read, reads = store.session, 0
-
-    async def read_then_lose(session_id: str) -> LoggedSession | None:
-        nonlocal reads
-        reads += 1
-        logged = await read(session_id)
-        if reads == 1:
-            await server.hset(RECORD_KEY, "owner", "g3")
-        return logged
-
-    monkeypatch.setattr(store, "session", read_then_lose)
-    claimed = await store.claim_session("s1", "g2")
-    assert reads == 2
-    assert claimed is not None
-    assert (claimed.record.epoch, claimed.record.owner) == (EPOCHS_PER_OWNER, "g2")
-
-
-async def test_a_claim_gives_the_log_of_the_moment_of_the_claim(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await put(store)
-    read = store.session
-
-    async def read_then_grow(session_id: str) -> LoggedSession | None:
-        logged = await read(session_id)
-        await put(store, replace(SESSION, committed_len=2))
-        return logged
-
-    monkeypatch.setattr(store, "session", read_then_grow)
-    claimed = await store.claim_session("s1", "g2")
-    assert claimed is not None
-    assert (claimed.record.committed_len, claimed.token_ids) == (2, (*PROMPT, 0, 1))
 
 
 # Rates.

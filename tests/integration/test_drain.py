@@ -79,7 +79,7 @@ async def test_a_store_that_comes_back_empty_is_not_taken_for_a_replica_that_is_
 
 
 async def test_a_wait_outlives_a_store_that_is_away_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
     looked = asyncio.Event()
@@ -103,6 +103,7 @@ async def test_a_wait_outlives_a_store_that_is_away_for_a_while(
         async with open_store(url) as opened:
             await opened.announce(replace(VERIFIER, num_sessions=0), 60)
         await draining
+    assert capsys.readouterr().out.endswith("v1 is drained\n")
 
 
 async def test_sessions_that_stay_are_an_error_after_the_wait_and_the_mark_remains(store: tuple[Store, str]) -> None:

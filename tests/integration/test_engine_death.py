@@ -354,8 +354,8 @@ async def test_a_verifier_that_vanished_before_it_said_anything_may_have_compute
         running = client.running(proxy.address, request, vocab_size=256)
         losing = asyncio.create_task(lost(client, running, request))
         await taken.wait()
-        # What the server has sent is under way through the proxy's threads.
-        await asyncio.sleep(0.2)
+        (call,) = client._calls
+        assert TAKEN in dict(await call.initial_metadata())
         proxy.cut()
         assert await losing == (False, True)
     await client.close()

@@ -14,9 +14,8 @@ import openai
 import pytest
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
-from paceline.gateway import connection
+from paceline.gateway import connection, told_full
 from paceline.gateway.connection import MAX_FRAMING_BYTES
-from paceline.gateway.told_full import MOST_S
 from paceline.store.base import Replica
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
 
@@ -259,19 +258,28 @@ async def test_requests_beyond_the_bound_are_told_when_to_come_again(tmp_path: P
     ],
 )
 async def test_a_verifier_that_refuses_at_once_gives_the_request_its_status(
-    fleet: ScriptedFleet, error: Exception, status: int, stream: bool
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, stream: bool
 ) -> None:
+    # The verifier is asked again at once.
+    monkeypatch.setattr(told_full, "MOST_S", 0.0)
     fleet.verifier.script = Script(fail_after=0, error=error)
     answer = await post(fleet, stream=stream)
     described = error_of(answer, status)
     if status == 429:
         assert answer.headers["retry-after"] == "7"
-        error_of(await post(fleet, stream=stream), status)
-        assert len(fleet.verifier.requests) == 1, "its word holds for a moment"
-        await asyncio.sleep(MOST_S)
     if status == 400:
         assert described["param"] == "max_tokens"
     await assert_next_request_works(fleet)
+
+
+async def test_the_word_of_a_verifier_that_is_full_holds_for_a_moment(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(told_full, "MOST_S", 60.0)
+    fleet.verifier.script = Script(fail_after=0, error=OverloadedError("queue is full", retry_after_s=60.0))
+    for _ in range(3):
+        error_of(await post(fleet), 429)
+    assert len(fleet.verifier.requests) == 1
 
 
 async def test_a_verifier_that_fails_in_mid_stream_ends_the_stream_with_an_error_event(

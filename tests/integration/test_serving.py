@@ -243,7 +243,7 @@ async def test_sigterm_sets_the_stop_event() -> None:
     loop = asyncio.get_running_loop()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(stop_event.wait(), 30)
+        assert await asyncio.wait_for(stop_event.wait(), 30)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
 

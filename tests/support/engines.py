@@ -37,12 +37,13 @@ DRAFTER = "drafter:1"
 
 @dataclass
 class Clock:
-    """Time that the test moves."""
+    """Time that the test moves, and that goes on by a tick whenever somebody looks."""
 
     now_s: float = 0.0
+    tick_s: float = 0.001
 
     def __call__(self) -> float:
-        self.now_s += 0.001
+        self.now_s += self.tick_s
         return self.now_s
 
 

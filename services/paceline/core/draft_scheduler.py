@@ -283,10 +283,11 @@ class DraftScheduler(Generic[SessionT]):
         return DraftPlan(catching_up, self._plan_growing())
 
     def _plan_catching_up(self, now_s: float) -> list[CatchingUp[SessionT]]:
+        """Who lacks least comes first: a prompt takes many steps, and a verifier may be waiting for the others."""
         planned: list[CatchingUp[SessionT]] = []
         started: list[SessionT] = []
         room = self._limits.max_num_batched_tokens
-        for session in self._sessions.values():
+        for session in sorted(self._sessions.values(), key=lambda session: session.pages.num_missing):
             if not session.lags or room <= 0 or not self._reserve(session, started, now_s):
                 continue
             started.append(session)

@@ -143,7 +143,7 @@ paths = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3).map(tuple)
 trees = st.lists(paths, max_size=8).map(Tree)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.data(), st.lists(trees, min_size=LENGTH, max_size=LENGTH), st.booleans())
 def test_coupled_tokens_are_those_of_plain_decoding_for_every_noise_and_every_tree(
     data: st.DataObject, drafted: list[Tree], with_target_tokens: bool

@@ -63,7 +63,8 @@ async def test_a_store_that_does_not_answer_stops_nobody_and_is_asked_again_late
 async def test_nobody_there_at_all_stops_nobody() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    limit = WindowRateLimit(f"redis://127.0.0.1:{port}")
+    limit = WindowRateLimit(f"redis://127.0.0.1:{port}", clock=lambda: 100.0)
     for _ in range(5):
         await limit.count(ALICE)
+    assert limit._rests_until_s == 100.0 + REST_S, "it was asked, and was not there"
     await limit.close()

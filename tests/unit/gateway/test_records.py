@@ -242,6 +242,7 @@ async def test_a_new_session_does_not_wait_for_the_interval(writer: RecordWriter
         async with asyncio.timeout(30):
             while await store.session("s") is None:  # noqa: ASYNC110 - the writer gives no event
                 await asyncio.sleep(0.01)
+        assert not writing.done(), "it goes on to wait"
     finally:
         writing.cancel()
         with suppress(asyncio.CancelledError):

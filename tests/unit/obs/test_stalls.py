@@ -64,3 +64,4 @@ def test_a_loop_that_is_held_while_it_is_looked_at_is_watched_on(monkeypatch: py
 
     monkeypatch.setattr(LongestStall, "add", late)
     uvloop.run(asyncio.wait_for(watch(), 30))
+    assert len(looks) >= 3

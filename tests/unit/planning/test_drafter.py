@@ -35,7 +35,7 @@ def test_sessions_that_find_no_room_for_their_prompt_go_without_drafts() -> None
     drafter = SimulatedDrafter(facts(kv_tokens=100), SureGuesses(right=True))
     drafter.handle([opened(number, prompt_len) for number, prompt_len in enumerate((60, 60, 30))], 0.0)
     plan = drafter.scheduler.plan(0.0)
-    assert [part.session.session_id for part in plan.catching_up] == ["0", "2"]
+    assert [part.session.session_id for part in plan.catching_up] == ["2", "0"], "the shortest is read first"
 
 
 def test_a_draft_step_reads_the_kv_of_its_sessions() -> None:
