@@ -7,6 +7,9 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.engine.backends.generic.backend import GenericBackend
+from paceline.engine.backends.torch.platform import TorchPlatform
+from paceline.engine.config import DecoderConfig
+from paceline.engine.decoder import Decoder
 from tests.unit.engine.tiny_models import (
     NUM_BLOCKS,
     PROMPT,
@@ -53,6 +56,13 @@ def test_other_families_equal_transformers_in_chunks_and_trees_and_greedily(mode
     assert_prompt_and_tree_match(decoder, model)
     tokens = greedy(decoder, decoder.new_cache(NUM_BLOCKS), PROMPT[:11], 32, TABLE)
     assert tokens == model.generate(PROMPT[:11], 32)
+
+
+def test_without_packing_as_on_cuda_the_logits_are_the_same(tmp_path):
+    model = save_tiny(tmp_path, "gpt_neox", WITHOUT_GQA)
+    config = DecoderConfig.from_folder(tmp_path)
+    platform = TorchPlatform(torch.device("cpu"))
+    assert_prompt_and_tree_match(Decoder(GenericBackend.load(tmp_path, config, torch.float32, platform)), model)
 
 
 def test_bfloat16_weights_are_packed_and_logits_stay_near(tmp_path):
