@@ -21,9 +21,9 @@ from paceline.core.messages import Commit, CommittedTokens, DraftNodes, Generate
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.step_cost import StepCost
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
-from paceline.engine.decoder import load_decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.identity import model_identity
+from paceline.engine.loading import load_decoder
 from paceline.engine.target import TargetEngine
 from paceline.planning.guesses import RecordedPlace
 

@@ -29,7 +29,7 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
 from paceline.engine.batch import Batch
-from paceline.engine.decoder import Decoder, LlamaDecoder
+from paceline.engine.decoder import Decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.kv import KVCache
 from paceline.engine.target import TargetEngine
@@ -97,14 +97,14 @@ def measure_steps(model: RandomModel, arguments: argparse.Namespace) -> tuple[li
         same = same and _distance(decoders, batch, cache) < MAX_LOGIT_DISTANCE
         milliseconds = {f"{mode}_ms": round(seconds[mode] * 1e3, 4) for mode in MODES}
         table.append({"rows": batch.num_rows, "sessions": sessions, **milliseconds})
-    graphs = decoders["graphs"].graphs
+    graphs = decoders["graphs"].backend.graphs
     recorded = graphs is not None and graphs.num_recorded > 0 and not graphs.failed
     if not (same and recorded):
         print(f"NOT OK: logits of graphs and eager steps agree: {same}; all steps were recorded: {recorded}")
     return table, same and recorded
 
 
-def _distance(decoders: dict[str, LlamaDecoder], batch: Batch, cache: KVCache) -> float:
+def _distance(decoders: dict[str, Decoder], batch: Batch, cache: KVCache) -> float:
     """Relative distance of the logits of a graph from those of an eager step."""
     expected, found = (decoders[mode].forward(batch, cache).cpu() for mode in ("eager", "graphs"))
     return float((found - expected).norm() / expected.norm())

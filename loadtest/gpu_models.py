@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from paceline.engine.backends.interface import Layers
+from paceline.engine.backends.torch.backend import TorchBackend
+from paceline.engine.backends.torch.graphs import Unrecorded
+from paceline.engine.backends.torch.platform import TorchPlatform
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
-from paceline.engine.decoder import Decoder, Layers, LlamaDecoder
-from paceline.engine.graphs import Unrecorded
+from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
-from paceline.engine.linear import HeadLinear, Linear
 from paceline.engine.llama import LlamaLayer, LlamaWeights
 from paceline.engine.rope import RopeFrequencies
 
@@ -80,9 +82,10 @@ class RandomModel:
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self.shape = shape
         self.device = device
+        self._platform = TorchPlatform(device)
         self.weights = self._weights()
 
-    def decoder(self, mode: str) -> LlamaDecoder:
+    def decoder(self, mode: str) -> Decoder:
         """A decoder over these weights: grouped batches, static steps, or static steps as graphs."""
         shape = self.shape
         config = DecoderConfig(
@@ -105,7 +108,8 @@ class RandomModel:
             rope=RopeFrequencies(inverse=tuple(inverse.tolist()), attention_scaling=1.0),
         )
         capture = Unrecorded() if mode == "static" else None
-        return LlamaDecoder(config, more, self.weights, compiled=False, static=mode != "eager", capture=capture)
+        backend = TorchBackend(self._platform, config, more, self.weights, static=mode != "eager", capture=capture)
+        return Decoder(backend)
 
     def _weights(self) -> LlamaWeights:
         shape = self.shape
@@ -115,7 +119,7 @@ class RandomModel:
             embedding=embedding,
             layers=tuple(self._layer() for _ in range(shape.num_layers)),
             final_norm=self._final_norm(),
-            head=HeadLinear(head),
+            head=self._platform.head(head),
         )
 
     def _final_norm(self) -> torch.Tensor:
@@ -135,10 +139,10 @@ class RandomModel:
             query_norm=self._norm(0),
             key_norm=self._norm(0),
             post_norm=self._norm(shape.hidden_size),
-            qkv=Linear(self._matrix(query + 2 * kv, shape.hidden_size)),
-            out=Linear(self._matrix(shape.hidden_size, query)),
-            gate_up=Linear(self._matrix(2 * shape.intermediate_size, shape.hidden_size)),
-            down=Linear(self._matrix(shape.hidden_size, shape.intermediate_size)),
+            qkv=self._platform.linear(self._matrix(query + 2 * kv, shape.hidden_size)),
+            out=self._platform.linear(self._matrix(shape.hidden_size, query)),
+            gate_up=self._platform.linear(self._matrix(2 * shape.intermediate_size, shape.hidden_size)),
+            down=self._platform.linear(self._matrix(shape.hidden_size, shape.intermediate_size)),
         )
 
     def _matrix(self, rows: int, columns: int) -> torch.Tensor:

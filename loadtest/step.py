@@ -49,13 +49,13 @@ def time_linears(folder: Path, count: int) -> float:
     """Median seconds of all linear layers of a target at one row, on this process's core."""
     import torch
 
-    from paceline.engine.decoder import LlamaDecoder, load_decoder
-    from paceline.engine.linear import rows_computed
+    from paceline.engine.backends.llama_backend import LlamaBackend
+    from paceline.engine.loading import load_decoder
 
     decoder = load_decoder(folder, num_threads=1)
-    assert isinstance(decoder, LlamaDecoder), "the demo target is of the Llama family"
-    layers = decoder.linears()
-    inputs = [torch.zeros(rows_computed(1, layer.dtype), layer.in_features, dtype=layer.dtype) for layer in layers]
+    assert isinstance(decoder.backend, LlamaBackend), "the demo target is of the Llama family"
+    layers = [linear for layer in decoder.backend.weights.layers for linear in layer.linears]
+    inputs = [torch.zeros(layer.rows_computed(1), layer.in_features, dtype=layer.dtype) for layer in layers]
     hidden = torch.zeros(1, layers[0].in_features)
     seconds = []
     with torch.inference_mode():

@@ -17,9 +17,10 @@ from tqdm import tqdm
 from loadtest.flags import bench_parser
 from loadtest.fleet import machine
 from paceline.core.pages import BlockPool, SessionPages, SlotPool
-from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.decoder import Decoder
 from paceline.engine.identity import weights_hash
 from paceline.engine.kv import KVCache
+from paceline.engine.loading import load_decoder
 from paceline.engine.packing import BatchBuilder
 from paceline.verifier.config import VerifierConfig
 from paceline.verifier.ranks import other_ranks

@@ -23,10 +23,11 @@ from paceline.drafter.host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.suffix import TextSource
-from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.decoder import Decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import load_fusion, states_hash
 from paceline.engine.identity import model_identity
+from paceline.engine.loading import load_decoder
 from paceline.engine.target import TargetEngine
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer

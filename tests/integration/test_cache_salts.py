@@ -8,7 +8,8 @@ from paceline.core.allocator import FixedGamma
 from paceline.core.messages import OpenSession
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.processors import UnusableLogitsError
-from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.decoder import Decoder
+from paceline.engine.loading import load_decoder
 from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair
 

@@ -13,10 +13,10 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import Cancel, Submit, TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.engine.decoder import load_decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import load_fusion
 from paceline.engine.identity import model_identity
+from paceline.engine.loading import load_decoder
 from paceline.engine.target import TargetEngine
 from tests.support.checkpoints import save_pair
 from tests.support.eagle import save_eagle3

@@ -10,9 +10,9 @@ from paceline.core.draft_scheduler import QUIET_S, DraftLimits, VerifierSaid
 from paceline.core.messages import Commit, DraftNodes, OpenSession
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
-from paceline.engine.decoder import load_decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.identity import model_identity
+from paceline.engine.loading import load_decoder
 
 
 class Clock:

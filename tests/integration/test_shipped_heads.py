@@ -11,8 +11,8 @@ from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA,
 from paceline.core.allocator import FixedGamma
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import MEDUSA, SamplingParams, SpeculationParams
-from paceline.engine.decoder import load_decoder
 from paceline.engine.eagle3 import load_eagle3, load_fusion
+from paceline.engine.loading import load_decoder
 from paceline.engine.medusa_heads import MedusaHeads
 from paceline.training.corpus import unseen_prompts
 from paceline.training.layouts import load_drafter

@@ -23,14 +23,15 @@ from paceline.core.target_events import (
     TargetLimits,
     TargetOutput,
 )
-from paceline.engine.decoder import Decoder, LlamaDecoder, load_decoder
+from paceline.engine.decoder import Decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
-from paceline.engine.sources import AnySource
+from paceline.engine.loading import load_decoder
+from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.verifier.config import Speculation
-from paceline.verifier.sources import make_sources
+from paceline.verifier.make_sources import make_sources
 
 DRAFTER = "drafter:1"
 
@@ -75,7 +76,7 @@ class EnginePair:
         eagle3_model: Path | None = None,
         num_draft_blocks: int = 256,
         rules: Rules | None = None,
-        sources: Callable[[LlamaDecoder], list[AnySource]] | None = None,
+        sources: Callable[[Decoder], list[AnySource]] | None = None,
         decoder: Decoder | None = None,
         **heads: Any,
     ) -> None:

@@ -52,7 +52,7 @@ class RankZero:
 
     def load(self, folder: Path, dtype: str = "float32"):
         """Both ranks go on with this model; the one before is done with."""
-        from paceline.engine.decoder import load_decoder
+        from paceline.engine.loading import load_decoder
 
         self.dismiss()
         print(folder, dtype, file=self.models, flush=True)
@@ -61,7 +61,7 @@ class RankZero:
 
     def dismiss(self) -> None:
         """The model, if any, is done with."""
-        from paceline.engine.sharded_decoder import dismiss
+        from paceline.engine.sharded_backend import dismiss
 
         if self._loaded:
             dismiss(self.ranks)
@@ -92,8 +92,8 @@ def main() -> None:
     rendezvous.meet(FACTS)
     ranks = Ranks(rendezvous, rank=1, size=2, device=torch.device("cpu"), on_lost=lambda _: None, silence_s=60.0)
     for line in sys.stdin:
-        from paceline.engine.decoder import load_decoder
-        from paceline.engine.sharded_decoder import follow
+        from paceline.engine.loading import load_decoder
+        from paceline.engine.sharded_backend import follow
 
         folder, dtype = line.split()
         follow(load_decoder(Path(folder), dtype, ranks=ranks), ranks)

@@ -33,9 +33,10 @@ from paceline.core.target_events import Submit, TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.drafting.suffix import TextSource
-from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.decoder import Decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.identity import model_identity
+from paceline.engine.loading import load_decoder
 from paceline.engine.target import TargetEngine
 
 MAX_ROWS = 512

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.drafter_growth import DrafterGrowth, Guesses
 from paceline.core.features import FeatureBuffer, Features, TokensAfterFirst
 from paceline.core.messages import Commit, CommittedStates, DraftNodes, LaggingSession, OpenSession
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, SlotPool, block_hash, salted_root
 from paceline.core.session import DrafterSession
 from paceline.core.tree import Node, NodeState, Pruning
-from paceline.core.tree_growth import Guesses, TreeGrowth
 
 
 class DraftedSession(DrafterSession):
@@ -41,7 +41,7 @@ class DraftedSession(DrafterSession):
         self.touched_s = 0.0
         self.parked = False
         self.given_up = False
-        self._growth = TreeGrowth(self, self.slots)
+        self._growth = DrafterGrowth(self, self.slots)
         self._scratch = scratch
         self._context_len = context_len
 

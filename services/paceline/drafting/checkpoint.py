@@ -9,10 +9,11 @@ from paceline.core.draft_scheduler import VerifierLeft, VerifierSaid
 from paceline.core.errors import ConfigError
 from paceline.core.messages import CommittedStates, ModelIdentity, OpenSession, ToDrafter
 from paceline.core.params import SamplingParams
-from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.decoder import Decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
+from paceline.engine.loading import load_decoder
 from paceline.heads import is_eagle3
 
 

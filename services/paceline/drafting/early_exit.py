@@ -17,10 +17,10 @@ from paceline.core.params import LAYER_SKIP
 from paceline.core.patience import CHILD_SHARE, Prospect, worth_waiting
 from paceline.core.tree import Node
 from paceline.drafting.guesses import Onlooker, best_guesses
-from paceline.engine.decoder import LlamaDecoder
+from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder
-from paceline.engine.sources import Followed, Turn
+from paceline.engine.source_interface import Followed, Turn
 
 # Times that the layers run after a step at most, and guesses below each node.
 MOST_PASSES, WIDTH = 6, 3
@@ -91,7 +91,7 @@ class _Growth:
 
 
 class EarlyExitSource:
-    """The source; see the module docstring and `paceline.engine.sources.LocalSource`.
+    """The source; see the module docstring and `paceline.engine.source_interface.LocalSource`.
 
     Args:
         decoder: The target.
@@ -105,7 +105,7 @@ class EarlyExitSource:
 
     def __init__(
         self,
-        decoder: LlamaDecoder,
+        decoder: Decoder,
         layers: tuple[int, ...],
         *,
         cost: float,

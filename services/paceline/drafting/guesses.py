@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.core.confidence import NUM_RANKED, confidences
 from paceline.core.processors import UnusableLogitsError
-from paceline.engine.sources import Followed
+from paceline.engine.source_interface import Followed
 
 
 @dataclass(frozen=True, slots=True)

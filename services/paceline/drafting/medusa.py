@@ -17,14 +17,14 @@ from paceline.drafting.best_first import grow_best_first
 from paceline.drafting.guesses import Onlooker, best_guesses
 from paceline.engine.kv import KVCache
 from paceline.engine.medusa_heads import MedusaHeads
-from paceline.engine.sources import Followed, Turn
+from paceline.engine.source_interface import Followed, Turn
 
 # Guesses of one head.
 WIDTH = 4
 
 
 class MedusaSource:
-    """The source; see the module docstring and `paceline.engine.sources.LocalSource`.
+    """The source; see the module docstring and `paceline.engine.source_interface.LocalSource`.
 
     The target must keep final hidden states (`StateLayout.final`).
 

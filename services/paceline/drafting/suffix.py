@@ -16,7 +16,7 @@ from paceline.core.pages import SlotPool
 from paceline.core.params import SUFFIX
 from paceline.drafting.best_first import grow_best_first
 from paceline.engine.kv import KVCache
-from paceline.engine.sources import Followed, Turn
+from paceline.engine.source_interface import Followed, Turn
 
 # Tokens that must agree for a place to count, and those beyond which agreement says no more.
 LEAST_MATCH = 2
@@ -126,7 +126,7 @@ class Voter:
 
 
 class TextSource:
-    """The source; see the module docstring and `paceline.engine.sources.LocalSource`.
+    """The source; see the module docstring and `paceline.engine.source_interface.LocalSource`.
 
     Args:
         name: `ngram` or `suffix`.

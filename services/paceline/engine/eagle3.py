@@ -13,24 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PretrainedConfig
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
-from paceline.engine.batch import Batch
+from paceline.engine.backends.choice import choose_platform
+from paceline.engine.backends.interface import Platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig, LlamaShape, read_transformers_config
-from paceline.engine.decoder import Decoder, LlamaDecoder, choose_device, choose_dtype, warm_up
+from paceline.engine.decoder import Decoder
+from paceline.engine.hidden_states import StateLayout
 from paceline.engine.identity import model_identity
-from paceline.engine.kernels import rms_norm_rows
-from paceline.engine.linear import HeadLinear, Linear
-from paceline.engine.llama import LlamaReader, LlamaWeights
+from paceline.engine.linear import Head
+from paceline.engine.llama import FeatureInput, LlamaWeights
+from paceline.engine.llama_reader import LlamaReader
+from paceline.engine.loading import choose_dtype, warm_up
 from paceline.engine.rope import rope_frequencies
-from paceline.engine.states import StateLayout
-from paceline.engine.torch_layers import TorchLayers, TorchRows
 from paceline.heads import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3
 from paceline.json_file import read_object
 
@@ -152,20 +151,14 @@ def load_fusion(folder: Path, target: Decoder) -> StateLayout:
     config, hidden = EagleConfig.from_folder(folder), target.hidden_size
     layers = config.taps(target.config.num_layers)
     weight = Checkpoint(folder).tensor("fc.weight", (int(config.sizes["hidden_size"]), NUM_TAPS * hidden))
-    fuse = Linear(weight.to(device=target.device, dtype=target.dtype))
+    fuse = target.platform.linear(weight.to(device=target.device, dtype=target.dtype))
     return replace(target.states, hidden_size=hidden, layers=layers, fuse=fuse)
 
 
 def load_eagle3(
-    folder: Path,
-    target: Path,
-    dtype: str = "auto",
-    device: str = "auto",
-    num_threads: int | None = None,
-    *,
-    compiled: bool | None = None,
-) -> EagleDecoder:
-    """The drafter's part of a head.
+    folder: Path, target: Path, dtype: str = "auto", device: str = "auto", num_threads: int | None = None
+) -> Decoder:
+    """The drafter's part of a head, as a decoder; the states that it keeps are the features of the rows below.
 
     Args:
         folder: Of the head.
@@ -173,34 +166,42 @@ def load_eagle3(
         dtype: As in `load_decoder`; "auto" is the target's.
         device: As in `load_decoder`.
         num_threads: As in `load_decoder`.
-        compiled: As in `LlamaDecoder`.
 
     Raises:
         ConfigError: One of them is no such checkpoint, or they do not fit together.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    decoder = read_eagle3(folder, target, dtype, choose_platform(device))
+    warm_up(decoder)
+    return decoder
+
+
+def read_eagle3(folder: Path, target: Path, dtype: str, platform: Platform) -> Decoder:
+    """As `load_eagle3`, on a platform."""
     eagle, of_target = EagleConfig.from_folder(folder), read_transformers_config(target)
     config = eagle.decoder_config(DecoderConfig.from_transformers(of_target, target))
     shape = _shape(eagle, of_target, config.head_dim)
     target_checkpoint, checkpoint = Checkpoint(target), Checkpoint(folder)
-    place = choose_device(device)
-    kind = choose_dtype(dtype, target_checkpoint, place)
+    kind = choose_dtype(dtype, target_checkpoint, platform)
     hidden = shape.hidden_size
-    reader = LlamaReader(checkpoint, config, shape, kind, place)
-    embeddings = LlamaReader(target_checkpoint, config, shape, kind, place)
+    reader = LlamaReader(checkpoint, config, shape, kind, platform)
+    embeddings = LlamaReader(target_checkpoint, config, shape, kind, platform)
     draft_ids = _draft_ids(checkpoint, eagle, config.vocab_size)
+    head = platform.head(reader.weight("lm_head.weight", (eagle.draft_vocab_size, hidden)))
     weights = LlamaWeights(
         embedding=embeddings.weight("model.embed_tokens.weight", (config.vocab_size, hidden)),
         layers=(reader.layer(eagle.prefix, 2 * hidden),),
         final_norm=reader.norm("norm.weight", hidden),
-        head=DraftHead(reader.weight("lm_head.weight", (eagle.draft_vocab_size, hidden)), draft_ids, config.vocab_size),
+        head=head if draft_ids is None else DraftHead(head, draft_ids.to(platform.device), config.vocab_size),
+        features=FeatureInput(
+            norm=reader.norm(f"{eagle.prefix}.hidden_norm.weight", hidden), normed_residual=eagle.normed_residual
+        ),
+        # Buffers of static steps have no place for features.
+        recordable=False,
     )
-    feature_norm = reader.norm(f"{eagle.prefix}.hidden_norm.weight", hidden)
-    decoder = EagleDecoder(
-        config, shape, weights, feature_norm, normed_residual=eagle.normed_residual, compiled=compiled
-    )
-    warm_up(decoder)
+    decoder = Decoder(platform.llama(config, shape, weights))
+    decoder.keep_states(StateLayout(hidden_size=hidden, layers=(0,)))
     return decoder
 
 
@@ -236,88 +237,22 @@ def _draft_ids(checkpoint: Checkpoint, eagle: EagleConfig, vocab_size: int) -> t
     return draft_ids
 
 
-class DraftHead:
+class DraftHead(Head):
     """A head over part of a vocabulary; ids that it does not know get no probability.
 
     Args:
-        weight: [draft_vocab, hidden].
-        draft_ids: int64 [draft_vocab], the ids it knows; None: all.
+        known: Of the ids it knows.
+        draft_ids: int64 [draft_vocab], these ids.
         vocab_size: Of the target.
     """
 
-    def __init__(self, weight: torch.Tensor, draft_ids: torch.Tensor | None, vocab_size: int) -> None:
-        self._head = HeadLinear(weight)
-        self._draft_ids = None if draft_ids is None else draft_ids.to(weight.device)
-        self._vocab_size = vocab_size
-        self.nbytes = self._head.nbytes
+    def __init__(self, known: Head, draft_ids: torch.Tensor, vocab_size: int) -> None:
+        self._known, self._draft_ids, self._vocab_size = known, draft_ids, vocab_size
+        self.nbytes = known.nbytes
 
     @torch.inference_mode()
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `paceline.engine.llama.Head`."""
-        known = self._head(rows)
-        if self._draft_ids is None:
-            return known
+        """See `Head`."""
+        known = self._known(rows)
         logits = torch.full((len(rows), self._vocab_size), -torch.inf, device=known.device)
         return logits.index_copy_(1, self._draft_ids, known)
-
-
-class _EagleLayers(TorchLayers):
-    """The head's layer in torch operations."""
-
-    feature_norm: torch.Tensor
-    normed_residual: bool
-
-    def _enter(self, rows: TorchRows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert rows.features is not None, "an EAGLE-3 head takes features"
-        embedded = torch.nn.functional.embedding(rows.token_ids, self._weights.embedding).float()
-        features = self._norm(rows.features, self.feature_norm)
-        entering = torch.cat([self._norm(embedded, self._weights.layers[0].input_norm), features], dim=-1)
-        return (features if self.normed_residual else rows.features), entering
-
-
-class EagleDecoder(LlamaDecoder):
-    """An EAGLE-3 head as a decoder; the states that it keeps are the features of the rows below.
-
-    Args:
-        config: Sizes; one layer, the target's vocabulary.
-        shape: More of them.
-        weights: With a `DraftHead`; the layer's norm of inputs is that of embeddings.
-        feature_norm: [hidden], of features.
-        normed_residual: Whether the residual stream starts from the normalised feature.
-        compiled: As in `LlamaDecoder`.
-    """
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        shape: LlamaShape,
-        weights: LlamaWeights,
-        feature_norm: torch.Tensor,
-        *,
-        normed_residual: bool = False,
-        compiled: bool | None = None,
-    ) -> None:
-        self._feature_norm = feature_norm
-        self._normed_residual = normed_residual
-        # Buffers of static steps have no place for features.
-        super().__init__(config, shape, weights, compiled=compiled, static=False)
-        self.feature_width = shape.hidden_size
-        self.keep_states(StateLayout(hidden_size=shape.hidden_size, layers=(0,)))
-
-    def _make_torch_layers(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> TorchLayers:
-        layers = _EagleLayers(config, shape, weights)
-        layers.feature_norm, layers.normed_residual = self._feature_norm, self._normed_residual
-        return layers
-
-    def _enter(self, batch: Batch) -> tuple[npt.NDArray[Any], torch.Tensor | None]:
-        assert batch.features is not None, "an EAGLE-3 head takes features"
-        embedded, _ = super()._enter(batch)
-        hidden, eps = self.feature_width, np.float32(self._eps)
-        entering, entering_rows = self._rows_buffer(batch.num_rows, 2 * hidden)
-        rms_norm_rows(embedded, self._layers[0].input_norm, eps, entering_rows[:, :hidden])
-        rms_norm_rows(batch.features, self._feature_norm.numpy(), eps, entering_rows[:, hidden:])
-        if not self._normed_residual:
-            return batch.features.copy(), entering
-        residual = np.empty_like(batch.features)
-        rms_norm_rows(batch.features, self._feature_norm.numpy(), eps, residual)
-        return residual, entering

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import platform
-from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
+from paceline.engine.backends.choice import choose_platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
-from paceline.engine.decoder import choose_device, choose_dtype
-from paceline.engine.kernel_cache import sources_hash
+from paceline.engine.loading import choose_dtype
 from paceline.vocabulary import vocab_hash
 
 # Of each weight file so many pieces of so many bytes are hashed: other weights of the same shape differ everywhere.
 NUM_SAMPLES = 1024
 SAMPLE_BYTES = 4096
 HASH_CHARS = 32
-PACKAGE = Path(__file__).parents[1]
 
 
 def model_identity(
@@ -50,21 +45,8 @@ def model_identity(
         context_len=config.context_len,
         eos_token_ids=config.eos_token_ids,
         weights_hash=weights_hash(path, dtype, tensor_parallel_size, device),
-        arithmetic=arithmetic(choose_device(device)),
+        arithmetic=choose_platform(device).arithmetic,
     )
-
-
-def arithmetic(device: torch.device) -> str:
-    """Names what decides the last bits of logits beside weights: kind of device, versions, our own kernels.
-
-    Two CPUs of one architecture count as one: our kernels fix the order of every sum, whatever instructions they use,
-    and oneDNN's float32 products had the same bits with AVX2 and with AVX-512 (torch 2.13; not with SSE4.1 alone).
-    """
-    if device.type == "cuda":
-        place = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    else:
-        place = f"{device.type} {platform.machine()}, kernels {sources_hash(PACKAGE)}, numba {version('numba')}"
-    return f"{place}, torch {torch.__version__}"
 
 
 def weights_hash(folder: Path, dtype: str, tensor_parallel_size: int = 1, device: str = "auto") -> str:
@@ -76,7 +58,7 @@ def weights_hash(folder: Path, dtype: str, tensor_parallel_size: int = 1, device
         ConfigError: The folder holds no weights that can be served.
     """
     checkpoint = Checkpoint(folder)
-    digest = hashlib.sha256(str(choose_dtype(dtype, checkpoint, choose_device(device))).encode())
+    digest = hashlib.sha256(str(choose_dtype(dtype, checkpoint, choose_platform(device))).encode())
     if tensor_parallel_size > 1:
         digest.update(f"tensor parallel {tensor_parallel_size}".encode())
     digest.update((folder / "config.json").read_bytes())

@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from paceline.engine.checkpoint import Checkpoint
-from paceline.engine.config import DecoderConfig, LlamaShape
-from paceline.engine.linear import HeadLinear, Linear
-
-
-class Head(Protocol):
-    """From final hidden states to logits.
-
-    Attributes:
-        nbytes: What one step reads of it.
-    """
-
-    nbytes: int
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, hidden] -> float32 [rows, vocab]."""
-        ...
+from paceline.engine.linear import Head, Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,109 +23,45 @@ class LlamaLayer:
     down: Linear
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """In the order in which a step runs them."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+    @property
     def nbytes(self) -> int:
         """What one step reads of this layer."""
-        return self.qkv.nbytes + self.out.nbytes + self.gate_up.nbytes + self.down.nbytes
+        return sum(linear.nbytes for linear in self.linears)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureInput:
+    """How a layer takes `Batch.features` beside the tokens: both normalised, side by side.
+
+    Attributes:
+        norm: float32 [hidden], of features; the layer's own norm is that of embeddings.
+        normed_residual: Whether the residual stream starts from the normalised feature.
+    """
+
+    norm: torch.Tensor
+    normed_residual: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaWeights:
-    """All weights of a decoder."""
+    """All weights of a decoder.
+
+    Attributes:
+        embedding: [vocab, hidden].
+        layers: In order.
+        final_norm: float32 [hidden].
+        head: From final hidden states to logits.
+        features: How the first layer takes features; None: it takes the normalised embedding alone.
+        recordable: Whether a step over them may be recorded as a graph.
+    """
 
     embedding: torch.Tensor
     layers: tuple[LlamaLayer, ...]
     final_norm: torch.Tensor
     head: Head
-
-
-class LlamaReader:
-    """Reads the weights of one checkpoint in the wanted kind and place."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        config: DecoderConfig,
-        shape: LlamaShape,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Remembers what to read."""
-        self._checkpoint = checkpoint
-        self._config = config
-        self._shape = shape
-        self._dtype = dtype
-        self._device = device
-
-    def read(self) -> LlamaWeights:
-        """Reads and packs everything.
-
-        Raises:
-            ConfigError: A tensor is missing or has another shape than config.json says.
-        """
-        vocab = (self._config.vocab_size, self._shape.hidden_size)
-        embedding = self.weight("model.embed_tokens.weight", vocab)
-        hidden = self._shape.hidden_size
-        return LlamaWeights(
-            embedding=embedding,
-            layers=tuple(self.layer(f"model.layers.{index}", hidden) for index in range(self._config.num_layers)),
-            final_norm=self.norm("model.norm.weight", hidden),
-            head=self._head(embedding),
-        )
-
-    def _head(self, embedding: torch.Tensor) -> Head:
-        tied = self._shape.tied_head
-        return HeadLinear(embedding if tied else self.weight("lm_head.weight", tuple(embedding.shape)))
-
-    def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One matrix, in kind and place."""
-        return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
-
-    def norm(self, name: str, size: int) -> torch.Tensor:
-        """The weight [size] of one norm, float32."""
-        return self._checkpoint.tensor(name, (size,)).to(device=self._device, dtype=torch.float32).contiguous()
-
-    def _head_norm(self, name: str) -> torch.Tensor:
-        if self._checkpoint.has(name):
-            return self.norm(name, self._config.head_dim)
-        return torch.empty(0, dtype=torch.float32, device=self._device)
-
-    def _fused(self, prefix: str, parts: dict[str, int], in_features: int) -> Linear:
-        """One linear of several: their outputs follow one another; missing biases count as zero."""
-        return Linear(*self._stacked(prefix, parts, in_features))
-
-    def _closing(self, prefix: str, name: str, out_features: int, in_features: int) -> Linear:
-        """The linear at the end of a block, whose outputs are added to the residual stream."""
-        return self._fused(prefix, {name: out_features}, in_features)
-
-    def _stacked(
-        self, prefix: str, parts: dict[str, int], in_features: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of `_fused`."""
-        weights = [self.weight(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts.items()]
-        named = {name: f"{prefix}.{name}.bias" for name in parts}
-        if not any(self._checkpoint.has(name) for name in named.values()):
-            return torch.cat(weights), None
-        biases = [
-            self.weight(named[name], (size,))
-            if self._checkpoint.has(named[name])
-            else torch.zeros(size, dtype=self._dtype, device=self._device)
-            for name, size in parts.items()
-        ]
-        return torch.cat(weights), torch.cat(biases)
-
-    def layer(self, prefix: str, in_features: int) -> LlamaLayer:
-        """One layer, whose queries, keys and values are made of `in_features` numbers."""
-        config, shape = self._config, self._shape
-        hidden, inner = shape.hidden_size, shape.intermediate_size
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        return LlamaLayer(
-            input_norm=self.norm(f"{prefix}.input_layernorm.weight", hidden),
-            query_norm=self._head_norm(f"{attention}.q_norm.weight"),
-            key_norm=self._head_norm(f"{attention}.k_norm.weight"),
-            post_norm=self.norm(f"{prefix}.post_attention_layernorm.weight", hidden),
-            qkv=self._fused(attention, {"q_proj": query, "k_proj": kv, "v_proj": kv}, in_features),
-            out=self._closing(attention, "o_proj", hidden, query),
-            gate_up=self._fused(mlp, {"gate_proj": inner, "up_proj": inner}, hidden),
-            down=self._closing(mlp, "down_proj", hidden, inner),
-        )
+    features: FeatureInput | None = None
+    recordable: bool = True

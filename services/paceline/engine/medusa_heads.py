@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_DRAFT_TOKENS
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.decoder import Decoder
-from paceline.engine.linear import HeadLinear, Linear
+from paceline.engine.linear import Linear
 from paceline.json_file import read_object
 
 MODEL_TYPE: Final = "medusa"
@@ -98,7 +98,7 @@ class MedusaHeads:
 
         blocks = [
             [
-                Linear(weight(f"{head}.{block}.linear.weight", hidden, hidden),
+                decoder.platform.linear(weight(f"{head}.{block}.linear.weight", hidden, hidden),
                        weight(f"{head}.{block}.linear.bias", hidden))
                 for block in range(shape.num_blocks)
             ]
@@ -107,7 +107,7 @@ class MedusaHeads:
         names = [f"{head}.{shape.num_blocks}.weight" for head in range(shape.num_heads)]
         if not any(map(checkpoint.has, names)):
             return cls(blocks, [decoder.head])
-        return cls(blocks, [HeadLinear(weight(name, vocab, hidden)) for name in names])
+        return cls(blocks, [decoder.platform.head(weight(name, vocab, hidden)) for name in names])
 
     def __len__(self) -> int:
         """How many heads there are."""

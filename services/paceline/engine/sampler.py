@@ -21,7 +21,7 @@ from paceline.core.messages import PositionLogprobs
 from paceline.core.noise import split_uint64
 from paceline.core.params import SamplingParams
 from paceline.core.processors import MAX_VOCAB_SIZE, Truncation, masked_until_min_tokens, require_usable
-from paceline.engine import noise_kernels, row_kernels
+from paceline.engine.backends.cpu import noise_kernels, row_kernels
 
 Logits = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]

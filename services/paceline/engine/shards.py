@@ -13,10 +13,12 @@ from typing import Final
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.engine.backends.interface import Platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import LEAN_ARCHITECTURES, DecoderConfig, LlamaShape
-from paceline.engine.linear import HeadLinear, Linear
-from paceline.engine.llama import Head, LlamaReader
+from paceline.engine.linear import Head, Linear
+from paceline.engine.llama import LlamaWeights
+from paceline.engine.llama_reader import LlamaReader
 from paceline.engine.ranks import Ranks
 
 FLAG: Final = "--tensor-parallel-size"
@@ -77,28 +79,37 @@ def _check_divides(field: str, count: int, size: int) -> None:
 
 
 class SummedLinear(Linear):
-    """A linear whose inputs are cut: every rank's result is the sum of all ranks' summands, in float32."""
+    """A linear whose inputs are cut: every rank's result is the sum of all ranks' summands, in float32.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, ranks: Ranks) -> None:
-        """Packs this rank's weight [out, in / size] and bias [out]."""
-        super().__init__(weight, bias)
-        self._ranks = ranks
+    Args:
+        summand: Of this rank's weight [out, in / size] and bias [out].
+        ranks: All of them.
+    """
+
+    def __init__(self, summand: Linear, ranks: Ranks) -> None:
+        self.dtype, self.nbytes = summand.dtype, summand.nbytes
+        self.in_features, self.out_features = summand.in_features, summand.out_features
+        self._summand, self._ranks = summand, ranks
 
     def raw(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, in / size] -> float32 [rows, out]; all ranks call it at once."""
-        return self._ranks.sum(super().raw(rows))
+        return self._ranks.sum(self._summand.raw(rows))
+
+    def rows_computed(self, count: int) -> int:
+        """See `Linear`."""
+        return self._summand.rows_computed(count)
 
 
-class GatheredHead:
+class GatheredHead(Head):
     """The language model head cut by token ids; the logits come together on rank 0.
 
     Attributes:
         nbytes: Of this rank's part.
     """
 
-    def __init__(self, weight: torch.Tensor, ranks: Ranks, vocab_size: int) -> None:
-        """Packs this rank's weight [ceil(vocab / size), hidden], where the last one's may have rows to spare."""
-        self._part = HeadLinear(weight)
+    def __init__(self, part: Head, ranks: Ranks, vocab_size: int) -> None:
+        """Takes this rank's part, of ceil(vocab / size) ids, where the last one's may have some to spare."""
+        self._part = part
         self._ranks = ranks
         self._vocab_size = vocab_size
         self.nbytes = self._part.nbytes
@@ -121,13 +132,20 @@ class ShardReader(LlamaReader):
         checkpoint: Of the whole model.
         share: This rank's.
         dtype: Wanted kind.
+        platform: Makes linears.
         ranks: All of them; they compute sums and logits together.
     """
 
-    def __init__(self, checkpoint: Checkpoint, share: Share, dtype: torch.dtype, ranks: Ranks) -> None:
-        super().__init__(checkpoint, share.config, share.shape, dtype, ranks.device)
+    def __init__(
+        self, checkpoint: Checkpoint, share: Share, dtype: torch.dtype, platform: Platform, ranks: Ranks
+    ) -> None:
+        super().__init__(checkpoint, share.config, share.shape, dtype, platform)
         self._share = share
         self._ranks = ranks
+
+    def read(self) -> LlamaWeights:
+        """See `LlamaReader`; nobody has seen the ranks' sums recorded in a graph."""
+        return replace(super().read(), recordable=False)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """This rank's part, of this shape, of a matrix or bias.
@@ -149,7 +167,7 @@ class ShardReader(LlamaReader):
         return self._checkpoint.part(name, shape, dim, first, last).to(device=self._device, dtype=self._dtype)
 
     def _closing(self, prefix: str, name: str, out_features: int, in_features: int) -> Linear:
-        return SummedLinear(*self._stacked(prefix, {name: out_features}, in_features), self._ranks)
+        return SummedLinear(super()._closing(prefix, name, out_features, in_features), self._ranks)
 
     def _head(self, embedding: torch.Tensor) -> Head:
         vocab, hidden = embedding.shape
@@ -162,4 +180,4 @@ class ShardReader(LlamaReader):
             part = self._part("lm_head.weight", (vocab, hidden), 0, first, last)
         if len(part) < count:
             part = torch.nn.functional.pad(part, (0, 0, 0, count - len(part)))
-        return GatheredHead(part, self._ranks, vocab)
+        return GatheredHead(self._platform.head(part), self._ranks, vocab)

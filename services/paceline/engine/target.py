@@ -39,10 +39,10 @@ from paceline.core.target_events import (
 )
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import Decoder
-from paceline.engine.growth import Growth
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.profile import StepProfiler
-from paceline.engine.sources import AnySource
+from paceline.engine.source_calls import SourceCalls
+from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class TargetEngine:
         self._allocator = allocator
         self._clock = clock
         self._rules = Rules() if rules is None else rules
-        self._growth = Growth(sources, allocator, self._rules, clock)
+        self._sources = SourceCalls(sources, allocator, self._rules, clock)
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
@@ -145,7 +145,7 @@ class TargetEngine:
             case Cancel():
                 self.scheduler.drop(session)
             case Paired():
-                sources = self._growth.sources_of(session.request)
+                sources = self._sources.sources_of(session.request)
                 session.calibrations = self._calibrations_for(session.request, event.address, sources)
                 self.scheduler.tier.pair(session, event.address, self._clock())
             case HeardOf():
@@ -160,7 +160,7 @@ class TargetEngine:
         self.scheduler.submit(session)
 
     def _new_session(self, event: Submit) -> TargetSession:
-        sources = self._growth.sources_of(event.request)
+        sources = self._sources.sources_of(event.request)
         return TargetSession(
             event.request,
             event.serial,
@@ -233,7 +233,7 @@ class TargetEngine:
         if plan.num_rows:
             outcomes += self._run(plan)
             self._move_accepted()
-            self._growth.grow(self.scheduler.report, self._clock() - plan.started_s)
+            self._sources.grow(self.scheduler.report, self._clock() - plan.started_s)
         self.scheduler.end_step(plan, self._clock())
         self._in_step = None
         return self._output(outcomes, self.scheduler.take_report(plan))
@@ -267,7 +267,7 @@ class TargetEngine:
             return session.serial, _blame(session.session_id, error)
         outcome = self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self._clock())
         if not session.ended:
-            self._growth.add(session)
+            self._sources.add(session)
         return outcome
 
     def _move_accepted(self) -> None:

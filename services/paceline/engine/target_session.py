@@ -16,7 +16,7 @@ from paceline.core.rules import Rule, Verdict, token_fates
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.tree import Node
 from paceline.engine.sampler import RowSampler
-from paceline.engine.sources import AnySource, Follower
+from paceline.engine.source_interface import AnySource, Follower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

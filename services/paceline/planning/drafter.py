@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierSaid
 from paceline.core.drafted_session import DraftedSession
+from paceline.core.drafter_growth import Guesses
 from paceline.core.messages import DraftNodes, ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.tree import Node, NodeState
-from paceline.core.tree_growth import Guesses
 from paceline.planning.guesses import RIGHT, STRIDE, GuessSource
 from paceline.planning.profile import DrafterFacts
 

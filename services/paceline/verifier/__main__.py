@@ -24,10 +24,10 @@ from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.checkpoint import warm_up as warm_up_draft
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.budget import target_scratch_blocks
-from paceline.engine.decoder import load_decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
 from paceline.engine.identity import model_identity
+from paceline.engine.loading import load_decoder
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.ranks import Ranks
 from paceline.engine.target import TargetEngine
@@ -40,9 +40,9 @@ from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.serving import run
 from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
 from paceline.verifier.host import TargetHost
+from paceline.verifier.make_sources import make_sources
 from paceline.verifier.ranks import Join, other_ranks
 from paceline.verifier.servicer import VerifierServicer
-from paceline.verifier.sources import make_sources
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ import torch
 from paceline.config import check_address, exit_with_error, loggable, parse, setting
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.engine.config import DecoderConfig
-from paceline.engine.decoder import LlamaDecoder, load_decoder
 from paceline.engine.identity import weights_hash
+from paceline.engine.loading import load_decoder
 from paceline.engine.process import prepare_process
 from paceline.engine.ranks import SILENCE_S, Ranks
 from paceline.engine.rendezvous import RankFacts, Rendezvous
-from paceline.engine.sharded_decoder import follow
+from paceline.engine.sharded_backend import follow
 from paceline.engine.shards import check_shares
 from paceline.obs.log import setup_logging
 from paceline.verifier.config import MOST_RANKS
@@ -87,7 +87,6 @@ def serve(config: RankConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     decoder = load_decoder(config.model, config.dtype, num_threads=config.threads, ranks=ranks)
-    assert isinstance(decoder, LlamaDecoder), "only these have parts"
     logger.info("part of the model is ready", extra={"rank": config.rank, "weight_bytes": decoder.weight_bytes})
     follow(decoder, ranks)
     ranks.stop()

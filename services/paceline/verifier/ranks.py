@@ -14,12 +14,12 @@ from typing import Final, NoReturn
 import torch
 
 from paceline.core.errors import ConfigError, UnavailableError
+from paceline.engine.backends.choice import choose_platform
 from paceline.engine.config import DecoderConfig
-from paceline.engine.decoder import choose_device
 from paceline.engine.process import parse_cpus
 from paceline.engine.ranks import Ranks
 from paceline.engine.rendezvous import RankFacts, Rendezvous, listen
-from paceline.engine.sharded_decoder import dismiss
+from paceline.engine.sharded_backend import dismiss
 from paceline.engine.shards import FLAG, check_shares
 from paceline.verifier.config import VerifierConfig
 
@@ -159,7 +159,7 @@ def rank_device(device: str, rank: int) -> torch.device:
     Raises:
         ConfigError: There is no such device.
     """
-    place = choose_device(device)
+    place = choose_platform(device).device
     return torch.device(place.type, rank % torch.cuda.device_count()) if place.type == "cuda" else place
 
 

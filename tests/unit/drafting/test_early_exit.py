@@ -12,11 +12,11 @@ from paceline.core.pages import BlockPool, SessionPages, SlotPool
 from paceline.core.params import SamplingParams
 from paceline.core.tree import DraftTree
 from paceline.drafting.early_exit import EarlyExitSource
-from paceline.engine.decoder import LlamaDecoder
+from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.sampler import RowSampler
-from paceline.engine.sources import Turn
+from paceline.engine.source_interface import Turn
 from tests.unit.engine.tiny_models import PROMPT, VOCAB
 
 NUM_BLOCKS, SCRATCH_BLOCKS = 8, 2
@@ -42,7 +42,7 @@ class Session:
 class Bench:
     """A decoder with pages and scratch slots."""
 
-    decoder: LlamaDecoder
+    decoder: Decoder
     pool: BlockPool = field(default_factory=lambda: BlockPool(NUM_BLOCKS))
     scratch: SlotPool = field(default_factory=lambda: SlotPool(NUM_BLOCKS, SCRATCH_BLOCKS))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.params import NGRAM, SUFFIX
 from paceline.core.tree import DraftTree
 from paceline.drafting.suffix import LEAST_MATCH, MOST_PLACES, RecentTexts, SuffixIndex, TextFollower, TextSource
-from paceline.engine.sources import Turn
+from paceline.engine.source_interface import Turn
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.engine.compiled_layers import CompiledLayers
-from paceline.engine.decoder import load_decoder
-from paceline.engine.linear import has_own_product
-from paceline.engine.states import StateLayout
+from paceline.engine.backends.cpu.fused_layers import FusedLayers
+from paceline.engine.backends.cpu.linear import has_own_product
+from paceline.engine.hidden_states import StateLayout
+from paceline.engine.loading import load_decoder
 from tests.unit.engine.tiny_models import (
     FAMILIES,
     NUM_BLOCKS,
@@ -139,7 +139,7 @@ def test_settings_that_cannot_work_are_refused_by_name(tiny):
 def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(family, tiny, monkeypatch):
     whole = tiny(family).load("bfloat16")
     with monkeypatch.context() as patch:
-        patch.setattr(CompiledLayers, "are_possible", lambda _layers, _hidden: False)
+        patch.setattr(FusedLayers, "are_possible", lambda _layers, _hidden: False)
         one_by_one = tiny(family).load("bfloat16")
     layout = StateLayout(hidden_size=whole.hidden_size, layers=(0, whole.config.num_layers - 1), final=True)
     traffic, caches = Traffic(7), []

@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE
+from paceline.engine.backends.cpu.linear import has_native_bfloat16
+from paceline.engine.backends.cpu.platform import CpuPlatform
+from paceline.engine.backends.torch.platform import TorchPlatform
 from paceline.engine.batch import Batch
-from paceline.engine.eagle3 import EagleConfig, load_eagle3, load_fusion, states_hash
-from paceline.engine.linear import has_native_bfloat16
+from paceline.engine.eagle3 import EagleConfig, load_eagle3, load_fusion, read_eagle3, states_hash
 from paceline.heads import is_eagle3
 from tests.support.eagle import eagle_forward, save_eagle3
 from tests.unit.engine.tiny_models import FAMILIES, NUM_BLOCKS, PROMPT, SCRATCH, TABLE, branch, chain, pack
@@ -43,13 +45,12 @@ def embedding_of(model) -> torch.Tensor:
     return model.oracle.get_input_embeddings().weight.detach()
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
+@pytest.mark.parametrize("platform", [CpuPlatform(), TorchPlatform(torch.device("cpu"))], ids=["cpu", "torch"])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_prompt_rows_and_drafted_rows_equal_an_independent_forward(layout, compiled, tiny, tmp_path):
+def test_prompt_rows_and_drafted_rows_equal_an_independent_forward(layout, platform, tiny, tmp_path):
     model = tiny(FAMILY)
     folder = save_eagle3(tmp_path / "head", model.folder, **LAYOUTS[layout])
-    decoder = load_eagle3(folder, model.folder, "float32", "cpu", compiled=compiled)
-    assert (decoder._torch_layers is None) is compiled
+    decoder = read_eagle3(folder, model.folder, "float32", platform)
     features = features_of(model, folder, PROMPT)[:30]
     tokens, path = PROMPT[1:31], [5, 17, 40]
     cache = decoder.new_cache(NUM_BLOCKS)

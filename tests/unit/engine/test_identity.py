@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ConfigError
-from paceline.engine import decoder, identity
+from paceline.engine.backends.choice import platform_of
+from paceline.engine.backends.cpu import platform
 from paceline.engine.checkpoint import Checkpoint
-from paceline.engine.decoder import choose_dtype
 from paceline.engine.identity import model_identity, weights_hash
+from paceline.engine.loading import choose_dtype
 from tests.support.checkpoints import save_pair
 
 
@@ -45,8 +46,8 @@ def test_a_copy_of_a_checkpoint_has_its_fingerprint_and_the_type_asked_for_is_pa
 def test_auto_takes_no_type_that_the_cpu_only_emulates(copy, monkeypatch, asked, emulates, device, served):
     weights = copy / "model.safetensors"
     save_file({name: value.to(torch.bfloat16) for name, value in load_file(weights).items()}, weights)
-    monkeypatch.setattr(decoder, "has_native_bfloat16", lambda: not emulates)
-    assert choose_dtype(asked, Checkpoint(copy), torch.device(device)) is served
+    monkeypatch.setattr(platform, "has_native_bfloat16", lambda: not emulates)
+    assert choose_dtype(asked, Checkpoint(copy), platform_of(torch.device(device))) is served
 
 
 def test_weights_that_were_trained_further_have_another_fingerprint(folder, copy):
@@ -76,5 +77,5 @@ def test_arithmetic_names_the_device_and_the_versions_that_decide_bits(folder, m
     assert here == model_identity(folder).arithmetic
     assert here.startswith("cpu ")
     assert torch.__version__ in here
-    monkeypatch.setattr(identity, "sources_hash", lambda _: "other kernels")
+    monkeypatch.setattr(platform, "sources_hash", lambda _: "other kernels")
     assert model_identity(folder).arithmetic != here

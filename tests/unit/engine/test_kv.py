@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.pages import BLOCK_SIZE
+from paceline.engine.backends.cpu.kv import CpuKVCache
 from paceline.engine.kv import KVCache
 
 
 def random_cache(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    cache = KVCache(2, 3, 5, 4, dtype=dtype)
+    cache = CpuKVCache(2, 3, 5, 4, dtype=dtype)
     cache.keys.normal_(generator=generator)
     cache.values.normal_(generator=generator)
     return cache
@@ -37,7 +38,7 @@ def test_copies_read_every_source_before_writing_any_target(dtype, pairs):
     sources, targets = (np.array([pair[side] for pair in pairs], dtype=np.int64) for side in (0, 1))
     cache.copy_slots(sources, targets)
     in_torch = random_cache(dtype)
-    in_torch._copy_in_torch(torch.from_numpy(sources), torch.from_numpy(targets))
+    KVCache._copy_kv(in_torch, sources, targets)
     assert torch.equal(in_torch.keys, cache.keys)
     assert torch.equal(in_torch.values, cache.values)
     for old, new in zip(before, by_slot(cache), strict=True):
@@ -48,8 +49,8 @@ def test_copies_read_every_source_before_writing_any_target(dtype, pairs):
 
 def test_the_cache_says_how_much_memory_it_takes():
     elements = 2 * (2 * 4 * 3 * 5 * BLOCK_SIZE)
-    assert KVCache(2, 3, 5, 4).nbytes == elements * 4
-    assert KVCache(2, 3, 5, 4, dtype=torch.bfloat16).nbytes == elements * 2
+    assert CpuKVCache(2, 3, 5, 4).nbytes == elements * 4
+    assert CpuKVCache(2, 3, 5, 4, dtype=torch.bfloat16).nbytes == elements * 2
 
 
 def test_views_of_layers_share_the_memory_of_the_cache():

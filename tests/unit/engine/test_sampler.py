@@ -17,7 +17,7 @@ from paceline.core.errors import LocalProtocolError
 from paceline.core.noise import exact_exp, exact_log, gumbel, noise_words
 from paceline.core.params import SamplingParams
 from paceline.core.processors import RowHistory, UnusableLogitsError, fixed_point_mass, process
-from paceline.engine import noise_kernels, row_kernels
+from paceline.engine.backends.cpu import noise_kernels, row_kernels
 from paceline.engine.sampler import RowSampler
 from tests.support.laws import coupled_choice
 

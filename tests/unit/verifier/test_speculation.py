@@ -9,9 +9,9 @@ import pytest
 from paceline.core.allocator import FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import LAYER_SKIP, MEDUSA
-from paceline.engine.decoder import load_decoder
+from paceline.engine.loading import load_decoder
 from paceline.verifier.config import Speculation, speculation_from
-from paceline.verifier.sources import make_sources
+from paceline.verifier.make_sources import make_sources
 from tests.support.checkpoints import save_pair
 from tests.support.heads import random_medusa, save_medusa
 from tests.unit.engine.tiny_models import SIZES, save_tiny

@@ -1,0 +1,1 @@
+"""What computes the steps of a decoder: compiled loops (cpu), torch operations, or transformers' own modules."""

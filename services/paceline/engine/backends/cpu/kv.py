@@ -1,0 +1,69 @@
+"""The cache of the compiled loops.
+
+Keys of a block lie transposed, [head_dim, BLOCK_SIZE], so that the score loop runs over tokens side by side without
+changing the order of any sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.core.pages import BLOCK_SIZE
+from paceline.engine.backends.cpu.kernel_cache import njit
+from paceline.engine.kv import KVCache
+
+
+@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _copy_slots(keys: Any, values: Any, sources: Any, targets: Any) -> None:
+    layers, _, kv_heads, head_dim, block_size = keys.shape
+    count = sources.shape[0]
+    held_keys = np.empty((count, kv_heads, head_dim), keys.dtype)
+    held_values = np.empty((count, kv_heads, head_dim), keys.dtype)
+    for layer in range(layers):
+        for index in range(count):
+            block, offset = sources[index] // block_size, sources[index] % block_size
+            held_keys[index] = keys[layer, block, :, :, offset]
+            held_values[index] = values[layer, block, :, offset, :]
+        for index in range(count):
+            block, offset = targets[index] // block_size, targets[index] % block_size
+            keys[layer, block, :, :, offset] = held_keys[index]
+            values[layer, block, :, offset, :] = held_values[index]
+
+
+def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A CPU tensor's memory for the compiled loops; bfloat16 shows as its bits, uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+class CpuKVCache(KVCache):
+    """See `KVCache`.
+
+    Attributes:
+        layers: One (keys, values) pair of numpy views a layer.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        dtype: torch.dtype = torch.float32,
+        state_width: int = 0,
+    ) -> None:
+        """Allocates the cache; contents are zero, so that unused lanes never hold NaN."""
+        shape = (num_layers, num_blocks, num_kv_heads)
+        super().__init__(
+            keys=torch.zeros((*shape, head_dim, BLOCK_SIZE), dtype=dtype),
+            values=torch.zeros((*shape, BLOCK_SIZE, head_dim), dtype=dtype),
+            states=torch.zeros((num_blocks * BLOCK_SIZE, state_width), dtype=dtype),
+            num_blocks=num_blocks,
+        )
+        self.layers = list(zip(as_array(self.keys), as_array(self.values), strict=True))
+
+    def _copy_kv(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        _copy_slots(as_array(self.keys), as_array(self.values), sources, targets)

@@ -1,0 +1,61 @@
+"""A CPU as a platform: compiled loops, packed linears."""
+
+from __future__ import annotations
+
+import platform
+from functools import partial
+from importlib.metadata import version
+
+import torch
+
+from paceline.engine.backends.cpu.attention import write_and_attend
+from paceline.engine.backends.cpu.backend import CpuBackend
+from paceline.engine.backends.cpu.kernel_cache import PACKAGE, sources_hash
+from paceline.engine.backends.cpu.kv import CpuKVCache
+from paceline.engine.backends.cpu.linear import PackedHead, PackedLinear, has_native_bfloat16, rows_computed
+from paceline.engine.backends.interface import Attention, Platform
+from paceline.engine.batch import Batch
+from paceline.engine.config import DecoderConfig, LlamaShape
+from paceline.engine.llama import LlamaWeights
+
+
+class CpuPlatform(Platform):
+    """See `Platform`."""
+
+    packs, linear, head = True, PackedLinear, PackedHead
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    @property
+    def arithmetic(self) -> str:
+        """See `Platform`.
+
+        Two CPUs of one architecture count as one: our kernels fix the order of every sum, whatever instructions they
+        use, and oneDNN's float32 products had the same bits with AVX2 and with AVX-512 (torch 2.13; not with SSE4.1
+        alone).
+        """
+        kernels = f"kernels {sources_hash(PACKAGE)}, numba {version('numba')}"
+        return f"cpu {platform.machine()}, {kernels}, torch {torch.__version__}"
+
+    @property
+    def emulates_bfloat16(self) -> bool:
+        """See `Platform`."""
+        return not has_native_bfloat16()
+
+    def new_cache(self, config: DecoderConfig, num_blocks: int, dtype: torch.dtype, state_width: int) -> CpuKVCache:
+        """See `Platform`."""
+        shape = (config.num_layers, config.num_kv_heads, config.head_dim, num_blocks)
+        return CpuKVCache(*shape, dtype, state_width)
+
+    def rows_computed(self, rows: int, dtype: torch.dtype) -> int:
+        """See `Platform`."""
+        return rows_computed(rows, dtype)
+
+    def attention(self, batch: Batch) -> Attention:
+        """See `Platform`."""
+        return partial(write_and_attend, batch)
+
+    def llama(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> CpuBackend:
+        """See `Platform`."""
+        return CpuBackend(self, config, shape, weights)

@@ -1,0 +1,1 @@
+"""Transformers' own modules with our attention and linears."""

@@ -1,0 +1,117 @@
+"""What a decoder asks for all that depends on how and where it runs: its back end, and the platform below that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from paceline.engine.batch import Batch
+from paceline.engine.config import DecoderConfig, LlamaShape
+from paceline.engine.hidden_states import StateLayout
+from paceline.engine.kv import KVCache
+from paceline.engine.linear import Head, Linear
+from paceline.engine.llama import LlamaWeights
+
+Layers = tuple[int, ...] | None
+# Of one batch in one layer: writes new keys and values [rows, G, D] into the rows' slots, and has query [rows, H, D]
+# attend; returns as much. (query, new_keys, new_values, keys and values of the layer as in `KVCache`, scale).
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+class Backend(ABC):
+    """Computes the steps of one model; a decoder holds one.
+
+    Attributes:
+        platform: Where it computes.
+        config: Sizes and limits.
+        dtype: Of the weights.
+        hidden_size: Width of the final hidden states.
+        weight_bytes: What one step reads of the weights.
+        layer_bytes: What it reads of each layer; empty where layers do not run alone.
+        feature_width: Numbers of `Batch.features` a row; 0: it takes tokens alone.
+    """
+
+    platform: Platform
+    config: DecoderConfig
+    dtype: torch.dtype
+    hidden_size: int
+    weight_bytes: int
+    layer_bytes: tuple[int, ...] = ()
+    feature_width = 0
+
+    @abstractmethod
+    def head(self, rows: torch.Tensor) -> torch.Tensor:
+        """The language model head: final hidden states, float32 [rows, hidden], to logits, float32 [rows, vocab]."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers = None) -> torch.Tensor:
+        """Writes the rows' KV and states, and returns float32 logits [k, vocab] of `batch.logit_rows`, in that order.
+
+        Args:
+            batch: Rows.
+            cache: Their KV.
+            kept: The states that are written.
+            layers: Runs these layers alone, in this order; None runs all.
+        """
+
+    def check_states(self, layout: StateLayout) -> None:  # noqa: B027 - most can keep any
+        """Refuses states that `forward` cannot keep.
+
+        Raises:
+            ConfigError: It cannot; says why.
+        """
+
+    def new_cache(self, num_blocks: int, state_width: int) -> KVCache:
+        """An empty cache of the right shape."""
+        return self.platform.new_cache(self.config, num_blocks, self.dtype, state_width)
+
+    def prepare(self, max_rows: int) -> None:  # noqa: B027 - most need nothing
+        """Makes at once, and before memory is accounted for, what steps of up to so many rows need."""
+
+    def rows_computed(self, rows: int) -> int:
+        """Rows that a step of so many computes: kernels and recorded steps round up."""
+        return self.platform.rows_computed(rows, self.dtype)
+
+
+class Platform(ABC):
+    """What one kind of device computes with: the parts of which back ends and heads are made.
+
+    Attributes:
+        device: Where tensors lie.
+        packs: Whether linears are packed, and take float32 rows whatever their weights are.
+        linear: Of weight [out, in] and bias [out]; both may be dropped afterwards.
+        head: Of weight [vocab, hidden].
+    """
+
+    device: torch.device
+    packs: bool
+    linear: type[Linear]
+    head: type[Head]
+
+    @property
+    @abstractmethod
+    def arithmetic(self) -> str:
+        """Names what decides the last bits of logits beside weights: kind of device, versions, our own kernels."""
+
+    @property
+    def emulates_bfloat16(self) -> bool:
+        """Whether it multiplies bfloat16 by other instructions: slowly, and not always with the same bits."""
+        return False
+
+    @abstractmethod
+    def new_cache(self, config: DecoderConfig, num_blocks: int, dtype: torch.dtype, state_width: int) -> KVCache:
+        """An empty cache of `num_blocks` blocks."""
+
+    def rows_computed(self, rows: int, dtype: torch.dtype) -> int:
+        """Rows that linears of this kind compute for so many."""
+        return rows
+
+    @abstractmethod
+    def attention(self, batch: Batch) -> Attention:
+        """Attention of a batch over caches of `new_cache`."""
+
+    @abstractmethod
+    def llama(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> Backend:
+        """The back end of a model of the Llama family, whose weights lie on the device."""

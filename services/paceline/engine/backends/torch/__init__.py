@@ -1,0 +1,1 @@
+"""Torch operations, for CUDA and to check the compiled loops."""

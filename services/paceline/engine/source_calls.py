@@ -1,0 +1,156 @@
+"""Asks the sources inside the verifier for guesses once a step has committed its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from operator import attrgetter
+
+from paceline.core.allocator import LEAST_SURVIVAL, Allocator
+from paceline.core.messages import GenerateRequest
+from paceline.core.mixture import Gain, SourceRecord, in_hand
+from paceline.core.params import CHAIN_RULES
+from paceline.core.rules import Rules
+from paceline.core.target_events import StepReport
+from paceline.engine.source_interface import AnySource, Follower, Turn
+from paceline.engine.target_session import TargetSession
+
+# Weight of a step in the time of steps that calls are weighed against.
+STEP_SMOOTHING = 0.1
+
+_gain_of = attrgetter("gain")
+
+
+# Not frozen, and made by position: with many sessions a step makes as many.
+@dataclass(slots=True)
+class _Candidate:
+    """A session that a costly source may be asked for; it has `held` expected draft tokens in hand, and gains some."""
+
+    session: TargetSession
+    known: Gain
+    held: float
+    gain: float
+
+
+class SourceCalls:
+    """All sources of an engine, each asked for the sessions where that pays.
+
+    Args:
+        sources: Asked in the order of what they bring a second.
+        allocator: Says what guesses are worth.
+        rules: Acceptance rules.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self, sources: Sequence[AnySource], allocator: Allocator, rules: Rules, clock: Callable[[], float]
+    ) -> None:
+        self._sources = sources
+        self._rules = rules
+        self._allocator = allocator
+        self._clock = clock
+        self._records = {source.name: SourceRecord() for source in sources}
+        self._sessions: list[TargetSession] = []
+        self._step_s: float | None = None
+
+    def sources_of(self, request: GenerateRequest) -> list[AnySource]:
+        """Those that a request lets draft."""
+        speculation = request.speculation
+        if self._rules.of(speculation).name in CHAIN_RULES:
+            # These rules need the distribution of every guess, and only drafters send it.
+            return []
+        methods = speculation.methods or [source.name for source in self._sources]
+        return [source for source in self._sources if speculation.cap and source.name in methods]
+
+    def add(self, session: TargetSession) -> None:
+        """A session got tokens in this step, and goes on."""
+        self._sessions.append(session)
+
+    def grow(self, report: StepReport, seconds: float) -> None:
+        """Has guesses hung into the trees of the sessions of this step, which took so many seconds so far."""
+        sessions, self._sessions = self._sessions, []
+        for session in sessions:
+            session.own_survivals = []
+        if self._step_s is None:
+            self._step_s = seconds
+        if not report.num_prefill_rows:
+            self._step_s += STEP_SMOOTHING * (seconds - self._step_s)
+        if self._allocator.least_survival >= 1.0:
+            return
+        for source in sorted(self._sources, key=lambda each: -self._records[each.name].merit):
+            self._ask_where_it_pays(source, sessions, self._step_s, report)
+
+    def _ask(self, source: AnySource, sessions: Sequence[TargetSession]) -> None:
+        turns = [self._turn(source, session) for session in sessions]
+        grown = source.grow(turns) if turns else ()
+        for session, survivals in zip(sessions, grown, strict=True):
+            # Sources guess the same tokens more often than not: the surer one counts, rank by rank.
+            pairs = zip_longest(session.own_survivals, survivals, fillvalue=0.0)
+            session.own_survivals = [max(pair) for pair in pairs]
+
+    def _turn(self, source: AnySource, session: TargetSession) -> Turn[Follower]:
+        return Turn(
+            follower=session.followers[source.name],
+            tree=session.tree,
+            limit=self._cap(session),
+            least=self._allocator.least_survival,
+        )
+
+    def _ask_where_it_pays(
+        self, source: AnySource, sessions: Sequence[TargetSession], step_s: float, report: StepReport
+    ) -> None:
+        record = self._records[source.name]
+        if not record.begin_step():
+            return
+        held = [self._in_hand(session) for session in sessions]
+        candidates = [
+            self._candidate(source, record, session, in_hand_now)
+            for session, in_hand_now in zip(sessions, held, strict=True)
+            if source.name in session.followers and self._cap(session) and session.may_wait
+        ]
+        if not candidates:
+            return
+        candidates.sort(key=_gain_of, reverse=True)
+        count = self._num_asked(record, candidates, len(sessions) + sum(held), step_s)
+        if count:
+            self._call(source, record, candidates[:count], report)
+        else:
+            record.was_worth_none()
+        for each in candidates[count:]:
+            record.left_out(each.known, each.held)
+
+    @staticmethod
+    def _candidate(source: AnySource, record: SourceRecord, session: TargetSession, held: float) -> _Candidate:
+        known = session.gains.get(source.name)
+        if known is None:
+            known = session.gains[source.name] = record.new_session()
+        return _Candidate(session, known, held, known.of(held))
+
+    def _num_asked(self, record: SourceRecord, candidates: Sequence[_Candidate], expected: float, step_s: float) -> int:
+        gains = [each.gain for each in candidates]
+        count = self._allocator.num_asked(gains, expected=expected, step_s=step_s, call_s=record.call_s)
+        if not count and record.is_due(len(gains), self._clock()):
+            return len(gains)
+        return count
+
+    def _call(
+        self, source: AnySource, record: SourceRecord, candidates: Sequence[_Candidate], report: StepReport
+    ) -> None:
+        started_s = self._clock()
+        self._ask(source, [each.session for each in candidates])
+        now_s = self._clock()
+        record.asked(len(candidates), seconds=now_s - started_s, now_s=now_s)
+        for each in candidates:
+            record.gained(each.known, each.held, self._in_hand(each.session) - each.held)
+        report.asked_of[source.name] += len(candidates)
+        report.asked_s[source.name] = now_s - started_s
+
+    def _in_hand(self, session: TargetSession) -> float:
+        if not session.tree.root.children:
+            return 0.0
+        price = max(LEAST_SURVIVAL, self._allocator.least_survival)
+        return in_hand(session.tree, self._cap(session), price=price)
+
+    def _cap(self, session: TargetSession) -> int:
+        return min(session.cap, self._allocator.max_nodes)
