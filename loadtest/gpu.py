@@ -28,6 +28,7 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdenti
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
+from paceline.engine.backends.torch.backend import TorchBackend
 from paceline.engine.batch import Batch
 from paceline.engine.decoder import Decoder
 from paceline.engine.drafter import DraftEngine
@@ -97,7 +98,9 @@ def measure_steps(model: RandomModel, arguments: argparse.Namespace) -> tuple[li
         same = same and _distance(decoders, batch, cache) < MAX_LOGIT_DISTANCE
         milliseconds = {f"{mode}_ms": round(seconds[mode] * 1e3, 4) for mode in MODES}
         table.append({"rows": batch.num_rows, "sessions": sessions, **milliseconds})
-    graphs = decoders["graphs"].backend.graphs
+    backend = decoders["graphs"].backend
+    assert isinstance(backend, TorchBackend), "other back ends record nothing"
+    graphs = backend.graphs
     recorded = graphs is not None and graphs.num_recorded > 0 and not graphs.failed
     if not (same and recorded):
         print(f"NOT OK: logits of graphs and eager steps agree: {same}; all steps were recorded: {recorded}")

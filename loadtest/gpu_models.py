@@ -152,7 +152,7 @@ class RandomModel:
         return torch.ones(size, dtype=torch.float32, device=self.device)
 
 
-class ImposedDecoder:
+class ImposedDecoder(Decoder):
     """A decoder of which one logit a row is raised once its forward pass is over.
 
     Args:
@@ -161,11 +161,7 @@ class ImposedDecoder:
     """
 
     def __init__(self, inner: Decoder, agreement: float) -> None:
-        self.config, self.device, self.weight_bytes = inner.config, inner.device, inner.weight_bytes
-        self.new_cache, self.prepare, self.rows_computed = inner.new_cache, inner.prepare, inner.rows_computed
-        self.states, self.keep_states, self.feature_width = inner.states, inner.keep_states, inner.feature_width
-        self.dtype, self.hidden_size, self.head = inner.dtype, inner.hidden_size, inner.head
-        self._inner = inner
+        super().__init__(inner.backend)
         self._agreement = agreement
         # Logits of standard deviation 1 have a log-sum-exp of ln(vocab) + 1/2: the raised one's share is right.
         odds = min(agreement, 0.999) / (1.0 - min(agreement, 0.999))
@@ -173,7 +169,7 @@ class ImposedDecoder:
 
     def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:
         """See `Decoder`; the logits come on the host."""
-        logits = self._inner.forward(batch, cache, layers).cpu()
+        logits = super().forward(batch, cache, layers).cpu()
         rows = batch.logit_rows
         named = mix(batch.token_ids[rows], batch.positions[rows], 1) % self.config.vocab_size
         coins = mix(batch.token_ids[rows], batch.positions[rows], 2) % 10_000

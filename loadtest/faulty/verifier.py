@@ -14,7 +14,8 @@ import numpy as np
 
 from loadtest.faulty.orders import GAP, GARBAGE, HALF, HANG, INTERNAL, NONSENSE, POISON, Orders, note_death, obey
 from paceline.engine.batch import Batch
-from paceline.engine.decoder import Decoder, load_decoder
+from paceline.engine.decoder import Decoder
+from paceline.engine.loading import load_decoder
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import __main__ as service
 

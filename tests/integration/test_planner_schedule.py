@@ -16,6 +16,7 @@ import numpy as np
 from paceline.core.allocator import Goodput
 from paceline.core.messages import CloseSession, Commit, DraftNodes, OpenSession, ToDrafter
 from paceline.core.pages import BLOCK_SIZE
+from paceline.core.pairing import KnownDrafter
 from paceline.core.params import SamplingParams
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
@@ -191,6 +192,16 @@ class Listener:
         self.schedule = Schedule()
         self._events = events
 
+    def known(self) -> KnownDrafter:
+        """What the verifier knows of it."""
+        return KnownDrafter(address=DRAFTER)
+
+    def pair(self, session_id: str, verifier: VerifierProcess) -> None:
+        """It need not know whom it is to answer."""
+
+    def part(self, session_id: str) -> None:
+        """Nothing is to be forgotten."""
+
     def send(self, messages: Sequence[ToDrafter]) -> None:
         """The verifier says something."""
         self.schedule.tell(self._events.now_s, messages)
@@ -249,7 +260,7 @@ def planner_at_work(drafts: list[tuple[float, list[DraftNodes]]]) -> Schedule:
     process = VerifierProcess(PROFILE, events, colocated=False, drafters=[listener], on_end=lambda _: None)
     listener.schedule.watch(process.verifier.scheduler, process.verifier.allocator)
     for each in ARRIVALS:
-        events.after(each.at_s, lambda each=each: process.submit(replace(each, pieces=[]), listener))
+        events.after(each.at_s, lambda each=each: process.submit(replace(each, pieces=[])))
     for at_s, said in drafts:
         events.after(at_s, lambda said=said: process.receive(DRAFTER, said))
     events.run()

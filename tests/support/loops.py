@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from paceline.core.allocator import Allocation, Allocator, Demand, FixedGamma
 from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierLeft, VerifierSaid
 from paceline.core.drafted_session import DraftedSession
+from paceline.core.drafter_growth import Guesses
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import (
@@ -33,7 +34,6 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.step_plan import StepPlan
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import Node, walk
-from paceline.core.tree_growth import Guesses
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000
