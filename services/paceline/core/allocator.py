@@ -1,33 +1,32 @@
 """Which nodes a step verifies, and the price of one more: policies over the trees of all sessions.
 
-With nodes sorted by survival `s_1 >= s_2 >= ...`, `B` roots and a step that takes `T(rows)` seconds,
+With nodes sorted by survival `s_1 >= s_2 >= ...`, `B` roots and a step that takes `T(rows)` seconds, the nodes worth
+verifying are `best_prefix(B, s, T)` (`paceline.core.goodput`), and
 
-    goodput(m) = (B + s_1 + ... + s_m) / T(B + m),   m* = argmax over all m,
     price = goodput(m*) * (T(B + m*) - T(B + m* - 1)).
 
-Speculation off is the fixed point under load (m* = 0), not a special case. See DSpark (2607.05147) and TETRIS
-(2502.15197) for the same allocation inside one box.
+Speculation off is the fixed point under load (m* = 0), not a special case.
 
 Drafters work ahead of the step that uses their nodes, so the price that goes out looks ahead as well: it is that of
-the nodes which sessions usually have in hand, at the load of now. When even these do not beat plain decoding, the
-price is 1: drafters rest, and steps cost what they cost without them. Sources inside the verifier do not rest; their
-guesses are there in plain steps too, and what drafters bring is measured against steps with these.
+the nodes which sessions usually have in hand, at the load of now. A price of 1 lets drafters rest, and steps cost what
+they cost without them. Sources inside the verifier do not rest; their guesses are there in plain steps too, and what
+drafters bring is measured against steps with these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Protocol
 
 import numpy as np
 
-from paceline.core.holdings import Floats, Holdings, Usual, first_holdings
-from paceline.core.mixture import num_worth_asking
-from paceline.core.patience import Prospect, worth_waiting
-from paceline.core.shifts import Shifts
+from paceline.core.drafting_switch import Drafting, DraftingSwitch
+from paceline.core.goodput import Best, Floats, best_prefix, is_worth
+from paceline.core.patience import Prospect
 from paceline.core.step_cost import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
+from paceline.core.survivals import SessionSurvivals, UsualSurvivals, first_survivals
 from paceline.core.tree import DraftTree, Node, best_first
 
 # Nodes less likely than this are left out even where kernels compute their rows anyway.
@@ -36,8 +35,8 @@ LEAST_SURVIVAL = 0.05
 MOST_PRICE = 0.99
 # Weight of a step in the usual number of prefill rows: one that reads a prompt says little about those that follow.
 OTHERS_SMOOTHING = 0.05
-# Standard deviations by which steps with drafters at work are looked upon kindly while they rest.
-KINDNESS = 0.5
+# Weight of a look in the share of drafters that have answered, and in what a choice among real trees is worth.
+LOOK_SMOOTHING = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,8 @@ class Demand:
         drafted: Whether a drafter is there for it.
         answered: Whether that drafter has answered since it was called to work, so that the tree is what it brings.
         own: Survivals of guesses that it has without a drafter, best first.
-        holdings: What it usually has in hand; the allocator keeps it up.
+        num_unread: Tokens that its drafter would read before it could draft.
+        usual: What it usually has in hand; the allocator keeps it up.
     """
 
     tree: DraftTree
@@ -58,14 +58,27 @@ class Demand:
     drafted: bool = True
     answered: bool = True
     own: Sequence[float] = ()
-    holdings: Holdings = field(default_factory=Holdings)
+    num_unread: int = 0
+    usual: SessionSurvivals = field(default_factory=SessionSurvivals)
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether its drafter's guesses would be of use."""
+        return self.drafted and self.cap > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Nodes to verify, one tuple a session (parents before children), and the price that goes out with the commits."""
+    """What a step verifies, and what drafters are told with its commits.
+
+    Args:
+        nodes: One tuple a session, parents before children.
+        prices: Of each session.
+        price: Of sessions whose prompts are read.
+    """
 
     nodes: tuple[tuple[Node, ...], ...]
+    prices: tuple[float, ...]
     price: float
 
 
@@ -79,7 +92,7 @@ class Allocator(Protocol):
 
     @property
     def price(self) -> float:
-        """Least survival worth drafting for; 1: drafters rest."""
+        """Least survival worth drafting for, of a session that begins; 1: its drafter rests."""
         ...
 
     @property
@@ -91,13 +104,14 @@ class Allocator(Protocol):
         """Takes profiles of plain steps and of steps with the threads left while drafters work."""
         ...
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """Picks nodes for every session.
 
         Args:
             demands: The sessions that decode.
             other_rows: Rows of the step that are spoken for (prefill).
-            joining: Sessions whose prompts are being read, and that decode in the steps the price is for.
+            joining: Sessions whose prompts are being read, and that decode in the steps the price is for: whether their
+                drafters' guesses would be of use.
         """
         ...
 
@@ -112,7 +126,14 @@ class Allocator(Protocol):
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
-        """For how many sessions, those of most gain first, a source that takes time is asked; see `core.mixture`."""
+        """For how many sessions, those of most gain first, a source that takes time is asked.
+
+        Args:
+            gains: Tokens that the source would add, of each session, best first.
+            expected: Tokens of the whole step without it.
+            step_s: Time of a step without it.
+            call_s: Time of asking for so many sessions at once.
+        """
         ...
 
 
@@ -140,11 +161,11 @@ class FixedGamma:
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`; of no use here."""
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `Allocator`."""
         del other_rows, joining
         chosen = tuple(tuple(best_first(each.tree, min(self.gamma, each.cap))) for each in demands)
-        return Allocation(nodes=chosen, price=self.price)
+        return Allocation(nodes=chosen, prices=(self.price,) * len(demands), price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """See `Allocator`; nothing to learn."""
@@ -173,55 +194,83 @@ class Goodput:
     def __init__(self, times: StepTimes | None = None, *, max_nodes: int = 16) -> None:
         self.times = StepTimes(DEFAULT_STEP_COST) if times is None else times
         self.max_nodes = max_nodes
-        self.price = 0.0
         self.least_survival = 0.0
+        # Of drafters at work.
+        self._price = 0.0
+        self._switch = DraftingSwitch()
         # While drafters work, and without them.
-        self._in_hand = Usual(first_holdings(max_nodes))
-        self._own = Usual(np.zeros(max_nodes))
-        self._shifts = Shifts()
+        self._in_hand = UsualSurvivals(first_survivals(max_nodes))
+        self._own = UsualSurvivals(np.zeros(max_nodes))
+        # Share of the drafters at work that have answered: the others read prompts, and that takes time, too.
+        self._answered = 1.0
+        # Goodput of steps over that of what sessions usually have: some have more at the time, and get the rows.
+        self._choice = 1.0
         # Rows of prefill in a step, usually.
         self._other_rows = 0.0
+
+    @property
+    def price(self) -> float:
+        """See `Allocator`."""
+        return self._price if self._switch.drafting is Drafting.ALL else 1.0
 
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`."""
         self.times = StepTimes(plain, drafting)
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `Allocator`."""
         self._other_rows += OTHERS_SMOOTHING * (other_rows - self._other_rows)
         rows = len(demands) + other_rows
         # Prefill gives way to guesses within the step's bound, so only roots count beside them.
         ranked = self._ranked(demands)[: max(0, MOST_ROWS - len(demands))]
-        drafted = [index for index, each in enumerate(demands) if each.cap and each.drafted]
-        table = self.times.table(self._mode if drafted else StepMode.PLAIN)
-        best, goodput = _best(table, len(demands), rows, [survival for survival, _, _ in ranked])
-        self.least_survival = _price(goodput, table, rows, best)
+        drafted = [each for each in demands if each.is_drafted]
+        mode = StepMode.DRAFTING if any(map(self._drafts, drafted)) else StepMode.PLAIN
+        table = self.times.table(mode)
+        best = _best(table, len(demands), rows, [survival for survival, _, _ in ranked])
+        self.least_survival = _price(best, table, rows)
         chosen: list[list[Node]] = [[] for _ in demands]
-        for _, index, node in ranked[:best]:
+        for _, index, node in ranked[: best.count]:
             chosen[index].append(node)
-        answered = any(demands[index].answered for index in drafted)
-        if drafted and self._shifts.is_due(len(demands) + joining, answered=answered):
-            self._look(ranked, demands, drafted)
-            self._set_price([demands[index].holdings for index in drafted], len(demands), joining)
-        return Allocation(nodes=tuple(map(tuple, chosen)), price=self.price)
+        answered = any(each.answered for each in drafted)
+        num_sessions = len(demands) + len(joining)
+        if (drafted or any(joining)) and self._switch.is_due(num_sessions, answered=answered):
+            self._look(ranked, demands)
+            usual = [*(each.usual for each in drafted), *(SessionSurvivals() for joins in joining if joins)]
+            self._judge(usual, num_sessions, None if other_rows else best.rate)
+        self._choose_who_tries(drafted)
+        prices = tuple(self._price if self._drafts(each) else 1.0 for each in demands)
+        return Allocation(nodes=tuple(map(tuple, chosen)), prices=prices, price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """See `Allocator`."""
         self.times.observe(rows=rows, guesses=guesses, mode=mode, seconds=seconds, mixed=mixed)
+        self._switch.observe(seconds)
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
         """See `Allocator`; the same objective, applied to time."""
-        return worth_waiting(prospects, wait_s=wait_s, step_s=step_s)
+        gain, expected = sum(each.gain for each in prospects), sum(each.expected for each in prospects)
+        return is_worth(gain, expected, cost_s=wait_s, step_s=step_s)
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
         """See `Allocator`; the same objective, applied to the time of a call."""
-        return num_worth_asking(gains, expected=expected, step_s=step_s, call_s=call_s)
+        seconds = [step_s, *(step_s + call_s(count) for count in range(1, len(gains) + 1))]
+        return best_prefix(expected, gains, seconds).count
 
-    @property
-    def _mode(self) -> StepMode:
-        return StepMode.PLAIN if self._shifts.resting else StepMode.DRAFTING
+    def _drafts(self, demand: Demand) -> bool:
+        """Whether a session's drafter is at work."""
+        drafting = self._switch.drafting
+        return demand.is_drafted and (drafting is Drafting.ALL or (drafting is Drafting.SOME and demand.usual.tries))
+
+    def _choose_who_tries(self, drafted: Sequence[Demand]) -> None:
+        """While some sessions try their drafters, those that have the least to read at first."""
+        if self._switch.drafting is not Drafting.SOME:
+            for each in drafted:
+                each.usual.tries = False
+        elif drafted and not any(each.usual.tries for each in drafted):
+            for each in sorted(drafted, key=attrgetter("num_unread"))[: self._switch.num_tried(len(drafted))]:
+                each.usual.tries = True
 
     def _ranked(self, demands: Sequence[Demand]) -> list[tuple[float, int, Node]]:
         ranked = [
@@ -235,75 +284,60 @@ class Goodput:
         ranked.sort(key=itemgetter(0), reverse=True)
         return ranked
 
-    def _look(
-        self, ranked: Sequence[tuple[float, int, Node]], demands: Sequence[Demand], drafted: Sequence[int]
-    ) -> None:
-        """Remembers what sessions of drafters have in hand; what those at rest would bring is slowly forgotten."""
-        holdings = [demands[index].holdings for index in drafted]
-        own = self._own.of([each.own for each in holdings])
-        own = self._own.see(own, [demands[index].own[: demands[index].cap] for index in drafted])
-        in_hand = self._in_hand.of([each.in_hand for each in holdings])
-        if self._mode is StepMode.PLAIN:
-            in_hand = self._in_hand.forget(in_hand)
-        else:
-            survivals: dict[int, list[float]] = {index: [] for index in drafted}
-            for survival, index, _ in ranked:
-                # Sessions without a drafter have nodes too: of look-up, or left over from a drafter that is gone.
-                if index in survivals:
-                    survivals[index].append(survival)
-            answered = [place for place, index in enumerate(drafted) if demands[index].answered]
-            looks = [survivals[drafted[place]] for place in answered]
-            in_hand[answered] = self._in_hand.see(in_hand[answered], looks)
-        for each, its_own, its_in_hand in zip(holdings, own, in_hand, strict=True):
-            each.own, each.in_hand = its_own, its_in_hand
+    def _look(self, ranked: Sequence[tuple[float, int, Node]], demands: Sequence[Demand]) -> None:
+        """Remembers what sessions that have drafters have in hand; a resting drafter's session is like the others."""
+        survivals: list[list[float]] = [[] for _ in demands]
+        for survival, index, _ in ranked:
+            survivals[index].append(survival)
+        held = [(each, found) for each, found in zip(demands, survivals, strict=True) if each.is_drafted]
+        working = [(each, found) for each, found in held if self._drafts(each)]
+        answered = [(each, found) for each, found in working if each.answered]
+        if working:
+            self._answered += LOOK_SMOOTHING * (len(answered) / len(working) - self._answered)
+        self._own.see([each.usual.own for each, _ in held], [each.own[: each.cap] for each, _ in held])
+        self._in_hand.see([each.usual.in_hand for each, _ in answered], [found for _, found in answered])
+        self._in_hand.forget([each.usual.in_hand for each, _ in held if not self._drafts(each)])
 
-    def _set_price(self, drafted: Sequence[Holdings], num_decoding: int, joining: int) -> None:
-        """For the steps to come: sessions that join will be like those that decode, and some steps read prompts."""
-        num_sessions = num_decoding + joining
-        num_drafted = round(len(drafted) * num_sessions / num_decoding)
+    def _judge(self, drafted: Sequence[SessionSurvivals], num_sessions: int, rate: float | None) -> None:
+        """For the steps to come, of so many sessions, some of them drafted for; some steps read prompts.
+
+        The goodput of this step says what choosing is worth; None: it reads prompts, and says little.
+        """
         rows = num_sessions + round(self._other_rows)
-        kindness = KINDNESS if self._shifts.resting else 0.0
-        table = self.times.table(StepMode.DRAFTING, kindness=kindness)
         room = max(0, MOST_ROWS - num_sessions)
-        in_hand = _typical([each.in_hand for each in drafted], num_drafted)[:room]
-        own = _typical([each.own for each in drafted], num_drafted)[:room]
-        goodputs = _goodputs(table, num_sessions, rows, in_hand)
-        without = _goodputs(self.times.table(StepMode.PLAIN), num_sessions, rows, own)
-        best = int(np.argmax(goodputs))
-        self._shifts.judge(float(goodputs[best] / without.max()) if best else 0.0, num_sessions)
-        worth = _price(float(goodputs[best]), table, rows, best)
-        self.price = 1.0 if self._shifts.resting else min(MOST_PRICE, worth)
+        in_hand = self._in_hand.of_all([each.in_hand for each in drafted], round(len(drafted) * self._answered))
+        own = self._own.of_all([each.own for each in drafted], len(drafted))
+        plain = self.times.table(StepMode.PLAIN)
+        without = _best(plain, num_sessions, rows, own[:room])
+        drafting = self.times.table(StepMode.DRAFTING)
+        with_drafters = _best(drafting, num_sessions, rows, in_hand[:room])
+        if rate is not None and self._switch.drafting is Drafting.ALL:
+            self._choice += LOOK_SMOOTHING * (rate / with_drafters.rate - self._choice)
+        if_sure = _best(drafting, num_sessions, rows, np.ones_like(in_hand[:room]))
+        self._switch.judge(
+            self._choice * with_drafters.rate / without.rate,
+            most_gain=if_sure.rate / without.rate,
+            slowdown=drafting.at(rows) / plain.at(rows),
+            num_sessions=num_sessions,
+        )
+        # What is tried is drafted for as if it were worth verifying.
+        tried = self._switch.drafting is Drafting.SOME
+        worth = _price(without, plain, rows) if tried else _price(with_drafters, drafting, rows)
+        self._price = min(MOST_PRICE, worth)
 
 
-def _best(table: StepCost, num_sessions: int, rows: int, survivals: Sequence[float]) -> tuple[int, float]:
-    """How many of the guesses, best first, a step verifies, and its goodput."""
-    if not survivals:
+def _best(table: StepCost, num_sessions: int, rows: int, survivals: Sequence[float] | Floats) -> Best:
+    """How many of the guesses, best first, a step of so many rows besides verifies, and its goodput."""
+    if not len(survivals):
         # In most steps of drafters at rest, and arrays of one element take a hundredth of a small model's step.
-        return 0, num_sessions / table.at(rows)
-    goodputs = _goodputs(table, num_sessions, rows, np.array(survivals))
-    best = int(np.argmax(goodputs))
-    return best, float(goodputs[best])
+        return Best(0, num_sessions / table.at(rows))
+    return best_prefix(num_sessions, survivals, table.with_guesses(rows, len(survivals)))
 
 
-def _price(goodput: float, table: StepCost, rows: int, num_nodes: int) -> float:
-    """What the last of so many nodes costs in tokens: what is less likely is not worth a row.
+def _price(best: Best, table: StepCost, rows: int) -> float:
+    """What the last of the best nodes costs in tokens: what is less likely is not worth a row.
 
     The last, not the next: where times bend, the next row may cost ten times as much, and sessions that have less in
     hand than usual have not come to it.
     """
-    return max(LEAST_SURVIVAL, goodput * table.slope(rows + max(1, num_nodes) - 1))
-
-
-def _typical(holdings: Sequence[Floats | None], num_sessions: int) -> Floats:
-    """What so many sessions have in hand, best first, `[nodes]`.
-
-    The mean of a rank stands for all: of single records the best would be those that err most.
-    """
-    known = np.array([each for each in holdings if each is not None])
-    return np.repeat(known.sum(axis=0) / len(known), num_sessions) if len(known) else np.empty(0)
-
-
-def _goodputs(table: StepCost, num_sessions: int, rows: int, survivals: Floats) -> Floats:
-    """Expected tokens/s of a step that verifies the first 0, 1, ... of the guesses, `[guesses + 1]`."""
-    tokens = num_sessions + np.concatenate(([0.0], np.cumsum(survivals)))
-    return np.asarray(tokens / table.with_guesses(rows, len(survivals)))
+    return max(LEAST_SURVIVAL, best.rate * table.slope(rows + max(1, best.count) - 1))

@@ -4,7 +4,7 @@ The learned model is recursive least squares in its Kalman form: the state holds
 table, a factor on what the start-up profile measured, and one on what a guess costs besides its row, for it is asked
 for, judged, and put in place or buried. Factors drift together (a machine gets slower as a whole) far
 more than apart, so one observation moves all points, and the one it was made at most. Points that are not visited
-grow uncertain, which `StepTimes.table` can be told to look upon kindly.
+grow uncertain, and are learned the faster when they are.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class StepTimes:
         self._alike: tuple[int, int, StepMode, bool] = (0, 0, StepMode.PLAIN, False)
         self._num_alike = 0
         self._seconds: list[float] = []
-        self._tables: dict[tuple[StepMode, float], StepCost] = {}
+        self._tables: dict[StepMode, StepCost] = {}
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """Takes in the time of one step; those with more rows than the table are left out.
@@ -200,26 +200,16 @@ class StepTimes:
         self._spread -= np.outer(shared, shared) / surprise
         self._tables.clear()
 
-    def table(self, mode: StepMode, *, kindness: float = 0.0) -> StepCost:
-        """The table of a mode, made monotone.
-
-        Args:
-            mode: Which one.
-            kindness: Standard deviations of the mode's own uncertainty (not of the level both modes share) by
-                which to take every point as cheaper than it is believed to be; above 0 in order to explore.
-        """
-        known = self._tables.get((mode, kindness))
+    def table(self, mode: StepMode) -> StepCost:
+        """The table of a mode, made monotone."""
+        known = self._tables.get(mode)
         if known is None:
-            known = self._tables[mode, kindness] = self._make_table(mode, kindness)
+            known = self._tables[mode] = self._make_table(mode)
         return known
 
-    def _make_table(self, mode: StepMode, kindness: float) -> StepCost:
+    def _make_table(self, mode: StepMode) -> StepCost:
         own = slice(mode * len(KNOTS), (mode + 1) * len(KNOTS))
-        factors = self._factors[own]
-        if kindness:
-            level = self._spread[:-1, :-1].min()
-            factors = factors - kindness * np.sqrt(np.maximum(np.diag(self._spread)[own] - level, 0.0))
-        seconds = _isotonic((np.maximum(factors, 0.05) * self._base[own]).tolist())
+        seconds = _isotonic((self._factors[own] * self._base[own]).tolist())
         node_s = float(self._factors[-1] * self._base[-1])
         return StepCost(rows=KNOTS, seconds=tuple(seconds), node_s=node_s, computed=self._computed)
 
