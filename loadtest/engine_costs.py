@@ -15,7 +15,8 @@ from statistics import median
 
 import numpy as np
 
-from paceline.core.allocator import Allocation, Demand, FixedGamma, Goodput
+from paceline.core.allocator import Allocation, FixedGamma, Goodput
+from paceline.core.demand import Demand
 from paceline.core.draft_scheduler import DraftLimits, VerifierSaid
 from paceline.core.messages import Commit, CommittedTokens, DraftNodes, GenerateRequest, NodeGuess, OpenSession
 from paceline.core.params import SamplingParams, SpeculationParams

@@ -14,8 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.core.allocator import Allocator, Demand
+from paceline.core.allocator import Allocator
 from paceline.core.calibration import Calibration, SessionOffset
+from paceline.core.demand import Demand
 from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.step_cost import StepCost, StepMode
@@ -89,9 +90,7 @@ class AllocatorPolicy:
 
     def nodes(self, sessions: Sequence[ReplayedSession]) -> Sequence[Sequence[Node]]:
         """See `Policy`."""
-        demands = [
-            Demand(tree=each.tree, cap=self._cap, answered=each.drafted, usual=each.usual) for each in sessions
-        ]
+        demands = [Demand(tree=each.tree, cap=self._cap, answered=each.drafted, usual=each.usual) for each in sessions]
         allocation = self._allocator.allocate(demands)
         for session, price in zip(sessions, allocation.prices, strict=True):
             session.works = price < 1.0

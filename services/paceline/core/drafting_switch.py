@@ -21,8 +21,6 @@ WORTH_A_CALL = 1.03
 LEAST_STEPS = 12
 # Steps of a rest in which drafters at work are compared with plain decoding.
 REST_STEPS = 4
-# One session in so many tries what drafters bring.
-TRIED_OF = 8
 # Steps from one judgement to the next: to judge is half of what the controller costs a step.
 JUDGE_EVERY = 4
 # A load so many times the one that was judged, or that part of it, is another one, and is judged at once.
@@ -72,10 +70,6 @@ class DraftingSwitch:
         self._now_s += seconds
         self._step_s += SMOOTHING * (seconds - self._step_s) if self._step_s else seconds
 
-    def num_tried(self, num_drafted: int) -> int:
-        """How many of the sessions that have drafters try them."""
-        return -(-num_drafted // TRIED_OF)
-
     def is_due(self, num_sessions: int, *, answered: bool) -> bool:
         """Counts a step in which so many sessions ran; whether to judge after it.
 
@@ -118,9 +112,8 @@ class DraftingSwitch:
                 self._turn(Drafting.ALL if gain > 1.0 else Drafting.NOBODY)
         elif gain > WORTH_A_CALL and self._may_again(self._in_vain.get(load, Trial())):
             self._turn(Drafting.ALL)
-        elif may_pay:
-            if self._may_again(self._trial or Trial(cost_s=LEAST_STEPS * self._step_s * lost)):
-                self._turn(Drafting.SOME)
+        elif may_pay and self._may_again(self._trial or Trial(cost_s=LEAST_STEPS * self._step_s * lost)):
+            self._turn(Drafting.SOME)
 
     def _judge_work(self, gain: float, lost: float, load: int) -> None:
         if self._num_steps < LEAST_STEPS:

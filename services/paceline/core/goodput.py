@@ -23,8 +23,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-# Share of the time that all trials of one kind may cost.
-EXPLORATION = 0.005
+# Share of the time that all trials of one kind may cost, and of the sessions that take part in one: a commit scores
+# guesses whether they are verified or not, so that few teach nearly as much as all.
+EXPLORATION, TRIED_OF = 0.005, 8
 
 
 class Best(NamedTuple):
@@ -50,6 +51,11 @@ def best_prefix(expected: float, gains: Sequence[float] | Floats, seconds: Seque
 def is_worth(gain: float, expected: float, *, cost_s: float, step_s: float) -> bool:
     """Whether one option is: `best_prefix` of it alone, for a step of `step_s` that expects so many tokens already."""
     return gain * step_s > expected * cost_s
+
+
+def num_tried(num_sessions: int) -> int:
+    """How many of so many sessions take part in a trial."""
+    return -(-num_sessions // TRIED_OF)
 
 
 def may_try(cost_s: float, since_s: float) -> bool:

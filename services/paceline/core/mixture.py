@@ -18,8 +18,9 @@ from paceline.core.tree import DraftTree
 FIRST_GAIN = 1.0
 # Weight of a new look in the times of calls and in the gain of all sessions, and in that of one.
 MEAN_SMOOTHING, GAIN_SMOOTHING = 0.1, 0.3
-# Calls at first that are not learned from, and how much slower than usual one may be.
-UNCOUNTED_CALLS, MOST_DELAY = 2, 4.0
+# Calls at first that are not learned from; how much slower than usual one may be; and how far numbers of sessions must
+# differ, as a share of their mean, before their times are believed.
+UNCOUNTED_CALLS, MOST_DELAY, DOUBT = 2, 4.0, 0.1
 # A session that is not asked is believed to be like the others again after some such number of commits.
 FORGETTING = 1 / 32
 # For so many steps nobody weighs a source that was worth no call: with a small model that takes a twentieth of a step.
@@ -32,29 +33,42 @@ def in_hand(tree: DraftTree, limit: int, *, price: float) -> float:
 
 
 class CallCost:
-    """Time of a call by its number of sessions, learned online with forgetting: half of the usual one's for any number.
+    """Time of a call, a line through its number of sessions, learned online with forgetting.
 
-    The first calls pay for compilation, and are not learned from; a call that the machine held up counts as a slow one
-    only.
+    Until calls of several sizes were seen, half of their time is taken to be the same for any number. The first calls
+    pay for compilation, and are not learned from; a call that the machine held up counts as a slow one only.
     """
 
     def __init__(self) -> None:
         self._num_calls = 0
         self._count = self._seconds = 0.0
+        self._variance = self._covariance = 0.0
 
     def observe(self, count: int, seconds: float) -> None:
         """A call for `count` sessions took `seconds`."""
         self._num_calls += 1
         if self._num_calls <= UNCOUNTED_CALLS:
             return
-        if not self._count:
+        if self._num_calls == UNCOUNTED_CALLS + 1:
             self._count, self._seconds = float(count), seconds
-        self._seconds += MEAN_SMOOTHING * (min(seconds, MOST_DELAY * self(count)) - self._seconds)
-        self._count += MEAN_SMOOTHING * (count - self._count)
+            return
+        seconds = min(seconds, MOST_DELAY * self(count))
+        off_count, off_seconds = count - self._count, seconds - self._seconds
+        self._count += MEAN_SMOOTHING * off_count
+        self._seconds += MEAN_SMOOTHING * off_seconds
+        keep = 1.0 - MEAN_SMOOTHING
+        self._variance = keep * (self._variance + MEAN_SMOOTHING * off_count * off_count)
+        self._covariance = keep * (self._covariance + MEAN_SMOOTHING * off_count * off_seconds)
 
     def __call__(self, count: int) -> float:
         """Expected seconds of a call for `count` sessions; 0 while nothing is known."""
-        return self._seconds * (0.5 + 0.5 * count / self._count) if self._count else 0.0
+        if not self._count:
+            return 0.0
+        proportional = self._seconds / self._count
+        doubt = (DOUBT * self._count) ** 2
+        slope = (self._covariance + doubt * proportional / 2) / (self._variance + doubt)
+        slope = min(max(slope, 0.0), proportional)
+        return max(0.0, self._seconds + slope * (count - self._count))
 
 
 @dataclass(slots=True)

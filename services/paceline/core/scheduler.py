@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic
 
-from paceline.core.allocator import Allocation, Allocator, Demand
+from paceline.core.allocator import Allocation, Allocator
+from paceline.core.demand import Demand
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.patience import CHILD_SHARE, Prospect, prospect

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from paceline.core.goodput import is_worth
 from paceline.core.pages import SlotPool
 from paceline.core.params import LAYER_SKIP
-from paceline.core.goodput import is_worth
 from paceline.core.patience import CHILD_SHARE, Prospect
 from paceline.core.tree import Node
 from paceline.drafting.guesses import Onlooker, best_guesses
