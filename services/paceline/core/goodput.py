@@ -16,7 +16,7 @@ since the last one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,8 @@ Floats = npt.NDArray[np.float64]
 EXPLORATION, TRIED_OF = 0.005, 8
 
 
-class Best(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Best:
     """How many options are worth taking, those of most merit first, and the tokens/s with them."""
 
     count: int

@@ -16,9 +16,9 @@ SECONDS = st.floats(1e-4, 1.0)
 def test_no_other_number_of_options_has_a_higher_goodput_and_no_smaller_one_as_high(gains, expected, more):
     seconds = [sum(more[: count + 1]) for count in range(len(gains) + 1)]
     rates = [(expected + sum(gains[:count])) / seconds[count] for count in range(len(gains) + 1)]
-    count, rate = best_prefix(expected, gains, seconds)
-    assert rate == pytest.approx(max(rates))
-    assert all(each < rate for each in rates[:count])
+    best = best_prefix(expected, gains, seconds)
+    assert best.rate == pytest.approx(max(rates))
+    assert all(each < best.rate for each in rates[: best.count])
 
 
 @given(GAINS, st.floats(0.5, 50.0), SECONDS, SECONDS, st.floats(1.01, 10.0))
