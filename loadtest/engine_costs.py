@@ -95,7 +95,8 @@ class EnginesInTurn:
         engine.handle(LinkChanged(address=DRAFTER, up=True))
         texts: dict[int, list[int]] = defaultdict(list)
         for serial, prompt in enumerate(prompts):
-            engine.handle(Submit(request=_request(serial, prompt, max_tokens, drafted=gamma > 0), serial=serial))
+            request = _request(serial, prompt, max_tokens, drafted=gamma > 0)
+            engine.handle(Submit(request=request, serial=serial, drafter_address=DRAFTER))
         while engine.num_sessions:
             # As many draft steps as fill most trees; what comes late is no matter here.
             for _ in range(gamma):
@@ -164,7 +165,6 @@ def _request(serial: int, prompt: Sequence[int], max_tokens: int, *, drafted: bo
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
         speculation=SpeculationParams(enabled=drafted),
-        drafter_address=DRAFTER,
     )
 
 

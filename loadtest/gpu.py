@@ -159,7 +159,7 @@ class TurnTaking:
         """Runs all sessions to their end; timed from when all of them were decoding."""
         self._texts, self._records = [[] for _ in range(self._sessions)], []
         for serial in range(self._sessions):
-            self._target.handle(Submit(request=self._request(name, serial), serial=serial))
+            self._target.handle(Submit(request=self._request(name, serial), serial=serial, drafter_address=DRAFTER))
         while not all(self._texts):
             self._round()
         before, started_s = sum(map(len, self._texts)), time.perf_counter()
@@ -178,7 +178,6 @@ class TurnTaking:
             prompt_token_ids=tuple(prompt.tolist()),
             sampling=SamplingParams(max_tokens=self._arguments.tokens, temperature=0.0, ignore_eos=True),
             speculation=SpeculationParams(),
-            drafter_address=DRAFTER,
         )
 
     def _round(self) -> None:

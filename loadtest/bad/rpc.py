@@ -163,7 +163,7 @@ VERIFIER_KINDS = (
     _kind("no message", _no_message, INVALID, VERIFIER),
     _kind(
         "cut message",
-        lambda chance, _: (_cut(_verifier_message(chance, drafter_address="127.0.0.1:1").SerializeToString(), chance),),
+        lambda chance, _: (_cut(_verifier_message(chance, cache_salt="0123456789").SerializeToString(), chance),),
         INVALID,
         VERIFIER,
     ),
@@ -182,14 +182,6 @@ VERIFIER_KINDS = (
     _kind(
         "beyond the context",
         lambda chance, target: _verifier(prompt_token_ids=[1] * (target.context_len + 1))(chance, target),
-        INVALID,
-        VERIFIER,
-    ),
-    _kind(
-        "bad drafter",
-        lambda chance, _: _verifier(drafter_address=chance.choice(("x", "dns:///a:1", "a:0", "\0:5", "unix:/x")))(
-            chance, _
-        ),
         INVALID,
         VERIFIER,
     ),

@@ -51,7 +51,6 @@ SESSION = SessionRecord(
     owner="g1",
     model="demo",
     verifier_id="v1",
-    drafter_id="d1",
     seed=2**64 - 1,
     prompt_hash="h",
     prompt_len=3,

@@ -32,6 +32,7 @@ from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.obs.tracing import OFF, Tracing
 from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 from paceline.serving import start_grpc_server
+from paceline.store.base import Replica
 from paceline.verifier.host import TargetHost
 from paceline.verifier.servicer import VerifierServicer
 from tests.support.checkpoints import save_pair
@@ -70,6 +71,13 @@ async def running_verifier(
         channel(address, tls=load_tls(folder_of(tls_dir, GATEWAY), GATEWAY), role=VERIFIER) as opened,
     ):
         yield verifier_pb2_grpc.VerifierStub(opened), host
+
+
+def know(host: TargetHost, *addresses: str) -> None:
+    """From now on the verifier pairs with these drafters, as if the registry had named them."""
+    host.drafters.know(
+        [Replica(replica_id=each, role=DRAFTER, address=each, identity=host.identity) for each in addresses]
+    )
 
 
 @asynccontextmanager

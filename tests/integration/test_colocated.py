@@ -85,9 +85,8 @@ class Colocated:
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
             speculation=speculation,
-            drafter_address=LOCAL,
         )
-        self.engine.handle(Submit(request=request, serial=serial))
+        self.engine.handle(Submit(request=request, serial=serial, drafter_address=LOCAL))
 
     def run(self):
         while self.engine.has_work():

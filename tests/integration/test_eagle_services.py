@@ -16,7 +16,7 @@ from paceline.store.memory import MemoryStore
 from paceline.supervision import Supervisor
 from paceline.wire import generate_request_to_pb
 from paceline.wire.sessions import committed_from_pb
-from tests.integration.conftest import running_drafter, running_verifier
+from tests.integration.conftest import know, running_drafter, running_verifier
 from tests.integration.test_drafter_service import opened, stream_to
 from tests.integration.test_verifier_service import ask, tokens_of
 from tests.support.eagle import save_eagle3
@@ -27,14 +27,12 @@ def head(tiny_pair, tmp_path_factory):
     return save_eagle3(tmp_path_factory.mktemp("head") / "head", tiny_pair[0], layer_ids=(0, 0, 0), draft_vocab=200)
 
 
-async def drafted(stub, address: str, method: str = "") -> list[int]:
+async def drafted(stub) -> list[int]:
     """Tokens of the first session that had something to verify; the stream takes its time to come up."""
     async with asyncio.timeout(60):
         while True:
             tokens: list[int] = []
-            speculation = SpeculationParams(method=method)
-            request = replace(ask(drafter=address, max_tokens=100), speculation=speculation)
-            async for message in stub.Generate(generate_request_to_pb(request), timeout=30):
+            async for message in stub.Generate(generate_request_to_pb(ask(max_tokens=100)), timeout=30):
                 last = committed_from_pb(message)
                 tokens += last.token_ids
             if last.result.speculation.num_draft_tokens:
@@ -45,10 +43,11 @@ async def test_a_head_on_another_host_drafts_from_the_states_it_is_sent(tiny_pai
     target = tiny_pair[0]
     async with (
         running_drafter(head, target=target) as (address, drafter),
-        running_verifier(target, methods=(EAGLE3,), eagle3_model=head) as (stub, _),
+        running_verifier(target, methods=(EAGLE3,), eagle3_model=head) as (stub, host),
     ):
         plain = await tokens_of(stub, replace(ask(max_tokens=100), speculation=SpeculationParams(enabled=False)))
-        assert await drafted(stub, address) == plain
+        know(host, address)
+        assert await drafted(stub) == plain
         assert drafter.identity.states_hash
 
 
@@ -97,16 +96,15 @@ async def test_a_session_that_names_a_method_goes_to_a_drafter_that_serves_it(ti
             replica = Replica(replica_id=address, role="drafter", address=address, identity=drafter.identity)
             await store.announce(replica, 3600)
         async with Supervisor(CollectorRegistry()).kept(host.background(store)):
-            for method, own, wrong in ((EAGLE3, of_head, of_model), (DRAFT_MODEL, of_model, of_head)):
-                assert await drafters_of(stub, host, method, wrong, until=own)
+            for method, own in ((EAGLE3, of_head), (DRAFT_MODEL, of_model)):
+                assert await first_drafter_of(stub, host, method) == own
 
 
-async def drafters_of(stub, host, method: str, first: str, *, until: str) -> bool:
-    """Runs sessions that begin at one drafter until one goes on at another; the registry is read once a second."""
+async def first_drafter_of(stub, host, method: str) -> str:
+    """Runs sessions of a method until one has a drafter; the registry is read once a second."""
     async with asyncio.timeout(60):
         while True:
-            speculation = SpeculationParams(method=method)
-            request = replace(ask(method, drafter=first, max_tokens=200), speculation=speculation)
+            request = replace(ask(method, max_tokens=200), speculation=SpeculationParams(method=method))
             async for _ in stub.Generate(generate_request_to_pb(request), timeout=30):
-                if until in {each.drafter_address for each in host._under_way.values()}:
-                    return True
+                if method in host._under_way and (address := host._under_way[method].drafter_address):
+                    return address

@@ -12,13 +12,11 @@ import pytest
 
 from paceline.core.params import SpeculationParams
 from paceline.gateway.requests import sample_seed
-from paceline.store.base import Replica
 from tests.support.scripted_fleet import (
     CONTEXT_LEN,
     MODEL,
     Script,
     ScriptedFleet,
-    identity,
     scripted_fleet,
 )
 
@@ -276,25 +274,6 @@ async def test_what_a_request_says_of_speculation_reaches_the_verifier(fleet: Sc
     )
     expected = SpeculationParams(enabled=False, max_draft_tokens=3)
     assert fleet.verifier.requests[0].speculation == expected
-
-
-async def test_a_session_is_paired_with_a_drafter_of_the_same_vocabulary_only(tmp_path: Path) -> None:
-    async with scripted_fleet(tmp_path) as fleet:
-        await fleet.openai.completions.create(model=MODEL, prompt="x")
-        other = identity(fleet.codec, vocab_hash="another vocabulary")
-        await fleet.announce(
-            Replica(replica_id="drafter-other", role="drafter", address="127.0.0.1:1", identity=other),
-            Replica(
-                replica_id="drafter-same",
-                role="drafter",
-                address="127.0.0.1:2",
-                identity=identity(fleet.codec, name="draft"),
-            ),
-        )
-        while (await fleet.http.get("/health")).json()["drafters"] < 2:
-            continue
-        await fleet.openai.completions.create(model=MODEL, prompt="x")
-        assert [request.drafter_address for request in fleet.verifier.requests] == ["", "127.0.0.1:2"]
 
 
 async def test_a_request_that_names_no_model_is_served_by_the_only_one(fleet: ScriptedFleet) -> None:

@@ -31,8 +31,7 @@ LEFT = grpc.StatusCode.UNAVAILABLE
 
 SESSIONS = st.sampled_from(("s", "t", "", "x" * 300))
 EPOCHS = st.sampled_from((0, 1, 2, 2**64 - 1))
-ADDRESSES = st.sampled_from(("", "x", "127.0.0.1:1", "127.0.0.1:99999", "dns:///a:1", "unix:/x", "\0", "a" * 1000))
-OURS = {"session_id": SESSIONS, "epoch": EPOCHS, "drafter_address": ADDRESSES}
+OURS = {"session_id": SESSIONS, "epoch": EPOCHS}
 TEXTS = {"model": st.sampled_from(("", MODEL, "x" * 5000)), "prompt": st.text(max_size=20)}
 
 

@@ -17,7 +17,7 @@ from paceline.core.messages import CommittedTokens, ModelIdentity
 from paceline.core.params import BLOCK, COUPLED, DRAFT_MODEL, REJECTION, SpeculationParams
 from paceline.rpc.v1 import drafter_pb2
 from paceline.wire import committed_from_pb, draft_response_to_pb, generate_request_to_pb
-from tests.integration.conftest import running_verifier
+from tests.integration.conftest import know, running_verifier
 from tests.integration.test_verifier_service import PROMPT, ask, tokens_of
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.fuzzing import ANSWER_S, holds_for_all, mangled, messages, until
@@ -111,15 +111,13 @@ async def hostile_drafter(identity: ModelIdentity) -> AsyncIterator[tuple[str, H
 
 
 async def steps_under(
-    stub, address: str, drafter: HostileDrafter, script: Sequence[bytes | Guesses], acceptance: str = COUPLED
+    stub, drafter: HostileDrafter, script: Sequence[bytes | Guesses], acceptance: str = COUPLED
 ) -> list[Steps]:
     """Sessions until the drafter was heard in one of them; a stream that was lost takes time to come back."""
     drafter.script, drafter.num_said = script, 0
     sessions: list[Steps] = []
     while not drafter.num_said:
-        asked = replace(
-            ask(drafter=address, max_tokens=NUM_TOKENS), speculation=SpeculationParams(acceptance=acceptance)
-        )
+        asked = replace(ask(max_tokens=NUM_TOKENS), speculation=SpeculationParams(acceptance=acceptance))
         request = generate_request_to_pb(asked)
         sessions.append([committed_from_pb(message) async for message in stub.Generate(request, timeout=ANSWER_S)])
         await asyncio.sleep(0.02)
@@ -203,9 +201,10 @@ async def tallied(folder: Path, lines: st.SearchStrategy[Any], acceptance: str =
         hostile_drafter(host.identity) as (address, drafter),
     ):
         drafter.truth = plain = await tokens_of(stub, ask(max_tokens=NUM_TOKENS))
+        know(host, address)
 
         async def undisturbed(script: list[bytes | Guesses]) -> None:
-            for steps in await steps_under(stub, address, drafter, script, acceptance):
+            for steps in await steps_under(stub, drafter, script, acceptance):
                 tally.take(steps, plain)
 
         await holds_for_all(st.lists(lines, min_size=1, max_size=6), undisturbed, 40)
@@ -255,7 +254,8 @@ async def test_a_flood_of_guesses_changes_no_token_and_leaves_nothing_behind(tin
     flood = drafter_pb2.DraftResponse(nodes=nodes, lagging=lagging).SerializeToString()
     async with running_verifier(tiny_pair[0]) as (stub, host), hostile_drafter(host.identity) as (address, drafter):
         plain = await tokens_of(stub, ask(max_tokens=NUM_TOKENS))
-        for steps in await steps_under(stub, address, drafter, [flood]):
+        know(host, address)
+        for steps in await steps_under(stub, drafter, [flood]):
             assert tokens_in(steps) == plain
         await until(lambda: host.num_sessions == 0)
         drafter.script = ()

@@ -30,7 +30,7 @@ from paceline.gateway.verifier_client import VerifierClient
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2_grpc
 from paceline.serving import GrpcServer, start_grpc_server
 from paceline.status import error_from_rpc
-from tests.integration.conftest import running_drafter, running_verifier
+from tests.integration.conftest import know, running_drafter, running_verifier
 from tests.integration.test_serving import SERVING, FailingServicer
 from tests.integration.test_verifier_service import ask, drafted_tokens, tokens_of
 
@@ -170,10 +170,12 @@ async def test_a_health_port_in_use_is_named(certificates: Path) -> None:
 async def test_drafts_cross_both_hops_and_change_no_token(tiny_pair: tuple[Path, Path], certificates: Path) -> None:
     target, draft = tiny_pair
     async with (
-        running_verifier(target, tls_dir=certificates) as (stub, _),
+        running_verifier(target, tls_dir=certificates) as (stub, verifier),
         running_drafter(draft, tls_dir=certificates) as (address, _),
     ):
-        assert await drafted_tokens(stub, address) == await tokens_of(stub, ask(max_tokens=100))
+        plain = await tokens_of(stub, ask(max_tokens=100))
+        know(verifier, address)
+        assert await drafted_tokens(stub) == plain
 
 
 async def test_a_verifier_with_a_strange_certificate_gets_no_drafts_and_serves_on(
@@ -181,10 +183,11 @@ async def test_a_verifier_with_a_strange_certificate_gets_no_drafts_and_serves_o
 ) -> None:
     target, draft = tiny_pair
     async with (
-        running_verifier(target, tls_dir=strangers) as (stub, _),
+        running_verifier(target, tls_dir=strangers) as (stub, verifier),
         running_drafter(draft, tls_dir=certificates) as (address, host),
     ):
-        assert len(await tokens_of(stub, ask(drafter=address, max_tokens=100))) == 100
+        know(verifier, address)
+        assert len(await tokens_of(stub, ask(max_tokens=100))) == 100
         assert host.num_sessions == 0
 
 

@@ -31,7 +31,7 @@ from paceline.obs.tracing import open_tracing
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
-from tests.integration.conftest import running_drafter, verifier_at
+from tests.integration.conftest import know, running_drafter, verifier_at
 from tests.support.checkpoints import save_pair
 from tests.support.scripted_fleet import Script, ScriptedFleet, joining_gateway, scripted_fleet
 
@@ -58,6 +58,7 @@ class TracedFleet:
 
     http: httpx.AsyncClient
     collector: Collector
+    drafter_address: str
 
     async def complete(self, traceparent: str = "", path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
         asked = {"prompt": PROMPT} if path.endswith("/completions") and "messages" not in fields else {}
@@ -96,6 +97,7 @@ async def fleet(tmp_path_factory) -> AsyncIterator[TracedFleet]:
         verifier_at(target, tracing=of_verifier) as (verifier_address, verifier),
         running_drafter(draft, tracing=of_drafter) as (drafter_address, drafter),
     ):
+        know(verifier, drafter_address)
         store = MemoryStore()
         for name, role, address, host in (
             ("verifier-0", VERIFIER, verifier_address, verifier),
@@ -108,7 +110,7 @@ async def fleet(tmp_path_factory) -> AsyncIterator[TracedFleet]:
         )
         async with running_gateway(config, store, {"tiny": TextCodec.from_folder(target)}) as addresses:
             async with httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=60, trust_env=False) as http:
-                yield TracedFleet(http=http, collector=collector)
+                yield TracedFleet(http=http, collector=collector, drafter_address=drafter_address)
 
 
 @asynccontextmanager
@@ -155,6 +157,7 @@ async def test_a_trace_goes_from_the_gateway_over_the_verifier_to_the_drafter(fl
     }
     for child, parent in parents.items():
         assert spans[child].parent_id == spans[parent].span_id
+    assert spans["verify"].attributes["paceline.drafter"] == fleet.drafter_address
     assert not any(span.failed for span in spans.values())
 
 

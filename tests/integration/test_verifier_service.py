@@ -28,19 +28,18 @@ from paceline.wire import (
     draft_response_to_pb,
     generate_request_to_pb,
 )
-from tests.integration.conftest import MAX_MODEL_LEN, MAX_QUEUE, running_drafter, running_verifier
+from tests.integration.conftest import MAX_MODEL_LEN, MAX_QUEUE, know, running_drafter, running_verifier
 
 PROMPT = tuple(range(5, 25))
 
 
-def ask(session_id: str = "s", *, drafter: str = "", max_tokens: int = 24, **sampling) -> GenerateRequest:
+def ask(session_id: str = "s", *, max_tokens: int = 24, **sampling) -> GenerateRequest:
     return GenerateRequest(
         session_id=session_id,
         epoch=1,
         prompt_token_ids=PROMPT,
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampling),
         speculation=SpeculationParams(),
-        drafter_address=drafter,
     )
 
 
@@ -70,12 +69,12 @@ async def test_a_session_streams_its_tokens_and_ends_with_its_result(tiny_pair):
     assert results[-1].num_prompt_tokens == len(PROMPT)
 
 
-async def drafted_tokens(stub, address: str, max_tokens: int = 100) -> list[int]:
+async def drafted_tokens(stub, max_tokens: int = 100) -> list[int]:
     """Tokens of the first session whose drafts were of use; the stream to the drafter takes its time to come up."""
     async with asyncio.timeout(60):
         while True:
             tokens: list[int] = []
-            request = generate_request_to_pb(ask(drafter=address, max_tokens=max_tokens))
+            request = generate_request_to_pb(ask(max_tokens=max_tokens))
             async for message in stub.Generate(request, timeout=30):
                 last = committed_from_pb(message)
                 tokens += last.token_ids
@@ -85,8 +84,38 @@ async def drafted_tokens(stub, address: str, max_tokens: int = 100) -> list[int]
 
 
 async def test_drafts_save_steps_and_change_nothing(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, _), running_drafter(tiny_pair[1]) as (address, _):
-        assert await drafted_tokens(stub, address) == await tokens_of(stub, ask(max_tokens=100))
+    async with running_verifier(tiny_pair[0]) as (stub, host), running_drafter(tiny_pair[1]) as (address, _):
+        plain = await tokens_of(stub, ask(max_tokens=100))
+        know(host, address)
+        assert await drafted_tokens(stub) == plain
+
+
+async def test_a_session_that_wants_no_speculation_gets_no_drafter(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (_, host):
+        know(host, "127.0.0.1:1")
+        assert await drafter_of(host, SpeculationParams()) == "127.0.0.1:1"
+        for params in (SpeculationParams(enabled=False), SpeculationParams(method="ngram")):
+            assert await drafter_of(host, params) == ""
+
+
+async def test_a_drafter_that_drains_or_cannot_draft_for_the_target_is_not_paired(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (_, host):
+        good = Replica(replica_id="d", role="drafter", address="127.0.0.1:1", identity=host.identity)
+        changed = [replace(host.identity, vocab_hash="other"), replace(host.identity, states_hash="others"), None]
+        bad = [replace(good, draining=True), *(replace(good, identity=identity) for identity in changed)]
+        host.drafters.know(bad)
+        assert await drafter_of(host, SpeculationParams()) == ""
+        host.drafters.know([replace(good, address="127.0.0.1:2"), *bad])
+        assert await drafter_of(host, SpeculationParams()) == "127.0.0.1:2"
+
+
+async def drafter_of(host, speculation: SpeculationParams) -> str:
+    """Who is to draft for a session of this kind."""
+    session = host.generate(replace(ask(), speculation=speculation))
+    await anext(session)
+    (under_way,) = host._under_way.values()
+    await session.aclose()
+    return under_way.drafter_address
 
 
 BAD_REQUESTS = {
@@ -100,7 +129,6 @@ BAD_REQUESTS = {
     "speculation.acceptance": lambda m: setattr(m.speculation, "acceptance", "lossy"),
     "sampling": lambda m: m.ClearField("sampling"),
     "session_id": lambda m: m.ClearField("session_id"),
-    "drafter_address": lambda m: setattr(m, "drafter_address", "dns:///drafter:8201"),
 }
 
 
@@ -182,22 +210,23 @@ async def test_a_newer_owner_goes_on_and_the_stream_of_the_older_one_ends(tiny_p
         assert await tokens_of(stub, ask(max_tokens=200)) == plain
 
 
-async def test_a_session_is_drafted_by_another_drafter_when_its_own_is_gone(tiny_pair):
+async def test_sessions_are_served_without_drafters_and_take_one_that_appears_and_none_that_is_dead(tiny_pair):
     store = MemoryStore()
     async with (
         running_verifier(tiny_pair[0]) as (stub, host),
         running_drafter(tiny_pair[1]) as (address, drafter),
         Supervisor(CollectorRegistry()).kept(host.background(store)),
     ):
-        replica = Replica(replica_id="d", role="drafter", address=address, identity=drafter.identity)
-        await store.announce(replica, 3600)
         plain = await tokens_of(stub, ask(max_tokens=200))
+        # Nobody listens at the first of these addresses, which is the one that is tried first.
+        for each in ("127.0.0.1:1", address):
+            replica = Replica(replica_id=each, role="drafter", address=each, identity=drafter.identity)
+            await store.announce(replica, 3600)
         accepted = 0
         async with asyncio.timeout(60):
             while not accepted:
-                # Nobody listens at the address that this session starts with.
                 last, tokens = None, []
-                call = stub.Generate(generate_request_to_pb(ask(drafter="127.0.0.1:1", max_tokens=200)), timeout=30)
+                call = stub.Generate(generate_request_to_pb(ask(max_tokens=200)), timeout=30)
                 async for message in call:
                     last = committed_from_pb(message)
                     tokens += last.token_ids
@@ -304,26 +333,29 @@ async def test_a_drafter_that_talks_nonsense_loses_its_stream_and_nothing_else(t
     async with running_verifier(tiny_pair[0]) as (stub, host):
         plain = await tokens_of(stub, ask(max_tokens=200))
         async with misbehaving_drafter(host.identity, script) as (address, servicer):
-            assert await tokens_of(stub, ask(drafter=address, max_tokens=200)) == plain
+            know(host, address)
+            assert await tokens_of(stub, ask(max_tokens=200)) == plain
             while servicer.num_streams < 2:
-                assert await tokens_of(stub, ask(drafter=address, max_tokens=200)) == plain
+                assert await tokens_of(stub, ask(max_tokens=200)) == plain
 
 
 async def test_guesses_outside_the_vocabulary_are_passed_over(tiny_pair):
     async with running_verifier(tiny_pair[0]) as (stub, host):
         plain = await tokens_of(stub, ask(max_tokens=200))
         async with misbehaving_drafter(host.identity, outside_the_vocabulary) as (address, servicer):
+            know(host, address)
             for _ in range(3):
-                assert await tokens_of(stub, ask(drafter=address, max_tokens=200)) == plain
+                assert await tokens_of(stub, ask(max_tokens=200)) == plain
             assert servicer.num_streams <= 1
 
 
 async def test_a_drafter_for_another_vocabulary_is_not_used(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, _):
+    async with running_verifier(tiny_pair[0]) as (stub, host):
         stranger = ModelIdentity(name="stranger", vocab_hash="other", vocab_size=9, context_len=9)
         plain = await tokens_of(stub, ask(max_tokens=100))
         async with misbehaving_drafter(stranger, far_ahead) as (address, servicer):
-            assert await tokens_of(stub, ask(drafter=address, max_tokens=100)) == plain
+            know(host, address)
+            assert await tokens_of(stub, ask(max_tokens=100)) == plain
             while not servicer.num_streams:  # noqa: ASYNC110 - nor does the scripted drafter
                 await asyncio.sleep(0.01)
 
@@ -351,21 +383,24 @@ async def test_sixty_four_long_sessions_are_opened_anew_at_a_drafter_without_los
 
 
 async def test_drafters_beyond_the_bound_are_not_dialled_and_their_sessions_served(tiny_pair, monkeypatch):
-    monkeypatch.setattr("paceline.verifier.host.MAX_LINKS", 2)
+    monkeypatch.setattr("paceline.verifier.drafters.MAX_LINKS", 2)
     async with running_verifier(tiny_pair[0]) as (stub, host):
         plain = await tokens_of(stub, ask())
         for port in (1, 2, 3, 1):
-            assert await tokens_of(stub, ask(drafter=f"127.0.0.1:{port}")) == plain
-        assert set(host._links) == {"127.0.0.1:1", "127.0.0.1:2"}
+            know(host, f"127.0.0.1:{port}")
+            assert await tokens_of(stub, ask()) == plain
+        assert set(host.drafters._links) == {"127.0.0.1:1", "127.0.0.1:2"}
 
 
 async def test_a_drafter_that_comes_back_is_used_again(tiny_pair):
-    async with running_verifier(tiny_pair[0]) as (stub, _):
+    async with running_verifier(tiny_pair[0]) as (stub, host):
+        plain = await tokens_of(stub, ask(max_tokens=100))
         async with running_drafter(tiny_pair[1]) as (address, _):
-            plain = await tokens_of(stub, ask(max_tokens=100))
-        assert await tokens_of(stub, ask(drafter=address, max_tokens=100)) == plain
+            know(host, address)
+            assert await drafted_tokens(stub) == plain
+        assert await tokens_of(stub, ask(max_tokens=100)) == plain
         async with running_drafter(tiny_pair[1], port=int(address.rpartition(":")[2])):
-            assert await drafted_tokens(stub, address) == plain
+            assert await drafted_tokens(stub) == plain
 
 
 async def test_garbage_bytes_are_refused_and_the_next_request_works(tiny_pair):

@@ -164,10 +164,10 @@ class EnginePair:
                     committed_token_ids=tuple(committed),
                     sampling=sampling,
                     speculation=speculation or SpeculationParams(),
-                    drafter_address=DRAFTER,
                     cache_salt=salt,
                 ),
                 serial=len(self.names),
+                drafter_address=DRAFTER,
             )
         )
 

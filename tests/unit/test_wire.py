@@ -94,7 +94,6 @@ requests = st.builds(
     committed_token_ids=token_ids,
     sampling=sampling_params(),
     speculation=speculation_params,
-    drafter_address=st.sampled_from(["", "127.0.0.1:8201"]),
     cache_salt=session_ids,
     suspect=st.booleans(),
 )

@@ -77,7 +77,7 @@ class Paceline:
         token_ids: list[list[int]] = [[] for _ in prompts]
         for serial, prompt in enumerate(prompts):
             request = _request(serial, prompt, max_new_tokens, drafted=self._draft_decoder is not None)
-            engine.handle(Submit(request=request, serial=serial))
+            engine.handle(Submit(request=request, serial=serial, drafter_address=LOCAL))
         while min(map(len, token_ids)) < max_new_tokens:
             for serial, committed in engine.step().committed:
                 if isinstance(committed, PacelineError):
@@ -127,7 +127,6 @@ def _request(serial: int, prompt: Sequence[int], max_new_tokens: int, *, drafted
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_new_tokens, temperature=0.0, ignore_eos=True),
         speculation=SpeculationParams(enabled=drafted),
-        drafter_address=LOCAL if drafted else "",
     )
 
 

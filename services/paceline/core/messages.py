@@ -168,7 +168,6 @@ class GenerateRequest:
     committed_token_ids: tuple[int, ...] = ()
     sampling: SamplingParams
     speculation: SpeculationParams
-    drafter_address: str = ""
     max_wait_s: float | None = None
     whole: bool = False
     cache_salt: str = ""

@@ -33,6 +33,7 @@ class ScheduledSession(VerifierSession):
     Args:
         request: What to run.
         serial: Tells it from an earlier session of the same id.
+        drafter_address: Who drafts for it, unless it wants no speculation; empty: nobody.
         pool: Pages.
         calibrations: Of its sources.
         stop_ids: Tokens that end it.
@@ -56,6 +57,7 @@ class ScheduledSession(VerifierSession):
         serial: int,
         pool: BlockPool,
         *,
+        drafter_address: str = "",
         calibrations: Calibrations | None = None,
         stop_ids: frozenset[int] = frozenset(),
         max_model_len: int,
@@ -71,7 +73,7 @@ class ScheduledSession(VerifierSession):
         self.own_survivals: list[float] = []
         self.usual = SessionSurvivals()
         self.pages = SessionPages(self.tokens, pool, before=salted_root(request.cache_salt))
-        self.link = SessionLink(self, request.drafter_address if request.speculation.cap else "", price=price)
+        self.link = SessionLink(self, drafter_address if request.speculation.cap else "", price=price)
         self.prefilled_to = 0
         self.called_up_s: float | None = None
         self.heard = False

@@ -12,10 +12,14 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """A session to run; its outputs carry the serial. It waits since `arrived_s`; None: since the engine knows it."""
+    """A session to run, and who drafts for it (empty: nobody); its outputs carry the serial.
+
+    It waits since `arrived_s`; None: since the engine knows it.
+    """
 
     request: GenerateRequest
     serial: int
+    drafter_address: str = ""
     arrived_s: float | None = None
 
 

@@ -47,7 +47,7 @@ from paceline.engine.target_session import TargetSession
 
 logger = logging.getLogger(__name__)
 
-# Drafters whose calibration is kept; clients may name any.
+# Drafters whose calibration is kept; their addresses come and go.
 MAX_SOURCES = 256
 # Of a number of a hidden state on the wire.
 STATE_WIRE_BYTES = 2
@@ -165,9 +165,10 @@ class TargetEngine:
             event.request,
             event.serial,
             self._identity,
+            drafter_address=event.drafter_address,
             max_model_len=self._limits.max_model_len,
             pool=self.pool,
-            calibrations=self._calibrations_for(event.request, event.request.drafter_address, sources),
+            calibrations=self._calibrations_for(event.request, event.drafter_address, sources),
             sources=sources,
             rule=self._rules.of(event.request.speculation),
             # Steps are not interrupted, so it may have come one ago.

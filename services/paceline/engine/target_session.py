@@ -59,6 +59,7 @@ class TargetSession(ScheduledSession):
         request: What to run.
         serial: Tells it from an earlier session of the same id.
         identity: The target model.
+        drafter_address: Who drafts for it; empty: nobody.
         max_model_len: Most tokens, prompt and output.
         pool: Pages.
         calibrations: Of its sources.
@@ -78,6 +79,7 @@ class TargetSession(ScheduledSession):
         serial: int,
         identity: ModelIdentity,
         *,
+        drafter_address: str = "",
         max_model_len: int,
         pool: BlockPool,
         calibrations: Calibrations,
@@ -92,6 +94,7 @@ class TargetSession(ScheduledSession):
             request,
             serial,
             pool,
+            drafter_address=drafter_address,
             calibrations=calibrations,
             stop_ids=frozenset((*sampling.stop_token_ids, *eos)),
             max_model_len=max_model_len,

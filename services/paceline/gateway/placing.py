@@ -27,7 +27,7 @@ from paceline.gateway.ejection import Ejections
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.records import SessionTrail
 from paceline.gateway.requests import SessionRequest
-from paceline.gateway.routing import Router, choose_drafter
+from paceline.gateway.routing import Router
 from paceline.gateway.told_full import ToldFull
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
 from paceline.obs import attributes as names
@@ -102,7 +102,7 @@ class Placer:
 
     @property
     def in_flight(self) -> Mapping[str, int]:
-        """Sessions of this gateway by the replica ids of their verifiers and drafters."""
+        """Sessions of this gateway by the replica ids of their verifiers."""
         return self._in_flight
 
     def check_room(self, request: SessionRequest) -> None:
@@ -262,23 +262,17 @@ class Placer:
         self, verifier: Replica, running: RunningCall, generate: GenerateRequest, trail: SessionTrail, span: Span
     ) -> AsyncGenerator[CommittedTokens, None]:
         """Runs a session on one verifier, counted and recorded."""
-        assert verifier.identity is not None, "a verifier without identity is never chosen"
-        drafter = choose_drafter(self._fleet.replicas, verifier.identity, self._in_flight)
-        drafter_id = "" if drafter is None else drafter.replica_id
-        if drafter is not None:
-            generate = replace(generate, drafter_address=drafter.address)
-        trail.placed(generate.epoch, verifier=verifier, drafter_id=drafter_id)
-        held = [verifier.replica_id, drafter_id]
-        self._in_flight.update(held)
+        trail.placed(generate.epoch, verifier)
+        self._in_flight[verifier.replica_id] += 1
         try:
-            with _placement_span(span, generate, verifier, drafter_id) as placement:
+            with _placement_span(span, generate, verifier) as placement:
                 if placement.traceparent:
                     generate = replace(generate, traceparent=placement.traceparent)
                 async with aclosing(self._client.generate(running, generate)) as steps:
                     async for step in steps:
                         yield step
         finally:
-            self._in_flight.subtract(held)
+            self._in_flight[verifier.replica_id] -= 1
             self._router.follow(verifier, trail.token_ids, generate.cache_salt)
 
 
@@ -290,7 +284,7 @@ def _given_up(error: PacelineError, request: SessionRequest, trail: SessionTrail
     return UnavailableError(f"no verifier goes on with the session; the last one failed it so: {error}")
 
 
-def _placement_span(span: Span, generate: GenerateRequest, verifier: Replica, drafter_id: str) -> Span:
+def _placement_span(span: Span, generate: GenerateRequest, verifier: Replica) -> Span:
     """Starts the span of one placement below the request's."""
     if not span.recording:
         return span
@@ -299,7 +293,6 @@ def _placement_span(span: Span, generate: GenerateRequest, verifier: Replica, dr
         names.EPOCH: generate.epoch,
         names.VERIFIER: verifier.replica_id,
         names.SERVER_ADDRESS: verifier.address,
-        names.DRAFTER: drafter_id,
         names.NUM_COMMITTED_TOKENS: len(generate.committed_token_ids),
     }
     return span.child("placement", kind=Kind.CLIENT, attributes=attributes)

@@ -65,7 +65,6 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         arithmetic=request.arithmetic,
         engine_deaths=request.engine_deaths,
         verifier_id="",
-        drafter_id="",
         seed=request.sampling.seed,
         prompt_hash=hashlib.sha256(prompt).hexdigest(),
         prompt_len=len(request.prompt_token_ids),
@@ -133,13 +132,12 @@ class SessionTrail:
         self.suspicion = suspicion
         self.record = replace(self.record, engine_deaths=suspicion.num_deaths)
 
-    def placed(self, epoch: int, *, verifier: Replica, drafter_id: str) -> None:
+    def placed(self, epoch: int, verifier: Replica) -> None:
         """The session starts, or starts anew, on a verifier."""
         self.record = replace(
             self.record,
             epoch=epoch,
             verifier_id=verifier.replica_id,
-            drafter_id=drafter_id,
             weights_hash=verifier.identity.weights_hash if verifier.identity else "",
             arithmetic=self._arithmetic_with(verifier),
         )

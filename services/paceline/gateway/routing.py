@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 
-from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER, ModelIdentity
+from paceline.core.messages import GATEWAY, VERIFIER
 from paceline.gateway.prefixes import HASH_BYTES, MAX_BLOCKS, PrefixIndex, covered_tokens, prefix_blocks
 from paceline.store.base import Replica
 
@@ -158,25 +158,6 @@ def least_loaded(able: Sequence[Replica], sessions: Mapping[str, int]) -> Replic
     return min(able, key=lambda replica: (sessions[replica.replica_id] / _size(replica), replica.replica_id))
 
 
-def choose_drafter(replicas: Sequence[Replica], target: ModelIdentity, in_flight: Mapping[str, int]) -> Replica | None:
-    """Returns the least loaded drafter that can draft for the target; None if there is none.
-
-    Args:
-        replicas: The fleet.
-        target: The target model.
-        in_flight: Sessions of this gateway by replica id.
-    """
-    able = [
-        replica
-        for replica in replicas
-        if replica.role == DRAFTER
-        and not replica.draining
-        and replica.identity is not None
-        and replica.identity.drafts_for(target)
-    ]
-    return min(able, key=lambda replica: _load(replica, in_flight), default=None)
-
-
 def _model(verifier: Replica) -> str:
     assert verifier.identity is not None, "a verifier without identity is never able"
     return verifier.identity.name
@@ -184,8 +165,3 @@ def _model(verifier: Replica) -> str:
 
 def _size(replica: Replica) -> int:
     return max(1, replica.max_sessions)
-
-
-def _load(replica: Replica, in_flight: Mapping[str, int]) -> tuple[float, int, str]:
-    mine = in_flight.get(replica.replica_id, 0)
-    return max(replica.num_sessions, mine) / _size(replica), mine, replica.replica_id

@@ -11,6 +11,8 @@ from paceline.core.allocator import Goodput
 from paceline.core.draft_scheduler import DraftPlan
 from paceline.core.drafted_session import DraftedSession
 from paceline.core.messages import DraftNodes, ToDrafter
+from paceline.core.pairing import KnownDrafter, Pairing
+from paceline.core.params import DRAFT_MODEL
 from paceline.core.step_cost import KNOTS, StepCost, StepTimes
 from paceline.core.step_plan import StepPlan
 from paceline.planning.drafter import SimulatedDrafter
@@ -35,7 +37,6 @@ class DrafterProcess:
 
     def __init__(self, address: str, profile: Profile, events: Events) -> None:
         self.address = address
-        self.num_sessions = 0
         self._facts = profile.drafter
         self._drafter = SimulatedDrafter(profile.drafter, profile.truth)
         self._events = events
@@ -44,15 +45,17 @@ class DrafterProcess:
         self._inbox: list[ToDrafter] = []
         self._busy = False
 
+    def known(self) -> KnownDrafter:
+        """What verifiers know of it, without delay."""
+        return KnownDrafter(address=self.address, num_sessions=len(self._verifiers))
+
     def pair(self, session_id: str, verifier: VerifierProcess) -> None:
         """Drafts for a session from now on."""
         self._verifiers[session_id] = verifier
-        self.num_sessions += 1
 
     def part(self, session_id: str) -> None:
         """The session has ended."""
         del self._verifiers[session_id]
-        self.num_sessions -= 1
 
     def send(self, messages: Sequence[ToDrafter]) -> None:
         """A verifier sends messages."""
@@ -107,6 +110,8 @@ class VerifierProcess:
         self._facts = profile.target
         self._own = _OwnDrafter(profile.colocated, profile, events) if colocated else None
         self._drafters = {drafter.address: drafter for drafter in drafters}
+        self._pairing = Pairing()
+        self._on_end = on_end
         allocator = Goodput(max_nodes=profile.most_nodes)
         # A co-located drafter's time is its own, not a share of the verifier's.
         overhead = 0.0 if colocated else profile.drafting_overhead
@@ -114,16 +119,27 @@ class VerifierProcess:
         allocator.times = StepTimes(plain, plain.scaled(1.0 + overhead))
         addresses = (OWN,) if colocated else tuple(self._drafters)
         self.verifier = SimulatedVerifier(
-            profile.target, allocator, overhead=overhead, drafters=addresses, on_end=on_end
+            profile.target, allocator, overhead=overhead, drafters=addresses, on_end=self._ended
         )
         self._inbox: list[Act] = []
         self._busy = False
         self._num_waits = 0
 
-    def submit(self, asked: Asked, drafter: DrafterProcess | None) -> None:
-        """A request arrives, with its drafter, if it has one of the tier."""
-        address = drafter.address if drafter is not None else OWN if self._own is not None else ""
+    def submit(self, asked: Asked) -> None:
+        """A request arrives, and is paired with a drafter if there is one."""
+        self._pairing.know(each.known() for each in self._drafters.values())
+        address = OWN if self._own is not None else self._pairing.choose((DRAFT_MODEL,))
+        if address in self._drafters:
+            self._pairing.count(address, +1)
+            self._drafters[address].pair(str(asked.number), self)
         self._post(lambda: self.verifier.submit(asked, address, self._events.now_s))
+
+    def _ended(self, session: SimulatedSession) -> None:
+        drafter = self._drafters.get(session.link.address)
+        if drafter is not None:
+            self._pairing.count(drafter.address, -1)
+            drafter.part(session.session_id)
+        self._on_end(session)
 
     def receive(self, address: str, messages: Sequence[DraftNodes]) -> None:
         """What a drafter's step had to say arrives."""

@@ -145,27 +145,23 @@ class _CellAtWork:
             profile = replace(profile, truth=texts_of(profile.truth))
         self.events = Events(seed)
         self._profile = profile
-        self._way = cell.way
         self._on_end = on_end
-        self._drafters = [
-            DrafterProcess(f"drafter-{number}", profile, self.events) for number in range(cell.num_drafters)
-        ]
+        drafters = [DrafterProcess(f"drafter-{number}", profile, self.events) for number in range(cell.num_drafters)]
         self._verifiers = [
             VerifierProcess(
                 profile,
                 self.events,
                 colocated=cell.way is Way.COLOCATED,
-                drafters=self._drafters,
+                drafters=drafters,
                 on_end=self._ended,
             )
             for _ in range(cell.num_verifiers)
         ]
-        self._paired: dict[int, DrafterProcess] = {}
         self._num_sessions = [0] * cell.num_verifiers
         self._placed: dict[int, int] = {}
 
     def ask(self, asked: Asked) -> None:
-        """Gives a request to the verifier that has the fewest sessions, and its session to such a drafter.
+        """Gives a request to the verifier that has the fewest sessions.
 
         Raises:
             ConfigError: No verifier could ever hold it.
@@ -177,21 +173,13 @@ class _CellAtWork:
                 "that the profile's target.kv_tokens allows"
             )
         index = min(range(len(self._verifiers)), key=self._num_sessions.__getitem__)
-        verifier = self._verifiers[index]
         self._num_sessions[index] += 1
         self._placed[asked.number] = index
-        drafter = min(self._drafters, key=lambda each: each.num_sessions, default=None)
-        if drafter is not None:
-            self._paired[asked.number] = drafter
-            drafter.pair(str(asked.number), verifier)
-        verifier.submit(asked, drafter)
+        self._verifiers[index].submit(asked)
 
     def _ended(self, session: SimulatedSession) -> None:
         number = session.asked.number
         self._num_sessions[self._placed.pop(number)] -= 1
-        drafter = self._paired.pop(number, None)
-        if drafter is not None:
-            drafter.part(session.session_id)
         self._on_end(session.asked)
 
 

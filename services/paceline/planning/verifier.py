@@ -68,7 +68,6 @@ class SimulatedSession(ScheduledSession):
             prompt_token_ids=(RIGHT,) * asked.num_prompt_tokens,
             sampling=SamplingParams(max_tokens=asked.num_output_tokens, ignore_eos=True),
             speculation=SpeculationParams(enabled=bool(drafter)),
-            drafter_address=drafter,
             # All texts are alike, and none has the pages of another.
             cache_salt=str(asked.number),
         )
@@ -76,6 +75,7 @@ class SimulatedSession(ScheduledSession):
             request,
             asked.number,
             pool,
+            drafter_address=drafter,
             calibrations=Calibrations({DRAFT_MODEL: calibration}),
             max_model_len=asked.num_prompt_tokens + asked.num_output_tokens,
             submitted_s=now_s,

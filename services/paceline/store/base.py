@@ -74,7 +74,6 @@ class SessionRecord:
     arithmetic: str = ""
     engine_deaths: int = 0
     verifier_id: str
-    drafter_id: str
     seed: int
     prompt_hash: str
     prompt_len: int

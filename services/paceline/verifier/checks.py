@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.config import is_address
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import CHAIN_RULES, TIER_METHODS, check_token_ids
 from paceline.core.rules import Rules
 
-SHOWN_CHARS = 80
 # Gateways send a digest.
 MAX_SALT_CHARS = 128
 
@@ -30,9 +28,6 @@ def check_request(
     Raises:
         InvalidRequestError: Names the field and the limit.
     """
-    if request.drafter_address and not is_address(request.drafter_address):
-        shown = request.drafter_address[:SHOWN_CHARS]
-        raise InvalidRequestError("drafter_address", f"must be host:port, got {shown!r}")
     if len(request.cache_salt) > MAX_SALT_CHARS:
         raise InvalidRequestError(
             "cache_salt", f"must have at most {MAX_SALT_CHARS} characters, got {len(request.cache_salt)}"

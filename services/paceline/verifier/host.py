@@ -6,10 +6,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -32,15 +31,14 @@ from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread, Stepper
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import OFF, Tracing
-from paceline.store.base import Replica, Store
+from paceline.store.base import Store
 from paceline.store.probe import Probe
 from paceline.store.view import RegistryView
 from paceline.supervision import Work
 from paceline.verifier.checks import check_request
-from paceline.verifier.links import DrafterLink
-from paceline.verifier.metrics import record_output, record_served_by
+from paceline.verifier.drafters import Drafters
+from paceline.verifier.metrics import record_output
 from paceline.verifier.outbox import Outbox, Outboxes
-from paceline.verifier.pairing import INTERVAL_S, Streams, able_drafters, next_drafter, of_methods, spare_drafter
 from paceline.verifier.tracing import SessionTrace
 
 logger = logging.getLogger(__name__)
@@ -48,10 +46,8 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0
 # Pause between two readings of the registry.
 REFRESH_S = 1.0
-# A drafter that no session named for one to two such periods is let go.
-LINK_IDLE_S = 60.0
-# Requests name drafters; those named beyond so many are not dialled, and their sessions are served without.
-MAX_LINKS = 256
+# Pause between two looks at the drafters of all sessions.
+PAIRING_S = 0.1
 # Pause between two looks for sessions that have been silent.
 LIFE_S = 0.5
 
@@ -126,6 +122,14 @@ class TargetHost:
         self._tls = tls
         self._tracing = tracing
         self.engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(self._make_stepper, self._deliver, "target")
+        self.drafters = Drafters(
+            identity,
+            own=own_drafter,
+            on_change=self._link_changed,
+            on_messages=self._drafts_arrived,
+            metrics=metrics,
+            tls=tls,
+        )
         self._make_engine = make_engine
         self._stepper: TargetStepper | None = None
         # By serial: a session id may come back while outputs of its cancelled namesake are under way.
@@ -133,11 +137,6 @@ class TargetHost:
         self._traces: dict[int, SessionTrace] = {}
         self._serials = itertools.count(1)
         self._under_way: dict[str, _UnderWay] = {}
-        self._links: dict[str, DrafterLink] = {}
-        self._drafted: Counter[str] = Counter()
-        # The same without sessions that want no drafts.
-        self._served_by: Counter[str] = Counter()
-        self._spare_address = ""
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -190,50 +189,43 @@ class TargetHost:
 
     async def close(self) -> None:
         """Ends streams to drafters and the engine."""
-        await asyncio.gather(*(link.close() for link in self._links.values()))
+        await self.drafters.close()
         await self.engine.close()
 
     def background(self, store: Store) -> Mapping[str, Work]:
         """Names the tasks that keep sessions with drafters that are there, streams to few, and gateways in the know."""
-        drafters = RegistryView(store, DRAFTER, answers=Probe(self._tls))
+        if self._own_drafter:
+            return {"life": self._show_life}
+        view = RegistryView(store, DRAFTER, answers=Probe(self._tls))
         return {
-            "registry": partial(drafters.keep_fresh, REFRESH_S),
+            "registry": partial(view.keep_fresh, REFRESH_S),
             # Apart from the registry, which must not delay what streams tell when it does not answer.
-            "pairing": partial(self._keep_paired, drafters),
-            "links": self._sweep,
+            "pairing": partial(self._keep_paired, view),
+            "links": self.drafters.sweep,
             "life": self._show_life,
         }
 
-    async def _keep_paired(self, drafters: RegistryView) -> None:
+    async def _keep_paired(self, view: RegistryView) -> None:
         while True:
-            self._pair(able_drafters(drafters.replicas, self.identity))
-            await asyncio.sleep(INTERVAL_S)
+            self.drafters.know(view.replicas)
+            for session_id, each in self._under_way.items():
+                self._pair_anew(session_id, each)
+            await asyncio.sleep(PAIRING_S)
 
-    def _pair(self, able: Mapping[str, Replica]) -> None:
-        if self._own_drafter:
+    def _pair_anew(self, session_id: str, session: _UnderWay) -> None:
+        """Gives a session another drafter if its own is gone, or its first if there was none."""
+        before, address = session.drafter_address, self.drafters.choose(session.methods, session.drafter_address)
+        if address == before:
             return
-        down_s = {address: link.down_s for address, link in self._links.items()}
-        streams = Streams(down_s=down_s, num_sessions=self._drafted)
-        self._spare_address = spare_drafter(able, streams)
-        if self._spare_address:
-            self._dial(self._spare_address)
-        for session_id, each in self._under_way.items():
-            if not each.methods:
-                continue
-            suited = of_methods(able, each.methods)
-            # One that serves another method is left even for none.
-            strange = each.drafter_address in able and each.drafter_address not in suited
-            address = next_drafter("" if strange else each.drafter_address, suited, streams)
-            if address == each.drafter_address:
-                continue
-            if address:
-                self._dial(address)
-            self._count_drafted(each, -1)
-            each.drafter_address = address
-            self._count_drafted(each, +1)
+        session.drafter_address = address
+        self.drafters.count(before, -1)
+        self.drafters.count(address, +1)
+        if before:
             self._metrics.fallbacks.labels("drafter_changed").inc()
-            with suppress(UnavailableError):
-                self.engine.post(Paired(session_id=session_id, serial=each.serial, address=address), always=True)
+        if session.serial in self._traces:
+            self._traces[session.serial].paired(address)
+        with suppress(UnavailableError):
+            self.engine.post(Paired(session_id=session_id, serial=session.serial, address=address), always=True)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
         """Runs one session; leaving early frees it within one step.
@@ -247,7 +239,11 @@ class TargetHost:
             UnavailableError: The verifier shuts down or its engine died.
         """
         with SessionTrace(self._tracing, request) as trace:
-            request = trace.hand_on(self._taken_in(request))
+            check_request(
+                request, self.identity, max_model_len=self._max_model_len, methods=self._methods, rules=self._rules
+            )
+            self._admit(request)
+            request = trace.hand_on(request)
             with self._running(request, trace) as outbox:
                 while True:
                     committed = await outbox.take()
@@ -264,21 +260,6 @@ class TargetHost:
         if known is not None:
             with suppress(UnavailableError):
                 self.engine.post(HeardOf(session_id=request.session_id, serial=known.serial), always=True)
-
-    def _taken_in(self, request: GenerateRequest) -> GenerateRequest:
-        """Checks a request, and gives it the drafter that is to draft for it."""
-        check_request(
-            request, self.identity, max_model_len=self._max_model_len, methods=self._methods, rules=self._rules
-        )
-        self._admit(request)
-        if self._own_drafter or not self._tier_methods(request):
-            return replace(request, drafter_address=self._own_drafter if self._tier_methods(request) else "")
-        if request.drafter_address and request.speculation.cap:
-            self._dial(request.drafter_address)
-        return request
-
-    def _tier_methods(self, request: GenerateRequest) -> frozenset[str]:
-        return frozenset(request.speculation.methods or self._methods) & frozenset(TIER_METHODS)
 
     def _admit(self, request: GenerateRequest) -> None:
         if self._draining:
@@ -303,20 +284,21 @@ class TargetHost:
         outbox = self._outboxes.open(serial, whole=request.whole, offset=len(request.committed_token_ids))
         if trace.recording:
             self._traces[serial] = trace
-        mine = _UnderWay(
-            serial=serial,
-            epoch=request.epoch,
-            # A drafter inside the engine stays.
-            methods=self._tier_methods(request) if request.speculation.cap and not self._own_drafter else frozenset(),
-            drafter_address=request.drafter_address,
-        )
-        self._under_way[request.session_id] = mine
-        self._count_drafted(mine, +1)
+        mine = self._under_way[request.session_id] = self._taken_in(serial, request)
+        trace.paired(mine.drafter_address)
+        self.drafters.count(mine.drafter_address, +1)
         self._empty.clear()
         # Told here and not with a step: an engine that hangs makes none.
         self._metrics.sessions.under_way.set(self.num_sessions)
         try:
-            self.engine.post(Submit(request=request, serial=serial, arrived_s=time.monotonic()))
+            self.engine.post(
+                Submit(
+                    request=request,
+                    serial=serial,
+                    drafter_address=mine.drafter_address,
+                    arrived_s=time.monotonic(),
+                )
+            )
             yield outbox
         finally:
             self._queue_clock.ended(time.monotonic(), num_waiting=max(0, self.num_sessions - self._num_places))
@@ -324,7 +306,7 @@ class TargetHost:
             self._traces.pop(serial, None)
             if self._under_way.get(request.session_id) is mine:
                 del self._under_way[request.session_id]
-            self._count_drafted(mine, -1)
+            self.drafters.count(mine.drafter_address, -1)
             self._metrics.sessions.under_way.set(self.num_sessions)
             if not self.num_sessions:
                 self._empty.set()
@@ -332,12 +314,13 @@ class TargetHost:
             with suppress(UnavailableError):
                 self.engine.post(Cancel(session_id=request.session_id, serial=serial), always=True)
 
-    def _count_drafted(self, session: _UnderWay, change: int) -> None:
-        address = session.drafter_address
-        self._drafted[address] += change
-        if session.methods and address:
-            self._served_by[address] += change
-            record_served_by(self._metrics, address, self._served_by[address])
+    def _taken_in(self, serial: int, request: GenerateRequest) -> _UnderWay:
+        """A session with its first drafter; one that wants no drafts of the tier gets none."""
+        wanted = frozenset(request.speculation.methods or self._methods) & frozenset(TIER_METHODS)
+        methods = wanted if request.speculation.cap else frozenset()
+        return _UnderWay(
+            serial=serial, epoch=request.epoch, methods=methods, drafter_address=self.drafters.choose(methods)
+        )
 
     def _fence(self, request: GenerateRequest) -> None:
         """Ends the stream of an owner that has lost the session; its last tokens reach nobody."""
@@ -347,29 +330,6 @@ class TargetHost:
         self.engine.post(Cancel(session_id=request.session_id, serial=known.serial), always=True)
         error = StaleEpochError(f"session {request.session_id!r} goes on under epoch {request.epoch}")
         self._outboxes.fail(known.serial, error)
-
-    def _dial(self, address: str) -> None:
-        if address not in self._links and len(self._links) < MAX_LINKS:
-            self._links[address] = DrafterLink(
-                address, self.identity, self._link_changed, self._drafts_arrived, self._tls
-            )
-
-    async def _sweep(self) -> None:
-        """Closes streams to drafters that no session has named for a while, for ever."""
-        idle: set[str] = set()
-        while True:
-            await asyncio.sleep(LINK_IDLE_S)
-            unused = {each for each in self._links if not self._drafted[each] and each != self._spare_address}
-            for address in idle & unused:
-                if self._drafted[address]:
-                    continue
-                logger.info("closing an unused stream", extra={"drafter": address})
-                link = self._links.pop(address)
-                self._tell_of_link(address, None)
-                await link.close()
-            idle = unused
-            self._drafted = +self._drafted
-            self._served_by = +self._served_by
 
     async def _show_life(self) -> None:
         """Lets gateways hear of silent sessions while the engine gets things done, for ever."""
@@ -381,11 +341,6 @@ class TargetHost:
             num_calls = self.engine.num_calls
 
     def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
-        if draft is None:
-            self._metrics.fallbacks.labels("link_lost").inc()
-        self._tell_of_link(address, draft)
-
-    def _tell_of_link(self, address: str, draft: ModelIdentity | None) -> None:
         wants_states = draft is not None and draft.draft_method == EAGLE3
         change = LinkChanged(address=address, up=draft is not None, wants_states=wants_states)
         with suppress(UnavailableError):
@@ -413,11 +368,8 @@ class TargetHost:
                 self._traces[seen.serial].saw(seen)
         # Drafters first: they are at rest until they hear of the commit, and clients are not.
         for address, to_drafter in output.to_drafters.items():
-            if address in self._links:
-                self._links[address].send(to_drafter)
+            self.drafters.say(address, to_drafter)
         self._outboxes.deliver(output.committed)
         for address, error in output.broken_links.items():
-            self._metrics.fallbacks.labels("protocol_error").inc()
-            if address in self._links:
-                self._links[address].reset(str(error))
+            self.drafters.reset(address, str(error))
         asyncio.get_running_loop().call_soon(record_output, self._metrics, output)

@@ -43,10 +43,13 @@ class SessionTrace:
                 names.EPOCH: request.epoch,
                 names.NUM_PROMPT_TOKENS: len(request.prompt_token_ids),
                 names.NUM_COMMITTED_TOKENS: len(request.committed_token_ids),
-                names.DRAFTER: request.drafter_address,
             }
         )
         return replace(request, traceparent=self._span.traceparent)
+
+    def paired(self, address: str) -> None:
+        """The session is drafted by this drafter from now on; empty: by none."""
+        self._span.set({names.DRAFTER: address})
 
     def saw(self, report: TracedStart | TracedRound) -> None:
         """The engine ran a step for the session."""

@@ -82,13 +82,13 @@ class Loop:
             prompt_token_ids=tuple(range(prompt_len)),
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
             speculation=SpeculationParams(),
-            drafter_address=DRAFTER,
             cache_salt=name,
         )
         session = ScheduledSession(
             replace(request, **changes),  # type: ignore[arg-type]
             len(self.sessions),
             self.pool,
+            drafter_address=DRAFTER,
             max_model_len=4096,
             submitted_s=self.now_s,
             price=self.policy.price,

@@ -80,7 +80,7 @@ def opened(writer: RecordWriter, taken_over: list[str] | None = None, **changes:
     asked = request(**changes)
     lost = [] if taken_over is None else taken_over
     trail = writer.open(asked, lambda: lost.append(asked.session_id))
-    trail.placed(asked.epoch, verifier=verifier("v"), drafter_id="d")
+    trail.placed(asked.epoch, verifier("v"))
     return trail
 
 
@@ -136,7 +136,7 @@ async def test_a_session_that_moves_is_written_whole_with_its_new_place(
     trail = opened(writer)
     trail.extend((10, 11))
     await writer.flush()
-    trail.placed(2, verifier=verifier("v2"), drafter_id="")
+    trail.placed(2, verifier("v2"))
     trail.extend((12,))
     await writer.flush()
     logged = await store.session("s")

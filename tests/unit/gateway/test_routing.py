@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.pages import BLOCK_SIZE
-from paceline.gateway.routing import AFFINITY, Router, able_verifiers, choose_drafter, within_bound
+from paceline.gateway.routing import AFFINITY, Router, able_verifiers, within_bound
 from paceline.store.base import Replica
 from tests.support.replicas import replica
 
@@ -182,18 +182,3 @@ def test_a_negative_affinity_is_refused() -> None:
     assert AFFINITY >= 0
     with pytest.raises(ValueError, match="affinity must be 0 or more, got -1"):
         Router(affinity=-1)
-
-
-def test_a_drafter_must_speak_the_vocabulary_of_the_target() -> None:
-    target = replica("target").identity
-    assert target is not None
-    other, same = replica("x", "drafter", vocab_hash="w"), replica("y", "drafter", num_sessions=5)
-    assert choose_drafter([other, same], target, {}) == same
-    assert choose_drafter([other], target, {}) is None
-
-
-def test_of_equally_loaded_drafters_the_one_with_fewer_of_our_sessions_is_chosen() -> None:
-    target = replica("target").identity
-    assert target is not None
-    drafters = [replica(name, "drafter", num_sessions=5) for name in "xy"]
-    assert choose_drafter(drafters, target, {"x": 1}) == drafters[1]

@@ -23,7 +23,6 @@ FIELDS: dict[str, bytes | None] = {
     "owner": b"g1",
     "model": b"demo",
     "verifier_id": b"v1",
-    "drafter_id": b"",
     "seed": b"7",
     "prompt_hash": b"h",
     "prompt_len": b"3",

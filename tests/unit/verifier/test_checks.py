@@ -45,7 +45,6 @@ def test_what_can_be_served_passes() -> None:
         ({"prompt_token_ids": (1, 64)}, "prompt_token_ids.*64"),
         ({"prompt_token_ids": (1,) * 91, "committed_token_ids": ()}, "91 prompt tokens.*context of 100"),
         ({"cache_salt": "x" * (MAX_SALT_CHARS + 1)}, f"cache_salt.*{MAX_SALT_CHARS}"),
-        ({"drafter_address": "unix:/x"}, "drafter_address.*host:port"),
         ({"speculation": SpeculationParams(method="medusa")}, "speculation.method.*medusa is not served"),
         ({"speculation": SpeculationParams(acceptance="rejection")}, "speculation.acceptance.*rejection needs"),
     ],

@@ -64,7 +64,6 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
-    DRAFTER_ADDRESS_FIELD_NUMBER: builtins.int
     MAX_WAIT_NS_FIELD_NUMBER: builtins.int
     WHOLE_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
@@ -73,8 +72,6 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     """Chosen by the gateway, unique in the fleet."""
     epoch: builtins.int
     """Ownership number; messages of older epochs are dropped."""
-    drafter_address: builtins.str
-    """Drafter that the gateway paired with this session, host:port; empty: none."""
     max_wait_ns: builtins.int
     """Longest expected wait for a place with which the session is taken; absent: any. A session that goes on is always
     taken.
@@ -110,14 +107,13 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
         committed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         sampling: paceline.rpc.v1.common_pb2.SamplingParams | None = ...,
         speculation: paceline.rpc.v1.common_pb2.SpeculationParams | None = ...,
-        drafter_address: builtins.str = ...,
         max_wait_ns: builtins.int | None = ...,
         whole: builtins.bool = ...,
         cache_salt: builtins.str = ...,
         suspect: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "max_wait_ns", b"max_wait_ns", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "cache_salt", b"cache_salt", "committed_token_ids", b"committed_token_ids", "drafter_address", b"drafter_address", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "suspect", b"suspect", "whole", b"whole"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "cache_salt", b"cache_salt", "committed_token_ids", b"committed_token_ids", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "suspect", b"suspect", "whole", b"whole"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_wait_ns", b"_max_wait_ns"]) -> typing.Literal["max_wait_ns"] | None: ...
 
 Global___VerifierGenerateRequest: typing_extensions.TypeAlias = VerifierGenerateRequest

@@ -1,0 +1,93 @@
+"""Who drafts for a session: one rule, for sessions that begin and for those whose drafter is gone.
+
+Only verifiers pair, since only they know which streams are up; the planner's pair by the same object.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from paceline.core.params import DRAFT_MODEL
+
+# A stream that is down for so long has lost its sessions to others; dialling takes a few milliseconds.
+DOWN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownDrafter:
+    """A drafter that takes sessions.
+
+    Attributes:
+        method: What it serves.
+        num_sessions: Sessions of all verifiers that it drafts for, as it said last.
+        max_sessions: Sessions it has room for.
+        down_s: Seconds for which the stream to it has been down; 0: it is up, or nobody has dialled it yet.
+    """
+
+    address: str
+    method: str = DRAFT_MODEL
+    num_sessions: int = 0
+    max_sessions: int = 0
+    down_s: float = 0.0
+
+    @property
+    def reachable(self) -> bool:
+        """Whether its stream is up, or may soon be."""
+        return self.down_s < DOWN_S
+
+
+class Pairing:
+    """The drafters that a verifier knows, and how many of its sessions each has.
+
+    A session stays with its drafter unless that one drains, has left the registry, or its stream is down for `DOWN_S`.
+    It goes to the reachable one of its methods with the least sessions for its size, own ones counted as they are.
+
+    Attributes:
+        num_own: Sessions of this verifier by their drafter's address.
+    """
+
+    def __init__(self) -> None:
+        self.num_own: Counter[str] = Counter()
+        self._drafters: Mapping[str, KnownDrafter] = {}
+
+    def know(self, drafters: Iterable[KnownDrafter]) -> None:
+        """Takes in who is there now."""
+        self._drafters = {each.address: each for each in drafters}
+        self.num_own = +self.num_own
+
+    def count(self, address: str, change: int) -> None:
+        """So many sessions more have this drafter."""
+        self.num_own[address] += change
+
+    def choose(self, methods: Collection[str], current: str = "") -> str:
+        """Returns the address of the drafter that a session should have; that of now if nobody is better.
+
+        Args:
+            methods: Those of drafters that the session may be drafted by; none: it gets no drafter.
+            current: Address of its drafter; empty: it has none.
+        """
+        own = self._drafters.get(current)
+        if own is not None and own.reachable and own.method in methods:
+            return current
+        able = [each for each in self._drafters.values() if each.reachable and each.method in methods]
+        return self._least_loaded(able) or current
+
+    def spare(self) -> str:
+        """Returns the address of a drafter to keep a stream to although no session has it: it saves the dialling later.
+
+        Empty where sessions have several drafters already, or there is no other.
+        """
+        used = {address for address in self._drafters if self.num_own[address]}
+        if len(used) > 1:
+            return ""
+        return self._least_loaded(each for each in self._drafters.values() if each.address not in used)
+
+    def _least_loaded(self, drafters: Iterable[KnownDrafter]) -> str:
+        return min(((*self._load(each), each.address) for each in drafters), default=(0.0, 0, ""))[-1]
+
+    def _load(self, drafter: KnownDrafter) -> tuple[float, int]:
+        """Own sessions tell apart those that seem equal: what drafters say lags behind by a heartbeat."""
+        own = self.num_own[drafter.address]
+        return max(own, drafter.num_sessions) / max(1, drafter.max_sessions), own

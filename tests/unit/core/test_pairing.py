@@ -1,0 +1,94 @@
+"""Sessions leave drafters that are gone, and go where there are fewest."""
+
+from __future__ import annotations
+
+from paceline.core.pairing import DOWN_S, KnownDrafter, Pairing
+from paceline.core.params import DRAFT_MODEL, EAGLE3
+
+BOTH = (DRAFT_MODEL, EAGLE3)
+
+
+def drafter(
+    address: str, num_sessions: int = 0, *, max_sessions: int = 0, down_s: float = 0.0, method: str = DRAFT_MODEL
+) -> KnownDrafter:
+    return KnownDrafter(
+        address=address, method=method, num_sessions=num_sessions, max_sessions=max_sessions, down_s=down_s
+    )
+
+
+def pairing(*drafters: KnownDrafter, **num_own: int) -> Pairing:
+    known = Pairing()
+    for address, count in num_own.items():
+        known.count(address, count)
+    known.know(drafters)
+    return known
+
+
+def paired(current: str, *drafters: KnownDrafter, **num_own: int) -> str:
+    return pairing(*drafters, **num_own).choose(BOTH, current)
+
+
+def test_a_session_stays_where_it_is_as_long_as_it_is_well_there() -> None:
+    assert paired("a", drafter("a", 9), drafter("b")) == "a"
+
+
+def test_a_stream_that_is_being_dialled_is_waited_for_a_little() -> None:
+    assert paired("a", drafter("a", down_s=DOWN_S / 2), drafter("b")) == "a"
+
+
+def test_a_session_leaves_a_drafter_whose_stream_is_down_or_that_is_gone() -> None:
+    assert paired("a", drafter("a", down_s=DOWN_S), drafter("b")) == "b"
+    assert paired("a", drafter("b")) == "b"
+
+
+def test_a_session_without_a_drafter_gets_one_as_soon_as_one_is_there() -> None:
+    assert paired("") == ""
+    assert paired("", drafter("b")) == "b"
+
+
+def test_a_session_begins_at_a_drafter_that_can_be_reached() -> None:
+    assert paired("", drafter("a", down_s=DOWN_S), drafter("b", 9)) == "b"
+    assert paired("", drafter("a", down_s=DOWN_S)) == ""
+
+
+def test_with_nobody_better_a_session_keeps_its_drafter_and_may_find_it_again() -> None:
+    assert paired("a") == "a"
+    assert paired("a", drafter("a", down_s=5.0), drafter("b", down_s=5.0)) == "a"
+
+
+def test_of_several_the_one_with_the_least_sessions_is_taken_own_ones_included() -> None:
+    assert paired("", drafter("a", 3), drafter("b", 2)) == "b"
+    assert paired("", drafter("a", 3), drafter("b"), b=4) == "a"
+
+
+def test_a_drafter_with_room_for_more_gets_more() -> None:
+    assert paired("", drafter("a", 2, max_sessions=4), drafter("b", 3, max_sessions=8)) == "b"
+
+
+def test_of_equally_loaded_drafters_the_one_with_fewer_own_sessions_is_taken() -> None:
+    assert paired("", drafter("a", 5), drafter("b", 5), a=1) == "b"
+
+
+def test_sessions_that_begin_before_drafters_are_heard_again_are_spread() -> None:
+    known = pairing(drafter("a"), drafter("b"))
+    for _ in range(6):
+        known.count(known.choose(BOTH), +1)
+    assert known.num_own == {"a": 3, "b": 3}
+
+
+def test_a_session_goes_to_drafters_of_its_methods_only() -> None:
+    known = pairing(drafter("a"), drafter("b", 9, method=EAGLE3))
+    assert known.choose((EAGLE3,)) == "b"
+    assert known.choose((EAGLE3,), "a") == "b"
+    assert known.choose(()) == ""
+
+
+def spare(*drafters: KnownDrafter, **num_own: int) -> str:
+    return pairing(*drafters, **num_own).spare()
+
+
+def test_a_stream_is_kept_to_the_least_loaded_drafter_that_no_session_has() -> None:
+    assert spare(drafter("a"), drafter("b", 2), drafter("c"), a=3) == "c"
+    assert spare(drafter("a"), a=3) == ""
+    assert spare(drafter("a"), drafter("b"), drafter("c"), a=3, b=1) == ""
+    assert spare(drafter("a"), drafter("b"), a=3, gone=1) == "b"
