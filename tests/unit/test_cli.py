@@ -35,7 +35,7 @@ def test_help_and_the_commands_of_a_client_load_nothing_heavy() -> None:
         "import contextlib, sys\nfrom paceline.cli import main\n"
         "for argv in (['--help'], ['up', '--help'], ['generate', '--help']):\n"
         "    with contextlib.suppress(SystemExit): main(argv)\n"
-        "heavy = {'torch', 'transformers', 'numba', 'fastapi'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'numba', 'starlette'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], env=ENV, check=True, timeout=60, stdout=subprocess.DEVNULL)
@@ -53,12 +53,12 @@ def test_an_unknown_command_is_refused_with_those_there_are(capsys: pytest.Captu
 
 
 def test_a_missing_package_is_named_with_its_extra() -> None:
-    program = "import sys\nsys.modules['fastapi'] = None\nfrom paceline.cli import main\nmain(['gateway'])"
+    program = "import sys\nsys.modules['pydantic'] = None\nfrom paceline.cli import main\nmain(['gateway'])"
     ended = subprocess.run(
         [sys.executable, "-c", program], env=ENV, check=False, timeout=60, capture_output=True, text=True
     )
     assert ended.returncode == 2
-    assert ended.stderr == "paceline gateway: error: needs the package fastapi: install paceline[gateway]\n"
+    assert ended.stderr == "paceline gateway: error: needs the package pydantic: install paceline[gateway]\n"
 
 
 def test_models_lists_sizes_and_vocabularies(capsys: pytest.CaptureFixture[str]) -> None:

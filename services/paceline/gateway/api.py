@@ -8,12 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 from reprlib import Repr
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 
 from paceline.core.errors import InvalidRequestError, shortened
-from paceline.core.params import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS
+from paceline.core.params import (
+    ACCEPTANCE_RULES,
+    MAX_DRAFT_TOKENS,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_METHOD_CHARS,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    METHODS,
+)
+from paceline.gateway.requests import MAX_CHOICES, MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 BodyT = TypeVar("BodyT", bound="CommonBody")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -42,7 +52,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
@@ -72,6 +82,33 @@ _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = SHOWN_CHARACTERS
 MISSING = "missing"
 EXTRA = "extra_forbidden"
+# Variables of a chat template that the server sets.
+TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_METHOD = f"({'|'.join(METHODS)})"
+_Text = Annotated[str, Field(min_length=1)]
+_TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_SOME = Field(min_length=1, max_length=MAX_CHOICES)
+_Prompt = _Text | _TokenIds | Annotated[list[_Text], _SOME] | Annotated[list[_TokenIds], _SOME]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)]
+
+
+def _told(default: Any = ..., **limits: Any) -> Any:
+    """Returns a field whose limits are described here and checked, for both doors, where sessions are made."""
+    return Field(default, json_schema_extra=limits)
+
+
+def _describe(schema: dict[str, Any]) -> None:
+    """Adds to the schema of a body what `parse_body` lets pass: null for what is absent, and fields not served."""
+    fields = schema["properties"]
+    null = {"type": "null"}
+    for name, field in fields.items():
+        if name not in schema["required"] and null not in field.get("anyOf", ()):
+            fields[name] = {"anyOf": [field, null]}
+    fields |= {name: {"description": "Changes nothing."} for name in sorted(IGNORED_FIELDS)}
+    for name, values in NEUTRAL_VALUES.items():
+        fields[name] = {"enum": [*values, None], "description": "Only with values that ask for nothing."}
 
 
 class _Strict(BaseModel):
@@ -94,32 +131,39 @@ class SpeculationBody(_Strict):
     """What the request asks of speculation; our own field."""
 
     enabled: bool = True
-    max_draft_tokens: int | None = None
-    acceptance: str = ""
-    method: str = ""
+    max_draft_tokens: int | None = _told(None, minimum=0, maximum=MAX_DRAFT_TOKENS)
+    acceptance: str = _told("", enum=["", *ACCEPTANCE_RULES])
+    method: str = _told("", maxLength=MAX_METHOD_CHARS, pattern=rf"^({_METHOD}(\+{_METHOD})*)?$")
     token_fates: bool = False
 
 
 class CommonBody(_Strict):
     """Fields of both completion endpoints."""
 
+    model_config = ConfigDict(json_schema_extra=_describe)
+
     model: str = ""
-    n: int = Field(default=1, ge=1)
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
-    min_tokens: int = 0
-    stop: Any = None
-    stop_token_ids: list[int] = Field(default_factory=list)
+    n: int = Field(default=1, ge=1, json_schema_extra={"maximum": MAX_CHOICES})
+    max_tokens: int | None = _told(None, minimum=1)
+    temperature: float = _told(1.0, minimum=0, maximum=100)
+    top_p: float = _told(1.0, exclusiveMinimum=0, maximum=1)
+    top_k: int = _told(0, minimum=-1, maximum=2**32 - 1)
+    min_p: float = _told(0.0, minimum=0, maximum=1)
+    repetition_penalty: float = _told(1.0, minimum=0.01, maximum=100)
+    presence_penalty: float = _told(0.0, minimum=-2, maximum=2)
+    frequency_penalty: float = _told(0.0, minimum=-2, maximum=2)
+    logit_bias: dict[str, float] = _told(
+        {},
+        maxProperties=MAX_LOGIT_BIAS_ENTRIES,
+        propertyNames={"pattern": "^[0-9]{1,20}$"},
+        additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+    )
+    min_tokens: int = _told(0, minimum=0)
+    stop: SkipValidation[_Stop | _Stops | None] = None
+    stop_token_ids: list[_TokenId] = _told([], maxItems=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
-    cache_salt: str = ""
-    seed: int | None = None
+    cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
+    seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculation: SpeculationBody = SpeculationBody()
@@ -128,26 +172,33 @@ class CommonBody(_Strict):
 class CompletionBody(CommonBody):
     """Body of /v1/completions."""
 
-    prompt: Any
-    logprobs: int | None = None
+    prompt: SkipValidation[_Prompt]
+    logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
 
 
 class ChatMessage(_Strict):
     """One message of a chat; `content` is text or a list of text parts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any
+    content: SkipValidation[str | list[TextPart]]
     name: str | None = None
 
 
 class ChatBody(CommonBody):
     """Body of /v1/chat/completions; each of `messages` is read by itself, with `chat_message`."""
 
-    messages: list[Any]
-    max_completion_tokens: int | None = None
+    messages: list[SkipValidation[ChatMessage]] = _told(minItems=1)
+    max_completion_tokens: int | None = _told(None, minimum=1)
     logprobs: bool = False
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    top_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = _told({}, propertyNames={"not": {"enum": sorted(TEMPLATE_NAMES)}})
 
 
 def parse_body(body_class: type[BodyT], fields: Mapping[str, Any]) -> BodyT:

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams
-from paceline.gateway.api import ChatBody, ChatMessage, CommonBody, CompletionBody, chat_message
+from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatMessage, CommonBody, CompletionBody, chat_message
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
@@ -26,8 +26,6 @@ from paceline.gateway.requests import (
     room_for_output,
     sample_seed,
 )
-
-TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

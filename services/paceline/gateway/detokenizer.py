@@ -1,6 +1,8 @@
 """Turns a stream of token ids into a stream of text whose pieces join to the text of the whole.
 
 Pure but for the codec it is given. It knows nothing of stop strings; those are searched in its output.
+`tokenizers.DecodeStream` is not enough: it holds bytes that never become a character for ever, decoding all of them
+again with each token, and raises where text follows a broken character of a byte-fallback vocabulary.
 """
 
 from __future__ import annotations

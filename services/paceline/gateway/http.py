@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from paceline.core.errors import ModelNotFoundError, PacelineError
 from paceline.gateway.completions import BodyLimits, CompletionEndpoint
@@ -40,7 +41,7 @@ def create_app(
     console: ConsoleFeed | None = None,
     tracing: Tracing = OFF,
     supervisor: Supervisor,
-) -> FastAPI:
+) -> Starlette:
     """Returns the application.
 
     Args:
@@ -55,52 +56,53 @@ def create_app(
         tracing: Where requests are traced.
         supervisor: Tells which background tasks fail.
     """
-    app = FastAPI(title="Paceline gateway", docs_url=None, redoc_url=None, openapi_url=None)
-    for path, chat in (("/v1/completions", False), ("/v1/chat/completions", True)):
-        endpoint = CompletionEndpoint(sessions, resumption, limits, workers, tracing, chat=chat)
-        app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
 
-    if console is not None:
-        app.router.routes += console_routes(console)
-    _serve_models(app, fleet, started_s)
+    async def livez(_: Request) -> Response:
+        return JSONResponse({"status": "alive"})
 
-    @app.get("/livez")
-    async def livez() -> dict[str, str]:
-        return {"status": "alive"}
-
-    @app.get("/health")
-    @app.get("/readyz")
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         now = readiness(sessions, fleet, supervisor.failing)
         return JSONResponse(report(now, sessions, fleet), status_code=200 if now.ready else 503)
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    app.add_exception_handler(PacelineError, _on_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    return app
+    endpoints = (sessions, resumption, limits, workers, tracing)
+    routes = [
+        Route("/v1/completions", CompletionEndpoint(*endpoints, chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", CompletionEndpoint(*endpoints, chat=True), methods=["POST"]),
+        *(console_routes(console) if console is not None else ()),
+        *_model_routes(fleet, started_s),
+        Route("/livez", livez),
+        Route("/health", health),
+        Route("/readyz", health),
+        Route("/metrics", metrics),
+    ]
+    return Starlette(routes=routes, exception_handlers={PacelineError: _on_error, HTTPException: _on_http_exception})
 
 
-def _serve_models(app: FastAPI, fleet: Fleet, started_s: int) -> None:
+def _model_routes(fleet: Fleet, started_s: int) -> list[BaseRoute]:
     """What there is to ask for, and how."""
     description = json.dumps(openapi_document()).encode()
 
-    @app.get(PATH)
-    async def describe() -> Response:
+    async def describe(_: Request) -> Response:
         return Response(description, media_type="application/json")
 
-    @app.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
+    async def list_models(_: Request) -> Response:
         models = [_model(fleet, name, started_s) for name in fleet.model_names]
-        return {"object": "list", "data": models}
+        return JSONResponse({"object": "list", "data": models})
 
-    @app.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> dict[str, Any]:
+    async def show_model(request: Request) -> Response:
+        name = request.path_params["name"]
         if name not in fleet.model_names:
             raise ModelNotFoundError(f"model: {name[:80]!r} is not served here")
-        return _model(fleet, name, started_s)
+        return JSONResponse(_model(fleet, name, started_s))
+
+    return [
+        Route(PATH, describe),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", show_model),
+    ]
 
 
 def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:

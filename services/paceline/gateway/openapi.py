@@ -1,14 +1,19 @@
 """The OpenAPI description of the HTTP API: every path, and every status that can come back from it.
 
-It knows no sessions and no transport; `paceline.gateway.openapi_schemas` says what bodies look like.
+It knows no sessions and no transport; the schemas in it are those of the models of bodies and answers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
 import paceline
-from paceline.gateway.openapi_schemas import SOME_TEXT, TEXT, event, reference, schemas
+from paceline.gateway import answer_shapes as shapes
+from paceline.gateway.api import ChatBody, CompletionBody
 from paceline.gateway.requests import MAX_CHOICES
 
 Json = dict[str, Any]
@@ -28,104 +33,102 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
 * A stream that fails after its first byte ends with an event that holds the error object.
 * Methods that a path does not have are answered with 405, unknown paths with 404, both with the error object.
 """
+_REFERENCE = "#/components/schemas/{model}"
+_TEXT: Json = {"text/plain": {"schema": {"type": "string"}}}
+_COMPLETION = (CompletionBody, shapes.COMPLETION, shapes.COMPLETION_CHUNK)
+_CHAT = (ChatBody, shapes.CHAT_COMPLETION, shapes.CHAT_COMPLETION_CHUNK)
+_MODELS = (*_COMPLETION, *_CHAT, shapes.MODEL, shapes.MODELS, shapes.HEALTH, shapes.LIFE, shapes.ERROR)
+_FAILURES = {
+    "400": "A field, or the body as a whole, is refused",
+    "401": "Keys are asked for, and none of them came with the request",
+    "404": "No such model, or no such session to go on with",
+    "408": "The body did not arrive in time",
+    "409": "The stream to go on with is another one, or goes on elsewhere",
+    "413": "The body is too large",
+    "422": "Engines died of this request",
+    "429": "Too many requests under way",
+    "500": "A fault of the gateway or of a verifier",
+    "502": "A verifier broke the protocol",
+    "503": "No verifier is there, or the gateway stops",
+}
+_RETRIED = ("429", "503")
+# The HTTP server, too, answers so, with plain text: to what is no HTTP, or beyond its connections.
+_FROM_SERVER = ("400", "503")
 
 
 def openapi_document() -> Json:
     """Returns the description, OpenAPI 3.1."""
+    _, schemas = models_json_schema([(each, "validation") for each in _MODELS], ref_template=_REFERENCE)
+    about = ABOUT.format(max_choices=MAX_CHOICES)
+    generations = {
+        "/v1/completions": _generation("createCompletion", *_COMPLETION),
+        "/v1/chat/completions": _generation("createChatCompletion", *_CHAT),
+    }
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "Paceline gateway",
-            "version": paceline.__version__,
-            "description": ABOUT.format(max_choices=MAX_CHOICES),
+        "info": {"title": "Paceline gateway", "version": paceline.__version__, "description": about},
+        "paths": {
+            **{path: {"post": operation} for path, operation in generations.items()},
+            **{path: {"get": operation} for path, operation in _reads().items()},
         },
-        "paths": _paths(),
-        "components": {"schemas": schemas()},
+        "components": {"schemas": schemas["$defs"]},
     }
 
 
-def _paths() -> Json:
-    name = {"name": "name", "in": "path", "required": True, "schema": SOME_TEXT, "description": "May hold slashes."}
+def _reads() -> Json:
+    """Returns the operations that change nothing, by path."""
+    some_text = {"type": "string", "minLength": 1}
+    name = {"name": "name", "in": "path", "required": True, "schema": some_text, "description": "May hold slashes."}
+    not_found = {"404": _response("No such model", _json(shapes.ERROR))}
+    health = _json(shapes.HEALTH)
+    not_ready = {"503": _response("No: draining, or no verifier for any of its models", health)}
+    ready = "Whether new requests can be served"
+    itself = {"application/json": {"schema": {"type": "object"}}}
+    one_model = _operation("showModel", "One model", _json(shapes.MODEL), not_found)
     return {
-        "/v1/completions": {"post": _generation("createCompletion", "CompletionBody", "Completion")},
-        "/v1/chat/completions": {"post": _generation("createChatCompletion", "ChatBody", "ChatCompletion")},
-        "/v1/models": {"get": _reading("listModels", "Models that can be asked for", "ModelList")},
-        "/v1/models/{name}": {
-            "get": {
-                **_reading("showModel", "One model", "Model", {"404": _failure("No such model")}),
-                "parameters": [name],
-            }
-        },
-        "/livez": {"get": _reading("livez", "Whether the process lives: it answers", "Life")},
-        **{path: {"get": _readiness(operation)} for path, operation in (("/readyz", "readyz"), ("/health", "health"))},
-        "/metrics": {
-            "get": {
-                "operationId": "metrics",
-                "summary": "Prometheus metrics",
-                "responses": {"200": {"description": "Text format", "content": {"text/plain": {"schema": TEXT}}}},
-            }
-        },
-        PATH: {
-            "get": {
-                "operationId": "openapi",
-                "summary": "This description",
-                "responses": {
-                    "200": {
-                        "description": "OpenAPI 3.1",
-                        "content": {"application/json": {"schema": {"type": "object"}}},
-                    }
-                },
-            }
-        },
+        "/v1/models": _operation("listModels", "Models that can be asked for", _json(shapes.MODELS)),
+        "/v1/models/{name}": {**one_model, "parameters": [name]},
+        "/livez": _operation("livez", "Whether the process lives: it answers", _json(shapes.LIFE)),
+        "/readyz": _operation("readyz", ready, health, not_ready),
+        "/health": _operation("health", ready, health, not_ready),
+        "/metrics": _operation("metrics", "Prometheus metrics", _TEXT),
+        PATH: _operation("openapi", "This description", itself),
     }
 
 
-def _generation(operation: str, body: str, answer: str) -> Json:
-    answers = _content(answer)["content"]
-    answers["text/event-stream"] = {"schema": event(f"{answer}Chunk")}
-    return {
-        "operationId": operation,
-        "summary": "Generates text, whole or as a stream",
-        "requestBody": {"required": True, **_content(body)},
-        "responses": {
-            "200": {"description": "What was generated", "content": answers},
-            "400": _failure("A field, or the body as a whole, is refused", from_server=True),
-            "404": _failure("No such model"),
-            "408": _failure("The body did not arrive in time"),
-            "413": _failure("The body is too large"),
-            "429": _failure("Too many requests under way", retry=True),
-            "500": _failure("A fault of the gateway or of a verifier"),
-            "502": _failure("A verifier broke the protocol"),
-            "503": _failure("No verifier is there, or the gateway stops", retry=True, from_server=True),
-        },
-    }
+def _generation(name: str, body: type[BaseModel], answer: type[BaseModel], chunk: type[BaseModel]) -> Json:
+    answers = {**_json(answer), "text/event-stream": {"schema": _event(chunk)}}
+    failures = {status: _failure(status, description) for status, description in _FAILURES.items()}
+    operation = _operation(name, "Generates text, whole or as a stream", answers, failures)
+    return {**operation, "requestBody": {"required": True, "content": _json(body)}}
 
 
-def _reading(operation: str, summary: str, answer: str, failures: Json | None = None) -> Json:
-    responses = {"200": {"description": summary, **_content(answer)}, **(failures or {})}
-    return {"operationId": operation, "summary": summary, "responses": responses}
+def _event(chunk: type[BaseModel]) -> Json:
+    """Returns the schema of one server-sent event, as OpenAPI 3.1 describes streams: a chunk, an error, or the end."""
+    payload = {"anyOf": [_reference(chunk), _reference(shapes.ERROR)]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
+    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}}
 
 
-def _readiness(operation: str) -> Json:
-    no = {"503": {"description": "No: draining, or no verifier for any of its models", **_content("Health")}}
-    return _reading(operation, "Whether new requests can be served", "Health", no)
+def _operation(name: str, summary: str, answer: Json, failures: Mapping[str, Json] | None = None) -> Json:
+    responses = {"200": _response(summary, answer), **(failures or {})}
+    return {"operationId": name, "summary": summary, "responses": responses}
 
 
-def _failure(description: str, *, retry: bool = False, from_server: bool = False) -> Json:
-    """Returns a response with the error object.
-
-    Args:
-        description: When it comes.
-        retry: It says when to come again.
-        from_server: The HTTP server, too, answers so, with plain text: to what is no HTTP, or beyond its connections.
-    """
-    failure: Json = {"description": description, **_content("Error")}
-    if from_server:
-        failure["content"]["text/plain"] = {"schema": TEXT}
-    if retry:
+def _failure(status: str, description: str) -> Json:
+    failure = _response(description, _json(shapes.ERROR) | (_TEXT if status in _FROM_SERVER else {}))
+    if status in _RETRIED:
         failure["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
     return failure
 
 
-def _content(name: str) -> Json:
-    return {"content": {"application/json": {"schema": reference(name)}}}
+def _response(description: str, content: Json) -> Json:
+    return {"description": description, "content": content}
+
+
+def _json(model: type[BaseModel]) -> Json:
+    return {"application/json": {"schema": _reference(model)}}
+
+
+def _reference(model: type[BaseModel]) -> Json:
+    return {"$ref": _REFERENCE.format(model=model.__name__)}

@@ -79,6 +79,12 @@ def test_bytes_that_can_never_become_text_are_not_held_for_ever() -> None:
     assert given >= 100 - MAX_HELD_TOKENS
 
 
+def test_text_goes_on_after_a_broken_character_of_a_byte_fallback_vocabulary() -> None:
+    dollar, broken, control, space = 0x24 + 1, 0xFF + 1, 0x05 + 1, 258
+    pieces = stream(sentencepiece_codec(), [[dollar], [broken], [control], [space]])
+    assert pieces == ["$", "", "", 2 * REPLACEMENT + " ", ""]
+
+
 def test_special_and_unknown_tokens_have_no_text() -> None:
     assert "".join(stream(CODEC, [[1], [0], [CODEC.vocab_size + 7]])) == ""
 
