@@ -11,7 +11,7 @@ The price that goes out to drafters looks ahead (`paceline.core.drafter_worth`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Protocol
@@ -60,6 +60,18 @@ class Allocator(Protocol):
 
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """Takes profiles of plain steps and of steps with the threads left while drafters work."""
+        ...
+
+    def learned(self) -> dict[str, list[float]]:
+        """What a successor may begin with."""
+        ...
+
+    def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
+        """Begins where a predecessor ended; comes after `start_from`.
+
+        Raises:
+            KeyError, ValueError: It is not what such a policy learns.
+        """
         ...
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
@@ -119,6 +131,13 @@ class FixedGamma:
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`; of no use here."""
 
+    def learned(self) -> dict[str, list[float]]:
+        """See `Allocator`; nothing."""
+        return {}
+
+    def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
+        """See `Allocator`; nothing to take over."""
+
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `Allocator`."""
         del other_rows, joining
@@ -163,6 +182,17 @@ class Goodput:
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
         """See `Allocator`."""
         self.times = StepTimes(plain, drafting)
+
+    def learned(self) -> dict[str, list[float]]:
+        """See `Allocator`."""
+        in_hand, own = self.drafters.in_hand.learned(), self.drafters.own.learned()
+        return {"step_times": self.times.learned(), "in_hand": in_hand, "own": own}
+
+    def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
+        """See `Allocator`."""
+        self.times.resume(learned["step_times"])
+        self.drafters.in_hand.resume(learned["in_hand"])
+        self.drafters.own.resume(learned["own"])
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `Allocator`."""

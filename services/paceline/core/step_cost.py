@@ -43,6 +43,8 @@ SIGMA_OF_SIZE = 1.25
 # How far factors may be off at the start: all together, those of a mode, and each for itself; and the share of that
 # uncertainty which comes back with every step, so that what was not seen for a thousand steps is as good as unknown.
 LEVEL, CONTRAST, SHAPE = 0.3, 0.15, 0.1
+# Least and most that a factor may become.
+FACTORS = 0.05, 20.0
 # Seconds that a guess is taken to cost besides its row, and how far off that may be, as a share.
 NODE_S, NODE_DOUBT = 5e-5, 0.5
 FORGETTING = 0.001
@@ -196,7 +198,7 @@ class StepTimes:
         size = SIGMA_OF_SIZE * count**0.5 * abs(error) / expected
         if not mixed:
             self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
-        self._factors = np.maximum(self._factors + shared / surprise * error, 0.05)
+        self._factors = np.clip(self._factors + shared / surprise * error, *FACTORS)
         self._spread -= np.outer(shared, shared) / surprise
         self._tables.clear()
 
@@ -212,6 +214,22 @@ class StepTimes:
         seconds = _isotonic((self._factors[own] * self._base[own]).tolist())
         node_s = float(self._factors[-1] * self._base[-1])
         return StepCost(rows=KNOTS, seconds=tuple(seconds), node_s=node_s, computed=self._computed)
+
+    def learned(self) -> list[float]:
+        """Factors on what was measured at start; see `resume`."""
+        return [float(each) for each in self._factors]
+
+    def resume(self, factors: Sequence[float]) -> None:
+        """Begins with what a predecessor has learned; how sure it was is not taken over.
+
+        Raises:
+            ValueError: It is not that of such a table.
+        """
+        known = np.asarray(factors, dtype=np.float64)
+        if known.shape != self._factors.shape or not np.all(np.isfinite(known)):
+            raise ValueError(f"needs {len(self._factors)} finite factors, got {known.shape}")
+        self._factors = np.clip(known, *FACTORS)
+        self._tables.clear()
 
     def _weights(self, rows: int, guesses: int, mode: StepMode) -> Floats:
         """Seconds that each factor stands for in a step with so many rows, some of them guesses."""

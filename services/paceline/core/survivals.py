@@ -60,6 +60,21 @@ class UsualSurvivals:
         self.typical = first.copy()
         self.num_looks = FIRST_LOOKS
 
+    def learned(self) -> list[float]:
+        """What a session is taken to have; see `resume`."""
+        return [float(each) for each in self.typical]
+
+    def resume(self, typical: Sequence[float]) -> None:
+        """Begins with what a predecessor has learned; a few looks are enough to change it, for drafters change too.
+
+        Raises:
+            ValueError: These are no survivals of so many ranks.
+        """
+        known = np.asarray(typical, dtype=np.float64)
+        if known.shape != self.typical.shape or not np.all((known >= 0.0) & (known <= 1.0)):
+            raise ValueError(f"needs {len(self.typical)} survivals from 0 to 1, got {known.shape}")
+        self.typical = known
+
     def of_all(self, records: Sequence[Record], num_sessions: int) -> Floats:
         """What so many sessions like these have, best first, `[num_sessions * ranks]`.
 

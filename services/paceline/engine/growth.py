@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import attrgetter
@@ -55,6 +55,11 @@ class Growth:
         self._records = {source.name: SourceRecord() for source in sources}
         self._sessions: list[TargetSession] = []
         self._step_s: float | None = None
+
+    @property
+    def names(self) -> Collection[str]:
+        """What its sources are called."""
+        return self._records
 
     def sources_of(self, request: GenerateRequest) -> list[AnySource]:
         """Those that a request lets draft."""

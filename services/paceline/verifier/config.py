@@ -30,6 +30,8 @@ from paceline.engine.ranks import SILENCE_S
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 POLICIES = ("goodput", "fixed")
 TIER, IN_VERIFIER = "tier", "verifier"
+# A --learned-dir that keeps nothing.
+NOWHERE = "none"
 PLACEMENTS = (TIER, IN_VERIFIER)
 DEFAULT_DRAFT_TOKENS = 12
 # More than any model has.
@@ -136,6 +138,11 @@ class VerifierConfig:
         unit="s",
         low=0,
         high=10,
+    )
+    learned_dir: str = setting(
+        "",
+        help="Folder that keeps what is learned of step times and drafts, so that a restart begins there; empty: "
+        f"paceline/learned in the user's cache; {NOWHERE}: it is forgotten.",
     )
     engine_stall_s: float = setting(
         20.0,
