@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 BENCHES = {
@@ -48,6 +49,8 @@ def main() -> None:
             sys.stderr.write(f"  {known:12} {what}\n")
         raise SystemExit(2)
     del sys.argv[1]
+    # Every fleet of a bench begins as a new one: what another has learned would decide what is measured.
+    os.environ["PACELINE_LEARNED_DIR"] = "none"
     raise SystemExit(importlib.import_module(f"loadtest.{name}").main())
 
 

@@ -15,7 +15,8 @@ from statistics import median
 
 import numpy as np
 
-from paceline.core.allocator import Allocation, Demand, FixedGamma, Goodput
+from paceline.core.allocator import Allocation, FixedGamma, Goodput
+from paceline.core.demand import Demand
 from paceline.core.draft_scheduler import DraftLimits, VerifierSaid
 from paceline.core.messages import Commit, CommittedTokens, DraftNodes, GenerateRequest, NodeGuess, OpenSession
 from paceline.core.params import SamplingParams, SpeculationParams
@@ -45,10 +46,14 @@ class Sample:
 class FixedButPriced(Goodput):
     """Verifies so many nodes of every session, but spends the time that the real policy takes to choose."""
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
+    @property
+    def price(self) -> float:
+        """See `Allocator`."""
+        return 0.0
+
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `Allocator`."""
         super().allocate(demands, other_rows=other_rows, joining=joining)
-        self.price = 0.0
         return FixedGamma(gamma=self.max_nodes).allocate(demands)
 
 

@@ -14,12 +14,13 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.core.allocator import Allocator, Demand
+from paceline.core.allocator import Allocator
 from paceline.core.calibration import Calibration, SessionOffset
-from paceline.core.holdings import Holdings
+from paceline.core.demand import Demand
 from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.step_cost import StepCost, StepMode
+from paceline.core.survivals import SessionSurvivals
 from paceline.core.tree import DraftTree, Node, best_first, walk
 from paceline.planning.guesses import RIGHT, STRIDE, DrawnGuesses, philox
 
@@ -58,7 +59,8 @@ class ReplayedSession:
     drafted: bool = False
     tree: DraftTree = field(default_factory=lambda: DraftTree(1))
     offset: SessionOffset = field(default_factory=SessionOffset)
-    holdings: Holdings = field(default_factory=Holdings)
+    usual: SessionSurvivals = field(default_factory=SessionSurvivals)
+    works: bool = False
 
 
 class Policy(Protocol):
@@ -70,7 +72,7 @@ class Policy(Protocol):
 
     @property
     def mode(self) -> StepMode:
-        """Whether drafters work during the coming step."""
+        """Whether drafters work during the coming step; of the optimum, during this one."""
         ...
 
     def observe(self, rows: int, guesses: int, mode: StepMode, seconds: float) -> None:
@@ -84,16 +86,16 @@ class AllocatorPolicy:
     def __init__(self, allocator: Allocator, cap: int) -> None:
         self._allocator = allocator
         self._cap = cap
-
-    @property
-    def mode(self) -> StepMode:
-        """See `Policy`."""
-        return StepMode.PLAIN if self._allocator.price >= 1.0 else StepMode.DRAFTING
+        self.mode = StepMode.PLAIN
 
     def nodes(self, sessions: Sequence[ReplayedSession]) -> Sequence[Sequence[Node]]:
         """See `Policy`."""
-        demands = [Demand(tree=each.tree, cap=self._cap, holdings=each.holdings) for each in sessions]
-        return self._allocator.allocate(demands).nodes
+        demands = [Demand(tree=each.tree, cap=self._cap, answered=each.drafted, usual=each.usual) for each in sessions]
+        allocation = self._allocator.allocate(demands)
+        for session, price in zip(sessions, allocation.prices, strict=True):
+            session.works = price < 1.0
+        self.mode = StepMode.DRAFTING if any(each.works for each in sessions) else StepMode.PLAIN
+        return allocation.nodes
 
     def observe(self, rows: int, guesses: int, mode: StepMode, seconds: float) -> None:
         """See `Policy`."""
@@ -248,7 +250,7 @@ class Replay:
 
     def _draft(self, session: ReplayedSession) -> None:
         """The drafter's work since the last step: nothing while it rests, less of it after a miss."""
-        if isinstance(self._policy, Optimum) or self._policy.mode is StepMode.DRAFTING:
+        if isinstance(self._policy, Optimum) or session.works:
             if session.drafted:
                 self._grow(session, DEPTH_AFTER_MISS if session.missed else DEPTH)
             session.drafted = True

@@ -9,7 +9,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
-from paceline.core.allocator import Allocator, Demand, FixedGamma
+from paceline.core.allocator import Allocator, FixedGamma
+from paceline.core.demand import Demand
 from paceline.core.link import Drafter, SessionLink
 from paceline.core.messages import (
     CloseSession,

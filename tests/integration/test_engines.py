@@ -391,14 +391,17 @@ def test_only_sessions_that_gain_by_it_are_delayed_for_drafts(pair_folders, max_
 class Called(Goodput):
     """Four nodes of every session; drafters work when the test calls them."""
 
+    price = 0.0
+
     def __init__(self, price):
         super().__init__()
         self.price = price
         self.answered = []
 
-    def allocate(self, demands, *, other_rows=0, joining=0):
+    def allocate(self, demands, *, other_rows=0, joining=()):
         self.answered = [each.answered for each in demands]
-        return replace(FixedGamma(gamma=4).allocate(demands), price=self.price)
+        prices = (self.price,) * len(demands)
+        return replace(FixedGamma(gamma=4).allocate(demands), prices=prices, price=self.price)
 
 
 def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(pair_folders):

@@ -56,9 +56,9 @@ class Policy:
         self.price = price
         self._four = FixedGamma(gamma=self.max_nodes)
 
-    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: int = 0) -> Allocation:
+    def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `Allocator`."""
-        return replace(self._four.allocate(demands), price=self.price)
+        return replace(self._four.allocate(demands), prices=(self.price,) * len(demands), price=self.price)
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
         """See `Allocator`."""

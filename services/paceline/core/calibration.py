@@ -12,7 +12,7 @@ reached and say nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -53,6 +53,22 @@ class Calibration:
         self._var_slope = SLOPE_VARIANCE
         self._var_intercept = INTERCEPT_VARIANCE
         self._covariance = 0.0
+
+    def learned(self) -> list[float]:
+        """Slope, intercept and how sure they are; see `resume`."""
+        return [self.slope, self.intercept, self._var_slope, self._var_intercept, self._covariance]
+
+    def resume(self, learned: Sequence[float]) -> None:
+        """Begins with what a predecessor has learned.
+
+        Raises:
+            ValueError: It cannot be that.
+        """
+        slope, intercept, var_slope, var_intercept, covariance = map(float, learned)
+        if not (math.isfinite(slope + intercept) and covariance**2 < var_slope * var_intercept < math.inf):
+            raise ValueError(f"no calibration: {learned}")
+        self.slope, self.intercept = max(LEAST_SLOPE, slope), intercept
+        self._var_slope, self._var_intercept, self._covariance = var_slope, var_intercept, covariance
 
     def probability(self, confidence: float, offset: SessionOffset) -> float:
         """Probability that the target chooses a guess, given that it gets there."""

@@ -1,63 +1,35 @@
-"""For which sessions a source inside the verifier is asked, when asking takes time: the goodput objective once more.
+"""What is known of sources inside the verifier that take time: how long calls last, and what they bring.
 
 Places in the tree need no arbiter: every commit scores the guesses of all sources (full information, as in 2510.20064),
-and calibrated survival gives the places to the best. What is left to decide is time. With `E` expected tokens of a step
-of `T` seconds, gains `g_1 >= g_2 >= ...` of sessions, and a call for `m` of them that takes `C(m)` seconds,
-
-    goodput(m) = (E + g_1 + ... + g_m) / (T + C(m)),      m* = the least argmax over all m.
-
-A gain is what a source's guesses add to the survivals for which a session's tree has room. A source that is not worth
-its time is tried again with all sessions when a call has become a small share of the time since the last one.
+and calibrated survival gives the places to the best. What is left to decide is time: a source is asked for the sessions
+where that is worth it (`paceline.core.goodput`). A gain is what its guesses add to the survivals for which a session's
+tree has room.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.core.goodput import may_try
 from paceline.core.tree import DraftTree
 
 # Tokens that a source is taken to add before it was asked.
 FIRST_GAIN = 1.0
-# Weight of a new look in the times of calls, in the gain of all sessions, and in that of one.
-COST_SMOOTHING, MEAN_SMOOTHING, GAIN_SMOOTHING = 0.1, 0.1, 0.3
+# Weight of a new look in the times of calls and in the gain of all sessions, and in that of one.
+MEAN_SMOOTHING, GAIN_SMOOTHING = 0.1, 0.3
 # Calls at first that are not learned from; how much slower than usual one may be; and how far numbers of sessions must
 # differ, as a share of their mean, before their times are believed.
 UNCOUNTED_CALLS, MOST_DELAY, DOUBT = 2, 4.0, 0.1
 # A session that is not asked is believed to be like the others again after some such number of commits.
 FORGETTING = 1 / 32
-# Calls of a source that is worth none take no more of the time than this.
-PROBE_SHARE = 0.005
-# And for so many steps nobody weighs it again: with a small model that takes a twentieth of a step.
+# For so many steps nobody weighs a source that was worth no call: with a small model that takes a twentieth of a step.
 LEFT_ALONE = 4
 
 
 def in_hand(tree: DraftTree, limit: int, *, price: float) -> float:
     """Draft tokens that a tree is worth: what its best `limit` survivals are above the price of their rows."""
     return sum(max(0.0, survival - price) for survival in tree.survivals(limit))
-
-
-def num_worth_asking(gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]) -> int:
-    """For how many sessions a source is worth asking; see the module docstring.
-
-    Args:
-        gains: Tokens that the source would add, of each session, best first.
-        expected: Tokens of the whole step without it.
-        step_s: Time of a step without it.
-        call_s: Time of asking for so many sessions at once; one more never costs less than the one before it.
-    """
-    best, best_rate, tokens, seconds = 0, expected / step_s, expected, step_s
-    for count, gain in enumerate(gains, start=1):
-        before_s, seconds = seconds, step_s + call_s(count)
-        # Less than what its time is worth already, and so are all after it.
-        if count > 1 and gain * before_s <= tokens * (seconds - before_s):
-            break
-        tokens += gain
-        rate = tokens / seconds
-        if rate > best_rate:
-            best, best_rate = count, rate
-    return best
 
 
 class CallCost:
@@ -82,11 +54,11 @@ class CallCost:
             return
         seconds = min(seconds, MOST_DELAY * self(count))
         off_count, off_seconds = count - self._count, seconds - self._seconds
-        self._count += COST_SMOOTHING * off_count
-        self._seconds += COST_SMOOTHING * off_seconds
-        keep = 1.0 - COST_SMOOTHING
-        self._variance = keep * (self._variance + COST_SMOOTHING * off_count * off_count)
-        self._covariance = keep * (self._covariance + COST_SMOOTHING * off_count * off_seconds)
+        self._count += MEAN_SMOOTHING * off_count
+        self._seconds += MEAN_SMOOTHING * off_seconds
+        keep = 1.0 - MEAN_SMOOTHING
+        self._variance = keep * (self._variance + MEAN_SMOOTHING * off_count * off_count)
+        self._covariance = keep * (self._covariance + MEAN_SMOOTHING * off_count * off_seconds)
 
     def __call__(self, count: int) -> float:
         """Expected seconds of a call for `count` sessions; 0 while nothing is known."""
@@ -157,7 +129,7 @@ class SourceRecord:
 
     def is_due(self, count: int, now_s: float) -> bool:
         """Whether a call for `count` sessions would be a small share of the time since the last one."""
-        return self.call_s(count) <= PROBE_SHARE * (now_s - self.asked_s)
+        return may_try(self.call_s(count), now_s - self.asked_s)
 
     def asked(self, count: int, *, seconds: float, now_s: float) -> None:
         """A call for `count` sessions ended."""

@@ -1,14 +1,10 @@
-"""Whether a step should wait for drafts or decode now: the goodput objective applied to time.
+"""What a session has in hand, and what it would gain by waiting for its drafter's next nodes.
 
-A step of `T` seconds over sessions that already expect `1 + S` tokens each gains by waiting `w` seconds for the next
-nodes when the tokens these bring are worth more than the tokens that `w` seconds cost:
-
-    sum of gains / w  >  sum of (1 + S) / T.
+A step waits where that is worth the time (`paceline.core.goodput.is_worth`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -51,10 +47,3 @@ def prospect(tree: DraftTree, cap: int, *, price: float, child_share: float = CH
     replaced = survivals[-1] if survivals and len(survivals) >= cap else 0.0
     gain = max(0.0, best_child - replaced) if cap and best_child > price else 0.0
     return Prospect(expected=in_hand, gain=gain)
-
-
-def worth_waiting(prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
-    """True when waiting `wait_s` for the next nodes beats running a step of `step_s` now."""
-    gain = sum(each.gain for each in prospects)
-    expected = sum(each.expected for each in prospects)
-    return gain * step_s > expected * wait_s

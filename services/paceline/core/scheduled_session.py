@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from paceline.core.calibration import Calibrations
-from paceline.core.holdings import Holdings
 from paceline.core.link import SessionLink
 from paceline.core.messages import (
     CommittedTokens,
@@ -20,6 +19,7 @@ from paceline.core.messages import (
 from paceline.core.pages import BlockPool, SessionPages, salted_root
 from paceline.core.params import COUPLED
 from paceline.core.session import VerifierSession
+from paceline.core.survivals import SessionSurvivals
 from paceline.core.target_events import TracedRound, TracedStart
 
 # With fewer tokens to go, waiting for drafts cannot pay for itself.
@@ -45,7 +45,7 @@ class ScheduledSession(VerifierSession):
 
     Attributes:
         own_survivals: Of the guesses that sources in the verifier have made since the last commit, best first.
-        holdings: What it usually has in hand.
+        usual: What it usually has in hand.
         prefilled_to: Committed tokens whose KV is there when the step under way ends.
         called_up_s: Of a suspect: when its turn came; None before.
         heard: Of a suspect: whether its gateway knows that.
@@ -71,7 +71,7 @@ class ScheduledSession(VerifierSession):
         self.traced = bool(request.traceparent)
         self.lossy = lossy
         self.own_survivals: list[float] = []
-        self.holdings = Holdings()
+        self.usual = SessionSurvivals()
         self.pages = SessionPages(self.tokens, pool, before=salted_root(request.cache_salt))
         self.link = SessionLink(self, drafter_address if request.speculation.cap else "", price=price)
         self.prefilled_to = 0

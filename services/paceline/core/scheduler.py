@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic
 
-from paceline.core.allocator import Allocator, Demand
+from paceline.core.allocator import Allocation, Allocator
+from paceline.core.demand import Demand
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.patience import CHILD_SHARE, Prospect, prospect
@@ -186,9 +187,8 @@ class Scheduler(Generic[SessionT]):
         self.outcomes += [(serial, said) for serial, said in begun if said is not None]
 
     def _mode(self) -> StepMode:
-        drafted = (self._cap(each) for each in self._sessions.values() if each.link.drafter)
-        rest = self._allocator.price >= 1.0 or not any(drafted)
-        return StepMode.PLAIN if rest else StepMode.DRAFTING
+        works = any(each.link.drafter and each.link.price < 1.0 and self._cap(each) for each in self._running)
+        return StepMode.DRAFTING if works else StepMode.PLAIN
 
     def _admit(self, now_s: float) -> None:
         while self._waiting and len(self._running) < self._limits.max_num_seqs:
@@ -224,8 +224,9 @@ class Scheduler(Generic[SessionT]):
         # A quarter of the rows is prefill's when it has need of them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         demands = [self._demand(session, share) for session in decoding]
-        allocation = self._allocator.allocate(demands, other_rows=other_rows, joining=len(joining))
-        self._set_price(allocation.price, sessions, now_s)
+        drafted = [session.link.drafter is not None and self._cap(session) > 0 for session in joining]
+        allocation = self._allocator.allocate(demands, other_rows=other_rows, joining=drafted)
+        self._set_prices(allocation, decoding, joining, now_s)
         return [self._verify(session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
 
     def _demand(self, session: SessionT, share: int) -> Demand:
@@ -235,18 +236,23 @@ class Scheduler(Generic[SessionT]):
             drafted=session.link.drafter is not None,
             answered=session.link.has_answered,
             own=session.own_survivals,
-            holdings=session.holdings,
+            num_unread=session.committed_len - session.link.told_len,
+            usual=session.usual,
         )
 
     def _cap(self, session: SessionT) -> int:
         return min(session.cap, self._allocator.max_nodes)
 
-    def _set_price(self, price: float, sessions: Sequence[SessionT], now_s: float) -> None:
-        """Also for those whose prompts are read: their drafters read along, unless this price sends them to rest."""
-        self.report.price = price
-        for session in sessions:
+    def _set_prices(
+        self, allocation: Allocation, decoding: Sequence[SessionT], joining: Sequence[SessionT], now_s: float
+    ) -> None:
+        """Also for those whose prompts are read: their drafters read along, unless the price sends them to rest."""
+        self.report.price = allocation.price
+        for session, price in zip(decoding, allocation.prices, strict=True):
             session.link.look_ahead(price, self._cap(session), self._step_s)
-            if not (session.link.told_len or session.is_decoding):
+        for session in joining:
+            session.link.look_ahead(allocation.price, self._cap(session), self._step_s)
+            if not session.link.told_len:
                 self.tier.tell(session, now_s)
 
     def _verify(self, session: SessionT, nodes: tuple[Node, ...]) -> Part[SessionT]:

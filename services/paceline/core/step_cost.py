@@ -4,7 +4,7 @@ The learned model is recursive least squares in its Kalman form: the state holds
 table, a factor on what the start-up profile measured, and one on what a guess costs besides its row, for it is asked
 for, judged, and put in place or buried. Factors drift together (a machine gets slower as a whole) far
 more than apart, so one observation moves all points, and the one it was made at most. Points that are not visited
-grow uncertain, which `StepTimes.table` can be told to look upon kindly.
+grow uncertain, and are learned the faster when they are.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ SIGMA_OF_SIZE = 1.25
 # How far factors may be off at the start: all together, those of a mode, and each for itself; and the share of that
 # uncertainty which comes back with every step, so that what was not seen for a thousand steps is as good as unknown.
 LEVEL, CONTRAST, SHAPE = 0.3, 0.15, 0.1
+# Least and most that a factor may become.
+FACTORS = 0.05, 20.0
 # Seconds that a guess is taken to cost besides its row, and how far off that may be, as a share.
 NODE_S, NODE_DOUBT = 5e-5, 0.5
 FORGETTING = 0.001
@@ -154,7 +156,7 @@ class StepTimes:
         self._alike: tuple[int, int, StepMode, bool] = (0, 0, StepMode.PLAIN, False)
         self._num_alike = 0
         self._seconds: list[float] = []
-        self._tables: dict[tuple[StepMode, float], StepCost] = {}
+        self._tables: dict[StepMode, StepCost] = {}
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
         """Takes in the time of one step; those with more rows than the table are left out.
@@ -196,32 +198,38 @@ class StepTimes:
         size = SIGMA_OF_SIZE * count**0.5 * abs(error) / expected
         if not mixed:
             self._noise = max(NOISE, self._noise + NOISE_SMOOTHING * (size - self._noise))
-        self._factors = np.maximum(self._factors + shared / surprise * error, 0.05)
+        self._factors = np.clip(self._factors + shared / surprise * error, *FACTORS)
         self._spread -= np.outer(shared, shared) / surprise
         self._tables.clear()
 
-    def table(self, mode: StepMode, *, kindness: float = 0.0) -> StepCost:
-        """The table of a mode, made monotone.
-
-        Args:
-            mode: Which one.
-            kindness: Standard deviations of the mode's own uncertainty (not of the level both modes share) by
-                which to take every point as cheaper than it is believed to be; above 0 in order to explore.
-        """
-        known = self._tables.get((mode, kindness))
+    def table(self, mode: StepMode) -> StepCost:
+        """The table of a mode, made monotone."""
+        known = self._tables.get(mode)
         if known is None:
-            known = self._tables[mode, kindness] = self._make_table(mode, kindness)
+            known = self._tables[mode] = self._make_table(mode)
         return known
 
-    def _make_table(self, mode: StepMode, kindness: float) -> StepCost:
+    def _make_table(self, mode: StepMode) -> StepCost:
         own = slice(mode * len(KNOTS), (mode + 1) * len(KNOTS))
-        factors = self._factors[own]
-        if kindness:
-            level = self._spread[:-1, :-1].min()
-            factors = factors - kindness * np.sqrt(np.maximum(np.diag(self._spread)[own] - level, 0.0))
-        seconds = _isotonic((np.maximum(factors, 0.05) * self._base[own]).tolist())
+        seconds = _isotonic((self._factors[own] * self._base[own]).tolist())
         node_s = float(self._factors[-1] * self._base[-1])
         return StepCost(rows=KNOTS, seconds=tuple(seconds), node_s=node_s, computed=self._computed)
+
+    def learned(self) -> list[float]:
+        """Factors on what was measured at start; see `resume`."""
+        return [float(each) for each in self._factors]
+
+    def resume(self, factors: Sequence[float]) -> None:
+        """Begins with what a predecessor has learned; how sure it was is not taken over.
+
+        Raises:
+            ValueError: It is not that of such a table.
+        """
+        known = np.asarray(factors, dtype=np.float64)
+        if known.shape != self._factors.shape or not np.all(np.isfinite(known)):
+            raise ValueError(f"needs {len(self._factors)} finite factors, got {known.shape}")
+        self._factors = np.clip(known, *FACTORS)
+        self._tables.clear()
 
     def _weights(self, rows: int, guesses: int, mode: StepMode) -> Floats:
         """Seconds that each factor stands for in a step with so many rows, some of them guesses."""

@@ -12,7 +12,7 @@ from paceline.core.draft_scheduler import VerifierSaid
 from paceline.core.step_cost import StepCost, StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.target import TargetEngine
+from paceline.engine.target import Learned, TargetEngine
 
 # What stands for the drafter's address; no drafter of the tier can have it.
 LOCAL = "in this verifier"
@@ -52,6 +52,10 @@ class ColocatedEngine:
     def patience_s(self) -> float:
         """Drafts come while a step runs, never between two; see `TargetEngine.pause_s`."""
         return self._target.pause_s()
+
+    def learned(self) -> Learned:
+        """See `TargetEngine`."""
+        return self._target.learned()
 
     def profile(self, mode: StepMode) -> StepCost:
         """See `TargetEngine`."""

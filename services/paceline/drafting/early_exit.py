@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from paceline.core.goodput import is_worth
 from paceline.core.pages import SlotPool
 from paceline.core.params import LAYER_SKIP
-from paceline.core.patience import CHILD_SHARE, Prospect, worth_waiting
+from paceline.core.patience import CHILD_SHARE, Prospect
 from paceline.core.tree import Node
 from paceline.drafting.guesses import Onlooker, best_guesses
 from paceline.engine.decoder import Decoder
@@ -137,7 +138,9 @@ class EarlyExitSource:
         leaves: list[tuple[_Growth, _Guess | None]] = [(growth, None) for growth in ready]
         for _ in range(self._most_passes):
             self._expand(leaves, cache, scratch, slots)
-            if not worth_waiting([each.prospect() for each in ready], wait_s=self._cost, step_s=1.0):
+            prospects = [each.prospect() for each in ready]
+            gain, expected = sum(each.gain for each in prospects), sum(each.expected for each in prospects)
+            if not is_worth(gain, expected, cost_s=self._cost, step_s=1.0):
                 break
             leaves = [(growth, leaf) for growth in ready if (leaf := growth.leaf()) is not None]
         for slot in slots:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import attrgetter
 
-from paceline.core.allocator import LEAST_SURVIVAL, Allocator
+from paceline.core.allocator import Allocator
+from paceline.core.drafter_worth import LEAST_SURVIVAL
+from paceline.core.goodput import num_tried
 from paceline.core.messages import GenerateRequest
 from paceline.core.mixture import Gain, SourceRecord, in_hand
 from paceline.core.params import CHAIN_RULES
@@ -53,6 +55,11 @@ class SourceCalls:
         self._records = {source.name: SourceRecord() for source in sources}
         self._sessions: list[TargetSession] = []
         self._step_s: float | None = None
+
+    @property
+    def names(self) -> Collection[str]:
+        """What its sources are called."""
+        return self._records
 
     def sources_of(self, request: GenerateRequest) -> list[AnySource]:
         """Those that a request lets draft."""
@@ -130,9 +137,8 @@ class SourceCalls:
     def _num_asked(self, record: SourceRecord, candidates: Sequence[_Candidate], expected: float, step_s: float) -> int:
         gains = [each.gain for each in candidates]
         count = self._allocator.num_asked(gains, expected=expected, step_s=step_s, call_s=record.call_s)
-        if not count and record.is_due(len(gains), self._clock()):
-            return len(gains)
-        return count
+        some = num_tried(len(gains))
+        return some if not count and record.is_due(some, self._clock()) else count
 
     def _call(
         self, source: AnySource, record: SourceRecord, candidates: Sequence[_Candidate], report: StepReport

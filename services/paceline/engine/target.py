@@ -7,7 +7,8 @@ knows sessions and messages as plain values, never a socket; time comes from the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +52,11 @@ logger = logging.getLogger(__name__)
 MAX_SOURCES = 256
 # Of a number of a hidden state on the wire.
 STATE_WIRE_BYTES = 2
+# What calibrations of drafters are kept as, whatever their addresses were.
+TIER = "tier"
+
+# What a verifier has learned, as JSON holds it: "policy" and "calibrations".
+Learned = Mapping[str, Any]
 
 
 class TargetEngine:
@@ -104,6 +110,8 @@ class TargetEngine:
             tier=DrafterTier(identity.vocab_size, STATE_WIRE_BYTES * self._state_width),
         )
         self._calibrations: dict[tuple[str, bool, str], Calibration] = {}
+        # Of a predecessor's sources, by `_kind`.
+        self._learned: dict[str, Sequence[float]] = {}
         self._num_reported = 0
         # Of a step that was begun and has not run yet.
         self._plan: StepPlan[TargetSession] | None = None
@@ -189,7 +197,35 @@ class TargetEngine:
     def _calibration_of(self, key: tuple[str, bool, str]) -> Calibration:
         if key not in self._calibrations and len(self._calibrations) >= MAX_SOURCES:
             self._calibrations.pop(next(iter(self._calibrations)))
-        return self._calibrations.setdefault(key, Calibration())
+        known = self._calibrations.get(key)
+        if known is None:
+            known = self._calibrations[key] = Calibration()
+            if self._kind(key) in self._learned:
+                known.resume(self._learned[self._kind(key)])
+        return known
+
+    def _kind(self, key: tuple[str, bool, str]) -> str:
+        """What a source is kept as: drafters have other addresses after a restart, and are the same model."""
+        source, greedy, rule = key
+        own = source in self._sources.names
+        return f"{source if own else TIER} {'greedy' if greedy else 'sampled'} {rule}"
+
+    def learned(self) -> Learned:
+        """What a successor may begin with; may be called from another thread."""
+        calibrations = dict(self._calibrations)
+        kinds = {self._kind(key): calibration.learned() for key, calibration in calibrations.items()}
+        return {"policy": self._allocator.learned(), "calibrations": kinds}
+
+    def resume(self, learned: Learned) -> None:
+        """Begins where a predecessor ended, after the profile and before the first session.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is not what such an engine learns.
+        """
+        for kind in learned["calibrations"].values():
+            Calibration().resume(kind)
+        self._allocator.resume(learned["policy"])
+        self._learned = dict(learned["calibrations"])
 
     def profile(self, mode: StepMode) -> StepCost:
         """Measures steps of so many rows, for the allocator to start from; takes seconds, with no session about."""

@@ -40,6 +40,7 @@ from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.serving import run
 from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
 from paceline.verifier.host import TargetHost
+from paceline.verifier.learned import learned_file
 from paceline.verifier.make_sources import make_sources
 from paceline.verifier.ranks import Join, other_ranks
 from paceline.verifier.servicer import VerifierServicer
@@ -100,6 +101,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
             methods=speculation.methods,
             own_drafter=LOCAL if speculation.own_draft is not None else "",
             rules=speculation.rules,
+            learned=learned_file(own, identity, os.environ),
             make_engine=lambda: make_engine(own, identity, speculation, join),
             metrics=VerifierMetrics(registry),
             tls=tls,
@@ -189,6 +191,7 @@ def make_target_engine(
     plain, drafting = engine.profile(StepMode.PLAIN), engine.profile(StepMode.DRAFTING)
     _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))
     allocator.start_from(plain, drafting)
+    learned_file(config, identity, os.environ).give_to(engine)
     logger.info(
         "model is ready",
         extra={

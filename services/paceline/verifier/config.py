@@ -29,6 +29,8 @@ from paceline.json_file import parse_object
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 GOODPUT, FIXED = "goodput", "fixed"
 TIER, IN_VERIFIER = "tier", "verifier"
+# A --learned-dir that keeps nothing.
+NOWHERE = "none"
 DEFAULT_DRAFT_TOKENS = 12
 # More than any model has.
 MOST_LAYERS = 1024
@@ -93,6 +95,11 @@ class VerifierConfig(ModelServiceConfig):
         unit="s",
         low=0,
         high=10,
+    )
+    learned_dir: str = setting(
+        "",
+        help="Folder that keeps what is learned of step times and drafts, so that a restart begins there; empty: "
+        f"paceline/learned in the user's cache; {NOWHERE}: it is forgotten.",
     )
     engine_stall_s: float = setting(
         20.0,

@@ -29,6 +29,7 @@ from paceline.core.target_events import (
 )
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread, Stepper
+from paceline.engine.target import Learned
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer
 from paceline.store.base import Store
@@ -37,6 +38,7 @@ from paceline.store.view import RegistryView
 from paceline.supervision import Work
 from paceline.verifier.checks import check_request
 from paceline.verifier.drafters import Drafters
+from paceline.verifier.learned import FORGOTTEN, LearnedFile
 from paceline.verifier.metrics import record_output
 from paceline.verifier.outbox import Outbox, Outboxes
 from paceline.verifier.tracing import SessionTrace, traced_session
@@ -65,6 +67,10 @@ class _UnderWay:
 class TargetStepper(Stepper[TargetEvent, TargetOutput], Protocol):
     """What runs the target model."""
 
+    def learned(self) -> Learned:
+        """What a successor may begin with."""
+        ...
+
     @property
     def at_stake(self) -> tuple[int, ...]:
         """Serials of the sessions that a failure now is laid on; read from the event loop once the engine is dead."""
@@ -82,6 +88,7 @@ class TargetHost:
         methods: Ways to draft that are served.
         own_drafter: What names a drafter inside the engine; empty: drafters of the tier draft.
         rules: Acceptance rules that are served.
+        learned: Where it keeps what its engine learns.
         grace_s: Time that sessions get to finish when the verifier stops.
         stream_interval_s: Longest time for which tokens of a session gather while many sessions run.
         make_engine: Builds the engine; called in the engine thread.
@@ -100,6 +107,7 @@ class TargetHost:
         methods: Sequence[str],
         own_drafter: str = "",
         rules: Rules,
+        learned: LearnedFile = FORGOTTEN,
         grace_s: float,
         stream_interval_s: float,
         make_engine: Callable[[], TargetStepper],
@@ -116,6 +124,7 @@ class TargetHost:
         self._queue_clock = QueueClock()
         self._methods = tuple(methods)
         self._rules = rules
+        self._learned = learned
         self._grace_s = grace_s
         self._own_drafter = own_drafter
         self._metrics = metrics
@@ -174,16 +183,20 @@ class TargetHost:
 
     def background(self, store: Store) -> Mapping[str, Work]:
         """Names the tasks that keep sessions with drafters that are there, streams to few, and gateways in the know."""
+        own = {"life": self._show_life, "learned": self._keep_learned}
         if self._own_drafter:
-            return {"life": self._show_life}
+            return own
         view = RegistryView(store, DRAFTER, answers=Probe(self._tls))
-        return {
+        return own | {
             "registry": partial(view.keep_fresh, REFRESH_S),
             # Apart from the registry, which must not delay what streams tell when it does not answer.
             "pairing": partial(self._keep_paired, view),
             "links": self.drafters.sweep,
-            "life": self._show_life,
         }
+
+    async def _keep_learned(self) -> None:
+        assert self._stepper is not None, "tasks begin once the engine stands"
+        await self._learned.keep(self._stepper.learned)
 
     async def _keep_paired(self, view: RegistryView) -> None:
         while True:

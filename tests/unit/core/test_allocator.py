@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.allocator import LEAST_SURVIVAL, Demand, FixedGamma, Goodput
+from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.demand import Demand
+from paceline.core.drafter_worth import LEAST_SURVIVAL
+from paceline.core.drafting_switch import JUDGE_EVERY
 from paceline.core.errors import ConfigError
-from paceline.core.holdings import Holdings, Usual
 from paceline.core.link import Drafter
 from paceline.core.messages import NodeGuess
-from paceline.core.patience import Prospect, prospect, worth_waiting
-from paceline.core.shifts import CONTROL_EVERY, JUDGE_EVERY, LEAST_REST, MOST_REST, OTHER_LOAD, Shifts
+from paceline.core.patience import Prospect, prospect
 from paceline.core.step_cost import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
+from paceline.core.survivals import MOST_LOOKS, Record, SessionSurvivals, UsualSurvivals
 from paceline.core.tree import DraftTree
 
 FLAT = StepCost(rows=(1, 1000), seconds=(1.0, 1.0))
@@ -61,7 +63,7 @@ def test_when_rows_are_free_everything_is_verified_and_the_price_is_the_least():
 
 @pytest.mark.parametrize("other_rows", [0, 100, MOST_ROWS])
 def test_guesses_end_where_steps_are_no_longer_learned_and_a_prompt_takes_none_away(other_rows):
-    demands = [Demand(tree=tree_of(CHAIN), cap=64, holdings=Holdings()) for _ in range(200)]
+    demands = [Demand(tree=tree_of(CHAIN), cap=64, usual=SessionSurvivals()) for _ in range(200)]
     allocator = Goodput(StepTimes(FLAT))
     for _ in range(3):
         allocation = allocator.allocate(demands, other_rows=other_rows)
@@ -121,8 +123,8 @@ def test_a_chosen_nodes_parent_is_chosen_too_and_comes_first(rows):
 
 def test_a_missed_round_is_worth_a_short_wait_and_not_a_long_one():
     missed = [prospect(DraftTree(5), 8, price=0.1)]
-    assert worth_waiting(missed, wait_s=0.003, step_s=0.010)
-    assert not worth_waiting(missed, wait_s=0.009, step_s=0.010)
+    assert Goodput().waits(missed, wait_s=0.003, step_s=0.010)
+    assert not Goodput().waits(missed, wait_s=0.009, step_s=0.010)
 
 
 def test_nobody_waits_for_a_session_that_must_not_be_delayed_or_has_all_it_may_use():
@@ -137,7 +139,7 @@ def test_nobody_waits_for_a_session_that_must_not_be_delayed_or_has_all_it_may_u
 
 def test_one_hungry_session_among_many_fed_ones_is_not_waited_for():
     fed = [prospect(tree_of(CHAIN), 1, price=0.0)] * 15
-    assert not worth_waiting([*fed, prospect(DraftTree(5), 8, price=0.0)], wait_s=0.003, step_s=0.010)
+    assert not Goodput().waits([*fed, prospect(DraftTree(5), 8, price=0.0)], wait_s=0.003, step_s=0.010)
 
 
 def test_drafters_whose_first_guesses_are_worth_nothing_are_waited_for_less_and_less():
@@ -160,11 +162,11 @@ STEEP = StepCost(rows=(1, 8, 128), seconds=(0.010, 0.012, 0.200))
 def settled(count: int, drafting: StepCost, *, steps: int = 60, policy: Goodput | None = None) -> Goodput:
     """A policy after so many steps of `count` sessions that have fair chains in hand while drafters work."""
     policy = policy or Goodput(StepTimes(STEEP, STEEP))
-    holdings = [Holdings() for _ in range(count)]
+    usual = [SessionSurvivals() for _ in range(count)]
     for _ in range(steps):
         mode = StepMode.PLAIN if policy.price >= 1.0 else StepMode.DRAFTING
         trees = [tree_of(CHAIN if mode is StepMode.DRAFTING else []) for _ in range(count)]
-        demands = [Demand(tree=tree, cap=8, holdings=each) for tree, each in zip(trees, holdings, strict=True)]
+        demands = [Demand(tree=tree, cap=8, usual=each) for tree, each in zip(trees, usual, strict=True)]
         allocation = policy.allocate(demands)
         rows = count + sum(map(len, allocation.nodes))
         cost = drafting if mode is StepMode.DRAFTING else STEEP
@@ -179,7 +181,7 @@ def test_one_session_is_drafted_for_and_sixty_four_are_not():
 
 def test_drafters_rest_when_their_work_slows_steps_by_more_than_it_brings():
     assert settled(4, STEEP).price < 1.0
-    slowed = settled(4, STEEP.scaled(3.0), steps=CONTROL_EVERY + 50)
+    slowed = settled(4, STEEP.scaled(3.0), steps=300 + 50)
     assert slowed.price == 1.0
 
 
@@ -187,7 +189,7 @@ def test_drafters_are_judged_from_their_first_answer_on():
     policy = settled(1, STEEP)
     assert policy.price < 1.0
     for answered in (False, True):
-        silent = [Demand(tree=tree_of([]), cap=8, answered=answered, holdings=Holdings())]
+        silent = [Demand(tree=tree_of([]), cap=8, answered=answered, usual=SessionSurvivals())]
         prices = [policy.allocate(silent).price for _ in range(200)]
         assert (1.0 in prices) is answered
 
@@ -201,11 +203,11 @@ def test_drafters_are_called_back_when_the_load_falls():
 def test_drafters_rest_where_the_sessions_own_text_says_as_much():
     def steps_drafted(own) -> int:
         costs = {StepMode.PLAIN: STEEP, StepMode.DRAFTING: STEEP.scaled(1.05)}
-        policy, count, holdings = Goodput(StepTimes(*costs.values())), 0, Holdings()
+        policy, count, usual = Goodput(StepTimes(*costs.values())), 0, SessionSurvivals()
         for _ in range(200):
             mode = StepMode.PLAIN if policy.price >= 1.0 else StepMode.DRAFTING
             tree = tree_of(CHAIN if own or mode is StepMode.DRAFTING else [])
-            allocation = policy.allocate([Demand(tree=tree, cap=8, own=own, holdings=holdings)])
+            allocation = policy.allocate([Demand(tree=tree, cap=8, own=own, usual=usual)])
             rows = 1 + len(allocation.nodes[0])
             policy.observe(rows=rows, guesses=rows - 1, mode=mode, seconds=costs[mode].at(rows))
             count += mode is StepMode.DRAFTING
@@ -226,9 +228,9 @@ def test_guesses_without_a_drafter_are_worth_a_row_while_rows_are_cheap():
 
 def test_where_times_bend_a_row_is_priced_by_those_that_pay_not_by_the_one_beyond():
     bent = StepCost(rows=(1, 4, 5), seconds=(1.0, 1.3, 9.0))
-    policy, holdings = Goodput(StepTimes(bent)), Holdings()
+    policy, usual = Goodput(StepTimes(bent)), SessionSurvivals()
     for _ in range(20):
-        allocation = policy.allocate([Demand(tree=tree_of(CHAIN), cap=8, holdings=holdings)])
+        allocation = policy.allocate([Demand(tree=tree_of(CHAIN), cap=8, usual=usual)])
     assert len(allocation.nodes[0]) == 3
     goodput = (1 + 0.9 + 0.72 + 0.504) / 1.3
     assert policy.least_survival == pytest.approx(0.1 * goodput, rel=1e-3)
@@ -238,7 +240,7 @@ def test_where_times_bend_a_row_is_priced_by_those_that_pay_not_by_the_one_beyon
 def test_sessions_that_opted_out_change_no_price():
     policy = settled(1, STEEP)
     before = policy.price
-    for _ in range(CONTROL_EVERY):
+    for _ in range(300):
         policy.allocate([Demand(tree=tree_of([]), cap=0)] * 64)
     assert policy.price == before
 
@@ -254,7 +256,7 @@ def test_a_price_is_for_all_who_share_the_steps_to_come_not_for_the_one_whose_pr
     policy, first = settled(64, STEEP), Demand(tree=tree_of([]), cap=8)
     assert policy.price == 1.0
     for _ in range(JUDGE_EVERY):
-        policy.allocate([first], other_rows=50, joining=63)
+        policy.allocate([first], other_rows=50, joining=[True] * 63)
     assert policy.price == 1.0, "the others are there in a moment"
     for _ in range(JUDGE_EVERY):
         policy.allocate([first])
@@ -263,80 +265,44 @@ def test_a_price_is_for_all_who_share_the_steps_to_come_not_for_the_one_whose_pr
 
 def test_sessions_that_join_are_taken_to_bring_drafts_as_those_that_decode():
     alone, joined = (settled(1, STEEP) for _ in range(2))
-    chain = [Demand(tree=tree_of(CHAIN), cap=8, holdings=Holdings()) for _ in range(4)]
+    chain = [Demand(tree=tree_of(CHAIN), cap=8, usual=SessionSurvivals()) for _ in range(4)]
     for _ in range(JUDGE_EVERY):
         alone.allocate(chain)
-        joined.allocate(chain[:1], joining=3)
+        joined.allocate(chain[:1], joining=[True] * 3)
     assert joined.price == pytest.approx(alone.price, rel=0.02)
+
+
+def test_the_first_prompt_of_a_fleet_is_read_by_its_drafter_too_unless_drafts_are_not_wanted():
+    wanted, unwanted = Goodput(StepTimes(STEEP)), Goodput(StepTimes(STEEP))
+    assert wanted.allocate([], other_rows=20, joining=[True]).price < 1.0
+    assert unwanted.allocate([], other_rows=20, joining=[False]).price == 1.0
+
+
+def test_a_few_sessions_try_their_drafters_those_first_that_have_the_least_to_read():
+    linear = StepCost(rows=(1, 512), seconds=(0.0108, 0.0108 + 511 * 0.0008))
+    policy = Goodput(StepTimes(linear))
+    demands = [Demand(tree=tree_of([]), cap=8, num_unread=100 - index, usual=SessionSurvivals()) for index in range(16)]
+    prices = [policy.allocate(demands).prices for _ in range(2)][-1]
+    assert [index for index, price in enumerate(prices) if price < 1.0] == [14, 15]
+    assert policy.price == 1.0, "those that begin rest"
 
 
 def test_drafters_that_work_for_few_are_judged_at_once_when_many_come():
     policy = settled(1, STEEP)
     assert policy.price < 1.0
-    crowd = [Demand(tree=tree_of([]), cap=8, answered=False, holdings=Holdings()) for _ in range(64)]
+    crowd = [Demand(tree=tree_of([]), cap=8, answered=False, usual=SessionSurvivals()) for _ in range(64)]
     assert policy.allocate(crowd).price == 1.0, "not one of them waits for a trial"
-
-
-def test_a_load_is_another_one_from_twice_or_half_the_sessions_on():
-    shifts = Shifts()
-    shifts.judge(2.0, 8)
-    assert not shifts.resting
-    due = [shifts.is_due(count, answered=False) for count in (8, 5, 15, 4, 16)]
-    assert due == [False, False, False, True, True]
-    shifts.judge(0.9, 8 * OTHER_LOAD)
-    assert shifts.resting
 
 
 def test_one_prompt_says_little_of_the_steps_to_come_and_prompts_without_end_make_rows_cheap():
     # A step that is long anyway is hardly longer for a guess more.
     gentle = StepCost(rows=(1, 200), seconds=(0.010, 0.050))
     policy = settled(4, gentle, policy=Goodput(StepTimes(gentle, gentle)))
-    before, demands = policy.price, [Demand(tree=tree_of(CHAIN), cap=8, holdings=Holdings()) for _ in range(4)]
+    before, demands = policy.price, [Demand(tree=tree_of(CHAIN), cap=8, usual=SessionSurvivals()) for _ in range(4)]
     prices = [policy.allocate(demands, other_rows=100 * (step == 0)).price for step in range(JUDGE_EVERY)]
     assert prices[-1] == pytest.approx(before, rel=0.1)
     prices = [policy.allocate(demands, other_rows=100).price for _ in range(100)]
     assert prices[-1] < before / 2
-
-
-def test_drafters_called_back_in_vain_rest_longer_each_time_until_the_load_changes():
-    policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
-    modes, demands = "", [Demand(tree=tree_of([]), cap=8) for _ in range(4)]
-    for count in [1] * 300 + [4] * 60:
-        modes += "work" if policy.price < 1.0 else " "
-        policy.allocate(demands[:count])
-    rests = [len(rest) for rest in modes.split("work") if rest]
-    assert rests[0] == LEAST_REST < rests[1] < rests[2]
-    assert rests[1] >= 16
-    assert rests[2] >= 64
-    assert min(rests[3:]) < rests[2], "another load, another try"
-
-
-def test_what_trials_in_vain_taught_of_a_load_is_known_when_the_load_comes_back():
-    policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
-    demands = [Demand(tree=tree_of([]), cap=8) for _ in range(2)]
-
-    def steps_of_work(count: int) -> int:
-        worked = 0
-        for _ in range(64):
-            worked += policy.price < 1.0
-            policy.allocate(demands[:count])
-        return worked
-
-    cycles = [steps_of_work(1) + steps_of_work(2) for _ in range(8)]
-    assert cycles[0] > 40
-    # Forgetful drafters would be tried for 24 steps of each cycle.
-    assert sum(cycles[3:]) < 5 * 12
-
-
-def test_a_load_at_which_drafters_are_worth_it_again_is_held_against_them_no_more():
-    policy = Goodput(StepTimes(STEEP, STEEP.scaled(1.2)))
-    in_vain = Demand(tree=tree_of([]), cap=8)
-    for _ in range(400):
-        policy.allocate([in_vain])
-    assert max(policy._shifts._rests.values()) > LEAST_REST
-    settled(1, STEEP, steps=CONTROL_EVERY + 300, policy=policy)
-    assert policy.price < 1.0
-    assert not policy._shifts._rests
 
 
 def test_nodes_that_hardly_ever_match_are_left_out_even_where_rows_are_free():
@@ -348,12 +314,13 @@ def test_nodes_that_hardly_ever_match_are_left_out_even_where_rows_are_free():
 @given(TREES, st.lists(st.booleans(), min_size=3, max_size=3))
 def test_sessions_whose_drafter_is_gone_share_steps_with_the_others_and_teach_nothing_about_drafters(rows, drafted):
     demands = [Demand(tree=tree_of(tree), cap=8, drafted=each) for tree, each in zip(rows, drafted, strict=False)]
-    with_drafter = [replace(each, holdings=Holdings()) for each in demands if each.drafted]
-    Goodput(StepTimes(FLAT)).allocate(demands)
-    Goodput(StepTimes(FLAT)).allocate(with_drafter)
-    assert [each.holdings.in_hand is not None for each in demands] == [each.drafted for each in demands]
+    with_drafter = [replace(each, usual=SessionSurvivals()) for each in demands if each.drafted]
+    for policy, some in ((Goodput(StepTimes(FLAT)), demands), (Goodput(StepTimes(FLAT)), with_drafter)):
+        for _ in range(1 + JUDGE_EVERY):
+            policy.allocate(some)
+    assert [each.usual.in_hand.survivals is not None for each in demands] == [each.drafted for each in demands]
     for mixed, alone in zip([each for each in demands if each.drafted], with_drafter, strict=True):
-        assert mixed.holdings.in_hand.tolist() == alone.holdings.in_hand.tolist()
+        assert mixed.usual.in_hand.survivals.tolist() == alone.usual.in_hand.survivals.tolist()
 
 
 def test_the_session_after_one_that_look_up_served_well_has_its_drafter_at_once():
@@ -362,32 +329,43 @@ def test_the_session_after_one_that_look_up_served_well_has_its_drafter_at_once(
     usual = policy.price
     looping = Demand(tree=tree_of(sure), cap=8, own=[0.99**rank for rank in range(1, 9)])
     prices = [policy.allocate([looping]).price for _ in range(100)]
-    assert 1.0 in prices, "look-up says as much as the drafter"
-    # However long the drafter was to rest at the end of that text, the next one ends it.
-    shifts = policy._shifts
-    policy.price, shifts.resting, shifts._steps_since_change, shifts._rests = 1.0, True, 0, {1: MOST_REST}
+    assert prices[-1] == 1.0, "look-up says as much as the drafter"
     fresh = Demand(tree=tree_of([]), cap=8)
     assert [policy.allocate([fresh]).price for _ in range(JUDGE_EVERY)][-1] < 2 * usual
 
 
-def test_a_new_session_is_taken_for_a_typical_one():
-    usual = Usual(np.array([0.7, 0.56]))
-    records = usual.of([None])
-    for _ in range(1000):
-        records = usual.see(records, [[0.9]])
-    assert records[0] == pytest.approx([0.9, 0.0], abs=1e-3)
-    assert usual.of([None, records[0]]).round(2).tolist() == [[0.9, 0.0], [0.9, 0.0]]
-    for _ in range(3000):
-        records = usual.forget(records)
-    assert usual.of([None, records[0]]).round(2).tolist() == [[0.7, 0.56], [0.7, 0.56]]
-
-
-def test_what_sessions_have_in_hand_is_looked_at_in_the_first_step_and_every_few_after_it():
+def test_what_sessions_have_in_hand_is_looked_at_every_few_steps():
     policy = Goodput(StepTimes(FLAT))
     demand = Demand(tree=tree_of(CHAIN), cap=12)
+    policy.allocate([demand])
     looks = []
-    for _ in range(3 * JUDGE_EVERY):
-        before = demand.holdings.in_hand
+    for _ in range(2 * JUDGE_EVERY):
+        before = demand.usual.in_hand.survivals
         policy.allocate([demand])
-        looks.append(demand.holdings.in_hand is not before)
-    assert looks == ([True] + [False] * (JUDGE_EVERY - 1)) * 3
+        looks.append(demand.usual.in_hand.survivals is not before)
+    assert looks == ([False] * (JUDGE_EVERY - 1) + [True]) * 2
+
+
+def test_a_new_session_is_taken_for_a_typical_one_and_what_is_not_seen_is_learned_anew():
+    usual, record = UsualSurvivals(np.array([0.7, 0.56])), Record()
+    assert usual.of_all([Record()], 2).tolist() == [0.7, 0.7, 0.56, 0.56]
+    for _ in range(1000):
+        usual.see([record], [[0.9]])
+    assert record.survivals == pytest.approx([0.9, 0.0], abs=1e-3)
+    assert usual.of_all([Record()], 1) == pytest.approx([0.9, 0.0], abs=1e-3)
+    slow = usual.num_looks
+    assert slow == MOST_LOOKS
+    for _ in range(200):
+        usual.forget([record])
+    usual.see([record], [[0.1]])
+    assert usual.typical[0] < 0.9 - 3 * 0.8 / slow
+
+
+def test_a_step_that_chooses_among_unlike_trees_is_worth_more_than_their_mean():
+    policy = Goodput(StepTimes(STEEP))
+    sure, empty = ([(index, 1, 0.95) for index in range(8)], [])
+    records = [SessionSurvivals() for _ in range(4)]
+    for step in range(200):
+        trees = [tree_of(sure if (step + index) % 4 == 0 else empty) for index in range(4)]
+        policy.allocate([Demand(tree=tree, cap=8, usual=each) for tree, each in zip(trees, records, strict=True)])
+    assert policy.drafters._choice > 1.1

@@ -8,21 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.allocator import Goodput
+from paceline.core.goodput import EXPLORATION, num_tried
 from paceline.core.messages import NodeGuess
 from paceline.core.mixture import (
     FIRST_GAIN,
     LEFT_ALONE,
-    PROBE_SHARE,
     UNCOUNTED_CALLS,
     CallCost,
     SourceRecord,
     in_hand,
-    num_worth_asking,
 )
 from paceline.core.tree import DraftTree
-
-GAINS = st.lists(st.floats(0.0, 8.0), max_size=12).map(lambda gains: sorted(gains, reverse=True))
-SECONDS = st.floats(1e-4, 1.0)
 
 
 def learned(calls) -> CallCost:
@@ -32,39 +29,6 @@ def learned(calls) -> CallCost:
     for count, seconds in calls:
         cost.observe(count, seconds)
     return cost
-
-
-@given(GAINS, st.floats(0.5, 50.0), SECONDS, SECONDS, SECONDS)
-def test_no_other_number_of_sessions_has_a_higher_goodput(gains, expected, step_s, base_s, each_s):
-    def goodput(count: int) -> float:
-        return (expected + sum(gains[:count])) / (step_s + (base_s + count * each_s if count else 0.0))
-
-    def call_s(count: int) -> float:
-        return base_s + count * each_s
-
-    found = num_worth_asking(gains, expected=expected, step_s=step_s, call_s=call_s)
-    assert goodput(found) == pytest.approx(max(map(goodput, range(len(gains) + 1))))
-
-
-@given(GAINS, st.floats(0.5, 50.0), SECONDS, SECONDS, st.floats(1.0, 10.0))
-def test_a_dearer_call_is_never_made_for_more_sessions(gains, expected, step_s, each_s, factor):
-    def asked(times: float) -> int:
-        return num_worth_asking(gains, expected=expected, step_s=step_s, call_s=lambda count: times * each_s * count)
-
-    assert asked(factor) <= asked(1.0)
-
-
-def test_what_costs_nothing_is_asked_wherever_it_gains_and_what_gains_nothing_nowhere():
-    assert num_worth_asking([2.0, 0.1, 0.0], expected=3.0, step_s=0.02, call_s=lambda _: 0.0) == 2
-    assert num_worth_asking([0.0, 0.0], expected=3.0, step_s=0.02, call_s=lambda _: 1e-6) == 0
-
-
-def test_a_call_that_one_session_is_not_worth_may_be_worth_it_for_many():
-    def asked(count: int) -> int:
-        return num_worth_asking([0.8] * count, expected=float(count), step_s=0.02, call_s=lambda n: 0.018 + 1e-5 * n)
-
-    assert asked(1) == 0
-    assert num_worth_asking([0.8] * 8, expected=8.0, step_s=0.02, call_s=lambda n: 0.01 + 1e-5 * n) == 8
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-5, 1.0)), max_size=30), st.integers(1, 63))
@@ -119,9 +83,9 @@ class Play:
             self.num_weighed += 1
             order = sorted(range(len(self.sessions)), key=lambda index: -self.sessions[index].of(0.0))
             gains = [self.sessions[index].of(0.0) for index in order]
-            number = num_worth_asking(gains, expected=len(gains), step_s=0.02, call_s=self.record.call_s)
-            if not number and self.record.is_due(len(gains), self.now_s):
-                number = len(gains)
+            number = Goodput().num_asked(gains, expected=len(gains), step_s=0.02, call_s=self.record.call_s)
+            if not number and self.record.is_due(num_tried(len(gains)), self.now_s):
+                number = num_tried(len(gains))
             if number:
                 self.now_s += self.call(number)
                 self.spent_s += self.call(number)
@@ -147,7 +111,7 @@ def test_a_useless_source_ends_up_with_less_than_a_hundredth_of_the_time(num_ses
     play = Play([0.0] * num_sessions, base_s=base_s)
     play.steps(100)
     share = play.share(20_000)
-    assert 0.0 < share < 2 * PROBE_SHARE <= 0.01
+    assert 0.0 < share < 2 * EXPLORATION <= 0.01
 
 
 @pytest.mark.parametrize("num_sessions", [1, 4, 16])

@@ -58,9 +58,7 @@ def test_tables_never_decrease_whatever_was_observed():
     for _ in range(500):
         mode = StepMode(int(rng.integers(2)))
         times.observe(rows=int(rng.integers(1, 129)), guesses=0, mode=mode, seconds=float(rng.uniform(1e-4, 1.0)))
-        for kindness in (0.0, 1.0):
-            seconds = times.table(mode, kindness=kindness).seconds
-            assert all(low <= high for low, high in itertools.pairwise(seconds))
+        assert all(low <= high for low, high in itertools.pairwise(times.table(mode).seconds))
 
 
 def test_rows_beyond_the_table_are_left_out():
@@ -71,20 +69,16 @@ def test_rows_beyond_the_table_are_left_out():
     assert times.table(PLAIN).at(MOST_ROWS) > PROFILE.at(MOST_ROWS)
 
 
-def test_kindness_grows_while_a_mode_is_not_seen_and_ends_when_it_is():
-    times = StepTimes(PROFILE)
-    for _ in range(300):
-        times.observe(rows=8, guesses=0, mode=DRAFTING, seconds=PROFILE.at(8))
+def test_what_was_not_seen_for_long_is_learned_faster():
+    def after_one_slow_step(num_plain: int) -> float:
+        times = StepTimes(PROFILE)
+        for mode, count in ((DRAFTING, 300), (PLAIN, num_plain)):
+            for _ in range(count):
+                times.observe(rows=8, guesses=0, mode=mode, seconds=PROFILE.at(8))
+        times.observe(rows=8, guesses=0, mode=DRAFTING, seconds=1.2 * PROFILE.at(8))
+        return times.table(DRAFTING).at(8) / PROFILE.at(8)
 
-    def kindness() -> float:
-        return times.table(DRAFTING).at(8) / times.table(DRAFTING, kindness=1.0).at(8)
-
-    just_seen = kindness()
-    for _ in range(300):
-        times.observe(rows=8, guesses=0, mode=PLAIN, seconds=PROFILE.at(8))
-    long_ago = kindness()
-    times.observe(rows=8, guesses=0, mode=DRAFTING, seconds=PROFILE.at(8))
-    assert 1.0 <= just_seen < kindness() < long_ago < 1.3
+    assert 1.0 < after_one_slow_step(8) < after_one_slow_step(300) < 1.2
 
 
 def test_a_model_that_rounds_up_is_charged_for_what_it_computes():

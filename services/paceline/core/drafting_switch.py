@@ -1,0 +1,142 @@
+"""Who drafts: all drafters work, all rest, or a few sessions try what drafters would bring.
+
+Drafters are a source like any other: they cost `T(drafting) - T(plain)` a step and bring what they put in hand. They
+work while that is worth it, by the goodput with them over the goodput without. What is believed of the other way grows
+old meanwhile, so it is tried now and then (`paceline.core.goodput.may_try`): at rest by some sessions, for commits
+score their guesses as well as those of all; at work by a short rest of all, for a machine that got slow and drafters
+that slow it down look alike until then. A fleet that knows nothing begins at rest, and goes to work at once where even
+modest guesses are worth it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from paceline.core.goodput import may_try
+
+# Gain for which drafters at rest are called to work: two percent less would be lost to the call.
+WORTH_A_CALL = 1.03
+# Steps with answers that a trial takes, and drafters at work before a small loss ends it: one draft says little.
+LEAST_STEPS = 12
+# Steps of a rest in which drafters at work are compared with plain decoding.
+REST_STEPS = 4
+# Steps from one judgement to the next: to judge is half of what the controller costs a step.
+JUDGE_EVERY = 4
+# A load so many times the one that was judged, or that part of it, is another one, and is judged at once.
+OTHER_LOAD = 2
+# Weight of a step in the usual time of one.
+SMOOTHING = 0.1
+
+
+class Drafting(enum.Enum):
+    """Which sessions have drafters at work."""
+
+    NOBODY = enum.auto()
+    SOME = enum.auto()
+    ALL = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One that ended, or drafters called in vain: when, in seconds of steps, and what it cost."""
+
+    ended_s: float = 0.0
+    cost_s: float = 0.0
+
+
+class DraftingSwitch:
+    """Says who drafts, for a verifier.
+
+    Attributes:
+        drafting: Who does.
+    """
+
+    def __init__(self) -> None:
+        self.drafting = Drafting.NOBODY
+        # Drafters rest for the sake of comparison only.
+        self._compares = False
+        # The first step is judged.
+        self._num_steps = JUDGE_EVERY - 1
+        self._num_sessions = 1
+        # Time of all steps, of the usual one, and when the present way began.
+        self._now_s = self._step_s = self._since_s = 0.0
+        self._trial: Trial | None = None
+        # By load, in digits of the number of sessions: loads are alike within a factor of two.
+        self._in_vain: dict[int, Trial] = {}
+
+    def observe(self, seconds: float) -> None:
+        """A step took so long."""
+        self._now_s += seconds
+        self._step_s += SMOOTHING * (seconds - self._step_s) if self._step_s else seconds
+
+    def is_due(self, num_sessions: int, *, answered: bool) -> bool:
+        """Counts a step in which so many sessions ran; whether to judge after it.
+
+        Args:
+            num_sessions: Sessions that share the steps to come.
+            answered: Some drafter has answered since it was called: until then there is nothing to count.
+        """
+        other = self._is_other_load(num_sessions)
+        if not (self.drafting is Drafting.NOBODY or answered or other):
+            return False
+        self._num_steps += 1
+        return other or self.drafting is Drafting.SOME or self._num_steps % JUDGE_EVERY == 0
+
+    def judge(self, gain: float, *, most_gain: float, slowdown: float, num_sessions: int) -> None:
+        """Decides who drafts from now on.
+
+        Args:
+            gain: Goodput with drafters at work over goodput without.
+            most_gain: The same if every guess were sure to match: what cannot pay is not tried.
+            slowdown: Time of a step with drafters at work over that of a plain one, guesses apart.
+            num_sessions: As in `is_due`.
+        """
+        other, self._num_sessions = self._is_other_load(num_sessions), num_sessions
+        load, lost = num_sessions.bit_length(), max(0.0, 1.0 - 1.0 / slowdown)
+        match self.drafting:
+            case Drafting.NOBODY:
+                self._judge_rest(gain, lost, load, may_pay=most_gain > WORTH_A_CALL)
+            case Drafting.SOME if self._num_steps >= LEAST_STEPS:
+                self._trial = self._ended(lost)
+                self._turn(Drafting.ALL if gain > WORTH_A_CALL else Drafting.NOBODY)
+            case Drafting.ALL if other and gain <= 1.0:
+                # They were not called for this load: it is not held against them.
+                self._turn(Drafting.NOBODY)
+            case Drafting.ALL:
+                self._judge_work(gain, lost, load)
+
+    def _judge_rest(self, gain: float, lost: float, load: int, *, may_pay: bool) -> None:
+        if self._compares:
+            if self._num_steps >= REST_STEPS:
+                self._turn(Drafting.ALL if gain > 1.0 else Drafting.NOBODY)
+        elif gain > WORTH_A_CALL and self._may_again(self._in_vain.get(load, Trial())):
+            self._turn(Drafting.ALL)
+        elif may_pay and self._may_again(self._trial or Trial(cost_s=LEAST_STEPS * self._step_s * lost)):
+            self._turn(Drafting.SOME)
+
+    def _judge_work(self, gain: float, lost: float, load: int) -> None:
+        if self._num_steps < LEAST_STEPS:
+            return
+        if gain <= 1.0:
+            self._in_vain[load] = self._ended(1.0 - gain, most_s=LEAST_STEPS * self._step_s)
+            self._turn(Drafting.NOBODY)
+        # The first steps after a rest are slow, and have no drafts yet.
+        elif self._may_again(Trial(self._since_s, REST_STEPS * self._step_s * (1.0 - 1.0 / gain + lost))):
+            self._turn(Drafting.NOBODY)
+            self._compares = True
+
+    def _is_other_load(self, num_sessions: int) -> bool:
+        less, more = sorted((num_sessions, self._num_sessions))
+        return more >= OTHER_LOAD * less
+
+    def _may_again(self, last: Trial) -> bool:
+        return may_try(last.cost_s, self._now_s - last.ended_s)
+
+    def _ended(self, lost: float, most_s: float = float("inf")) -> Trial:
+        """What was done since the last change lost such a share of its time."""
+        return Trial(self._now_s, lost * min(self._now_s - self._since_s, most_s))
+
+    def _turn(self, drafting: Drafting) -> None:
+        self.drafting, self._compares = drafting, False
+        self._num_steps, self._since_s = 0, self._now_s

@@ -1,0 +1,64 @@
+"""The one objective: expected tokens over the seconds that they take.
+
+Whatever a step may spend time on is so many expected tokens for so many seconds: verify one more guess, wait for the
+next ones, ask a source for some, let drafters work. Of options in their order of merit, with expected tokens `E` before
+any of them and gains `g_1 >= g_2 >= ...`, the best are the first
+
+    m* = argmax over all m of (E + g_1 + ... + g_m) / T(m).
+
+All m, not the first local maximum: times bend where kernels round up. See DSpark (2607.05147) and TETRIS (2502.15197)
+for the same objective inside one box.
+
+What is not known must be tried, and a trial costs time. One rule for all: it may cost so small a share of the time
+since the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+# Share of the time that all trials of one kind may cost, and of the sessions that take part in one: a commit scores
+# guesses whether they are verified or not, so that few teach nearly as much as all.
+EXPLORATION, TRIED_OF = 0.005, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """How many options are worth taking, those of most merit first, and the tokens/s with them."""
+
+    count: int
+    rate: float
+
+
+def best_prefix(expected: float, gains: Sequence[float] | Floats, seconds: Sequence[float] | Floats) -> Best:
+    """The fewest options of highest goodput; see the module docstring.
+
+    Args:
+        expected: Tokens without any of them.
+        gains: Tokens of each, best first, `[options]`.
+        seconds: Time with the first 0, 1, ... of them, `[options + 1]`.
+    """
+    rates = (expected + np.concatenate(([0.0], np.cumsum(gains)))) / seconds
+    count = int(np.argmax(rates))
+    return Best(count, float(rates[count]))
+
+
+def is_worth(gain: float, expected: float, *, cost_s: float, step_s: float) -> bool:
+    """Whether one option is: `best_prefix` of it alone, for a step of `step_s` that expects so many tokens already."""
+    return gain * step_s > expected * cost_s
+
+
+def num_tried(num_sessions: int) -> int:
+    """How many of so many sessions take part in a trial."""
+    return -(-num_sessions // TRIED_OF)
+
+
+def may_try(cost_s: float, since_s: float) -> bool:
+    """Whether a trial that costs so many seconds may follow one that ended `since_s` ago."""
+    return cost_s <= EXPLORATION * since_s

@@ -1,0 +1,136 @@
+"""What a verifier has learned, from one process to the next: real engines, real files, and files of strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.core.allocator import Goodput
+from paceline.core.params import SamplingParams
+from paceline.core.step_cost import StepCost, StepMode
+from paceline.engine.identity import model_identity
+from paceline.verifier.config import NOWHERE, VerifierConfig
+from paceline.verifier.learned import LearnedFile, learned_file
+from tests.support.engines import EnginePair
+
+COST = StepCost(rows=(1, 128), seconds=(0.010, 0.050))
+GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> LearnedFile:
+    return LearnedFile(tmp_path / "new folder" / "learned.json")
+
+
+def fresh(folders) -> EnginePair:
+    pair = EnginePair(*folders, allocator=Goodput())
+    pair.target._allocator.start_from(COST, COST)
+    return pair
+
+
+def experienced(folders) -> EnginePair:
+    """An engine whose drafter guessed for a while, on a machine that got slow."""
+    pair = fresh(folders)
+    pair.submit("s", list(range(5, 15)), GREEDY)
+    for _ in range(40):
+        pair.round()
+    for _ in range(200):
+        pair.target._allocator.observe(rows=4, guesses=3, mode=StepMode.DRAFTING, seconds=3 * COST.at(4))
+    return pair
+
+
+async def written(file: LearnedFile, pair: EnginePair) -> None:
+    """Keeps it as a host does, which is stopped at once."""
+    keeping = asyncio.create_task(file.keep(pair.target.learned))
+    await asyncio.sleep(0)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_successor_begins_where_its_predecessor_ended(tiny_pair, file: LearnedFile) -> None:
+    before, after = experienced(tiny_pair), fresh(tiny_pair)
+    await written(file, before)
+    file.give_to(after.target)
+    old, new = before.target._allocator, after.target._allocator
+    assert new.times.table(StepMode.DRAFTING).at(4) == pytest.approx(old.times.table(StepMode.DRAFTING).at(4))
+    assert np.allclose(new.drafters.in_hand.typical, old.drafters.in_hand.typical)
+    assert not np.allclose(new.drafters.in_hand.typical, fresh(tiny_pair).target._allocator.drafters.in_hand.typical)
+    after.submit("t", list(range(5, 15)), replace(GREEDY, max_tokens=4))
+    after.round()
+    known, learned = (each.target._calibrations.values() for each in (after, before))
+    assert [each.learned() for each in known] == [each.learned() for each in learned]
+
+
+async def test_what_was_learned_changes_no_token(tiny_pair, file: LearnedFile) -> None:
+    await written(file, experienced(tiny_pair))
+    texts = []
+    for learned in (file, LearnedFile(None)):
+        pair = fresh(tiny_pair)
+        learned.give_to(pair.target)
+        pair.submit("s", list(range(5, 15)), replace(GREEDY, temperature=0.8, seed=3))
+        while pair.sessions["s"].result is None:
+            pair.round()
+        texts.append(pair.sessions["s"].token_ids)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"policy": {}, "calibrations": {}}',
+        '{"policy": {"step_times": [1], "in_hand": [0.5], "own": [0.0]}, "calibrations": {}}',
+        '{"policy": {"step_times": [], "in_hand": [], "own": []}, "calibrations": {"tier greedy coupled": [1]}}',
+        '{"policy": {}, "calibrations": {"tier greedy coupled": [NaN, 0, 1, 1, 0]}}',
+        '{"policy": {}, "calibrations": {"tier greedy coupled": [1, 0, -1, 1, 0]}}',
+        '{"policy": {}, "calibrations": 3}',
+        json.dumps({"policy": {"step_times": [2.0] * 37, "in_hand": [2.0] * 16, "own": []}, "calibrations": {}}),
+    ],
+)
+def test_a_file_of_something_else_is_like_none(tiny_pair, file: LearnedFile, content: str, caplog) -> None:
+    pair = fresh(tiny_pair)
+    before = pair.target.learned()
+    file.path.parent.mkdir()
+    file.path.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        file.give_to(pair.target)
+    assert "cannot be used" in caplog.text
+    assert pair.target.learned() == before
+
+
+async def test_a_folder_that_cannot_be_written_costs_a_warning(tiny_pair, tmp_path: Path, caplog) -> None:
+    (tmp_path / "a file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        await written(LearnedFile(tmp_path / "a file" / "learned.json"), fresh(tiny_pair))
+    assert "cannot be kept" in caplog.text
+
+
+def test_each_machine_model_and_way_to_run_has_a_file_of_its_own(tiny_pair, tmp_path: Path) -> None:
+    config = VerifierConfig(model=tiny_pair[0], learned_dir=str(tmp_path))
+    identity = model_identity(tiny_pair[0], "target")
+
+    def path(**settings) -> Path | None:
+        return learned_file(replace(config, **settings), identity, {}).path
+
+    assert path() == path(port=1234)
+    assert len({path(), path(threads=7), path(speculative_config='{"method": "ngram"}'), path(learned_dir="")}) == 4
+    assert path(learned_dir=NOWHERE) is None
+    assert learned_file(config, replace(identity, weights_hash="other"), {}).path != path()
+    cached = learned_file(replace(config, learned_dir=""), identity, {"XDG_CACHE_HOME": "/cache"}).path
+    assert cached.parent == Path("/cache/paceline/learned")
+
+
+def test_nothing_is_read_where_nothing_is_kept(tiny_pair, file: LearnedFile) -> None:
+    pair = fresh(tiny_pair)
+    before = json.dumps(pair.target.learned())
+    for nothing in (file, LearnedFile(None)):
+        nothing.give_to(pair.target)
+    assert json.dumps(pair.target.learned()) == before
