@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 import numpy as np
 
@@ -72,12 +73,7 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 
 def speculation_to_pb(params: SpeculationParams) -> common_pb2.SpeculationParams:
     """Encodes what a request asks of speculation."""
-    return common_pb2.SpeculationParams(
-        enabled=params.enabled,
-        max_draft_tokens=params.max_draft_tokens,
-        acceptance=params.acceptance,
-        method=params.method,
-    )
+    return common_pb2.SpeculationParams(**asdict(params))
 
 
 def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationParams:
@@ -96,18 +92,7 @@ def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationPar
 
 def identity_to_pb(identity: ModelIdentity) -> common_pb2.ModelIdentity:
     """Encodes a model identity."""
-    return common_pb2.ModelIdentity(
-        name=identity.name,
-        vocab_hash=identity.vocab_hash,
-        vocab_size=identity.vocab_size,
-        context_len=identity.context_len,
-        eos_token_ids=identity.eos_token_ids,
-        weights_hash=identity.weights_hash,
-        states_hash=identity.states_hash,
-        arithmetic=identity.arithmetic,
-        methods=identity.methods,
-        acceptance_rules=identity.acceptance_rules,
-    )
+    return common_pb2.ModelIdentity(**asdict(identity))
 
 
 def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
@@ -136,18 +121,7 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
 
 def speculation_record_to_pb(record: SpeculationRecord) -> common_pb2.SpeculationRecord:
     """Encodes what speculation did."""
-    return common_pb2.SpeculationRecord(
-        num_steps=record.num_steps,
-        num_spec_steps=record.num_spec_steps,
-        num_draft_tokens=record.num_draft_tokens,
-        num_accepted_draft_tokens=record.num_accepted_draft_tokens,
-        acceptance_histogram=record.acceptance_histogram,
-        mean_batch_size=record.mean_batch_size,
-        num_hits=record.num_hits,
-        num_misses=record.num_misses,
-        lossy=record.lossy,
-        mixed=record.mixed,
-    )
+    return common_pb2.SpeculationRecord(**asdict(record))
 
 
 def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> SpeculationRecord:
@@ -168,7 +142,7 @@ def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> Specula
 
 def timings_to_pb(timings: Timings) -> common_pb2.Timings:
     """Encodes where the time went."""
-    return common_pb2.Timings(queue_ns=timings.queue_ns, prefill_ns=timings.prefill_ns, decode_ns=timings.decode_ns)
+    return common_pb2.Timings(**asdict(timings))
 
 
 def timings_from_pb(message: common_pb2.Timings) -> Timings:
