@@ -50,10 +50,7 @@ class GenerateConfig:
 
 def main(argv: Sequence[str]) -> None:
     """Entry point of `paceline generate`."""
-    arguments = list(argv)
-    if arguments and (arguments[0] == "-" or not arguments[0].startswith("-")):
-        arguments[0] = f"--prompt={arguments[0]}"
-    config = parse(GenerateConfig, arguments, os.environ, PROG, DESCRIPTION)
+    config = parse(GenerateConfig, argv, os.environ, PROG, DESCRIPTION, first="prompt")
     try:
         generate(config)
     except PacelineError as error:

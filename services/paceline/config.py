@@ -73,8 +73,14 @@ def parse(
     environ: Mapping[str, str],
     prog: str,
     description: str,
+    first: str | None = None,
 ) -> ConfigT:
-    """Builds the configuration; a bad value ends the process with one line on stderr and exit status 2."""
+    """Builds the configuration; a bad value ends the process with one line on stderr and exit status 2.
+
+    The value of the flag `first` may stand first on the command line without it.
+    """
+    if first and argv and (argv[0] == "-" or not argv[0].startswith("-")):
+        argv = [f"--{first}={argv[0]}", *argv[1:]]
     try:
         return load(config_class, argv, environ, prog, description)
     except ConfigError as error:
@@ -182,9 +188,12 @@ class _Option:
     name: str
     base_type: type
     repeated: bool
-    required: bool
     default: Any
     setting: Setting
+
+    @property
+    def required(self) -> bool:
+        return self.default is REQUIRED
 
     @property
     def flag(self) -> str:
@@ -299,7 +308,6 @@ def _option(field: dataclasses.Field[Any], hint: Any, described: Setting) -> _Op
         name=field.name,
         base_type=base_type,
         repeated=repeated,
-        required=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         default=field.default,
         setting=described,
     )

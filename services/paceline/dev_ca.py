@@ -45,10 +45,7 @@ class DevCaConfig:
 
 def main(argv: Sequence[str]) -> None:
     """Entry point of `paceline dev-ca`."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments[0] = f"--dir={arguments[0]}"
-    config = parse(DevCaConfig, arguments, os.environ, PROG, DESCRIPTION)
+    config = parse(DevCaConfig, argv, os.environ, PROG, DESCRIPTION, first="dir")
     make_certificates(config.dir, config.host)
     sys.stdout.write(_next_steps(config.dir))
 

@@ -28,7 +28,7 @@ from paceline.engine.budget import account
 from paceline.engine.decoder import Decoder
 from paceline.engine.watch import stacks, until_hung
 from paceline.obs.families import tell_replica
-from paceline.obs.metrics import MetricsServer, start_metrics_server
+from paceline.obs.metrics import metrics_server
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
 from paceline.serving import GrpcServer, settle_heap, start_grpc_server, until_stopped
@@ -157,7 +157,7 @@ async def serve_model(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os._exit, 128 + signal.SIGTERM)
     async with open_store(config.redis_url) as store:
         await require(store)
-        with stalls_watched(registry), start_metrics_server(registry, config.host, config.metrics_port) as metrics:
+        with stalls_watched(registry), metrics_server(registry, config.host, config.metrics_port) as metrics_port:
             async with await start_grpc_server(
                 host=config.host,
                 port=config.port,
@@ -173,7 +173,7 @@ async def serve_model(
                 try:
                     async with supervisor.kept(background(store)):
                         await _unless_it_hangs(
-                            _serve_announced(host, config, role, server, store, metrics, supervisor),
+                            _serve_announced(host, config, role, server, store, registry, metrics_port, supervisor),
                             host,
                             role,
                             server,
@@ -236,7 +236,8 @@ async def _serve_announced(
     role: str,
     server: GrpcServer,
     store: Store,
-    metrics: MetricsServer,
+    registry: CollectorRegistry,
+    metrics_port: int,
     supervisor: Supervisor,
 ) -> None:
     draining = False
@@ -252,11 +253,11 @@ async def _serve_announced(
             num_sessions=host.num_sessions,
             draining=draining,
             # The same host, whatever stands between: the port is not translated.
-            metrics_address=f"{address.rpartition(':')[0]}:{metrics.port}",
+            metrics_address=f"{address.rpartition(':')[0]}:{metrics_port}",
         )
 
     me = replica()
-    tell_replica(metrics.registry, role=role, replica_id=me.replica_id, address=me.address, model=host.identity.name)
+    tell_replica(registry, role=role, replica_id=me.replica_id, address=me.address, model=host.identity.name)
     await server.ready(me.replica_id)
     async with announced(store, replica, supervisor):
         await until_stopped(engine_ended(host, role))

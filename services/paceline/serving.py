@@ -21,20 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.config import exit_with_error
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.status import ErrorInterceptor, error_from_rpc
-
-__all__ = [
-    "CHANNEL_OPTIONS",
-    "LIVENESS",
-    "MAX_MESSAGE_BYTES",
-    "GrpcServer",
-    "error_from_rpc",
-    "install_signal_handlers",
-    "run",
-    "settle_heap",
-    "start_grpc_server",
-    "until_stopped",
-]
+from paceline.status import ErrorInterceptor
 
 # What health is asked for to learn whether the process lives, able to serve or not.
 LIVENESS = "liveness"

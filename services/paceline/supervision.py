@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from paceline.obs.families import counters
+from paceline.obs.families import Meter
 
 # A task's work; called anew for each of its lives, and meant to run for ever.
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -39,7 +39,7 @@ class Supervisor:
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         meaning = "Times that a background task ended and was started again."
-        self._restarts = counters(registry, "paceline:task_restarts", meaning, "task")
+        self._restarts = Meter(registry).counters("paceline:task_restarts", meaning, "task")
         self._clock = clock
         # When a task that ended lives again; infinity while it pauses.
         self._lives_since_s: dict[str, float] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from paceline.cluster.valkey import answers_ping, find_server, free_port, server_command
+from paceline.cluster.valkey import find_server, free_port, server_command
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.store.base import (
@@ -32,6 +32,7 @@ from paceline.store.base import (
 )
 from paceline.store.opening import open_store
 from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
+from tests.support.listening import listens
 
 HOST = "127.0.0.1"
 IDENTITY = ModelIdentity(name="demo", vocab_hash="abc", vocab_size=4096, context_len=1024, eos_token_ids=(0, 3))
@@ -69,7 +70,7 @@ def server_process(
     command = server_command(program, host=HOST, port=port, data_dir=data_dir)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        while not answers_ping(HOST, port, timeout_s=1.0):
+        while not listens(HOST, port):
             assert process.poll() is None
         yield port, process
     finally:

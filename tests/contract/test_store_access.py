@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from paceline.gateway.keys import ApiKey
 from paceline.gateway.rate_limit import WindowRateLimit
 from paceline.store.base import Replica
 from paceline.store.opening import open_store
+from tests.support.listening import listens
 
 HOST = "127.0.0.1"
 PASSWORD = "open-sesame"
@@ -36,21 +36,13 @@ def protected_server(program: Path, data_dir: Path, tls_dir: Path | None = None)
         command += ["--tls-ca-cert-file", str(tls_dir / "ca.pem")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        while not listens(port):
+        while not listens(HOST, port):
             if process.poll() is not None:
                 pytest.skip(f"{program} is built without TLS")
         yield port
     finally:
         process.kill()
         process.wait()
-
-
-def listens(port: int) -> bool:
-    try:
-        with socket.create_connection((HOST, port), timeout=1):
-            return True
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -45,11 +45,11 @@ from paceline.rpc.v1 import (
 from paceline.serving import (
     CHANNEL_OPTIONS,
     GrpcServer,
-    error_from_rpc,
     install_signal_handlers,
     run,
     start_grpc_server,
 )
+from paceline.status import error_from_rpc
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

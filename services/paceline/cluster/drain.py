@@ -44,10 +44,7 @@ class DrainConfig:
 
 def main(argv: Sequence[str]) -> None:
     """Entry point of `paceline drain`."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments[0] = f"--replica={arguments[0]}"
-    run(drain(parse(DrainConfig, arguments, os.environ, PROG, DESCRIPTION)), prog=PROG)
+    run(drain(parse(DrainConfig, argv, os.environ, PROG, DESCRIPTION, first="replica")), prog=PROG)
 
 
 async def drain(config: DrainConfig) -> None:

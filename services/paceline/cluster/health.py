@@ -9,8 +9,9 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.cluster.valkey import answers_ping
+from paceline.core.errors import UnavailableError
 from paceline.credentials import FleetTls, channel
+from paceline.store.opening import open_store
 
 CHECK_TIMEOUT_S = 1.0
 
@@ -45,10 +46,15 @@ def http_health(url: str) -> HealthCheck:
     return check
 
 
-def store_health(host: str, port: int) -> HealthCheck:
+def store_health(url: str) -> HealthCheck:
     """Returns a check that a Valkey or Redis server answers."""
 
     async def check() -> bool:
-        return await asyncio.to_thread(answers_ping, host, port, CHECK_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S), open_store(url) as store:
+                await store.ping()
+        except (UnavailableError, TimeoutError):
+            return False
+        return True
 
     return check

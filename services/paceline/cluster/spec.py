@@ -21,7 +21,7 @@ from paceline.cluster.supervisor import ChildSpec
 from paceline.cluster.valkey import server_command
 from paceline.config import setting
 from paceline.core.errors import ConfigError
-from paceline.core.messages import DRAFTER
+from paceline.core.messages import DRAFTER, VERIFIER
 from paceline.credentials import PROBE, folder_of, load_tls
 from paceline.json_file import parse_object
 
@@ -228,7 +228,7 @@ def store_child(server: Path, host: str, port: int, work_dir: Path, environ: Map
         name="valkey",
         argv=tuple(server_command(server, host=host, port=port, data_dir=work_dir)),
         env=child_environment(environ),
-        is_healthy=store_health(host, port),
+        is_healthy=store_health(f"redis://{host}:{port}"),
         log_path=work_dir / "valkey.log",
     )
 
@@ -259,24 +259,23 @@ def model_child(
         target: The target of an EAGLE-3 head, for its drafter.
         module: What is started; empty: the service itself.
     """
+    verifies = endpoint.role == VERIFIER
     argv = [
         *_service(spec, endpoint, module),
-        *("--metrics-port", str(endpoint.second_port)),
-        *("--model", str(checkpoint), "--dtype", spec.dtype, "--threads", str(share.num_threads)),
+        *flags(
+            metrics_port=endpoint.second_port,
+            model=checkpoint,
+            dtype=spec.dtype,
+            threads=share.num_threads,
+            target_model=target,
+            announce=announce,
+            cpus=",".join(map(str, share.cpus)),
+            spare_cpus=",".join(map(str, share.spare_cpus)),
+            idle_priority=share.lends,
+            speculative_config=spec.speculative_config if verifies else "",
+        ),
+        *(spec.verifier_arg if verifies else spec.drafter_arg),
     ]
-    if target is not None:
-        argv += ["--target-model", str(target)]
-    if announce:
-        argv += ["--announce", announce]
-    if share.cpus:
-        argv += ["--cpus", ",".join(map(str, share.cpus))]
-    if share.spare_cpus:
-        argv += ["--spare-cpus", ",".join(map(str, share.spare_cpus))]
-    if share.lends:
-        argv += ["--idle-priority"]
-    if endpoint.role == "verifier" and spec.speculative_config:
-        argv += ["--speculative-config", spec.speculative_config]
-    argv += spec.verifier_arg if endpoint.role == "verifier" else spec.drafter_arg
     return ChildSpec(
         name=endpoint.name,
         argv=tuple(argv),
@@ -298,13 +297,9 @@ def gateway_child(
     """Returns the process of a gateway; `module` is what is started, empty: the service itself."""
     argv = [
         *_service(spec, endpoint, module),
-        *("--grpc-port", str(endpoint.second_port), "--model", str(tokenizer)),
+        *flags(grpc_port=endpoint.second_port, model=tokenizer, tls_cert=spec.tls_cert, tls_key=spec.tls_key),
+        *spec.gateway_arg,
     ]
-    if spec.tls_cert is not None:
-        argv += ["--tls-cert", str(spec.tls_cert)]
-    if spec.tls_key is not None:
-        argv += ["--tls-key", str(spec.tls_key)]
-    argv += spec.gateway_arg
     return ChildSpec(
         name=endpoint.name,
         argv=tuple(argv),
@@ -312,6 +307,15 @@ def gateway_child(
         is_healthy=http_health(f"{gateway_scheme(spec)}://{endpoint.address}/health"),
         log_path=log_dir / f"{endpoint.name}.log",
     )
+
+
+def flags(**values: object) -> list[str]:
+    """Returns flags of a service by the names of its settings; None, "" and False are left out."""
+    argv = []
+    for name, value in values.items():
+        if value is not None and value is not False and value != "":
+            argv += [f"--{name.replace('_', '-')}", *(() if value is True else (str(value),))]
+    return argv
 
 
 def available_cpus() -> list[int]:
@@ -325,25 +329,23 @@ def gateway_scheme(spec: FleetSpec) -> str:
 
 
 def _service(spec: FleetSpec, endpoint: Endpoint, module: str) -> list[str]:
-    folder = folder_of(spec.tls_dir, endpoint.role)
+    drafts = endpoint.role == DRAFTER
+    traces = spec.otlp_traces_endpoint
     return [
         *(sys.executable, "-m", module or f"paceline.{endpoint.role}"),
-        *("--host", endpoint.host, "--port", str(endpoint.port)),
-        *("--replica-id", endpoint.name),
-        *(() if folder is None else ("--tls-dir", str(folder))),
-        *(() if endpoint.role == DRAFTER else ("--grace-s", f"{GRACE_SHARE * spec.grace_s:g}")),
-        *_traces(spec, endpoint),
+        *flags(
+            host=endpoint.host,
+            port=endpoint.port,
+            replica_id=endpoint.name,
+            tls_dir=folder_of(spec.tls_dir, endpoint.role),
+            grace_s=None if drafts else f"{GRACE_SHARE * spec.grace_s:g}",
+            otlp_traces_endpoint=traces,
+            # A drafter follows its verifiers.
+            trace_sample_ratio=None if drafts or not traces else f"{spec.trace_sample_ratio:g}",
+        ),
     ]
 
 
 def _environment(redis_url: str, environ: Mapping[str, str], num_threads: int) -> dict[str, str]:
     """The environment of a service; the registry's URL may hold a password, and everybody may read command lines."""
     return {**child_environment(environ, num_threads=num_threads), "PACELINE_REDIS_URL": redis_url}
-
-
-def _traces(spec: FleetSpec, endpoint: Endpoint) -> tuple[str, ...]:
-    if not spec.otlp_traces_endpoint:
-        return ()
-    ratio = ("--trace-sample-ratio", f"{spec.trace_sample_ratio:g}")
-    # A drafter follows its verifiers.
-    return ("--otlp-traces-endpoint", spec.otlp_traces_endpoint, *(() if endpoint.role == DRAFTER else ratio))

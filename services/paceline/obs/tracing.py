@@ -12,16 +12,11 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from opentelemetry.context import Context
-from opentelemetry.trace import (
-    INVALID_SPAN,
-    NoOpTracer,
-    Span,
-    SpanKind,
-    Status,
-    StatusCode,
-    Tracer,
-    set_span_in_context,
-)
+from opentelemetry.trace import INVALID_SPAN as INVALID_SPAN
+from opentelemetry.trace import NoOpTracer, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Span as Span
+from opentelemetry.trace import SpanKind as SpanKind
+from opentelemetry.trace import Tracer as Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry
@@ -29,22 +24,6 @@ from prometheus_client import CollectorRegistry
 from paceline.core.errors import ConfigError, shortened
 from paceline.obs.attributes import CANCELLED, ERROR_TYPE
 from paceline.obs.log import current_trace_id
-
-__all__ = [
-    "INVALID_SPAN",
-    "OFF",
-    "TRACEPARENT",
-    "Attributes",
-    "Span",
-    "SpanKind",
-    "Tracer",
-    "ended",
-    "fail",
-    "incoming",
-    "open_tracing",
-    "start_span",
-    "traceparent_of",
-]
 
 # Header and gRPC metadata of the W3C trace context.
 TRACEPARENT = "traceparent"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import ModelIdentity, SpeculationRecord, Timings
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.rpc.v1 import common_pb2
+
+_DataT = TypeVar("_DataT", ModelIdentity, SpeculationRecord, Timings)
 
 MAX_UINT32 = 2**32 - 1
 # Ids travel in every message of a session, and in its errors.
@@ -72,12 +77,7 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 
 def speculation_to_pb(params: SpeculationParams) -> common_pb2.SpeculationParams:
     """Encodes what a request asks of speculation."""
-    return common_pb2.SpeculationParams(
-        enabled=params.enabled,
-        max_draft_tokens=params.max_draft_tokens,
-        acceptance=params.acceptance,
-        method=params.method,
-    )
+    return common_pb2.SpeculationParams(**asdict(params))
 
 
 def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationParams:
@@ -96,18 +96,7 @@ def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationPar
 
 def identity_to_pb(identity: ModelIdentity) -> common_pb2.ModelIdentity:
     """Encodes a model identity."""
-    return common_pb2.ModelIdentity(
-        name=identity.name,
-        vocab_hash=identity.vocab_hash,
-        vocab_size=identity.vocab_size,
-        context_len=identity.context_len,
-        eos_token_ids=identity.eos_token_ids,
-        weights_hash=identity.weights_hash,
-        states_hash=identity.states_hash,
-        arithmetic=identity.arithmetic,
-        methods=identity.methods,
-        acceptance_rules=identity.acceptance_rules,
-    )
+    return common_pb2.ModelIdentity(**asdict(identity))
 
 
 def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
@@ -120,60 +109,27 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
         raise RemoteProtocolError("ModelIdentity.vocab_hash: must not be empty")
     if message.vocab_size == 0:
         raise RemoteProtocolError("ModelIdentity.vocab_size: must be at least 1, got 0")
-    return ModelIdentity(
-        name=message.name,
-        vocab_hash=message.vocab_hash,
-        vocab_size=message.vocab_size,
-        context_len=message.context_len,
-        eos_token_ids=tuple(message.eos_token_ids),
-        weights_hash=message.weights_hash,
-        states_hash=message.states_hash,
-        arithmetic=message.arithmetic,
-        methods=tuple(message.methods),
-        acceptance_rules=tuple(message.acceptance_rules),
-    )
+    return _whole(ModelIdentity, message)
 
 
 def speculation_record_to_pb(record: SpeculationRecord) -> common_pb2.SpeculationRecord:
     """Encodes what speculation did."""
-    return common_pb2.SpeculationRecord(
-        num_steps=record.num_steps,
-        num_spec_steps=record.num_spec_steps,
-        num_draft_tokens=record.num_draft_tokens,
-        num_accepted_draft_tokens=record.num_accepted_draft_tokens,
-        acceptance_histogram=record.acceptance_histogram,
-        mean_batch_size=record.mean_batch_size,
-        num_hits=record.num_hits,
-        num_misses=record.num_misses,
-        lossy=record.lossy,
-        mixed=record.mixed,
-    )
+    return common_pb2.SpeculationRecord(**asdict(record))
 
 
 def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> SpeculationRecord:
     """Decodes what speculation did."""
-    return SpeculationRecord(
-        num_steps=message.num_steps,
-        num_spec_steps=message.num_spec_steps,
-        num_draft_tokens=message.num_draft_tokens,
-        num_accepted_draft_tokens=message.num_accepted_draft_tokens,
-        acceptance_histogram=tuple(message.acceptance_histogram),
-        mean_batch_size=message.mean_batch_size,
-        num_hits=message.num_hits,
-        num_misses=message.num_misses,
-        lossy=message.lossy,
-        mixed=message.mixed,
-    )
+    return _whole(SpeculationRecord, message)
 
 
 def timings_to_pb(timings: Timings) -> common_pb2.Timings:
     """Encodes where the time went."""
-    return common_pb2.Timings(queue_ns=timings.queue_ns, prefill_ns=timings.prefill_ns, decode_ns=timings.decode_ns)
+    return common_pb2.Timings(**asdict(timings))
 
 
 def timings_from_pb(message: common_pb2.Timings) -> Timings:
     """Decodes where the time went."""
-    return Timings(queue_ns=message.queue_ns, prefill_ns=message.prefill_ns, decode_ns=message.decode_ns)
+    return _whole(Timings, message)
 
 
 def check_uint32(field: str, values: Iterable[int]) -> None:
@@ -190,3 +146,12 @@ def check_uint32(field: str, values: Iterable[int]) -> None:
 def decimal(value: float) -> float:
     """Returns the shortest decimal number that has this float32, so that 0.8 arrives as 0.8."""
     return float(str(np.float32(value)))
+
+
+def _whole(kind: type[_DataT], message: Message) -> _DataT:
+    """Decodes a message whose fields are those of a dataclass; lists become tuples."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        value = getattr(message, field.name)
+        values[field.name] = tuple(value) if isinstance(value, MutableSequence) else value
+    return kind(**values)

@@ -14,8 +14,8 @@ from paceline.obs.metrics import (
     GatewayMetrics,
     SpeculationTotals,
     VerifierMetrics,
+    metrics_server,
     rows_label,
-    start_metrics_server,
 )
 
 VERIFIER_NAMES = {
@@ -97,16 +97,16 @@ def test_row_labels_are_few(num_rows: int, label: str) -> None:
 def test_the_metrics_server_answers_and_can_stop() -> None:
     registry = CollectorRegistry()
     GatewayMetrics(registry)
-    with start_metrics_server(registry, "127.0.0.1", 0) as server:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as response:
+    with metrics_server(registry, "127.0.0.1", 0) as port:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
             assert b"vllm:generation_tokens_total" in response.read()
 
 
 def test_a_scraper_that_prefers_openmetrics_gets_our_names_all_the_same() -> None:
     registry = CollectorRegistry()
     GatewayMetrics(registry)
-    with start_metrics_server(registry, "127.0.0.1", 0) as server:
-        url = f"http://127.0.0.1:{server.port}/metrics"
+    with metrics_server(registry, "127.0.0.1", 0) as port:
+        url = f"http://127.0.0.1:{port}/metrics"
         asked = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text;version=1.0.0,*/*;q=0.1"})
         with urllib.request.urlopen(asked, timeout=10) as response:
             assert b"\nvllm:generation_tokens_total 0.0" in response.read()
@@ -118,4 +118,5 @@ def test_a_metrics_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*--metrics-port"):
-            start_metrics_server(CollectorRegistry(), "127.0.0.1", port)
+            with metrics_server(CollectorRegistry(), "127.0.0.1", port):
+                pass

@@ -27,7 +27,7 @@ from paceline.cluster.ray.lag import read_lag
 from paceline.cluster.ray.order import Order
 from paceline.cluster.ray.placement import Bundle, Slot, TierPlacement
 from paceline.cluster.ray.replica import Replica
-from paceline.cluster.ray.scaling import LagReading, ScalingLimits, ScalingState, decide
+from paceline.cluster.ray.scaling import LagReading, ScalingState, decide
 from paceline.cluster.ray.spec import ROLES, RayFleetSpec, check_resize
 from paceline.cluster.ray.store import shared_store
 from paceline.cluster.spec import Checkpoints
@@ -119,15 +119,8 @@ class RayFleet:
             settings = self.spec.drafter.settings
             if not settings.scales:
                 continue
-            limits = ScalingLimits(
-                min_replicas=settings.min_replicas,
-                max_replicas=settings.max_replicas,
-                target_lag_tokens=settings.target_lag_tokens,
-                upscale_delay_s=settings.upscale_delay_s,
-                downscale_delay_s=settings.downscale_delay_s,
-            )
             reading = await self._reading()
-            state, count = decide(limits, state, reading, now_s=time.monotonic())
+            state, count = decide(settings, state, reading, now_s=time.monotonic())
             if count != reading.num_replicas:
                 self._say(f"drafters lag {reading.lag_tokens:g} tokens behind")
                 await self.scale(DRAFTER, count)

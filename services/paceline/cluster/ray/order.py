@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.cluster.checkpoints import child_environment
-from paceline.cluster.spec import CpuShare, Endpoint, FleetSpec, gateway_child, model_child
+from paceline.cluster.spec import CpuShare, Endpoint, FleetSpec, flags, gateway_child, model_child
 from paceline.cluster.supervisor import BackOff, ChildSpec
 from paceline.core.messages import GATEWAY
 
@@ -75,8 +75,8 @@ def rank_child(order: Order, rendezvous: str) -> ChildSpec:
     """Returns the process of a rank above 0; it is well as long as it runs, since rank 0 does not go on without it."""
     name = f"{order.name}-rank-{order.rank}"
     argv = [
-        *(sys.executable, "-m", "paceline.verifier.rank", "--rank", str(order.rank)),
-        *("--model", str(order.checkpoint), "--dtype", order.services.dtype, "--threads", str(order.num_threads)),
+        *(sys.executable, "-m", "paceline.verifier.rank"),
+        *flags(rank=order.rank, model=order.checkpoint, dtype=order.services.dtype, threads=order.num_threads),
         *_rank_flags(order, rendezvous),
         *(given for given in order.services.verifier_arg if given.startswith(OF_ALL_RANKS)),
     ]
@@ -94,4 +94,4 @@ def rank_child(order: Order, rendezvous: str) -> ChildSpec:
 
 
 def _rank_flags(order: Order, rendezvous: str) -> list[str]:
-    return ["--tensor-parallel-size", str(order.num_ranks), "--tensor-parallel-rendezvous", rendezvous]
+    return flags(tensor_parallel_size=order.num_ranks, tensor_parallel_rendezvous=rendezvous)

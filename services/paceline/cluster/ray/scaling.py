@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from paceline.cluster.ray.spec import DrafterSettings
+
 # Within this share of the target nothing changes.
 TOLERANCE = 0.1
 
@@ -28,17 +30,6 @@ class LagReading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingLimits:
-    """Settings of the policy; the target is a drafter's lag, in tokens."""
-
-    min_replicas: int
-    max_replicas: int
-    target_lag_tokens: float
-    upscale_delay_s: float
-    downscale_delay_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingState:
     """Since when more, or fewer, drafters have been wanted without a break; None: they are not."""
 
@@ -46,7 +37,7 @@ class ScalingState:
     fewer_since_s: float | None = None
 
 
-def wanted_replicas(limits: ScalingLimits, reading: LagReading) -> int:
+def wanted_replicas(limits: DrafterSettings, reading: LagReading) -> int:
     """Returns the number of drafters that would bring the lag to its target, `ceil(replicas * lag / target)`.
 
     It at most doubles, so that one wild reading does not fill the cluster, and does not grow while a drafter is still
@@ -62,7 +53,7 @@ def wanted_replicas(limits: ScalingLimits, reading: LagReading) -> int:
 
 
 def decide(
-    limits: ScalingLimits, state: ScalingState, reading: LagReading, *, now_s: float
+    limits: DrafterSettings, state: ScalingState, reading: LagReading, *, now_s: float
 ) -> tuple[ScalingState, int]:
     """Returns the next state and how many drafters there shall be now.
 

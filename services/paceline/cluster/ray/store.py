@@ -9,14 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.cluster.health import HealthCheck
+from paceline.cluster.health import store_health
 from paceline.cluster.ray.host import own_address
 from paceline.cluster.spec import FleetSpec, plan_store_port, store_child
 from paceline.cluster.supervisor import Supervisor
 from paceline.cluster.valkey import find_server
 from paceline.config import public_url
-from paceline.core.errors import UnavailableError
-from paceline.store.opening import open_store
 
 
 @asynccontextmanager
@@ -42,21 +40,9 @@ async def shared_store(
         settings = Path(work_dir) / "valkey.conf"
         settings.write_text(f"requirepass {password}\n", encoding="ascii")
         server, *flags = child.argv
-        guarded = replace(child, argv=(server, str(settings), *flags), is_healthy=_answers(url))
+        guarded = replace(child, argv=(server, str(settings), *flags), is_healthy=store_health(url))
         try:
             await supervisor.start([guarded], services.start_timeout_s)
             yield url
         finally:
             await supervisor.stop(services.grace_s)
-
-
-def _answers(url: str) -> HealthCheck:
-    async def check() -> bool:
-        try:
-            async with open_store(url) as store:
-                await store.ping()
-        except UnavailableError:
-            return False
-        return True
-
-    return check
