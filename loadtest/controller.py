@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from loadtest.flags import bench_parser
 from loadtest.fleet import machine
-from loadtest.replay import AllocatorPolicy, Optimum, Policy, Replay, ReplayResult, World
-from paceline.core.allocator import FixedGamma, Goodput
-from paceline.core.step_cost import StepCost, StepTimes
+from loadtest.replay import Optimum, Policy, RealPolicy, Replay, ReplayResult, World
+from paceline.core.draft_policy import FixedGamma, Goodput
+from paceline.core.step_time import StepCost, StepTimes
 
 # A 98 M model on one core of the reference machine: seconds by rows.
 REFERENCE = StepCost(
@@ -79,7 +79,7 @@ def traced(path: Path, seconds: float) -> Load:
 def compare(world: World, load: Load) -> bool:
     """Prints the table; True when regret and the comparison with fixed gammas are within their limits."""
     policies: dict[str, Callable[[], Policy]] = {
-        "controller": lambda: AllocatorPolicy(Goodput(StepTimes(REFERENCE), max_nodes=CAP), CAP),
+        "controller": lambda: RealPolicy(Goodput(StepTimes(REFERENCE), max_nodes=CAP), CAP),
         "optimum": lambda: Optimum(world, CAP, clairvoyant=False),
         "clairvoyant": lambda: Optimum(world, CAP, clairvoyant=True),
         **{f"gamma {gamma}": _fixed(gamma) for gamma in GAMMAS},
@@ -94,7 +94,7 @@ def compare(world: World, load: Load) -> bool:
 
 
 def _fixed(gamma: int) -> Callable[[], Policy]:
-    return lambda: AllocatorPolicy(FixedGamma(gamma=gamma), CAP)
+    return lambda: RealPolicy(FixedGamma(gamma=gamma), CAP)
 
 
 def _rate(result: ReplayResult, bucket: Sequence[int]) -> float:

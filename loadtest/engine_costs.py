@@ -15,12 +15,12 @@ from statistics import median
 
 import numpy as np
 
-from paceline.core.allocator import Allocation, FixedGamma, Goodput
 from paceline.core.demand import Demand
+from paceline.core.draft_policy import Allocation, FixedGamma, Goodput
 from paceline.core.draft_scheduler import DraftLimits, VerifierSaid
 from paceline.core.messages import Commit, CommittedTokens, DraftNodes, GenerateRequest, NodeGuess, OpenSession
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.step_cost import StepCost
+from paceline.core.step_time import StepCost
 from paceline.core.target_events import DraftsArrived, LinkChanged, Submit, TargetLimits
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.identity import model_identity
@@ -48,11 +48,11 @@ class FixedButPriced(Goodput):
 
     @property
     def price(self) -> float:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         return 0.0
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         super().allocate(demands, other_rows=other_rows, joining=joining)
         return FixedGamma(gamma=self.max_nodes).allocate(demands)
 
@@ -92,7 +92,7 @@ class EnginesInTurn:
             limits=TargetLimits(
                 max_num_seqs=64, max_num_batched_tokens=MAX_ROWS, max_model_len=self._identity.context_len
             ),
-            allocator=FixedButPriced(max_nodes=gamma) if gamma else FixedGamma(gamma=0),
+            policy=FixedButPriced(max_nodes=gamma) if gamma else FixedGamma(gamma=0),
             clock=time.thread_time,
         )
         draft = self._draft_engine()

@@ -32,7 +32,7 @@ from loadtest.fleet import OWN_HARDWARE, bench_fleet, machine, widened_target
 from loadtest.scrape import MeanOf, scrape
 from paceline.cluster.local import LocalFleet
 from paceline.core.pages import BLOCK_SIZE
-from paceline.core.step_cost import StepCost
+from paceline.core.step_time import StepCost
 from paceline.planning.guesses import RecordedGuesses, RecordedPlace
 from paceline.planning.profile import MEASURED, DeviceFacts, DrafterFacts, Profile, write_profile
 from paceline.planning.simulation import Cell, Outcome, Way

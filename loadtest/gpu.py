@@ -22,7 +22,7 @@ import torch
 
 from loadtest.flags import bench_parser
 from loadtest.gpu_models import SHAPES, ImposedDecoder, RandomModel, mix
-from paceline.core.allocator import FixedGamma
+from paceline.core.draft_policy import FixedGamma
 from paceline.core.draft_scheduler import DraftLimits, VerifierSaid
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, SpeculationRecord
 from paceline.core.pages import BLOCK_SIZE
@@ -152,7 +152,7 @@ class TurnTaking:
                 max_num_batched_tokens=max(MAX_BATCHED_TOKENS, sessions * (self._gamma + 1)),
                 max_model_len=target.config.context_len,
             ),
-            allocator=FixedGamma(gamma=self._gamma),
+            policy=FixedGamma(gamma=self._gamma),
             clock=time.perf_counter,
         )
         self._drafter = None if drafter is None else _draft_engine(drafter, blocks, sessions)

@@ -14,12 +14,12 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.core.allocator import Allocator
 from paceline.core.calibration import Calibration, SessionOffset
 from paceline.core.demand import Demand
+from paceline.core.draft_policy import DraftPolicy
 from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
-from paceline.core.step_cost import StepCost, StepMode
+from paceline.core.step_time import StepCost, StepMode
 from paceline.core.survivals import SessionSurvivals
 from paceline.core.tree import DraftTree, Node, best_first, walk
 from paceline.planning.guesses import RIGHT, STRIDE, DrawnGuesses, philox
@@ -80,18 +80,18 @@ class Policy(Protocol):
         ...
 
 
-class AllocatorPolicy:
-    """A real allocator."""
+class RealPolicy:
+    """A real policy."""
 
-    def __init__(self, allocator: Allocator, cap: int) -> None:
-        self._allocator = allocator
+    def __init__(self, policy: DraftPolicy, cap: int) -> None:
+        self._policy = policy
         self._cap = cap
         self.mode = StepMode.PLAIN
 
     def nodes(self, sessions: Sequence[ReplayedSession]) -> Sequence[Sequence[Node]]:
         """See `Policy`."""
         demands = [Demand(tree=each.tree, cap=self._cap, answered=each.drafted, usual=each.usual) for each in sessions]
-        allocation = self._allocator.allocate(demands)
+        allocation = self._policy.allocate(demands)
         for session, price in zip(sessions, allocation.prices, strict=True):
             session.works = price < 1.0
         self.mode = StepMode.DRAFTING if any(each.works for each in sessions) else StepMode.PLAIN
@@ -99,7 +99,7 @@ class AllocatorPolicy:
 
     def observe(self, rows: int, guesses: int, mode: StepMode, seconds: float) -> None:
         """See `Policy`."""
-        self._allocator.observe(rows=rows, guesses=guesses, mode=mode, seconds=seconds)
+        self._policy.observe(rows=rows, guesses=guesses, mode=mode, seconds=seconds)
 
 
 class Optimum:

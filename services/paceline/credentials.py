@@ -19,7 +19,7 @@ from paceline.certificates import names_of, read_certificates, read_key, utc_now
 from paceline.core.errors import ConfigError, PermissionDeniedError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.interceptors import CheckInterceptor
-from paceline.serving import CHANNEL_OPTIONS
+from paceline.service_process import CHANNEL_OPTIONS
 
 FLAG = "--tls-dir"
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "tls.pem", "tls.key"

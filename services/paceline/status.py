@@ -1,6 +1,6 @@
 """Maps error types to gRPC status codes with rich details, and status codes back to error types.
 
-Both directions stand side by side so that they stay inverse. `paceline.serving` sets the interceptor up; it
+Both directions stand side by side so that they stay inverse. `paceline.service_process` sets the interceptor up; it
 knows no service.
 """
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
-from paceline.core.allocator import Allocator, FixedGamma
 from paceline.core.demand import Demand
+from paceline.core.draft_policy import DraftPolicy, FixedGamma
 from paceline.core.link import Drafter, SessionLink
 from paceline.core.messages import (
     CloseSession,
@@ -107,11 +107,11 @@ class ToyDrafter:
 class ToyFleet:
     """One verifier, one drafter, one session at a time, and the link between them."""
 
-    def __init__(self, *, seed: int = 1, length: int = 40, allocator: Allocator | None = None) -> None:
+    def __init__(self, *, seed: int = 1, length: int = 40, policy: DraftPolicy | None = None) -> None:
         self.seed = seed
         self.length = length
         self.prompt = [1, 2, 3]
-        self.allocator = allocator or FixedGamma(gamma=4)
+        self.policy = policy or FixedGamma(gamma=4)
         self.link = Link()
         self.drafter = ToyDrafter(seed)
         self._begin(epoch=1, committed=[])
@@ -145,7 +145,7 @@ class ToyFleet:
             return
         session = self.session
         cap = self.length - session.committed_len
-        chosen = self.allocator.allocate([Demand(tree=session.tree, cap=cap)]).nodes[0]
+        chosen = self.policy.allocate([Demand(tree=session.tree, cap=cap)]).nodes[0]
         prefix = list(session.tokens)
 
         def choose(node: Node) -> int:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import Commit, DraftNodes, NodeGuess
 from paceline.core.tree import NodeState
@@ -25,10 +25,10 @@ def run_to_end(fleet: ToyFleet) -> list[int]:
     return fleet.session.tokens
 
 
-@pytest.mark.parametrize("allocator", [FixedGamma(gamma=0), FixedGamma(gamma=1), FixedGamma(gamma=8), Goodput()])
+@pytest.mark.parametrize("policy", [FixedGamma(gamma=0), FixedGamma(gamma=1), FixedGamma(gamma=8), Goodput()])
 @pytest.mark.parametrize("width", [1, 3])
-def test_gamma_and_tree_shape_leave_the_tokens_alone(allocator, width):
-    fleet = ToyFleet(allocator=allocator)
+def test_gamma_and_tree_shape_leave_the_tokens_alone(policy, width):
+    fleet = ToyFleet(policy=policy)
     fleet.drafter.width = width
     assert run_to_end(fleet) == plain_text(fleet.prompt, fleet.seed, fleet.length)
 
@@ -139,7 +139,7 @@ class UnreliableLink(RuleBasedStateMachine):
 
     @rule(gamma=st.integers(0, 6))
     def verify(self, gamma):
-        self.fleet.allocator = FixedGamma(gamma=gamma)
+        self.fleet.policy = FixedGamma(gamma=gamma)
         self.fleet.verify()
 
     @rule(times=st.integers(1, 4))

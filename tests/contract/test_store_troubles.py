@@ -22,7 +22,7 @@ from paceline.dev_ca import make_certificates
 from paceline.gateway.keys import ApiKey
 from paceline.gateway.rate_limit import KEY_PREFIX, WindowRateLimit
 from paceline.gateway.records import RecordWriter
-from paceline.serving import GrpcServer, start_grpc_server
+from paceline.service_process import GrpcServer, start_grpc_server
 from paceline.store import announcer
 from paceline.store.announcer import announced
 from paceline.store.base import (

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from paceline.core.allocator import FixedGamma
+from paceline.core.draft_policy import FixedGamma
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX, TIER_METHODS
 from paceline.core.rules import Rules
 from paceline.core.target_events import TargetLimits
 from paceline.credentials import FleetTls, channel, folder_of, load_tls, only_for
-from paceline.drafter.host import DraftHost
+from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.suffix import TextSource
@@ -32,10 +32,10 @@ from paceline.engine.target import TargetEngine
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
-from paceline.serving import start_grpc_server
+from paceline.service_process import start_grpc_server
 from paceline.store.base import Replica
-from paceline.verifier.host import TargetHost
 from paceline.verifier.servicer import VerifierServicer
+from paceline.verifier.verifier_host import TargetHost
 from tests.support.checkpoints import save_pair
 from tests.support.poison import Poison
 
@@ -118,7 +118,7 @@ async def verifier_at(
             identity=identity,
             num_blocks=128,
             limits=TargetLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN),
-            allocator=FixedGamma(gamma=4),
+            policy=FixedGamma(gamma=4),
             clock=time.monotonic,
             sources=[TextSource(method) for method in methods if method not in TIER_METHODS],
             rules=rules,

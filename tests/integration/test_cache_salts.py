@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.allocator import FixedGamma
+from paceline.core.draft_policy import FixedGamma
 from paceline.core.messages import OpenSession
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.processors import UnusableLogitsError
@@ -26,7 +26,7 @@ def pair_folders(tmp_path_factory):
 
 
 def test_the_same_prompt_under_another_salt_finds_nothing_and_gets_the_same_tokens(pair_folders) -> None:
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
     for name, salt in (("first", "a"), ("other", "b"), ("none", ""), ("again", "a")):
         pair.submit(name, PROMPT, GREEDY, salt=salt)
         pair.run()
@@ -36,7 +36,7 @@ def test_the_same_prompt_under_another_salt_finds_nothing_and_gets_the_same_toke
 
 
 def test_a_drafter_is_told_the_salt_and_shares_its_pages_under_it_alone(pair_folders) -> None:
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
     hits = []
     for name, salt in (("first", "a"), ("other", "b"), ("again", "a")):
         pair.draft.pool.take_counts()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
@@ -54,7 +54,7 @@ def slowed(decoder, clock):
 class Colocated:
     """The engine, and what it has generated."""
 
-    def __init__(self, target, draft, allocator):
+    def __init__(self, target, draft, policy):
         clock = Clock()
         checkpoint = DraftCheckpoint(folder=draft, target=target, dtype="float32", device="cpu")
         decoder, head = load_decoder(target, "float32", "cpu", 1), checkpoint.load(1)
@@ -66,7 +66,7 @@ class Colocated:
             identity=identity,
             num_blocks=256,
             limits=TargetLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=identity.context_len),
-            allocator=allocator,
+            policy=policy,
             clock=clock,
         )
         self.draft = DraftEngine(
@@ -99,9 +99,9 @@ class Colocated:
         return [self.token_ids[serial] for serial in sorted(self.token_ids)]
 
 
-def run(folders, kind, sampling, allocator, speculation):
+def run(folders, kind, sampling, policy, speculation):
     target, drafts = folders
-    colocated = Colocated(target, drafts[kind], allocator)
+    colocated = Colocated(target, drafts[kind], policy)
     rng = random.Random(5)
     for serial in range(1, 7):
         prompt = [rng.randrange(250) for _ in range(rng.randint(2, 80))]
@@ -113,12 +113,12 @@ def run(folders, kind, sampling, allocator, speculation):
 @pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
 def test_the_tokens_are_those_of_plain_decoding(folders, kind, sampling):
     plain, _ = run(folders, kind, sampling, FixedGamma(gamma=4), SpeculationParams(enabled=False))
-    for allocator in (FixedGamma(gamma=4), Goodput()):
-        found, colocated = run(folders, kind, sampling, allocator, SpeculationParams())
+    for policy in (FixedGamma(gamma=4), Goodput()):
+        found, colocated = run(folders, kind, sampling, policy, SpeculationParams())
         assert found == plain
         verified = [result.speculation.num_draft_tokens for result in colocated.results.values()]
         assert sum(verified) > 0
-        if isinstance(allocator, FixedGamma):
+        if isinstance(policy, FixedGamma):
             assert min(verified) > 20, "every session was drafted for"
     assert colocated.draft.num_sessions == 0
 

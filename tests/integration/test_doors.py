@@ -22,9 +22,9 @@ from paceline.core.errors import ConfigError, OverloadedError, PacelineError, Un
 from paceline.dev_ca import make_certificates
 from paceline.gateway import keys
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.pieces import Event
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.service import serve
+from paceline.gateway.session_output import Event
 from paceline.gateway.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.status import error_from_rpc

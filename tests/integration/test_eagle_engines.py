@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from paceline.core.allocator import FixedGamma
+from paceline.core.draft_policy import FixedGamma
 from paceline.core.draft_scheduler import VerifierSaid
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import FeatureBuffer, TokensAfterFirst
@@ -48,7 +48,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def make(folders, **options) -> EnginePair:
     target, drafter, head = folders
-    return EnginePair(target, drafter, eagle3_model=head, allocator=FixedGamma(gamma=4), **options)
+    return EnginePair(target, drafter, eagle3_model=head, policy=FixedGamma(gamma=4), **options)
 
 
 def submit_all(pair: EnginePair, sampling: SamplingParams, **options) -> None:

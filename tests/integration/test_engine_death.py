@@ -17,20 +17,20 @@ from loadtest.proxy import DelayProxy
 from prometheus_client import CollectorRegistry
 
 from paceline.cluster.valkey import free_port
-from paceline.core import turns
+from paceline.core import suspects_turn
 from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, UnavailableError
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
-from paceline.hosting import EXIT_HUNG, engine_ended
+from paceline.model_service import EXIT_HUNG, engine_ended
 from paceline.rpc.v1 import verifier_pb2_grpc
-from paceline.serving import TAKEN
+from paceline.service_process import TAKEN
 from paceline.status import error_from_rpc
 from paceline.store.memory import MemoryStore
 from paceline.supervision import Supervisor
-from paceline.verifier import host as verifier_host
 from paceline.verifier import outbox as verifier_outbox
-from paceline.verifier.host import TargetHost
+from paceline.verifier import verifier_host
+from paceline.verifier.verifier_host import TargetHost
 from paceline.wire import committed_from_pb, generate_request_to_pb
 from tests.integration.conftest import running_verifier, verifier_at
 from tests.support.poison import DIES, HANGS, Poison
@@ -139,7 +139,7 @@ async def test_a_suspect_takes_nobody_with_it(tiny_pair) -> None:
 async def test_a_suspect_is_not_computed_before_its_gateway_was_told(
     tiny_pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "HEARD_S", 60.0)
+    monkeypatch.setattr(suspects_turn, "HEARD_S", 60.0)
     async with running_verifier(tiny_pair[0], poison=Poison()) as (stub, host), watched(host):
         tell, told = host._tell_heard_of, asyncio.Event()
         monkeypatch.setattr(host, "_tell_heard_of", lambda _: told.set())
@@ -159,7 +159,7 @@ async def test_a_suspect_is_not_computed_before_its_gateway_was_told(
 async def test_a_suspect_whose_gateway_does_not_take_the_message_is_computed_all_the_same(
     tiny_pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "HEARD_S", 0.05)
+    monkeypatch.setattr(suspects_turn, "HEARD_S", 0.05)
     async with running_verifier(tiny_pair[0]) as (stub, host):
         monkeypatch.setattr(host, "_tell_heard_of", lambda _: None)
         assert await Stream(stub, ask("suspect", max_tokens=4, suspect=True)).end() is None

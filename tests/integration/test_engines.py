@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.link import MOST_UNANSWERED
 from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
 from paceline.core.params import (
@@ -21,7 +21,7 @@ from paceline.core.params import (
     SamplingParams,
     SpeculationParams,
 )
-from paceline.core.step_cost import StepMode
+from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived
 from paceline.core.tree import DraftTree
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
@@ -75,7 +75,7 @@ def plain(pair_folders):
 @pytest.mark.parametrize("width", [1, 3], ids=["chain", "tree"])
 @pytest.mark.parametrize("gamma", [0, 1, 4, 8])
 def test_gamma_tree_shape_and_batch_leave_the_tokens_alone(pair_folders, plain, sampling, width, gamma):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=gamma), width=width)
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=gamma), width=width)
     assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
     if gamma:
         accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in pair.sessions.values())
@@ -84,7 +84,7 @@ def test_gamma_tree_shape_and_batch_leave_the_tokens_alone(pair_folders, plain, 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_goodput_policy_leaves_the_tokens_alone(pair_folders, plain, sampling):
-    assert texts(EnginePair(*pair_folders, allocator=Goodput()), SAMPLINGS[sampling], 16) == plain[sampling]
+    assert texts(EnginePair(*pair_folders, policy=Goodput()), SAMPLINGS[sampling], 16) == plain[sampling]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def random_heads(tmp_path_factory):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("methods", [(NGRAM,), (NGRAM, SUFFIX)], ids="+".join)
 def test_sources_inside_the_verifier_leave_the_tokens_alone(pair_folders, plain, sampling, methods):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4), methods=methods)
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4), methods=methods)
     pair.kill_drafter()
     assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
     assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
@@ -109,7 +109,7 @@ def test_sources_inside_the_verifier_leave_the_tokens_alone(pair_folders, plain,
 @pytest.mark.parametrize("methods", [(MEDUSA,), (LAYER_SKIP,), (NGRAM, MEDUSA, LAYER_SKIP)], ids="+".join)
 @pytest.mark.parametrize("drafter", [False, True], ids=["alone", "beside drafters"])
 def test_heads_and_layers_leave_the_tokens_alone(pair_folders, plain, random_heads, sampling, methods, drafter):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=6), methods=methods, medusa_model=random_heads)
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=6), methods=methods, medusa_model=random_heads)
     if not drafter:
         pair.kill_drafter()
     assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
@@ -138,7 +138,7 @@ def test_switching_the_method_in_mid_session_leaves_the_tokens_alone(pair_folder
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_drafter_killed_in_mid_stream_and_restarted_costs_nothing_but_speed(pair_folders, plain, sampling):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
     for index, prompt in enumerate(prompts(16)):
         pair.submit(f"s{index}", prompt, SAMPLINGS[sampling])
     for _ in range(4):
@@ -153,7 +153,7 @@ def test_a_drafter_killed_in_mid_stream_and_restarted_costs_nothing_but_speed(pa
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_session_taken_over_with_its_tokens_continues_the_same_text(pair_folders, plain, sampling):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
     unfinished = {f"s{index}": row for index, row in enumerate(plain[sampling]) if len(row) > 7}
     assert len(unfinished) > 8
     for index, prompt in enumerate(prompts(16)):
@@ -168,7 +168,7 @@ def test_a_session_taken_over_with_its_tokens_continues_the_same_text(pair_folde
 @pytest.mark.parametrize("methods", [(), (NGRAM, MEDUSA, LAYER_SKIP)], ids=["drafter", "all sources"])
 def test_few_pages_mean_preemption_and_the_same_tokens(pair_folders, plain, random_heads, methods):
     options = {"methods": methods, "medusa_model": random_heads}
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4), num_blocks=20, **options)
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4), num_blocks=20, **options)
     for index, prompt in enumerate(prompts(16)):
         pair.submit(f"s{index}", prompt, SAMPLINGS["sampled"])
     pair.run()
@@ -228,7 +228,7 @@ def test_every_node_of_a_tree_has_one_fate(pair_folders, monkeypatch):
         return suggest(tree, parent, token_id, confidence, source)
 
     monkeypatch.setattr(DraftTree, "suggest", counted)
-    pair = EnginePair(*pair_folders, methods=(DRAFT_MODEL, SUFFIX), allocator=FixedGamma(gamma=3))
+    pair = EnginePair(*pair_folders, methods=(DRAFT_MODEL, SUFFIX), policy=FixedGamma(gamma=3))
     for _ in range(2):
         texts(pair, SAMPLINGS["sampled"], 4)
     fates: Counter[str] = Counter()
@@ -257,7 +257,7 @@ def test_speculation_off_says_nothing_to_the_drafter(pair_folders):
 
 
 def test_steps_of_long_prompts_take_the_cpus_of_drafters_at_work(pair_folders):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=2))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=2))
     for name in ("first", "second"):
         pair.submit(name, prompts(1)[0] * 4, SAMPLINGS["greedy"])
         pair.round()
@@ -270,7 +270,7 @@ def test_steps_of_long_prompts_take_the_cpus_of_drafters_at_work(pair_folders):
 
 
 def test_max_draft_tokens_caps_every_step(pair_folders):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=8))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=8))
     pair.submit("s", prompts(1)[0], SAMPLINGS["greedy"], SpeculationParams(max_draft_tokens=2))
     pair.run()
     record = pair.sessions["s"].result.speculation
@@ -281,7 +281,7 @@ def test_max_draft_tokens_caps_every_step(pair_folders):
 def test_a_stop_token_inside_an_accepted_run_ends_the_text_there(pair_folders, plain, gamma):
     text = plain["greedy"][0]
     stop = text[9]
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=gamma))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=gamma))
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=(stop,)))
     pair.run()
     assert pair.sessions["s"].token_ids == text[: text.index(stop) + 1]
@@ -291,7 +291,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_text_there(pair_folders, p
 @pytest.mark.parametrize("gamma", [0, 8])
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 13])
 def test_max_tokens_is_met_exactly(pair_folders, plain, gamma, max_tokens):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=gamma))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=gamma))
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=max_tokens, temperature=0.0))
     pair.run()
     assert pair.sessions["s"].token_ids == plain["greedy"][0][:max_tokens]
@@ -302,7 +302,7 @@ def test_max_tokens_is_met_exactly(pair_folders, plain, gamma, max_tokens):
 def test_logprobs_belong_to_the_committed_tokens_with_and_without_drafts(pair_folders):
     rows = {}
     for gamma in (0, 6):
-        pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=gamma))
+        pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=gamma))
         pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=30, temperature=0.7, seed=2, logprobs=3))
         pair.run()
         session = pair.sessions["s"]
@@ -313,7 +313,7 @@ def test_logprobs_belong_to_the_committed_tokens_with_and_without_drafts(pair_fo
 
 
 def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(pair_folders, plain):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
     pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
     pair.round()
     guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
@@ -327,7 +327,7 @@ def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(pair_folders, p
 
 
 def test_wrong_guesses_with_full_confidence_change_nothing(pair_folders, plain):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
     pair.kill_drafter()
     pair.target.handle(pair_link_up())
     pair.submit("s0", prompts(1)[0], SAMPLINGS["sampled"])
@@ -369,7 +369,7 @@ def pair_link_up(wants_states: bool = False):
 
 def test_eos_is_not_chosen_before_min_tokens(pair_folders):
     bias = ((EOS_TOKEN_ID, 100.0),)
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=30, temperature=0.0, min_tokens=12, logit_bias=bias))
     pair.run()
     assert pair.sessions["s"].token_ids[-1] == EOS_TOKEN_ID
@@ -378,7 +378,7 @@ def test_eos_is_not_chosen_before_min_tokens(pair_folders):
 
 @pytest.mark.parametrize(("max_tokens", "waits"), [(40, True), (10, False)])
 def test_only_sessions_that_gain_by_it_are_delayed_for_drafts(pair_folders, max_tokens, waits):
-    pair = EnginePair(*pair_folders, allocator=FixedGamma(gamma=4))
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
     assert pair.target.patience_s() == 0.0, "its first token is due"
     pair.round(draft_steps=0)
@@ -406,7 +406,7 @@ class Called(Goodput):
 
 def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(pair_folders):
     policy = Called(1.0)
-    pair = EnginePair(*pair_folders, allocator=policy)
+    pair = EnginePair(*pair_folders, policy=policy)
     for name, prompt in zip("ab", prompts(2), strict=True):
         pair.submit(name, prompt, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     for _ in range(20):
@@ -433,7 +433,7 @@ def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(pair_f
 
 def test_a_session_whose_prompt_is_read_when_drafters_are_sent_to_rest_is_not_opened(pair_folders):
     policy = Called(0.0)
-    pair = EnginePair(*pair_folders, allocator=policy)
+    pair = EnginePair(*pair_folders, policy=policy)
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
     policy.price = 1.0
     pair.run()
@@ -443,7 +443,7 @@ def test_a_session_whose_prompt_is_read_when_drafters_are_sent_to_rest_is_not_op
 
 def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say(pair_folders):
     policy = Called(0.0)
-    pair = EnginePair(*pair_folders, allocator=policy)
+    pair = EnginePair(*pair_folders, policy=policy)
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
     answered = []
     while pair.target.has_work():
@@ -466,7 +466,7 @@ class Told(Called):
 
 def test_the_policy_is_told_how_many_rows_of_a_step_were_guesses(pair_folders):
     policy = Told(0.0)
-    pair = EnginePair(*pair_folders, allocator=policy)
+    pair = EnginePair(*pair_folders, policy=policy)
     for name, prompt in zip("ab", prompts(2), strict=True):
         pair.submit(name, prompt, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     for _ in range(6):
@@ -477,7 +477,7 @@ def test_the_policy_is_told_how_many_rows_of_a_step_were_guesses(pair_folders):
 
 def test_the_policy_is_told_which_steps_had_prefill_in_them(pair_folders):
     policy = Told(1.0)
-    pair = EnginePair(*pair_folders, allocator=policy)
+    pair = EnginePair(*pair_folders, policy=policy)
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     for name, prompt in zip("abc", ([1, 2], [3, 4], [5, 6]), strict=True):
         pair.submit(name, prompt, greedy)

@@ -23,12 +23,12 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.gateway import grpc_door, service
+from paceline.gateway.fair_shares import Shares
 from paceline.gateway.grpc_door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, GrpcDoor
 from paceline.gateway.service import SERVICE_NAME
-from paceline.gateway.shares import Shares
 from paceline.gateway.text import TextCodec
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
-from paceline.serving import LIVENESS, start_grpc_server
+from paceline.service_process import LIVENESS, start_grpc_server
 from paceline.status import error_from_rpc
 from paceline.store.base import Replica
 from tests.support.fuzzing import until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.params import LAYER_SKIP, MEDUSA, SamplingParams, SpeculationParams
 from paceline.core.scheduled_session import SHORT_REMAINDER
 from paceline.drafting.early_exit import EarlyExitSource
@@ -26,7 +26,7 @@ def counting(tmp_path_factory):
 def counting_pair(counting, **options) -> EnginePair:
     """An engine of the counting target that drafts with its heads."""
     target, heads = counting
-    options.setdefault("allocator", FixedGamma(gamma=3))
+    options.setdefault("policy", FixedGamma(gamma=3))
     pair = EnginePair(target, target, methods=(MEDUSA,), medusa_model=heads, **options)
     pair.kill_drafter()
     return pair
@@ -85,7 +85,7 @@ def run_long(pair, count=4) -> None:
 
 
 def test_a_good_source_is_asked_after_every_step_that_leaves_it_enough_to_do(counting):
-    pair = counting_pair(counting, allocator=Goodput())
+    pair = counting_pair(counting, policy=Goodput())
     run_long(pair)
     turns = 0
     for session in pair.sessions.values():
@@ -132,7 +132,7 @@ def test_with_all_its_layers_a_target_always_accepts_its_own_drafts(tmp_path, sa
     pair = EnginePair(
         target,
         target,
-        allocator=FixedGamma(gamma=5),
+        policy=FixedGamma(gamma=5),
         sources=lambda decoder: [EarlyExitSource(decoder, ALL_LAYERS, cost=0.0, width=1)],
         num_blocks=num_blocks,
     )

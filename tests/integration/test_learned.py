@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.core.allocator import Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.params import SamplingParams
-from paceline.core.step_cost import StepCost, StepMode
+from paceline.core.step_time import StepCost, StepMode
 from paceline.engine.identity import model_identity
 from paceline.verifier.config import NOWHERE, VerifierConfig
 from paceline.verifier.learned import LearnedFile, learned_file
@@ -29,8 +29,8 @@ def file(tmp_path: Path) -> LearnedFile:
 
 
 def fresh(folders) -> EnginePair:
-    pair = EnginePair(*folders, allocator=Goodput())
-    pair.target._allocator.start_from(COST, COST)
+    pair = EnginePair(*folders, policy=Goodput())
+    pair.target._policy.start_from(COST, COST)
     return pair
 
 
@@ -41,7 +41,7 @@ def experienced(folders) -> EnginePair:
     for _ in range(40):
         pair.round()
     for _ in range(200):
-        pair.target._allocator.observe(rows=4, guesses=3, mode=StepMode.DRAFTING, seconds=3 * COST.at(4))
+        pair.target._policy.observe(rows=4, guesses=3, mode=StepMode.DRAFTING, seconds=3 * COST.at(4))
     return pair
 
 
@@ -57,10 +57,10 @@ async def test_a_successor_begins_where_its_predecessor_ended(tiny_pair, file: L
     before, after = experienced(tiny_pair), fresh(tiny_pair)
     await written(file, before)
     file.give_to(after.target)
-    old, new = before.target._allocator, after.target._allocator
+    old, new = before.target._policy, after.target._policy
     assert new.times.table(StepMode.DRAFTING).at(4) == pytest.approx(old.times.table(StepMode.DRAFTING).at(4))
     assert np.allclose(new.drafters.in_hand.typical, old.drafters.in_hand.typical)
-    assert not np.allclose(new.drafters.in_hand.typical, fresh(tiny_pair).target._allocator.drafters.in_hand.typical)
+    assert not np.allclose(new.drafters.in_hand.typical, fresh(tiny_pair).target._policy.drafters.in_hand.typical)
     after.submit("t", list(range(5, 15)), replace(GREEDY, max_tokens=4))
     after.round()
     known, learned = (each.target._calibrations.values() for each in (after, before))

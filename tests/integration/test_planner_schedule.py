@@ -13,15 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.core.allocator import Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.messages import CloseSession, Commit, DraftNodes, OpenSession, ToDrafter
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.pairing import KnownDrafter
 from paceline.core.params import SamplingParams
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_cost import StepCost, StepMode, StepTimes
 from paceline.core.step_plan import StepPlan
+from paceline.core.step_time import StepCost, StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, StepReport
 from paceline.planning.events import Act, Events
 from paceline.planning.guesses import RIGHT
@@ -106,7 +106,7 @@ class Schedule:
 class EngineAtWork:
     """The engines in simulated time, driven as `paceline.engine.bridge` drives them; a drafter that answers at once."""
 
-    def __init__(self, pair: EnginePair, allocator: Goodput) -> None:
+    def __init__(self, pair: EnginePair, policy: Goodput) -> None:
         self.schedule = Schedule()
         self.drafts: list[tuple[float, list[DraftNodes]]] = []
         self.reports: list[StepReport] = []
@@ -118,7 +118,7 @@ class EngineAtWork:
         self._num_told = 0
         self._drafted_s = 0.0
         pair.clock.tick_s = 0.0
-        self.schedule.watch(pair.target.scheduler, allocator)
+        self.schedule.watch(pair.target.scheduler, policy)
 
     def post(self, act: Act) -> None:
         """Something happens; a step under way goes on first."""
@@ -210,15 +210,15 @@ class Listener:
 def engine_at_work(tiny_pair: tuple[Path, Path]) -> tuple[EngineAtWork, EnginePair]:
     """Runs all arrivals through a real engine."""
     plain = starting_cost(FACTS)
-    allocator = Goodput(StepTimes(plain, plain.scaled(1.0)), max_nodes=PROFILE.most_nodes)
+    policy = Goodput(StepTimes(plain, plain.scaled(1.0)), max_nodes=PROFILE.most_nodes)
     pair = EnginePair(
         *tiny_pair,
-        allocator=allocator,
+        policy=policy,
         num_blocks=FACTS.kv_tokens // BLOCK_SIZE,
         max_num_seqs=FACTS.max_sessions,
         max_num_batched_tokens=FACTS.max_rows,
     )
-    work = EngineAtWork(pair, allocator)
+    work = EngineAtWork(pair, policy)
     rng = np.random.default_rng(5)
     for each in ARRIVALS:
         name, prompt = str(each.number), rng.integers(0, 256, each.num_prompt_tokens).tolist()
@@ -258,7 +258,7 @@ def planner_at_work(drafts: list[tuple[float, list[DraftNodes]]]) -> Schedule:
     events = Events(0)
     listener = Listener(events)
     process = VerifierProcess(PROFILE, events, colocated=False, drafters=[listener], on_end=lambda _: None)
-    listener.schedule.watch(process.verifier.scheduler, process.verifier.allocator)
+    listener.schedule.watch(process.verifier.scheduler, process.verifier.policy)
     for each in ARRIVALS:
         events.after(each.at_s, lambda each=each: process.submit(replace(each, pieces=[])))
     for at_s, said in drafts:

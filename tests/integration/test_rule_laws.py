@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.core.acceptance import SparseDraft
-from paceline.core.allocator import FixedGamma
+from paceline.core.draft_policy import FixedGamma
 from paceline.core.params import BLOCK, COUPLED, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.processors import RowHistory, process
 from tests.support.engines import EnginePair
@@ -80,7 +80,7 @@ def exact(prompt: list[int]) -> Callable[[float], Law]:
 
 @pytest.fixture(scope="module")
 def pair() -> EnginePair:
-    return EnginePair(DEMO_TARGET, DEMO_DRAFTER, allocator=FixedGamma(gamma=2))
+    return EnginePair(DEMO_TARGET, DEMO_DRAFTER, policy=FixedGamma(gamma=2))
 
 
 names = itertools.count()

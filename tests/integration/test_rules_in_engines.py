@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import FinishReason
 from paceline.core.params import BLOCK, NGRAM, REJECTION, SUFFIX, TYPICAL, SamplingParams, SpeculationParams
 from paceline.core.rules import Rules, Typical
@@ -21,7 +21,7 @@ PROMPT = [random.Random(3).randrange(250) for _ in range(30)]
 
 
 def engines(folders, **settings) -> EnginePair:
-    return EnginePair(*folders, **{"allocator": FixedGamma(gamma=4), "rules": Rules(typical=Typical()), **settings})
+    return EnginePair(*folders, **{"policy": FixedGamma(gamma=4), "rules": Rules(typical=Typical()), **settings})
 
 
 def run(pair: EnginePair, sampling: SamplingParams, rule: str, name: str = "s", **speculation):
@@ -36,9 +36,9 @@ def plain(tiny_pair) -> list[int]:
 
 
 @pytest.mark.parametrize("rule", OTHERS)
-@pytest.mark.parametrize("allocator", [FixedGamma(gamma=1), FixedGamma(gamma=6), Goodput()], ids=["1", "6", "goodput"])
-def test_at_temperature_0_every_rule_gives_the_greedy_text(tiny_pair, plain, rule, allocator):
-    session = run(engines(tiny_pair, allocator=allocator, methods=(NGRAM, SUFFIX)), GREEDY, rule)
+@pytest.mark.parametrize("policy", [FixedGamma(gamma=1), FixedGamma(gamma=6), Goodput()], ids=["1", "6", "goodput"])
+def test_at_temperature_0_every_rule_gives_the_greedy_text(tiny_pair, plain, rule, policy):
+    session = run(engines(tiny_pair, policy=policy, methods=(NGRAM, SUFFIX)), GREEDY, rule)
     assert session.token_ids == plain
     record = session.result.speculation
     assert record.num_accepted_draft_tokens > 5
@@ -91,7 +91,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_text_there(tiny_pair, plai
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 13])
 def test_max_tokens_is_met_exactly(tiny_pair, rule, max_tokens):
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.8, ignore_eos=True)
-    session = run(engines(tiny_pair, allocator=FixedGamma(gamma=8)), sampling, rule)
+    session = run(engines(tiny_pair, policy=FixedGamma(gamma=8)), sampling, rule)
     assert len(session.token_ids) == max_tokens
     assert session.result.finish_reason is FinishReason.LENGTH
 
@@ -121,7 +121,7 @@ def test_log_probabilities_belong_to_the_committed_tokens(tiny_pair, rule):
 
 @pytest.mark.parametrize("rule", CHAINS)
 def test_a_drafter_is_equally_sure_of_every_token_of_a_chain(tiny_pair, rule):
-    pair = engines(tiny_pair, allocator=Goodput())
+    pair = engines(tiny_pair, policy=Goodput())
     run(pair, SAMPLED, rule)
     record = run(pair, SAMPLED, rule, "again").result.speculation
     assert record.num_accepted_draft_tokens > 0

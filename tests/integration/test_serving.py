@@ -42,7 +42,7 @@ from paceline.rpc.v1 import (
     verifier_pb2,
     verifier_pb2_grpc,
 )
-from paceline.serving import (
+from paceline.service_process import (
     CHANNEL_OPTIONS,
     GrpcServer,
     install_signal_handlers,
@@ -251,7 +251,7 @@ async def test_sigterm_sets_the_stop_event() -> None:
 @pytest.mark.parametrize(("error", "status"), [("ConfigError('no model')", 2), ("UnavailableError('no redis')", 1)])
 def test_run_ends_with_one_line_and_a_status(error: str, status: int) -> None:
     program = (
-        "from paceline.core.errors import *\nfrom paceline.serving import run\n"
+        "from paceline.core.errors import *\nfrom paceline.service_process import run\n"
         f"async def main():\n    raise {error}\nrun(main(), prog='paceline-x')\n"
     )
     ended = subprocess.run(

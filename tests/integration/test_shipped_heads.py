@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, DEMO_TARGET
-from paceline.core.allocator import FixedGamma
+from paceline.core.draft_policy import FixedGamma
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import MEDUSA, SamplingParams, SpeculationParams
 from paceline.engine.eagle3 import load_eagle3, load_fusion
@@ -89,7 +89,7 @@ def test_heads_are_accepted_and_change_no_token(method, prompts):
     sampling = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
     texts, accepted, rounds = [], 0, 0
     for speculation in (SpeculationParams(enabled=False), SpeculationParams(method=method)):
-        pair = EnginePair(DEMO_TARGET, DEMO_DRAFTER, allocator=FixedGamma(gamma=4), **pairs[method])
+        pair = EnginePair(DEMO_TARGET, DEMO_DRAFTER, policy=FixedGamma(gamma=4), **pairs[method])
         if method == MEDUSA:
             pair.kill_drafter()
         for index, prompt in enumerate(prompts):

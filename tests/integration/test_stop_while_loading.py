@@ -13,7 +13,7 @@ LOADING = """
 import asyncio, signal
 from pathlib import Path
 from prometheus_client import CollectorRegistry
-from paceline.hosting import serve_model
+from paceline.model_service import serve_model
 from paceline.verifier.config import VerifierConfig
 
 class Loading:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import hosting, supervision
+from paceline import model_service, supervision
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 from tests.integration.test_hosting import announced_drafter
@@ -58,7 +58,7 @@ async def test_a_service_whose_heartbeat_broke_is_announced_again(monkeypatch: p
         raise TypeError("not what a store raises")
 
     async with announced_drafter(monkeypatch) as replica:
-        store = hosting.open_store("memory://")
+        store = model_service.open_store("memory://")
         monkeypatch.setattr(MemoryStore, "announce", broken)
         await broke.wait()
         assert await store.replicas() == []

@@ -16,7 +16,7 @@ import torch
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec
 from paceline.config import load
-from paceline.core.allocator import FixedGamma
+from paceline.core.draft_policy import FixedGamma
 from paceline.core.params import EAGLE3, LAYER_SKIP, MEDUSA, SamplingParams, SpeculationParams
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
@@ -125,7 +125,7 @@ def texts(place: RankZero, pair: tuple[Path, Path]) -> Texts:
     decoder = place.load(pair[0])
 
     def run(sampling: SamplingParams, speculation: SpeculationParams | None = None, **options) -> list[list[int]]:
-        engines = EnginePair(*pair, decoder=decoder, allocator=FixedGamma(gamma=4), width=3, **options)
+        engines = EnginePair(*pair, decoder=decoder, policy=FixedGamma(gamma=4), width=3, **options)
         for index, length in enumerate((1, 5, 33)):
             engines.submit(f"s{index}", [(7 * index + 3 * at) % 250 for at in range(length)], sampling, speculation)
         engines.run()

@@ -16,9 +16,9 @@ from paceline.core.messages import VERIFIER, DraftNodes, GenerateRequest, ModelI
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
 from paceline.engine.identity import model_identity
-from paceline.hosting import engine_ended
+from paceline.model_service import engine_ended
 from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2
-from paceline.serving import start_grpc_server
+from paceline.service_process import start_grpc_server
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 from paceline.supervision import Supervisor

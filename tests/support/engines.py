@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.allocator import Allocator, Goodput
+from paceline.core.draft_policy import DraftPolicy, Goodput
 from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierSaid
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
 from paceline.core.rules import Rules
-from paceline.core.step_cost import StepMode
+from paceline.core.step_time import StepMode
 from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
@@ -66,7 +66,7 @@ class EnginePair:
         target: Path,
         drafter: Path,
         *,
-        allocator: Allocator | None = None,
+        policy: DraftPolicy | None = None,
         width: int = 2,
         num_blocks: int = 256,
         max_num_seqs: int = 32,
@@ -98,7 +98,7 @@ class EnginePair:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=identity.context_len,
             ),
-            allocator=allocator or Goodput(),
+            policy=policy or Goodput(),
             clock=self.clock,
             sources=self.sources,
             rules=rules or Rules(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.core.allocator import Allocation, Allocator, Demand, FixedGamma
+from paceline.core.draft_policy import Allocation, Demand, DraftPolicy, FixedGamma
 from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierLeft, VerifierSaid
 from paceline.core.drafted_session import DraftedSession
 from paceline.core.drafter_growth import Guesses
@@ -27,13 +27,13 @@ from paceline.core.messages import (
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.patience import Prospect
 from paceline.core.rules import Verdict
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.step_plan import StepPlan
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import Node, walk
+from paceline.core.wait_for_drafts import Prospect
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000
@@ -57,15 +57,15 @@ class Policy:
         self._four = FixedGamma(gamma=self.max_nodes)
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         return replace(self._four.allocate(demands), prices=(self.price,) * len(demands), price=self.price)
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         return self._four.waits(prospects, wait_s=wait_s, step_s=step_s)
 
     def observe(self, **_: object) -> None:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class VerifierLoop:
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_rows: int = 64
-    policy: Policy | Allocator = field(default_factory=Policy)
+    policy: Policy | DraftPolicy = field(default_factory=Policy)
     now_s: float = 0.0
     told: list[ToDrafter] = field(default_factory=list)
     heard: dict[str, list[CommittedTokens]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class VerifierLoop:
         self.scratch = SlotPool(first_block=self.num_blocks, num_blocks=1 + self.max_rows // BLOCK_SIZE)
         limits = TargetLimits(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_rows, max_model_len=4096)
         self.scheduler: Scheduler[ScheduledSession] = Scheduler(
-            pool=self.pool, scratch=self.scratch, limits=limits, allocator=self.policy, tier=DrafterTier(VOCAB_SIZE)
+            pool=self.pool, scratch=self.scratch, limits=limits, policy=self.policy, tier=DrafterTier(VOCAB_SIZE)
         )
         self.sessions: list[ScheduledSession] = []
         self._num_guessed = 0

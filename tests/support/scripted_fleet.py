@@ -33,7 +33,7 @@ from paceline.gateway.config import GatewayConfig
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text import TextCodec
 from paceline.rpc.v1 import gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from paceline.serving import GrpcServer, start_grpc_server
+from paceline.service_process import GrpcServer, start_grpc_server
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 from paceline.wire import committed_to_pb, generate_request_from_pb

@@ -22,13 +22,13 @@ from paceline.cluster.checkpoints import THREAD_SETTINGS
 os.environ.update(THREAD_SETTINGS)
 
 from paceline import __version__
-from paceline.core.allocator import Allocator, FixedGamma, Goodput
+from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import PacelineError
 from paceline.core.messages import GenerateRequest
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import NGRAM, SamplingParams, SpeculationParams
-from paceline.core.step_cost import StepMode
+from paceline.core.step_time import StepMode
 from paceline.core.target_events import Submit, TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
@@ -55,17 +55,17 @@ class Paceline:
         self._identity = model_identity(Path(job.target), "target", self._dtype)
         self._draft = DraftCheckpoint(folder=Path(job.draft))
         self._draft_decoder: Decoder | None = None
-        self._allocator: Allocator = FixedGamma(gamma=0)
+        self._policy: DraftPolicy = FixedGamma(gamma=0)
         if job.draft_length is not None:
             self._draft_decoder = self._draft.load(len(job.cores))
-            self._allocator = self._goodput(job.draft_length)
+            self._policy = self._goodput(job.draft_length)
 
     def _goodput(self, most_nodes: int) -> Goodput:
-        allocator = Goodput(max_nodes=most_nodes)
+        policy = Goodput(max_nodes=most_nodes)
         self._decoder.prepare(MAX_ROWS)
         plain, drafting = (self._target_engine().profile(mode) for mode in (StepMode.PLAIN, StepMode.DRAFTING))
-        allocator.start_from(plain, drafting)
-        return allocator
+        policy.start_from(plain, drafting)
+        return policy
 
     def about(self) -> protocol.About:
         """Version and precision."""
@@ -115,7 +115,7 @@ class Paceline:
                 max_num_batched_tokens=max(MAX_ROWS, job.most_streams * job.longest),
                 max_model_len=self._identity.context_len,
             ),
-            allocator=self._allocator,
+            policy=self._policy,
             clock=time.perf_counter,
             sources=[TextSource(NGRAM)] if job.draft_length is not None else (),
         )

@@ -13,7 +13,7 @@ from paceline.cluster.foreground import describe_models, request_for, until_ctrl
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec, gateway_scheme
 from paceline.config import parse, public_url
-from paceline.serving import run
+from paceline.service_process import run
 
 PROG = "paceline up"
 DESCRIPTION = (

@@ -20,7 +20,7 @@ class Demand:
         answered: Whether that drafter has answered since it was called to work, so that the tree is what it brings.
         own: Survivals of guesses that it has without a drafter, best first.
         num_unread: Tokens that its drafter would read before it could draft.
-        usual: What it usually has in hand; the allocator keeps it up.
+        usual: What it usually has in hand; the policy keeps it up.
     """
 
     tree: DraftTree

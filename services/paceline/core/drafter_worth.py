@@ -16,7 +16,7 @@ import numpy as np
 from paceline.core.demand import Demand
 from paceline.core.drafting_switch import Drafting, DraftingSwitch
 from paceline.core.goodput import Best, Floats, best_prefix, num_tried
-from paceline.core.step_cost import MOST_ROWS, StepCost, StepMode, StepTimes
+from paceline.core.step_time import MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.survivals import SessionSurvivals, UsualSurvivals, first_survivals
 
 # Nodes less likely than this are left out even where kernels compute their rows anyway.
@@ -74,7 +74,7 @@ class DrafterWorth:
             times: Of steps.
             rate: Goodput of the step.
             other_rows: Rows of prompts in it.
-            joining: See `Allocator.allocate`.
+            joining: See `DraftPolicy.allocate`.
         """
         self._prefill_rows += SMOOTHING * (other_rows - self._prefill_rows)
         drafted = [each for each in demands if each.is_drafted]

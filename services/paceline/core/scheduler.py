@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic
 
-from paceline.core.allocator import Allocation, Allocator
 from paceline.core.demand import Demand
+from paceline.core.draft_policy import Allocation, DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.pages import BlockPool, SlotPool
-from paceline.core.patience import CHILD_SHARE, Prospect, prospect
 from paceline.core.rules import Verdict
-from paceline.core.step_cost import StepMode
 from paceline.core.step_plan import Part, SessionT, StepPlan
+from paceline.core.step_time import StepMode
+from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
 from paceline.core.tree import Node, NodeState
-from paceline.core.turns import Turns, pause_s
+from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect, prospect
 
 # Smoothing of the step time that waiting is weighed against.
 STEP_SMOOTHING = 0.1
@@ -35,7 +35,7 @@ class Scheduler(Generic[SessionT]):
         pool: Pages of committed KV.
         scratch: Slots for the KV of verified nodes.
         limits: Bounds.
-        allocator: Which nodes a step verifies.
+        policy: Which nodes a step verifies.
         tier: The drafters.
 
     Attributes:
@@ -45,7 +45,7 @@ class Scheduler(Generic[SessionT]):
     """
 
     def __init__(
-        self, *, pool: BlockPool, scratch: SlotPool, limits: TargetLimits, allocator: Allocator, tier: DrafterTier
+        self, *, pool: BlockPool, scratch: SlotPool, limits: TargetLimits, policy: DraftPolicy, tier: DrafterTier
     ) -> None:
         self.pool = pool
         self.tier = tier
@@ -54,7 +54,7 @@ class Scheduler(Generic[SessionT]):
         self.outcomes: list[Outcome] = []
         self._scratch = scratch
         self._limits = limits
-        self._allocator = allocator
+        self._policy = policy
         self._waiting: deque[SessionT] = deque()
         self._running: list[SessionT] = []
         self._sessions: dict[str, SessionT] = {}
@@ -124,14 +124,14 @@ class Scheduler(Generic[SessionT]):
     # Waiting
 
     def pause_s(self, now_s: float) -> float:
-        """Seconds without anything to compute, unless something happens; see `paceline.core.turns`."""
+        """Seconds without anything to compute, unless something happens; see `paceline.core.suspects_turn`."""
         joining = self._waiting and len(self._running) < self._limits.max_num_seqs
         if self._turns.called_up is None or self.outcomes or joining:
             return 0.0
         return pause_s(self._running, now_s)
 
     def patience_s(self, now_s: float) -> float:
-        """Seconds for which drafts are worth waiting for, or none; see `paceline.core.patience`."""
+        """Seconds for which drafts are worth waiting for, or none; see `paceline.core.wait_for_drafts`."""
         if (pause := self.pause_s(now_s)) > 0.0:
             return pause
         sessions = self._delayable()
@@ -158,7 +158,7 @@ class Scheduler(Generic[SessionT]):
             return 0.0
         looks = [self._prospect(session, wait_s) for session, wait_s in zip(sessions, waits, strict=True)]
         gainful = [wait_s for wait_s, look in zip(waits, looks, strict=True) if wait_s is not None and look.gain]
-        if not gainful or not self._allocator.waits(looks, wait_s=min(gainful), step_s=self._step_s):
+        if not gainful or not self._policy.waits(looks, wait_s=min(gainful), step_s=self._step_s):
             return 0.0
         return min(max(gainful), left_s)
 
@@ -225,7 +225,7 @@ class Scheduler(Generic[SessionT]):
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         demands = [self._demand(session, share) for session in decoding]
         drafted = [session.link.drafter is not None and self._cap(session) > 0 for session in joining]
-        allocation = self._allocator.allocate(demands, other_rows=other_rows, joining=drafted)
+        allocation = self._policy.allocate(demands, other_rows=other_rows, joining=drafted)
         self._set_prices(allocation, decoding, joining, now_s)
         return [self._verify(session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
 
@@ -241,7 +241,7 @@ class Scheduler(Generic[SessionT]):
         )
 
     def _cap(self, session: SessionT) -> int:
-        return min(session.cap, self._allocator.max_nodes)
+        return min(session.cap, self._policy.max_nodes)
 
     def _set_prices(
         self, allocation: Allocation, decoding: Sequence[SessionT], joining: Sequence[SessionT], now_s: float
@@ -351,7 +351,7 @@ class Scheduler(Generic[SessionT]):
             self._scratch.give_back(slot)
 
     def end_step(self, plan: StepPlan[SessionT], now_s: float) -> None:
-        """The step is over; the allocator is told the whole cycle, for events and waiting are paid for too."""
+        """The step is over; the policy is told the whole cycle, for events and waiting are paid for too."""
         for session in self._running:
             if session.prefilled_to > session.pages.num_computed:
                 session.pages.mark_computed(session.prefilled_to)
@@ -364,7 +364,7 @@ class Scheduler(Generic[SessionT]):
             self._step_s += STEP_SMOOTHING * (seconds - self._step_s)
         # A row is a row; but where most of them are prefill, attention over long chunks is what is paid for.
         if self._cycle_since_s is not None and not plan.is_mostly_prefill:
-            self._allocator.observe(
+            self._policy.observe(
                 rows=plan.num_rows,
                 guesses=sum(self.report.gammas),
                 mode=plan.mode,

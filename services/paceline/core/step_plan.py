@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from paceline.core.scheduled_session import ScheduledSession
-from paceline.core.step_cost import StepMode
+from paceline.core.step_time import StepMode
 from paceline.core.tree import Node
 
 SessionT = TypeVar("SessionT", bound=ScheduledSession)

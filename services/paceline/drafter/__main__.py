@@ -15,19 +15,19 @@ from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.credentials import load_tls
 from paceline.drafter.config import DrafterConfig
-from paceline.drafter.host import DraftHost
+from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
 from paceline.engine.budget import draft_scratch_blocks
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.process import prepare_process, yield_cpus
-from paceline.hosting import log_memory, serve_model, traces_of
+from paceline.model_service import log_memory, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
 from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc
-from paceline.serving import run
+from paceline.service_process import run
 
 logger = logging.getLogger(__name__)
 

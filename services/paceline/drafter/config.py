@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import setting
-from paceline.hosting import ModelServiceConfig
+from paceline.model_service import ModelServiceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

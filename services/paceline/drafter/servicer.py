@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, RemoteProtocolError
 from paceline.core.messages import ModelIdentity, ToDrafter
-from paceline.drafter.host import DraftHost
+from paceline.drafter.drafter_host import DraftHost
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
 from paceline.wire import draft_request_from_pb, draft_response_to_pb, in_parts
 

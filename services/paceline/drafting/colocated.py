@@ -1,7 +1,7 @@
 """A drafter inside the verifier: the same two engines in one thread, and a link that carries messages at once.
 
 It is there for comparison, and for machines that have no second place for a drafter. Drafting delays verifying here, so
-it goes on only while waiting for drafts pays (`paceline.core.patience`): a draft step is a wait that works.
+it goes on only while waiting for drafts pays (`paceline.core.wait_for_drafts`): a draft step is a wait that works.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.core.draft_scheduler import VerifierSaid
-from paceline.core.step_cost import StepCost, StepMode
+from paceline.core.step_time import StepCost, StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.target import Learned, TargetEngine

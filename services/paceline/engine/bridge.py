@@ -2,7 +2,7 @@
 
 Events go in through a bounded inbox; outputs come back once per step, and before one that has something to say first.
 A step that raises ends the engine loudly: every waiter learns of it. One that does not come back shows in `at_work`
-(`paceline.hosting` watches it). The bridge knows nothing of models, sessions or messages.
+(`paceline.model_service` watches it). The bridge knows nothing of models, sessions or messages.
 """
 
 from __future__ import annotations

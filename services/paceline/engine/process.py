@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.step_cost import StepMode
+from paceline.core.step_time import StepMode
 
 # The event loop and the engine thread share one interpreter; the default of 5 ms is half a step.
 SWITCH_INTERVAL_S = 0.0005

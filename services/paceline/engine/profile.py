@@ -1,4 +1,4 @@
-"""Measures what steps take before any session is about, for the allocator to start from."""
+"""Measures what steps take before any session is about, for the policy to start from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.core.pages import BlockPool, SessionPages, SlotPool
-from paceline.core.step_cost import DEFAULT_STEP_COST, KNOTS, StepCost
+from paceline.core.step_time import DEFAULT_STEP_COST, KNOTS, StepCost
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from operator import attrgetter
 
-from paceline.core.allocator import Allocator
+from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_worth import LEAST_SURVIVAL
 from paceline.core.goodput import num_tried
 from paceline.core.messages import GenerateRequest
-from paceline.core.mixture import Gain, SourceRecord, in_hand
 from paceline.core.params import CHAIN_RULES
 from paceline.core.rules import Rules
+from paceline.core.source_record import Gain, SourceRecord, in_hand
 from paceline.core.target_events import StepReport
 from paceline.engine.source_interface import AnySource, Follower, Turn
 from paceline.engine.target_session import TargetSession
@@ -40,17 +40,17 @@ class SourceCalls:
 
     Args:
         sources: Asked in the order of what they bring a second.
-        allocator: Says what guesses are worth.
+        policy: Says what guesses are worth.
         rules: Acceptance rules.
         clock: Seconds, monotonic.
     """
 
     def __init__(
-        self, sources: Sequence[AnySource], allocator: Allocator, rules: Rules, clock: Callable[[], float]
+        self, sources: Sequence[AnySource], policy: DraftPolicy, rules: Rules, clock: Callable[[], float]
     ) -> None:
         self._sources = sources
         self._rules = rules
-        self._allocator = allocator
+        self._policy = policy
         self._clock = clock
         self._records = {source.name: SourceRecord() for source in sources}
         self._sessions: list[TargetSession] = []
@@ -83,7 +83,7 @@ class SourceCalls:
             self._step_s = seconds
         if not report.num_prefill_rows:
             self._step_s += STEP_SMOOTHING * (seconds - self._step_s)
-        if self._allocator.least_survival >= 1.0:
+        if self._policy.least_survival >= 1.0:
             return
         for source in sorted(self._sources, key=lambda each: -self._records[each.name].merit):
             self._ask_where_it_pays(source, sessions, self._step_s, report)
@@ -101,7 +101,7 @@ class SourceCalls:
             follower=session.followers[source.name],
             tree=session.tree,
             limit=self._cap(session),
-            least=self._allocator.least_survival,
+            least=self._policy.least_survival,
         )
 
     def _ask_where_it_pays(
@@ -136,7 +136,7 @@ class SourceCalls:
 
     def _num_asked(self, record: SourceRecord, candidates: Sequence[_Candidate], expected: float, step_s: float) -> int:
         gains = [each.gain for each in candidates]
-        count = self._allocator.num_asked(gains, expected=expected, step_s=step_s, call_s=record.call_s)
+        count = self._policy.num_asked(gains, expected=expected, step_s=step_s, call_s=record.call_s)
         some = num_tried(len(gains))
         return some if not count and record.is_due(some, self._clock()) else count
 
@@ -155,8 +155,8 @@ class SourceCalls:
     def _in_hand(self, session: TargetSession) -> float:
         if not session.tree.root.children:
             return 0.0
-        price = max(LEAST_SURVIVAL, self._allocator.least_survival)
+        price = max(LEAST_SURVIVAL, self._policy.least_survival)
         return in_hand(session.tree, self._cap(session), price=price)
 
     def _cap(self, session: TargetSession) -> int:
-        return min(session.cap, self._allocator.max_nodes)
+        return min(session.cap, self._policy.max_nodes)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.core.allocator import Allocator
 from paceline.core.calibration import Calibration, Calibrations
+from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
@@ -23,8 +23,8 @@ from paceline.core.params import TIER_METHODS
 from paceline.core.rules import Rules
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_cost import StepCost, StepMode
 from paceline.core.step_plan import Part, StepPlan, ancestor_slots
+from paceline.core.step_time import StepCost, StepMode
 from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
@@ -67,7 +67,7 @@ class TargetEngine:
         identity: What it calls itself.
         num_blocks: Pages of committed KV.
         limits: Bounds.
-        allocator: Which nodes a step verifies.
+        policy: Which nodes a step verifies.
         clock: Seconds, monotonic.
         sources: What guesses inside the verifier, beside the drafters.
         rules: Acceptance rules that are served.
@@ -81,7 +81,7 @@ class TargetEngine:
         identity: ModelIdentity,
         num_blocks: int,
         limits: TargetLimits,
-        allocator: Allocator,
+        policy: DraftPolicy,
         clock: Callable[[], float],
         sources: Sequence[AnySource] = (),
         rules: Rules | None = None,
@@ -91,10 +91,10 @@ class TargetEngine:
         self._decoder = decoder
         self._identity = identity
         self._limits = limits
-        self._allocator = allocator
+        self._policy = policy
         self._clock = clock
         self._rules = Rules() if rules is None else rules
-        self._sources = SourceCalls(sources, allocator, self._rules, clock)
+        self._sources = SourceCalls(sources, policy, self._rules, clock)
         self._use_threads = use_threads
         scratch_blocks = target_scratch_blocks(limits.max_num_batched_tokens)
         self._cache = decoder.new_cache(num_blocks + scratch_blocks)
@@ -106,7 +106,7 @@ class TargetEngine:
             pool=self.pool,
             scratch=self._scratch,
             limits=limits,
-            allocator=allocator,
+            policy=policy,
             tier=DrafterTier(identity.vocab_size, STATE_WIRE_BYTES * self._state_width),
         )
         self._calibrations: dict[tuple[str, bool, str], Calibration] = {}
@@ -181,7 +181,7 @@ class TargetEngine:
             rule=self._rules.of(event.request.speculation),
             # Steps are not interrupted, so it may have come one ago.
             submitted_s=self._clock() if event.arrived_s is None else event.arrived_s,
-            price=self._allocator.price,
+            price=self._policy.price,
         )
 
     def _calibrations_for(
@@ -214,7 +214,7 @@ class TargetEngine:
         """What a successor may begin with; may be called from another thread."""
         calibrations = dict(self._calibrations)
         kinds = {self._kind(key): calibration.learned() for key, calibration in calibrations.items()}
-        return {"policy": self._allocator.learned(), "calibrations": kinds}
+        return {"policy": self._policy.learned(), "calibrations": kinds}
 
     def resume(self, learned: Learned) -> None:
         """Begins where a predecessor ended, after the profile and before the first session.
@@ -224,11 +224,11 @@ class TargetEngine:
         """
         for kind in learned["calibrations"].values():
             Calibration().resume(kind)
-        self._allocator.resume(learned["policy"])
+        self._policy.resume(learned["policy"])
         self._learned = dict(learned["calibrations"])
 
     def profile(self, mode: StepMode) -> StepCost:
-        """Measures steps of so many rows, for the allocator to start from; takes seconds, with no session about."""
+        """Measures steps of so many rows, for the policy to start from; takes seconds, with no session about."""
         self._use_threads(mode)
         profiler = StepProfiler(self._decoder, self._cache, self._scratch, self._clock)
         return profiler.measure(self._limits.max_num_batched_tokens)

@@ -9,11 +9,11 @@ import numpy as np
 
 from paceline.core.calibration import Calibrations
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.mixture import Gain
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
 from paceline.core.rules import Rule, Verdict, token_fates
 from paceline.core.scheduled_session import ScheduledSession
+from paceline.core.source_record import Gain
 from paceline.core.tree import Node
 from paceline.engine.sampler import RowSampler
 from paceline.engine.source_interface import AnySource, Follower

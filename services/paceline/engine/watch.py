@@ -1,6 +1,6 @@
 """Watches that an engine's thread comes back from what it does, and says what it was doing when it does not.
 
-A thread that hangs cannot be ended; its process can. `paceline.hosting` does that.
+A thread that hangs cannot be ended; its process can. `paceline.model_service` does that.
 """
 
 from __future__ import annotations

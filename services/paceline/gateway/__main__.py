@@ -13,7 +13,7 @@ from paceline.gateway.config import GatewayConfig, model_folders
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text import TextCodec
 from paceline.obs.log import setup_logging
-from paceline.serving import install_signal_handlers, run, settle_heap
+from paceline.service_process import install_signal_handlers, run, settle_heap
 from paceline.store.base import require
 from paceline.store.opening import open_store
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.messages import PositionLogprobs, SpeculationRecord
-from paceline.gateway.pieces import Ending, Piece, sum_of_records
 from paceline.gateway.requests import SessionRequest
+from paceline.gateway.session_output import Ending, Piece, sum_of_records
 from paceline.gateway.text import TextCodec
 from paceline.gateway.token_texts import TokenText
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.errors import BodyTimeoutError, BodyTooLargeError
-from paceline.gateway.shares import Held
+from paceline.gateway.fair_shares import Held
 
 FIELD = "body"
 # A larger body is scanned in Python, which lets the event loop in between: the compiled scanner keeps the interpreter

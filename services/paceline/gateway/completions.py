@@ -1,6 +1,6 @@
 """The two completion endpoints as ASGI applications: from bytes of a body to bytes of an answer.
 
-What they say stands in `paceline.gateway.answers`, how it is sent in `paceline.gateway.exchange`.
+What they say stands in `paceline.gateway.answers`, how it is sent in `paceline.gateway.http_response`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from paceline.gateway.body import parse_json_object, read_body
 from paceline.gateway.callers import current_caller
 from paceline.gateway.choices import chat_sessions, completion_sessions
 from paceline.gateway.event_ids import HEADER, EventId
-from paceline.gateway.exchange import DONE, JSON_HEADERS, STREAM_HEADERS, Exchange, to_json
-from paceline.gateway.merge import merged, until_disconnect
-from paceline.gateway.pieces import Ending, Event, Piece
+from paceline.gateway.fair_shares import Shares
+from paceline.gateway.http_response import DONE, JSON_HEADERS, STREAM_HEADERS, Exchange, to_json
+from paceline.gateway.merge_streams import merged, until_disconnect
 from paceline.gateway.request_trace import RequestTrace, traced_request
 from paceline.gateway.requests import SessionRequest
-from paceline.gateway.resume import Resumption
+from paceline.gateway.session_output import Ending, Event, Piece
 from paceline.gateway.sessions import Sessions
-from paceline.gateway.shares import Shares
+from paceline.gateway.take_over import Resumption
 from paceline.gateway.workers import Workers
 from paceline.obs.attributes import CHAT, TEXT_COMPLETION
 from paceline.obs.tracing import TRACEPARENT, Tracer

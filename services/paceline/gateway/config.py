@@ -43,7 +43,7 @@ class GatewayConfig:
     body_timeout_s: float = setting(30.0, help="Time for a body to arrive.", unit="s", low=0.1, high=3600)
     verifier_silence_s: float = setting(
         15.0,
-        # A verifier with nothing else to say gives a sign of life every second (`verifier/host.py`).
+        # A verifier with nothing else to say gives a sign of life every second (`verifier/verifier_host.py`).
         help="Longest silence of a verifier while it has a session, before the session goes on elsewhere.",
         unit="s",
         low=2.0,

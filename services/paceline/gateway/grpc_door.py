@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
 from paceline.gateway.callers import current_caller
-from paceline.gateway.exchange import SEND_TIMEOUT_S
+from paceline.gateway.fair_shares import RETRY_AFTER_S, Held, Shares
+from paceline.gateway.http_response import SEND_TIMEOUT_S
 from paceline.gateway.messages import check_message
-from paceline.gateway.shares import RETRY_AFTER_S, Held, Shares
 from paceline.interceptors import HEALTH_METHODS, behaviour_of, with_behaviour
 
 FIELD = "request"

@@ -20,8 +20,8 @@ from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
 from paceline.gateway.readiness import readiness, report
-from paceline.gateway.resume import Resumption
 from paceline.gateway.sessions import Sessions
+from paceline.gateway.take_over import Resumption
 from paceline.gateway.workers import Workers
 from paceline.obs.tracing import OFF, Tracer
 from paceline.supervision import Supervisor

@@ -25,10 +25,10 @@ from paceline.core.errors import (
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.gateway.ejection import Ejections
 from paceline.gateway.fleet import Fleet
+from paceline.gateway.full_verifiers import ToldFull
 from paceline.gateway.records import SessionTrail
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.routing import Router
-from paceline.gateway.told_full import ToldFull
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
 from paceline.obs import attributes as names
 from paceline.obs.tracing import OFF, Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from paceline.core.params import MAX_SEED, SamplingParams
-from paceline.gateway.pieces import Ending, Event
 from paceline.gateway.requests import SessionRequest
+from paceline.gateway.session_output import Ending, Event
 from paceline.obs import attributes as names
 from paceline.obs.tracing import Attributes, Span, Tracer, ended, fail, start_span
 

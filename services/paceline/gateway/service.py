@@ -26,18 +26,18 @@ from paceline.gateway.config import GatewayConfig
 from paceline.gateway.connection import BoundedConnection, Connections
 from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.console.frames import OwnCounts
-from paceline.gateway.doors import DoorTls, guard, load_door_tls
+from paceline.gateway.door_access import DoorTls, guard, load_door_tls
+from paceline.gateway.fair_shares import Shares
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.grpc_door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
 from paceline.gateway.http import create_app
 from paceline.gateway.placing import Placer
 from paceline.gateway.readiness import readiness
 from paceline.gateway.records import RecordWriter
-from paceline.gateway.resume import Resumption
 from paceline.gateway.routing import Router
 from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.sessions import Sessions
-from paceline.gateway.shares import Shares
+from paceline.gateway.take_over import Resumption
 from paceline.gateway.text import TextCodec
 from paceline.gateway.verifier_client import VerifierClient
 from paceline.gateway.workers import Workers
@@ -46,7 +46,7 @@ from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
 from paceline.rpc.v1 import gateway_pb2_grpc
-from paceline.serving import GrpcServer, start_grpc_server
+from paceline.service_process import GrpcServer, start_grpc_server
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
 from paceline.store.probe import Probe

@@ -15,7 +15,6 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.callers import current_caller
 from paceline.gateway.completions import MAX_INLINE_BYTES
 from paceline.gateway.fleet import Fleet
-from paceline.gateway.pieces import Ending, Piece
 from paceline.gateway.request_trace import RequestTrace, traced_request
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
@@ -28,8 +27,9 @@ from paceline.gateway.requests import (
     new_seed,
     room_for_output,
 )
-from paceline.gateway.resume import Resumption
+from paceline.gateway.session_output import Ending, Piece
 from paceline.gateway.sessions import Sessions
+from paceline.gateway.take_over import Resumption
 from paceline.gateway.workers import Workers
 from paceline.obs.attributes import OFFSET, TEXT_COMPLETION
 from paceline.obs.tracing import OFF, Tracer, incoming

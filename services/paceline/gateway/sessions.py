@@ -20,10 +20,10 @@ from paceline.gateway.callers import Caller
 from paceline.gateway.fairness import fits
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.known_tokens import KnownTokens
-from paceline.gateway.pieces import Ending, Event, Piece
 from paceline.gateway.placing import Placer
 from paceline.gateway.records import RecordWriter, SessionTrail
 from paceline.gateway.requests import ServedModel, SessionRequest
+from paceline.gateway.session_output import Ending, Event, Piece
 from paceline.gateway.stopwatch import Stopwatch
 from paceline.gateway.text_stream import TextStream
 from paceline.gateway.verifier_client import VerifierClient

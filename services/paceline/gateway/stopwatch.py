@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self
 
-from paceline.gateway.pieces import Ending
+from paceline.gateway.session_output import Ending
 from paceline.obs.metrics import GatewayMetrics
 
 

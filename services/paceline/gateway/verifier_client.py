@@ -17,7 +17,7 @@ from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.credentials import FleetTls, channel
 from paceline.obs.tracing import TRACEPARENT
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
-from paceline.serving import CHANNEL_OPTIONS, TAKEN
+from paceline.service_process import CHANNEL_OPTIONS, TAKEN
 from paceline.status import error_from_rpc
 from paceline.wire import committed_from_pb, generate_request_to_pb
 

@@ -12,7 +12,7 @@ from contextvars import copy_context
 from typing import Self, TypeVar
 
 from paceline.gateway.callers import current_caller
-from paceline.gateway.shares import Shares
+from paceline.gateway.fair_shares import Shares
 
 NUM_THREADS = 2
 MAX_JOBS = 64

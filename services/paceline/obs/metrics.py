@@ -105,7 +105,7 @@ class VerifierMetrics:
             "paceline:gamma", "Draft tokens verified per session and step.", buckets=GAMMA_BUCKETS
         )
         self.price = meter.gauge("paceline:price", "Least survival worth verifying at this load.")
-        # What the allocator starts from: nothing is drafted yet.
+        # What the policy starts from: nothing is drafted yet.
         self.price.set(1.0)
         self.step = _step_seconds(meter, "Time of one forward step.")
         self.draft_round_trip = meter.histogram(

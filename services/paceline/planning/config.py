@@ -10,7 +10,7 @@ from paceline.config import setting
 from paceline.core.errors import ConfigError
 
 DESCRIPTION = """Says how many verifiers and drafters a load needs, and what that costs.
-It simulates fleets with the very allocator, trees and waiting rules of the services, on step times and guesses from a
+It simulates fleets with the very policy, trees and waiting rules of the services, on step times and guesses from a
 profile, and prints the cheapest mix of verifiers and drafters that meets the goals beside fleets of as many GPUs
 without speculation and with the drafter inside the verifier.
 Example: paceline plan --profile 8b+1b@h100+a100 --rate 100 --slo-ttft-ms 1000 --slo-itl-ms 20.

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.core.allocator import Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftPlan
 from paceline.core.drafted_session import DraftedSession
 from paceline.core.messages import DraftNodes, ToDrafter
 from paceline.core.pairing import KnownDrafter, Pairing
 from paceline.core.params import DRAFT_MODEL
-from paceline.core.step_cost import KNOTS, StepCost, StepTimes
 from paceline.core.step_plan import StepPlan
+from paceline.core.step_time import KNOTS, StepCost, StepTimes
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Act, Events
 from paceline.planning.profile import DeviceFacts, DrafterFacts, Profile
@@ -112,14 +112,14 @@ class VerifierProcess:
         self._drafters = {drafter.address: drafter for drafter in drafters}
         self._pairing = Pairing()
         self._on_end = on_end
-        allocator = Goodput(max_nodes=profile.most_nodes)
+        policy = Goodput(max_nodes=profile.most_nodes)
         # A co-located drafter's time is its own, not a share of the verifier's.
         overhead = 0.0 if colocated else profile.drafting_overhead
         plain = starting_cost(profile.target)
-        allocator.times = StepTimes(plain, plain.scaled(1.0 + overhead))
+        policy.times = StepTimes(plain, plain.scaled(1.0 + overhead))
         addresses = (OWN,) if colocated else tuple(self._drafters)
         self.verifier = SimulatedVerifier(
-            profile.target, allocator, overhead=overhead, drafters=addresses, on_end=self._ended
+            profile.target, policy, overhead=overhead, drafters=addresses, on_end=self._ended
         )
         self._inbox: list[Act] = []
         self._busy = False

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError
-from paceline.core.step_cost import StepCost
+from paceline.core.step_time import StepCost
 from paceline.json_file import read_object
 from paceline.planning.guesses import DrawnGuesses, GuessSource, RecordedGuesses, RecordedPlace
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline.core.errors import ConfigError
-from paceline.core.step_cost import StepCost
+from paceline.core.step_time import StepCost
 from paceline.planning.guesses import DrawnGuesses
 from paceline.planning.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.allocator import Allocator
 from paceline.core.calibration import Calibration, Calibrations
+from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import DraftNodes, GenerateRequest, ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
@@ -14,8 +14,8 @@ from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.rules import Verdict
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_cost import StepMode
 from paceline.core.step_plan import Part, StepPlan
+from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import Node, walk
 from paceline.planning.guesses import RIGHT, STRIDE
@@ -89,7 +89,7 @@ class SimulatedVerifier:
 
     Args:
         facts: Of the target on its device.
-        allocator: The policy of `core` that picks nodes and sets the price.
+        policy: The policy of `core` that picks nodes and sets the price.
         overhead: Share by which steps take longer while drafters work.
         drafters: Addresses of those that are up.
         on_end: Told of every session that has all its tokens.
@@ -98,13 +98,13 @@ class SimulatedVerifier:
     def __init__(
         self,
         facts: DeviceFacts,
-        allocator: Allocator,
+        policy: DraftPolicy,
         *,
         overhead: float,
         drafters: tuple[str, ...],
         on_end: Callable[[SimulatedSession], None],
     ) -> None:
-        self.allocator = allocator
+        self.policy = policy
         self._on_end = on_end
         self._facts = facts
         self._overhead = overhead
@@ -118,7 +118,7 @@ class SimulatedVerifier:
             pool=self._pool,
             scratch=SlotPool(first_block=0, num_blocks=1 + facts.max_rows // BLOCK_SIZE),
             limits=limits,
-            allocator=allocator,
+            policy=policy,
             tier=DrafterTier(STRIDE),
         )
         self._calibrations = {address: Calibration() for address in drafters}
@@ -128,7 +128,7 @@ class SimulatedVerifier:
     def submit(self, asked: Asked, drafter: str, now_s: float) -> None:
         """A request arrives, with the address of its drafter, if it has one."""
         calibration = self._calibrations[drafter] if drafter else Calibration()
-        price = self.allocator.price
+        price = self.policy.price
         self.scheduler.submit(SimulatedSession(asked, drafter, self._pool, calibration, now_s=now_s, price=price))
 
     def receive(self, address: str, messages: Sequence[DraftNodes], arrived_s: float) -> None:

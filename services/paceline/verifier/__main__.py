@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, GenerateRequest, ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
-from paceline.core.step_cost import StepMode
+from paceline.core.step_time import StepMode
 from paceline.core.target_events import Submit, TargetLimits
 from paceline.credentials import load_tls
 from paceline.drafting.checkpoint import DraftCheckpoint
@@ -31,19 +31,19 @@ from paceline.engine.loading import load_decoder
 from paceline.engine.process import StepThreads, prepare_process
 from paceline.engine.ranks import Ranks
 from paceline.engine.target import TargetEngine
-from paceline.hosting import log_memory, serve_model, traces_of
+from paceline.model_service import log_memory, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import verifier_pb2_grpc
-from paceline.serving import run
+from paceline.service_process import run
 from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
-from paceline.verifier.host import TargetHost
 from paceline.verifier.learned import learned_file
 from paceline.verifier.make_sources import make_sources
 from paceline.verifier.ranks import Join, other_ranks
 from paceline.verifier.servicer import VerifierServicer
+from paceline.verifier.verifier_host import TargetHost
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ def make_target_engine(
 ) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
     decoder = load_decoder(config.model, config.dtype, config.device, config.threads, ranks)
-    allocator = speculation.allocator()
+    policy = speculation.draft_policy()
     engine = TargetEngine(
         decoder=decoder,
         identity=identity,
@@ -180,7 +180,7 @@ def make_target_engine(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=identity.context_len,
         ),
-        allocator=allocator,
+        policy=policy,
         clock=time.monotonic,
         sources=make_sources(speculation, decoder),
         rules=speculation.rules,
@@ -190,7 +190,7 @@ def make_target_engine(
     warm_up(engine)
     plain, drafting = engine.profile(StepMode.PLAIN), engine.profile(StepMode.DRAFTING)
     _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))
-    allocator.start_from(plain, drafting)
+    policy.start_from(plain, drafting)
     learned_file(config, identity, os.environ).give_to(engine)
     logger.info(
         "model is ready",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import check_address, from_mapping, setting
-from paceline.core.allocator import Allocator, FixedGamma, Goodput
+from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
     ACCEPTANCE_RULES,
@@ -23,8 +23,8 @@ from paceline.core.params import (
 )
 from paceline.core.rules import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules, Typical
 from paceline.engine.ranks import SILENCE_S
-from paceline.hosting import ModelServiceConfig
 from paceline.json_file import parse_object
+from paceline.model_service import ModelServiceConfig
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 GOODPUT, FIXED = "goodput", "fixed"
@@ -179,8 +179,8 @@ class Speculation:
         """Layers of the target that draft, ascending; empty for as many first ones as are the default."""
         return tuple(range(self.exit_layer or 0)) or self.layers or ()
 
-    def allocator(self) -> Allocator:
-        """Returns a new allocator of the policy."""
+    def draft_policy(self) -> DraftPolicy:
+        """A new one, which has learned nothing."""
         gamma = self.num_speculative_tokens
         return FixedGamma(gamma=gamma) if self.policy == FIXED else Goodput(max_nodes=gamma)
 

@@ -17,7 +17,7 @@ from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import DRAFTER, ModelIdentity, ToDrafter, ToVerifier
 from paceline.credentials import FleetTls, channel
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
-from paceline.serving import CHANNEL_OPTIONS
+from paceline.service_process import CHANNEL_OPTIONS
 from paceline.wire import draft_request_to_pb, draft_response_from_pb, in_parts
 
 logger = logging.getLogger(__name__)

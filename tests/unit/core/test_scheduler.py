@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from paceline.core.allocator import Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.messages import CloseSession, Commit, FinishReason, LaggingSession, OpenSession
 from paceline.core.rules import Verdict
 from paceline.core.scheduled_session import ScheduledSession
-from paceline.core.step_cost import StepCost, StepMode, StepTimes
-from paceline.core.turns import HEARD_S
+from paceline.core.step_time import StepCost, StepMode, StepTimes
+from paceline.core.suspects_turn import HEARD_S
 from tests.support.loops import DRAFTER, Policy, VerifierLoop, text
 
 

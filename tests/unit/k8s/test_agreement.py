@@ -13,7 +13,7 @@ from paceline.cluster.drain import DrainConfig
 from paceline.config import load
 from paceline.gateway.access import OPEN_PATHS
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
-from paceline.serving import LIVENESS
+from paceline.service_process import LIVENESS
 from paceline.verifier.config import speculation_from
 from tests.unit.k8s.chart import CHART, K8S, RELEASE, TIERS, Rendered, component
 from tests.unit.k8s.settings import CONFIG_OF, DRAIN_VARIABLES, MANAGED, known_variables, names

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loadtest.gains import best_gamma, expected_tokens, goodput, speed_up
 
 from paceline.core.errors import ConfigError
-from paceline.core.step_cost import DEFAULT_STEP_COST
+from paceline.core.step_time import DEFAULT_STEP_COST
 
 PAGE = Path(__file__).parents[3] / "docs" / "gains.md"
 COST_RATIO = 0.07

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.step_cost import StepCost
+from paceline.core.step_time import StepCost
 from paceline.planning.guesses import DrawnGuesses, GuessSource, Ranked
 from paceline.planning.profile import MEASURED, DeviceFacts, DrafterFacts, Profile
 

@@ -8,11 +8,11 @@ import pytest
 from loadtest.closedloop import simulated_loop
 
 from paceline.arrivals import Arrival
-from paceline.core.allocator import Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftScheduler
 from paceline.core.errors import ConfigError
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_cost import StepCost
+from paceline.core.step_time import StepCost
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
 from paceline.planning.processes import VerifierProcess
@@ -121,11 +121,11 @@ def test_schedulers_and_policy_are_those_of_core() -> None:
     facts = profile()
     process = VerifierProcess(facts, Events(0), colocated=False, on_end=lambda _: None)
     assert type(process.verifier.scheduler) is Scheduler
-    assert type(process.verifier.allocator) is Goodput
+    assert type(process.verifier.policy) is Goodput
     assert type(SimulatedDrafter(facts.drafter, facts.truth).scheduler) is DraftScheduler
 
 
-def test_the_allocator_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Goodput, "_ranked", lambda *_: [])
     outcome = simulated_loop(profile(SureGuesses(right=True)), TIER, equal(2), streams=1)
     assert outcome.gamma == 0.0

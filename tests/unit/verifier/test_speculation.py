@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from paceline.core.allocator import FixedGamma, Goodput
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import LAYER_SKIP, MEDUSA
 from paceline.engine.loading import load_decoder
@@ -29,7 +29,7 @@ def asked(**settings) -> Speculation:
 def test_nothing_asked_for_is_the_drafter_tier_and_look_up():
     speculation = asked()
     assert speculation.methods == ("draft_model", "ngram")
-    assert isinstance(speculation.allocator(), Goodput)
+    assert isinstance(speculation.draft_policy(), Goodput)
     assert speculation.first_layers == ()
 
 
@@ -38,7 +38,7 @@ def test_everything_may_be_asked_for():
     assert speculation.methods == ("ngram", MEDUSA, LAYER_SKIP)
     assert str(speculation.medusa_model) == "/heads"
     assert speculation.first_layers == (0, 1, 2)
-    assert isinstance(speculation.allocator(), FixedGamma)
+    assert isinstance(speculation.draft_policy(), FixedGamma)
     assert asked(layers=[0, 2, 5]).first_layers == (0, 2, 5)
     assert str(asked(method="eagle3+ngram", eagle3_model="/head").eagle3_model) == "/head"
 

@@ -18,7 +18,7 @@ from paceline.cluster.spec import gateway_scheme
 from paceline.config import parse, setting
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY
-from paceline.serving import run
+from paceline.service_process import run
 
 PROG = "paceline up"
 DESCRIPTION = (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.allocator import FixedGamma
+from paceline.core.draft_policy import FixedGamma
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
 from paceline.engine.backends.torch.graphs import Unrecorded
@@ -214,7 +214,7 @@ def generate_pair(folder, monkeypatch, *, static: bool):
             "load_decoder",
             lambda path, *_: TinyModel(folder=path, oracle=None).load_torch(static=True, capture=tape),
         )
-    pair = engines.EnginePair(*save_pair(folder), allocator=FixedGamma(gamma=5))
+    pair = engines.EnginePair(*save_pair(folder), policy=FixedGamma(gamma=5))
     for index in range(4):
         prompt = [3 + index, *range(40, 40 + 20 * index), 7]
         pair.submit(str(index), prompt, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))

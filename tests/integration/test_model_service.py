@@ -12,14 +12,14 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from paceline import hosting
+from paceline import model_service
 from paceline.cluster.health import grpc_health
 from paceline.cluster.valkey import free_port
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.credentials import PROBE, FleetTls, channel
 from paceline.dev_ca import make_certificates
 from paceline.drafter.config import DrafterConfig
-from paceline.hosting import serve_model
+from paceline.model_service import serve_model
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 
@@ -54,7 +54,7 @@ async def announced_drafter(
 ) -> AsyncIterator[Replica]:
     """A drafter without a model; yields what the registry says of it."""
     store = MemoryStore()
-    monkeypatch.setattr(hosting, "open_store", lambda url: store)
+    monkeypatch.setattr(model_service, "open_store", lambda url: store)
     config = DrafterConfig(model=Path("unused"), port=0, metrics_port=0, announce=announce, health_port=health_port)
     serving = asyncio.create_task(
         serve_model(

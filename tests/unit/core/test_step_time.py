@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.core.step_cost import KNOTS, MOST_ROWS, StepCost, StepMode, StepTimes
+from paceline.core.step_time import KNOTS, MOST_ROWS, StepCost, StepMode, StepTimes
 
 PROFILE = StepCost(rows=(1, 128), seconds=(0.010, 0.137))
 PLAIN, DRAFTING = StepMode.PLAIN, StepMode.DRAFTING

@@ -1,4 +1,4 @@
-"""The allocator against brute force, and the policies built on it."""
+"""The policy against brute force, and the policies built on it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.allocator import FixedGamma, Goodput
 from paceline.core.demand import Demand
+from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.drafter_worth import LEAST_SURVIVAL
 from paceline.core.drafting_switch import JUDGE_EVERY
 from paceline.core.errors import ConfigError
 from paceline.core.link import Drafter
 from paceline.core.messages import NodeGuess
-from paceline.core.patience import Prospect, prospect
-from paceline.core.step_cost import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
+from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.survivals import MOST_LOOKS, Record, SessionSurvivals, UsualSurvivals
 from paceline.core.tree import DraftTree
+from paceline.core.wait_for_drafts import Prospect, prospect
 
 FLAT = StepCost(rows=(1, 1000), seconds=(1.0, 1.0))
 LINEAR = StepCost(rows=(1, 1000), seconds=(1.0, 1000.0))
@@ -64,9 +64,9 @@ def test_when_rows_are_free_everything_is_verified_and_the_price_is_the_least():
 @pytest.mark.parametrize("other_rows", [0, 100, MOST_ROWS])
 def test_guesses_end_where_steps_are_no_longer_learned_and_a_prompt_takes_none_away(other_rows):
     demands = [Demand(tree=tree_of(CHAIN), cap=64, usual=SessionSurvivals()) for _ in range(200)]
-    allocator = Goodput(StepTimes(FLAT))
+    policy = Goodput(StepTimes(FLAT))
     for _ in range(3):
-        allocation = allocator.allocate(demands, other_rows=other_rows)
+        allocation = policy.allocate(demands, other_rows=other_rows)
         num_nodes = sum(map(len, allocation.nodes))
         assert num_nodes == MOST_ROWS - 200
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.allocator import Goodput
+from paceline.core.draft_policy import Goodput
 from paceline.core.goodput import EXPLORATION, num_tried
 from paceline.core.messages import NodeGuess
-from paceline.core.mixture import (
+from paceline.core.source_record import (
     FIRST_GAIN,
     LEFT_ALONE,
     UNCOUNTED_CALLS,

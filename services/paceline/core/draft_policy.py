@@ -20,9 +20,9 @@ from paceline.core.demand import Demand
 from paceline.core.drafter_worth import LEAST_SURVIVAL, DrafterWorth, best_nodes, price_of_last
 from paceline.core.drafting_switch import Drafting
 from paceline.core.goodput import best_prefix, is_worth
-from paceline.core.patience import Prospect
-from paceline.core.step_cost import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
+from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.tree import Node, best_first
+from paceline.core.wait_for_drafts import Prospect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Allocation:
     price: float
 
 
-class Allocator(Protocol):
+class DraftPolicy(Protocol):
     """Policy that picks the nodes of a step."""
 
     @property
@@ -115,47 +115,47 @@ class FixedGamma:
 
     @property
     def max_nodes(self) -> int:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         return self.gamma
 
     @property
     def price(self) -> float:
-        """See `Allocator`; 0 unless gamma is."""
+        """See `DraftPolicy`; 0 unless gamma is."""
         return 0.0 if self.gamma else 1.0
 
     @property
     def least_survival(self) -> float:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         return self.price
 
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
-        """See `Allocator`; of no use here."""
+        """See `DraftPolicy`; of no use here."""
 
     def learned(self) -> dict[str, list[float]]:
-        """See `Allocator`; nothing."""
+        """See `DraftPolicy`; nothing."""
         return {}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
-        """See `Allocator`; nothing to take over."""
+        """See `DraftPolicy`; nothing to take over."""
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         del other_rows, joining
         chosen = tuple(tuple(best_first(each.tree, min(self.gamma, each.cap))) for each in demands)
         return Allocation(nodes=chosen, prices=(self.price,) * len(demands), price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
-        """See `Allocator`; nothing to learn."""
+        """See `DraftPolicy`; nothing to learn."""
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
-        """See `Allocator`; waits until every session has its nodes, or they are overdue."""
+        """See `DraftPolicy`; waits until every session has its nodes, or they are overdue."""
         del wait_s, step_s
         return any(each.gain for each in prospects)
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
-        """See `Allocator`; all of them."""
+        """See `DraftPolicy`; all of them."""
         del expected, step_s, call_s
         return len(gains)
 
@@ -176,26 +176,26 @@ class Goodput:
 
     @property
     def price(self) -> float:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         return self.drafters.price if self.drafters.switch.drafting is Drafting.ALL else 1.0
 
     def start_from(self, plain: StepCost, drafting: StepCost) -> None:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         self.times = StepTimes(plain, drafting)
 
     def learned(self) -> dict[str, list[float]]:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         in_hand, own = self.drafters.in_hand.learned(), self.drafters.own.learned()
         return {"step_times": self.times.learned(), "in_hand": in_hand, "own": own}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         self.times.resume(learned["step_times"])
         self.drafters.in_hand.resume(learned["in_hand"])
         self.drafters.own.resume(learned["own"])
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         rows = len(demands) + other_rows
         # Prefill gives way to guesses within the step's bound, so only roots count beside them.
         ranked = self._ranked(demands)[: max(0, MOST_ROWS - len(demands))]
@@ -213,19 +213,19 @@ class Goodput:
         return Allocation(nodes=tuple(map(tuple, chosen)), prices=prices, price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
-        """See `Allocator`."""
+        """See `DraftPolicy`."""
         self.times.observe(rows=rows, guesses=guesses, mode=mode, seconds=seconds, mixed=mixed)
         self.drafters.switch.observe(seconds)
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
-        """See `Allocator`; the same objective, applied to time."""
+        """See `DraftPolicy`; the same objective, applied to time."""
         gain, expected = sum(each.gain for each in prospects), sum(each.expected for each in prospects)
         return is_worth(gain, expected, cost_s=wait_s, step_s=step_s)
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
-        """See `Allocator`; the same objective, applied to the time of a call."""
+        """See `DraftPolicy`; the same objective, applied to the time of a call."""
         seconds = [step_s, *(step_s + call_s(count) for count in range(1, len(gains) + 1))]
         return best_prefix(expected, gains, seconds).count
 

@@ -31,7 +31,7 @@ from paceline.obs.families import tell_replica
 from paceline.obs.metrics import metrics_server
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
-from paceline.serving import GrpcServer, settle_heap, start_grpc_server, until_stopped
+from paceline.service_process import GrpcServer, settle_heap, start_grpc_server, until_stopped
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, require
 from paceline.store.opening import open_store
