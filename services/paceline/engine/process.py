@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -13,6 +16,11 @@ from paceline.core.step_time import StepMode
 
 # The event loop and the engine thread share one interpreter; the default of 5 ms is half a step.
 SWITCH_INTERVAL_S = 0.0005
+PROC_STAT = Path("/proc/stat")
+# A CPU is quiet that works for a fifth of so many seconds at most.
+QUIET_S, MOST_BUSY = 0.1, 0.2
+
+Sleep = Callable[[float], None]
 
 
 def prepare_process(cpus: str, *, spare_cpus: str = "") -> None:
@@ -47,6 +55,37 @@ def yield_cpus() -> None:
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
             os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+
+
+def until_quiet(
+    cpus: Collection[int], *, most_s: float, read: Callable[[], str] = PROC_STAT.read_text, sleep: Sleep = time.sleep
+) -> bool:
+    """Waits until these CPUs do next to nothing; what is measured beside a process that is loading misleads.
+
+    Args:
+        cpus: Their numbers.
+        most_s: Longest wait, in seconds.
+        read: The kernel's counts, as /proc/stat has them.
+        sleep: Waits for so many seconds.
+
+    Returns:
+        Whether they became quiet in time.
+    """
+    busy = _busy_ticks(read(), cpus)
+    for _ in range(round(most_s / QUIET_S)):
+        sleep(QUIET_S)
+        before, busy = busy, _busy_ticks(read(), cpus)
+        if busy - before <= MOST_BUSY * QUIET_S * os.sysconf("SC_CLK_TCK"):
+            return True
+    return False
+
+
+def _busy_ticks(stat: str, cpus: Collection[int]) -> int:
+    """Ticks that these CPUs have worked for, all together."""
+    names = {f"cpu{number}" for number in cpus}
+    counts = [line.split() for line in stat.splitlines()]
+    # user nice system idle iowait irq softirq ...
+    return sum(sum(map(int, (*each[1:4], *each[6:8]))) for each in counts if each and each[0] in names)
 
 
 class StepThreads:

@@ -28,7 +28,7 @@ from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
-from paceline.engine.process import StepThreads, prepare_process
+from paceline.engine.process import StepThreads, parse_cpus, prepare_process, until_quiet
 from paceline.engine.ranks import Ranks
 from paceline.engine.target import TargetEngine
 from paceline.model_service import log_memory, serve_model, traces_of
@@ -48,6 +48,8 @@ from paceline.verifier.verifier_host import TargetHost
 logger = logging.getLogger(__name__)
 
 PROG = "paceline verifier"
+# Drafters that load meanwhile get so many seconds before their CPUs are measured.
+QUIET_MOST_S = 10.0
 # The bound on an engine's silence holds so many full steps.
 LEAST_STEPS = 2
 
@@ -188,7 +190,10 @@ def make_target_engine(
     )
     decoder.prepare(config.max_num_batched_tokens)
     warm_up(engine)
-    plain, drafting = engine.profile(StepMode.PLAIN), engine.profile(StepMode.DRAFTING)
+    drafting = engine.profile(StepMode.DRAFTING)
+    if config.spare_cpus and not until_quiet(parse_cpus(config.spare_cpus), most_s=QUIET_MOST_S):
+        logger.warning("the spare CPUs are busy; plain steps may be taken for slower than they are")
+    plain = engine.profile(StepMode.PLAIN)
     _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))
     policy.start_from(plain, drafting)
     learned_file(config, identity, os.environ).give_to(engine)

@@ -1,12 +1,15 @@
-"""A process that yields its CPUs, in a process of its own."""
+"""A process that yields its CPUs, in a process of its own, and one that waits for quiet ones."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+
+from paceline.engine.process import PROC_STAT, QUIET_S, _busy_ticks, until_quiet
 
 SCRIPT = """
 import os, threading
@@ -38,3 +41,33 @@ over.set()
 def test_all_threads_yield_those_that_run_and_those_to_come():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["False", "True", "True"]
+
+
+def waited_for(*busy: int, most_s: float = 1.0) -> tuple[bool, float]:
+    """Whether CPU 1 became quiet, and after how many seconds, when it has worked for so many ticks at each look."""
+    looks = iter(busy)
+    slept: list[float] = []
+
+    def read() -> str:
+        ticks = next(looks)
+        return f"cpu {900 * ticks} 0 0 0 0 0 0\ncpu0 {500 * ticks} 0 0 0 0 0 0\ncpu1 {ticks} 0 0 7 7 0 0\nintr 5\n"
+
+    return until_quiet({1}, most_s=most_s, read=read, sleep=slept.append), sum(slept)
+
+
+def test_a_cpu_is_waited_for_until_it_does_next_to_nothing():
+    assert waited_for(100, 110, 120, 121) == (True, pytest.approx(3 * QUIET_S))
+    assert waited_for(100, 100) == (True, pytest.approx(QUIET_S))
+
+
+def test_a_cpu_that_does_not_become_quiet_is_waited_for_so_long():
+    assert waited_for(*range(0, 1000, 9), most_s=0.5) == (False, pytest.approx(0.5))
+
+
+def test_this_machines_counts_can_be_read():
+    assert until_quiet({0}, most_s=QUIET_S) in (True, False)
+    before = _busy_ticks(PROC_STAT.read_text(), os.sched_getaffinity(0))
+    until = time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+    assert _busy_ticks(PROC_STAT.read_text(), os.sched_getaffinity(0)) > before
