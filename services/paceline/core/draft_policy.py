@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import Protocol
 
 from paceline.core.demand import Demand
-from paceline.core.drafter_worth import LEAST_SURVIVAL, DrafterWorth, best_nodes, price_of_last
+from paceline.core.drafter_worth import LEAST_SURVIVAL, DrafterWorth, Steps
 from paceline.core.drafting_switch import Drafting
 from paceline.core.goodput import best_prefix, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
@@ -196,12 +196,12 @@ class Goodput:
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `DraftPolicy`."""
-        rows = len(demands) + other_rows
         # Prefill gives way to guesses within the step's bound, so only roots count beside them.
         ranked = self._ranked(demands)[: max(0, MOST_ROWS - len(demands))]
         table = self.times.table(StepMode.DRAFTING if any(map(self.drafters.work_for, demands)) else StepMode.PLAIN)
-        best = best_nodes(table, len(demands), rows, [survival for survival, _, _ in ranked])
-        self.least_survival = price_of_last(best, table, rows)
+        step = Steps(table, len(demands), prefill_rows=other_rows)
+        best = step.best([survival for survival, _, _ in ranked])
+        self.least_survival = step.price(best)
         chosen: list[list[Node]] = [[] for _ in demands]
         for _, index, node in ranked[: best.count]:
             chosen[index].append(node)

@@ -8,8 +8,10 @@ steps with these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,13 +21,62 @@ from paceline.core.goodput import Best, Floats, best_prefix, num_tried
 from paceline.core.step_time import MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.survivals import SessionSurvivals, UsualSurvivals, first_survivals
 
+Numbers = TypeVar("Numbers", float, Floats)
+
 # Nodes less likely than this are left out even where kernels compute their rows anyway.
 LEAST_SURVIVAL = 0.05
 # Of drafters at work; 1 would send them to rest.
 MOST_PRICE = 0.99
-# Weight of a step in what steps are usually like: their rows of prompts, for one that reads a prompt says little about
-# those that follow, the share of drafters that have answered, and what a choice among trees is worth.
+# Weight of a step in what steps are usually like: whether they read prompts, and how many rows of them, the share of
+# drafters that have answered, and what a choice among trees is worth.
 SMOOTHING = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps over so many sessions, some of which read prompts besides.
+
+    Args:
+        table: Their times.
+        num_sessions: Roots in each.
+        reading: Share of the steps that read prompts.
+        prefill_rows: Rows of prompts in those.
+    """
+
+    table: StepCost
+    num_sessions: int
+    reading: float = 1.0
+    prefill_rows: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step without guesses."""
+        return self._mean(self.table.at)
+
+    def best(self, survivals: Sequence[float] | Floats) -> Best:
+        """How many of the guesses, best first, are worth verifying, and the goodput of a step with them."""
+        if not len(survivals):
+            # In most steps of drafters at rest, and arrays of one element take a hundredth of a small model's step.
+            return Best(0, self.num_sessions / self.seconds)
+        seconds = self._mean(lambda rows: self.table.with_guesses(rows, len(survivals)))
+        return best_prefix(self.num_sessions, survivals, seconds)
+
+    def price(self, best: Best) -> float:
+        """What the last of the best guesses costs in tokens: what is less likely is not worth a row.
+
+        The last, not the next: where times bend, the next row may cost ten times as much, and sessions that have less
+        in hand than usual have not come to it.
+        """
+        last = max(1, best.count) - 1
+        return max(LEAST_SURVIVAL, best.rate * self._mean(lambda rows: self.table.slope(rows + last)))
+
+    def _mean(self, of_rows: Callable[[int], Numbers]) -> Numbers:
+        """Of steps that read prompts and of those that do not: their mean rows would belong to no step at all."""
+        reads = of_rows(self.num_sessions + self.prefill_rows)
+        if self.reading == 1.0:
+            return reads
+        decodes = of_rows(self.num_sessions)
+        return decodes + self.reading * (reads - decodes) if self.reading else decodes
 
 
 class DrafterWorth:
@@ -49,7 +100,8 @@ class DrafterWorth:
         self._answered = 1.0
         # Gain of steps over that of what sessions usually have: at any time some have more, and get the rows.
         self._choice = 1.0
-        self._prefill_rows = 0.0
+        # Share of the steps that read prompts, and their rows of these.
+        self._reading, self._prefill_rows = 0.0, 0.0
 
     def work_for(self, demand: Demand) -> bool:
         """Whether a session's drafter is at work."""
@@ -76,7 +128,9 @@ class DrafterWorth:
             other_rows: Rows of prompts in it.
             joining: See `DraftPolicy.allocate`.
         """
-        self._prefill_rows += SMOOTHING * (other_rows - self._prefill_rows)
+        self._reading += SMOOTHING * ((other_rows > 0) - self._reading)
+        if other_rows:
+            self._prefill_rows += SMOOTHING * (other_rows - self._prefill_rows) if self._prefill_rows else other_rows
         drafted = [each for each in demands if each.is_drafted]
         num_sessions = len(demands) + len(joining)
         answered = any(each.answered for each in drafted)
@@ -110,45 +164,30 @@ class DrafterWorth:
         self, drafted: Sequence[SessionSurvivals], num_sessions: int, times: StepTimes, gain_now: float | None
     ) -> None:
         """For the steps to come, of so many sessions, some of them drafted for."""
-        rows, room = num_sessions + round(self._prefill_rows), max(0, MOST_ROWS - num_sessions)
+        room = max(0, MOST_ROWS - num_sessions)
         in_hand = self.in_hand.of_all([each.in_hand for each in drafted], round(len(drafted) * self._answered))[:room]
         own = self.own.of_all([each.own for each in drafted], len(drafted))[:room]
-        plain, drafting = times.table(StepMode.PLAIN), times.table(StepMode.DRAFTING)
-        without = best_nodes(plain, num_sessions, rows, own)
-        with_drafters = best_nodes(drafting, num_sessions, rows, in_hand)
+        plain, drafting = (self._usual_steps(times.table(mode), num_sessions) for mode in StepMode)
+        without, with_drafters = plain.best(own), drafting.best(in_hand)
         gain = with_drafters.rate / without.rate
         if gain_now is not None and self.switch.drafting is Drafting.ALL:
             self._choice += SMOOTHING * (gain_now / gain - self._choice)
         self.switch.judge(
             self._choice * gain,
-            most_gain=best_nodes(drafting, num_sessions, rows, np.ones_like(in_hand)).rate / without.rate,
-            slowdown=drafting.at(rows) / plain.at(rows),
+            most_gain=drafting.best(np.ones_like(in_hand)).rate / without.rate,
+            slowdown=drafting.seconds / plain.seconds,
             num_sessions=num_sessions,
         )
         # What is tried is drafted for as if it were worth verifying.
         tried = self.switch.drafting is Drafting.SOME
-        worth = price_of_last(without, plain, rows) if tried else price_of_last(with_drafters, drafting, rows)
-        self.price = min(MOST_PRICE, worth)
+        self.price = min(MOST_PRICE, plain.price(without) if tried else drafting.price(with_drafters))
 
-
-def best_nodes(table: StepCost, num_sessions: int, rows: int, survivals: Sequence[float] | Floats) -> Best:
-    """How many of the guesses, best first, a step of so many rows besides verifies, and its goodput."""
-    if not len(survivals):
-        # In most steps of drafters at rest, and arrays of one element take a hundredth of a small model's step.
-        return Best(0, num_sessions / table.at(rows))
-    return best_prefix(num_sessions, survivals, table.with_guesses(rows, len(survivals)))
-
-
-def price_of_last(best: Best, table: StepCost, rows: int) -> float:
-    """What the last of the best nodes costs in tokens: what is less likely is not worth a row.
-
-    The last, not the next: where times bend, the next row may cost ten times as much, and sessions that have less in
-    hand than usual have not come to it.
-    """
-    return max(LEAST_SURVIVAL, best.rate * table.slope(rows + max(1, best.count) - 1))
+    def _usual_steps(self, table: StepCost, num_sessions: int) -> Steps:
+        share = self._reading if self._reading > SMOOTHING else 0.0
+        return Steps(table, num_sessions, share, round(self._prefill_rows))
 
 
 def _own_rate(demands: Sequence[Demand], times: StepTimes) -> float:
     """Goodput that a step would have had without drafters."""
     own = sorted((survival for each in demands for survival in each.own[: each.cap]), reverse=True)
-    return best_nodes(times.table(StepMode.PLAIN), len(demands), len(demands), own).rate
+    return Steps(times.table(StepMode.PLAIN), len(demands)).best(own).rate
