@@ -193,6 +193,7 @@ class Goodput:
         self.times.resume(learned["step_times"])
         self.drafters.in_hand.resume(learned["in_hand"])
         self.drafters.own.resume(learned["own"])
+        self.drafters.switch.has_compared = True
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `DraftPolicy`."""

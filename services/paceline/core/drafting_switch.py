@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from paceline.core.goodput import may_try
 
-# Gain for which drafters at rest are called to work: two percent less would be lost to the call.
-WORTH_A_CALL = 1.03
+# Gain for which drafters at rest are called to work: two percent less would be lost to the call. And the one that is
+# asked for before steps of both kinds were seen under load, for what was measured at start may be off by so much.
+WORTH_A_CALL, WORTH_A_BLIND_CALL = 1.03, 1.25
 # Steps with answers that a trial takes, and drafters at work before a small loss ends it: one draft says little.
 LEAST_STEPS = 12
-# Steps of a rest in which drafters at work are compared with plain decoding.
-REST_STEPS = 4
+# Steps of a rest in which drafters at work are compared with plain decoding, and of work before the first one.
+REST_STEPS, FIRST_REST = 4, 64
 # Steps from one judgement to the next: to judge is half of what the controller costs a step.
 JUDGE_EVERY = 4
 # A load so many times the one that was judged, or that part of it, is another one, and is judged at once.
@@ -50,10 +51,12 @@ class DraftingSwitch:
 
     Attributes:
         drafting: Who does.
+        has_compared: Steps with drafters at work and without were seen under load, here or by a predecessor.
     """
 
     def __init__(self) -> None:
         self.drafting = Drafting.NOBODY
+        self.has_compared = False
         # Drafters rest for the sake of comparison only.
         self._compares = False
         # The first step is judged.
@@ -98,19 +101,22 @@ class DraftingSwitch:
             case Drafting.NOBODY:
                 self._judge_rest(gain, lost, load, may_pay=most_gain > WORTH_A_CALL)
             case Drafting.SOME if self._num_steps >= LEAST_STEPS:
+                self.has_compared = True
                 self._trial = self._ended(lost)
                 self._turn(Drafting.ALL if gain > WORTH_A_CALL else Drafting.NOBODY)
-            case Drafting.ALL if other and gain <= 1.0:
+            case Drafting.ALL if other and gain <= (1.0 if self.has_compared else WORTH_A_BLIND_CALL):
                 # They were not called for this load: it is not held against them.
                 self._turn(Drafting.NOBODY)
             case Drafting.ALL:
                 self._judge_work(gain, lost, load)
 
     def _judge_rest(self, gain: float, lost: float, load: int, *, may_pay: bool) -> None:
+        worth = WORTH_A_CALL if self.has_compared else WORTH_A_BLIND_CALL
         if self._compares:
             if self._num_steps >= REST_STEPS:
+                self.has_compared = True
                 self._turn(Drafting.ALL if gain > 1.0 else Drafting.NOBODY)
-        elif gain > WORTH_A_CALL and self._may_again(self._in_vain.get(load, Trial())):
+        elif gain > worth and self._may_again(self._in_vain.get(load, Trial())):
             self._turn(Drafting.ALL)
         elif may_pay and self._may_again(self._trial or Trial(cost_s=LEAST_STEPS * self._step_s * lost)):
             self._turn(Drafting.SOME)
@@ -121,8 +127,10 @@ class DraftingSwitch:
         if gain <= 1.0:
             self._in_vain[load] = self._ended(1.0 - gain, most_s=LEAST_STEPS * self._step_s)
             self._turn(Drafting.NOBODY)
+            return
         # The first steps after a rest are slow, and have no drafts yet.
-        elif self._may_again(Trial(self._since_s, REST_STEPS * self._step_s * (1.0 - 1.0 / gain + lost))):
+        rest = Trial(self._since_s, REST_STEPS * self._step_s * (1.0 - 1.0 / gain + lost))
+        if self._may_again(rest) or (self._num_steps >= FIRST_REST and not self.has_compared):
             self._turn(Drafting.NOBODY)
             self._compares = True
 

@@ -17,8 +17,8 @@ from paceline.core.step_time import StepMode
 # The event loop and the engine thread share one interpreter; the default of 5 ms is half a step.
 SWITCH_INTERVAL_S = 0.0005
 PROC_STAT = Path("/proc/stat")
-# A CPU is quiet that works for a fifth of so many seconds at most.
-QUIET_S, MOST_BUSY = 0.1, 0.2
+# A CPU is quiet that works for a tenth of so many seconds at most.
+QUIET_S, MOST_BUSY = 0.5, 0.1
 
 Sleep = Callable[[float], None]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.drafting_switch import (
+    FIRST_REST,
     JUDGE_EVERY,
     LEAST_STEPS,
     OTHER_LOAD,
     REST_STEPS,
+    WORTH_A_BLIND_CALL,
     WORTH_A_CALL,
     Drafting,
     DraftingSwitch,
@@ -24,8 +26,11 @@ TRIAL_S = LEAST_STEPS * STEP_S * (1.0 - 1.0 / SLOWDOWN)
 class Play:
     """Steps of a verifier whose drafters answer at once; remembers who drafted in each."""
 
-    def __init__(self, gain: float, *, most_gain: float = 9.0, slowdown: float = SLOWDOWN) -> None:
+    def __init__(
+        self, gain: float, *, most_gain: float = 9.0, slowdown: float = SLOWDOWN, has_compared: bool = True
+    ) -> None:
         self.switch = DraftingSwitch()
+        self.switch.has_compared = has_compared
         self.gain, self.most_gain, self.slowdown = gain, most_gain, slowdown
         self.drafting: list[Drafting] = []
 
@@ -42,11 +47,21 @@ class Play:
 
 
 def test_a_fleet_that_knows_nothing_goes_to_work_at_once_where_modest_guesses_are_worth_it():
-    assert Play(1.5).steps(3) == [Drafting.NOBODY, Drafting.ALL, Drafting.ALL]
+    assert Play(1.5, has_compared=False).steps(3) == [Drafting.NOBODY, Drafting.ALL, Drafting.ALL]
+
+
+def test_before_both_kinds_of_steps_were_seen_a_call_needs_a_clear_gain():
+    gain = (WORTH_A_CALL + WORTH_A_BLIND_CALL) / 2
+    blind, knowing = Play(gain, has_compared=False), Play(gain)
+    assert Drafting.ALL not in blind.steps(3)
+    assert knowing.steps(3)[-1] is Drafting.ALL
+    for play, drafting in ((blind, Drafting.NOBODY), (knowing, Drafting.ALL)):
+        play.steps(3, num_sessions=1, gain=2.0)
+        assert play.steps(3, num_sessions=8, gain=gain)[-1] is drafting, "a call for one stream was none for eight"
 
 
 def test_under_load_a_new_fleet_decodes_plainly_until_a_trial_costs_a_small_share_of_its_time():
-    play = Play(0.9)
+    play = Play(0.9, has_compared=False)
     steps = play.steps(int(TRIAL_S / EXPLORATION / STEP_S) - JUDGE_EVERY)
     assert set(steps) == {Drafting.NOBODY}
     after = play.steps(3 * JUDGE_EVERY)
@@ -102,6 +117,14 @@ def test_drafters_at_work_rest_for_a_comparison_now_and_then(gain):
     assert steps[rests[0] : rests[0] + REST_STEPS] == [Drafting.NOBODY] * REST_STEPS
     assert steps[rests[0] + REST_STEPS] is Drafting.ALL
     assert len(rests) / len(steps) * (1.0 - 1.0 / gain) < EXPLORATION
+
+
+def test_the_first_comparison_comes_soon():
+    play = Play(2.0, has_compared=False)
+    steps = play.steps(FIRST_REST + 3 * JUDGE_EVERY)
+    assert steps[3:].count(Drafting.NOBODY) == REST_STEPS
+    assert play.switch.has_compared
+    assert Drafting.NOBODY not in play.steps(FIRST_REST + 3 * JUDGE_EVERY), "the next one follows the rule"
 
 
 def test_drafters_that_work_for_few_are_judged_at_once_when_many_come():

@@ -43,7 +43,7 @@ def test_all_threads_yield_those_that_run_and_those_to_come():
     assert done.stdout.split() == ["False", "True", "True"]
 
 
-def waited_for(*busy: int, most_s: float = 1.0) -> tuple[bool, float]:
+def waited_for(*busy: int, most_s: float = 5.0) -> tuple[bool, float]:
     """Whether CPU 1 became quiet, and after how many seconds, when it has worked for so many ticks at each look."""
     looks = iter(busy)
     slept: list[float] = []
@@ -56,12 +56,12 @@ def waited_for(*busy: int, most_s: float = 1.0) -> tuple[bool, float]:
 
 
 def test_a_cpu_is_waited_for_until_it_does_next_to_nothing():
-    assert waited_for(100, 110, 120, 121) == (True, pytest.approx(3 * QUIET_S))
+    assert waited_for(100, 150, 200, 205) == (True, pytest.approx(3 * QUIET_S))
     assert waited_for(100, 100) == (True, pytest.approx(QUIET_S))
 
 
 def test_a_cpu_that_does_not_become_quiet_is_waited_for_so_long():
-    assert waited_for(*range(0, 1000, 9), most_s=0.5) == (False, pytest.approx(0.5))
+    assert waited_for(*range(0, 1000, 9), most_s=2.0) == (False, pytest.approx(2.0))
 
 
 def test_this_machines_counts_can_be_read():
