@@ -174,9 +174,7 @@ async def _serve(
     )
     servicer = GatewayServicer(sessions, fleet, resumption, workers, tracer)
 
-    def follow_fleet() -> None:
-        metrics.registry_bad_entries.set(store.num_bad_entries)
-        _follow_fleet(metrics, fleet, sessions, placer, replica_id)
+    follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
 
     def ready() -> bool:
         return readiness(sessions, fleet, supervisor.failing).ready
@@ -195,7 +193,10 @@ async def _serve(
         await stop.wait()
 
 
-def _follow_fleet(metrics: GatewayMetrics, fleet: Fleet, sessions: Sessions, placer: Placer, replica_id: str) -> None:
+def _follow_fleet(
+    metrics: GatewayMetrics, store: Store, fleet: Fleet, sessions: Sessions, placer: Placer, replica_id: str
+) -> None:
+    metrics.registry_bad_entries.set(store.num_bad_entries)
     _count_fleet(metrics, fleet)
     sessions.drain(draining=fleet.is_draining(replica_id))
     placer.move_away()
