@@ -10,7 +10,7 @@ import pytest
 from paceline import model_service, supervision
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
-from tests.integration.test_hosting import announced_drafter
+from tests.integration.test_model_service import announced_drafter
 from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
 
 
