@@ -175,7 +175,8 @@ class DrafterWorth:
         self.switch.judge(
             self._choice * gain,
             most_gain=drafting.best(np.ones_like(in_hand)).rate / without.rate,
-            slowdown=drafting.seconds / plain.seconds,
+            plain_s=plain.seconds,
+            drafting_s=drafting.seconds,
             num_sessions=num_sessions,
         )
         # What is tried is drafted for as if it were worth verifying.

@@ -26,8 +26,6 @@ REST_STEPS, FIRST_REST = 4, 64
 JUDGE_EVERY = 4
 # A load so many times the one that was judged, or that part of it, is another one, and is judged at once.
 OTHER_LOAD = 2
-# Weight of a step in the usual time of one.
-SMOOTHING = 0.1
 
 
 class Drafting(enum.Enum):
@@ -62,8 +60,8 @@ class DraftingSwitch:
         # The first step is judged.
         self._num_steps = JUDGE_EVERY - 1
         self._num_sessions = 1
-        # Time of all steps, of the usual one, and when the present way began.
-        self._now_s = self._step_s = self._since_s = 0.0
+        # Time of all steps, and when the present way began.
+        self._now_s = self._since_s = 0.0
         self._trial: Trial | None = None
         # By load, in digits of the number of sessions: loads are alike within a factor of two.
         self._in_vain: dict[int, Trial] = {}
@@ -71,7 +69,6 @@ class DraftingSwitch:
     def observe(self, seconds: float) -> None:
         """A step took so long."""
         self._now_s += seconds
-        self._step_s += SMOOTHING * (seconds - self._step_s) if self._step_s else seconds
 
     def is_due(self, num_sessions: int, *, answered: bool) -> bool:
         """Counts a step in which so many sessions ran; whether to judge after it.
@@ -86,31 +83,32 @@ class DraftingSwitch:
         self._num_steps += 1
         return other or self.drafting is Drafting.SOME or self._num_steps % JUDGE_EVERY == 0
 
-    def judge(self, gain: float, *, most_gain: float, slowdown: float, num_sessions: int) -> None:
+    def judge(self, gain: float, *, most_gain: float, plain_s: float, drafting_s: float, num_sessions: int) -> None:
         """Decides who drafts from now on.
 
         Args:
             gain: Goodput with drafters at work over goodput without.
             most_gain: The same if every guess were sure to match: what cannot pay is not tried.
-            slowdown: Time of a step with drafters at work over that of a plain one, guesses apart.
+            plain_s: Time of a plain step.
+            drafting_s: Time of a step with drafters at work, guesses apart.
             num_sessions: As in `is_due`.
         """
         other, self._num_sessions = self._is_other_load(num_sessions), num_sessions
-        load, lost = num_sessions.bit_length(), max(0.0, 1.0 - 1.0 / slowdown)
+        load, lost_s = num_sessions.bit_length(), max(0.0, drafting_s - plain_s)
         match self.drafting:
             case Drafting.NOBODY:
-                self._judge_rest(gain, lost, load, may_pay=most_gain > WORTH_A_CALL)
+                self._judge_rest(gain, lost_s, load, may_pay=most_gain > WORTH_A_CALL)
             case Drafting.SOME if self._num_steps >= LEAST_STEPS:
                 self.has_compared = True
-                self._trial = self._ended(lost)
+                self._trial = self._ended(lost_s / drafting_s)
                 self._turn(Drafting.ALL if gain > WORTH_A_CALL else Drafting.NOBODY)
             case Drafting.ALL if other and gain <= (1.0 if self.has_compared else WORTH_A_BLIND_CALL):
                 # They were not called for this load: it is not held against them.
                 self._turn(Drafting.NOBODY)
             case Drafting.ALL:
-                self._judge_work(gain, lost, load)
+                self._judge_work(gain, lost_s, drafting_s, load)
 
-    def _judge_rest(self, gain: float, lost: float, load: int, *, may_pay: bool) -> None:
+    def _judge_rest(self, gain: float, lost_s: float, load: int, *, may_pay: bool) -> None:
         worth = WORTH_A_CALL if self.has_compared else WORTH_A_BLIND_CALL
         if self._compares:
             if self._num_steps >= REST_STEPS:
@@ -118,18 +116,18 @@ class DraftingSwitch:
                 self._turn(Drafting.ALL if gain > 1.0 else Drafting.NOBODY)
         elif gain > worth and self._may_again(self._in_vain.get(load, Trial())):
             self._turn(Drafting.ALL)
-        elif may_pay and self._may_again(self._trial or Trial(cost_s=LEAST_STEPS * self._step_s * lost)):
+        elif may_pay and self._may_again(self._trial or Trial(cost_s=LEAST_STEPS * lost_s)):
             self._turn(Drafting.SOME)
 
-    def _judge_work(self, gain: float, lost: float, load: int) -> None:
+    def _judge_work(self, gain: float, lost_s: float, drafting_s: float, load: int) -> None:
         if self._num_steps < LEAST_STEPS:
             return
         if gain <= 1.0:
-            self._in_vain[load] = self._ended(1.0 - gain, most_s=LEAST_STEPS * self._step_s)
+            self._in_vain[load] = self._ended(1.0 - gain, most_s=LEAST_STEPS * drafting_s)
             self._turn(Drafting.NOBODY)
             return
         # The first steps after a rest are slow, and have no drafts yet.
-        rest = Trial(self._since_s, REST_STEPS * self._step_s * (1.0 - 1.0 / gain + lost))
+        rest = Trial(self._since_s, REST_STEPS * (lost_s + drafting_s * (1.0 - 1.0 / gain)))
         if self._may_again(rest) or (self._num_steps >= FIRST_REST and not self.has_compared):
             self._turn(Drafting.NOBODY)
             self._compares = True

@@ -41,7 +41,11 @@ class Play:
             self.switch.observe(STEP_S)
             if self.switch.is_due(num_sessions, answered=self.switch.drafting is not Drafting.NOBODY):
                 self.switch.judge(
-                    self.gain, most_gain=self.most_gain, slowdown=self.slowdown, num_sessions=num_sessions
+                    self.gain,
+                    most_gain=self.most_gain,
+                    plain_s=STEP_S / self.slowdown,
+                    drafting_s=STEP_S,
+                    num_sessions=num_sessions,
                 )
         return self.drafting[-count:]
 
