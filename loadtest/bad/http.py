@@ -63,6 +63,8 @@ _NOT_SERVED: tuple[Json, ...] = (
     {"suffix": "end"},
     {"tools": [{}]},
     {"use_beam_search": True},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"choice": ["x"]}},
     {"stream_options": {"include_usage": True}},
 )
 _BAD_CHATS: tuple[Any, ...] = (
@@ -73,6 +75,8 @@ _BAD_CHATS: tuple[Any, ...] = (
     [{"role": "user", "content": 5}],
     [{"role": "user", "content": [{"type": "image_url"}]}],
     [USER, None],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+    [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
 )
 
 
@@ -93,6 +97,11 @@ def _posted(make: Callable[[random.Random], bytes]) -> Callable[[random.Random, 
 
 def _one_of(fields: tuple[Json, ...]) -> Callable[[random.Random, Target], tuple[bytes, ...]]:
     return lambda chance, _: _request("POST", COMPLETIONS, _completion(**chance.choice(fields)))
+
+
+def _unknown(chance: random.Random) -> Json:
+    name = junk(chance).decode("latin-1")
+    return {name: 1, "speculation": {name: 1}}
 
 
 def _cut(chance: random.Random) -> bytes:
@@ -156,7 +165,12 @@ KINDS = (
     _refused("wrong type", _one_of(_WRONG_TYPES)),
     _refused("beyond a limit", _one_of(_BEYOND)),
     _refused("not served", _one_of(_NOT_SERVED)),
-    _refused("unknown field", lambda chance, _: _request("POST", COMPLETIONS, _completion(**{junk(chance).hex(): 1}))),
+    Kind(
+        # It is ignored, and named in a header.
+        name="unknown field",
+        make=lambda chance, _: _request("POST", COMPLETIONS, _completion(**_unknown(chance))),
+        right=frozenset({"200"}),
+    ),
     _refused("huge number", _posted(_huge_number)),
     _refused("nested deeply", _posted(_nested)),
     _refused("no prompt", _posted(lambda _: b'{"max_tokens": 1}')),

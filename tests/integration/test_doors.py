@@ -116,13 +116,15 @@ async def test_a_known_key_is_served_at_both_doors_and_its_name_goes_along(
 @pytest.mark.parametrize(
     ("method", "path"),
     [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
-     ("GET", "/metrics"), ("GET", "/health/"), ("GET", "/nothing")],
+     ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/load"), ("GET", "/version"), ("GET", "/metrics"),
+     ("GET", "/health/"), ("GET", "/nothing")],
 )  # fmt: skip
 async def test_without_a_known_key_every_path_is_closed(
     fleet: ScriptedFleet, method: str, path: str, headers: Headers
 ) -> None:
-    response = await fleet.http.request(method, path, headers=headers)
+    response = await fleet.http.request(method, path, headers={**headers, "x-request-id": "mine"})
     assert response.status_code == 401
+    assert response.headers["x-request-id"] == "mine"
     assert response.headers["www-authenticate"] == "Bearer"
     error = response.json()["error"]
     assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
@@ -154,7 +156,8 @@ async def test_whoever_may_not_come_in_is_counted_at_both_doors(fleet: ScriptedF
 
 
 async def test_health_needs_no_key_at_either_door(fleet: ScriptedFleet) -> None:
-    assert (await fleet.http.get("/health")).status_code == 200
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        assert (await fleet.http.request(method, path)).status_code == 200
     async with grpc.aio.insecure_channel(fleet.addresses.grpc) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -66,7 +66,7 @@ async def test_a_stream_goes_on_from_any_of_its_events(fleet: ScriptedFleet, pat
         answer = await streamed(fleet, path, last=str(event_id), stream_options={"include_usage": True})
         rest = events_of(answer.text)
         assert text_of(whole[:number]) + text_of(rest) == text_of(whole)
-        assert {each["id"] for _, each in rest} == {data["id"]}
+        assert {each["id"] for _, each in rest} == {data["id"]} == {answer.headers["x-request-id"]}
         assert rest[-1][1]["usage"]["completion_tokens"] == LENGTH
         assert rest[-2][1]["choices"][0]["finish_reason"] == "length"
 

@@ -33,9 +33,13 @@ OUTSIDE_SCHEMAS = (
 OPERATIONS = [f"{method.upper()} {path}" for path, methods in openapi_document()["paths"].items() for method in methods]
 CASES = [
     *((label, GenerationMode.POSITIVE, False) for label in OPERATIONS),
-    *((label, GenerationMode.POSITIVE, True) for label in OPERATIONS if label.startswith("POST")),
+    *((label, GenerationMode.POSITIVE, True) for label in OPERATIONS if label.startswith("POST /v1/")),
     # There is no way to ask wrongly where nothing is asked.
-    *((label, GenerationMode.NEGATIVE, False) for label in OPERATIONS if label.startswith("POST")),
+    *(
+        (label, GenerationMode.NEGATIVE, False)
+        for label in OPERATIONS
+        if label.startswith("POST") and label != "POST /ping"
+    ),
 ]
 MAX_EXAMPLES = 25
 

@@ -265,13 +265,18 @@ async def test_a_request_without_a_context_begins_a_trace_at_the_ratio_of_the_ga
     async with running_collector() as (endpoint, collector):
         async with scripted_fleet(tmp_path, otlp_traces_endpoint=endpoint, trace_sample_ratio=1.0) as fleet:
             await fleet.openai.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=5, seed=1
+                model="tiny",
+                messages=[{"role": "user", "content": "x"}],
+                max_tokens=5,
+                seed=1,
+                extra_headers={"x-request-id": "mine"},
             )
         # Stopping sends what is left.
         spans = {span.name: span for span in collector.spans}
     assert set(spans) == {"chat tiny", "placement"}
     assert spans["chat tiny"].parent_id == ""
     assert spans["chat tiny"].attributes["gen_ai.operation.name"] == "chat"
+    assert spans["chat tiny"].attributes["paceline.request_id"] == "mine"
 
 
 async def test_a_failover_shows_as_a_second_placement_under_the_next_epoch(tmp_path):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.core.errors import PacelineError, UnauthenticatedError
@@ -18,7 +17,7 @@ from paceline.gateway import event_ids
 from paceline.gateway.callers import Caller, become
 from paceline.gateway.connection import hold_connection
 from paceline.gateway.console.pages import FILE_PATHS
-from paceline.gateway.errors import to_http
+from paceline.gateway.http_response import Exchange, request_id
 from paceline.gateway.keys import KeyRing
 from paceline.gateway.rate_limit import RateLimit
 
@@ -26,7 +25,7 @@ AUTHORIZATION = "authorization"
 SCHEME = "bearer"
 # Load balancers ask for health before anything else, and have no key; nor has a browser that fetches the console's
 # files, which say nothing of this fleet.
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"}) | FILE_PATHS
+OPEN_PATHS = frozenset({"/health", "/livez", "/ping", "/readyz"}) | FILE_PATHS
 # An answer without a key is small: who does not take it in that time is let go.
 OPEN_TIMEOUT_S = 10.0
 # What goes on with a session that was counted when it began.
@@ -111,25 +110,19 @@ class GuardedApp:
             with suppress(TimeoutError):
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
                     await self._app(scope, receive, send)
-        elif (refusal := await self._refusal(Headers(scope=scope))) is not None:
+        elif (refusal := await self._refusal(headers := Headers(scope=scope))) is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
-                    await refusal(scope, receive, send)
+                    await Exchange(send, given_id=request_id(headers)).fail(refusal)
         else:
             hold_connection(scope)
             await self._app(scope, receive, send)
 
-    async def _refusal(self, headers: Headers) -> Response | None:
+    async def _refusal(self, headers: Headers) -> PacelineError | None:
         if self._access is None:
             return None
         try:
             await self._access.admit(headers.get(AUTHORIZATION), counts=event_ids.HEADER not in headers)
         except PacelineError as error:
-            described = to_http(error)
-            return Response(
-                described.to_bytes(),
-                status_code=described.status,
-                headers=described.headers(),
-                media_type="application/json",
-            )
+            return error
         return None

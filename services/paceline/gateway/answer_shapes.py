@@ -37,6 +37,10 @@ HEALTH = _shape(
 _CONTEXT_LEN = Annotated[int, Field(ge=1)] | None
 MODEL = _shape("Model", id=str, object=Literal["model"], created=_Count, owned_by=str, max_model_len=_CONTEXT_LEN)
 MODELS = _shape("ModelList", object=Literal["list"], data=conlist(MODEL))
+VERSION = _shape("Version", version=str)
+LOAD = _shape("Load", server_load=_Count)
+TOKENS = _shape("Tokens", count=_Count, max_model_len=_Count, tokens=list[_Count], token_strs=None)
+PROMPT = _shape("Prompt", prompt=str)
 
 _USAGE = _shape(
     "Usage",

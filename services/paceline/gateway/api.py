@@ -1,4 +1,4 @@
-"""The request bodies of the OpenAI API: which fields there are, and what is wrong with a body.
+"""The request bodies of the OpenAI API, and of vLLM's tokenizer: which fields there are.
 
 It knows JSON values only: no models, no tokens. `paceline.gateway.choices` makes sessions of them.
 """
@@ -6,13 +6,11 @@ It knows JSON values only: no models, no tokens. `paceline.gateway.choices` make
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
-from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
+from pydantic import Field, SkipValidation
 
-from paceline.core.errors import InvalidRequestError, shortened
+from paceline.core.errors import InvalidRequestError
 from paceline.core.params import (
     ACCEPTANCE_RULES,
     MAX_DRAFT_TOKENS,
@@ -23,13 +21,13 @@ from paceline.core.params import (
     MAX_TOP_LOGPROBS,
     METHODS,
 )
+from paceline.gateway.fields import Fields, UnknownFields, read_fields
 from paceline.gateway.requests import MAX_CHOICES, MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 BodyT = TypeVar("BodyT", bound="CommonBody")
-ModelT = TypeVar("ModelT", bound=BaseModel)
 
 # Fields that change nothing about the tokens; clients send them for book-keeping.
-IGNORED_FIELDS = frozenset(
+NO_EFFECT = frozenset(
     {
         "metadata",
         "prompt_cache_key",
@@ -42,25 +40,41 @@ IGNORED_FIELDS = frozenset(
     }
 )
 # Fields that would change the answer in ways not served here; with these values they ask for nothing.
-NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1,),
+    "chat_template": (),
     "continue_final_message": (False,),
+    "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "grammar": ("",),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "include_stop_str_in_output": (False,),
+    "json_schema": (),
     "length_penalty": (1,),
+    "logits_processors": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
+    "regex": (),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -70,18 +84,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 # More than these are refused before they are looked at one by one.
-_LIMITS = {
-    "logit_bias": MAX_LOGIT_BIAS_ENTRIES,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
-    "speculation": 64,
-    "stream_options": 64,
-}
-SHOWN_CHARACTERS = 80
-# Writes a value of a million entries no further than it is shown.
-_SHORT = Repr()
-_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = SHOWN_CHARACTERS
-MISSING = "missing"
-EXTRA = "extra_forbidden"
+_LIMITS = {"logit_bias": MAX_LOGIT_BIAS_ENTRIES, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 # Variables of a chat template that the server sets.
 TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _METHOD = f"({'|'.join(METHODS)})"
@@ -99,23 +102,7 @@ def _told(default: Any = ..., **limits: Any) -> Any:
     return Field(default, json_schema_extra=limits)
 
 
-def _describe(schema: dict[str, Any]) -> None:
-    """Adds to the schema of a body what `parse_body` lets pass: null for what is absent, and fields not served."""
-    fields = schema["properties"]
-    null = {"type": "null"}
-    for name, field in fields.items():
-        if name not in schema["required"] and null not in field.get("anyOf", ()):
-            fields[name] = {"anyOf": [field, null]}
-    fields |= {name: {"description": "Changes nothing."} for name in sorted(IGNORED_FIELDS)}
-    for name, values in NEUTRAL_VALUES.items():
-        fields[name] = {"enum": [*values, None], "description": "Only with values that ask for nothing."}
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Fields):
     """What a stream carries besides text.
 
     Places are asked for, as widely used clients take every line of a stream for data.
@@ -127,7 +114,7 @@ class StreamOptions(_Strict):
     include_obfuscation: bool = False
 
 
-class SpeculationBody(_Strict):
+class SpeculationBody(Fields):
     """What the request asks of speculation; our own field."""
 
     enabled: bool = True
@@ -137,10 +124,12 @@ class SpeculationBody(_Strict):
     token_fates: bool = False
 
 
-class CommonBody(_Strict):
+class CommonBody(Fields):
     """Fields of both completion endpoints."""
 
-    model_config = ConfigDict(json_schema_extra=_describe)
+    no_effect = NO_EFFECT
+    not_served = NOT_SERVED
+    objects = {"stream_options": StreamOptions, "speculation": SpeculationBody}  # noqa: RUF012 - a class variable
 
     model: str = ""
     n: int = Field(default=1, ge=1, json_schema_extra={"maximum": MAX_CHOICES})
@@ -176,100 +165,84 @@ class CompletionBody(CommonBody):
     logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
 
 
-class TextPart(BaseModel):
+class TextPart(Fields):
     """A part of a message."""
+
+    not_served = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file"), ())
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Strict):
-    """One message of a chat; `content` is text or a list of text parts."""
+class ChatMessage(Fields):
+    """One message of a chat; `content` is text or a list of text parts, each read by itself."""
+
+    no_effect = frozenset({"annotations"})
+    not_served = {"audio": (), "function_call": (), "tool_call_id": (), "tool_calls": ([],)}  # noqa: RUF012
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: SkipValidation[str | list[TextPart]]
     name: str | None = None
 
 
-class ChatBody(CommonBody):
-    """Body of /v1/chat/completions; each of `messages` is read by itself, with `chat_message`."""
+class ChatFields(Fields):
+    """What becomes the prompt of a chat; each of `messages` is read by itself."""
 
     messages: list[SkipValidation[ChatMessage]] = _told(minItems=1)
-    max_completion_tokens: int | None = _told(None, minimum=1)
-    logprobs: bool = False
-    top_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = _told({}, propertyNames={"not": {"enum": sorted(TEMPLATE_NAMES)}})
 
 
-def parse_body(body_class: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
-    """Returns the request; a field that is null counts as absent.
+class ChatBody(CommonBody, ChatFields):
+    """Body of /v1/chat/completions."""
+
+    max_completion_tokens: int | None = _told(None, minimum=1)
+    logprobs: bool = False
+    top_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+
+
+class TokenizeTextBody(Fields):
+    """Body of /tokenize with a prompt."""
+
+    not_served = {"return_token_strs": (False,)}  # noqa: RUF012
+
+    model: str = ""
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class TokenizeChatBody(ChatFields):
+    """Body of /tokenize with messages."""
+
+    not_served = {  # noqa: RUF012
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "continue_final_message": (False,),
+        "return_token_strs": (False,),
+        "tools": ([],),
+    }
+
+    model: str = ""
+
+
+class DetokenizeBody(Fields):
+    """Body of /detokenize."""
+
+    model: str = ""
+    tokens: SkipValidation[list[_TokenId]]
+
+
+def parse_body(body_class: type[BodyT], fields: Mapping[str, Any], unknown: UnknownFields) -> BodyT:
+    """Returns the request.
 
     Raises:
-        InvalidRequestError: Names the first field that is missing, unknown, not served or of the wrong type.
+        InvalidRequestError: Names the first field that is missing, not served or of the wrong type.
     """
-    given: dict[str, Any] = {}
-    for name, value in fields.items():
-        if value is None or name in IGNORED_FIELDS:
-            continue
-        if name in body_class.model_fields:
-            given[name] = value
-        elif name not in NEUTRAL_VALUES:
-            raise InvalidRequestError(_shown(name), "is not a field of this endpoint")
-        elif not any(_same(value, neutral) for neutral in NEUTRAL_VALUES[name]):
-            raise InvalidRequestError(name, f"is not supported by this server, got {_shown(value)}")
     for name, limit in _LIMITS.items():
-        if isinstance(given.get(name), list | dict) and len(given[name]) > limit:
-            raise InvalidRequestError(name, f"has {len(given[name])} entries, at most {limit} are allowed")
-    body = _read(body_class, given, "")
+        value = fields.get(name)
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise InvalidRequestError(name, f"has {len(value)} entries, at most {limit} are allowed")
+    body = read_fields(body_class, fields, unknown)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is only allowed with stream: true")
     return body
-
-
-def chat_message(given: Any, index: int) -> ChatMessage:
-    """Returns one of the `messages` of a chat.
-
-    Raises:
-        InvalidRequestError: Names the first field of it that is wrong.
-    """
-    return _read(ChatMessage, given, f"messages[{index}]")
-
-
-def _read(kind: type[ModelT], given: Any, where: str) -> ModelT:
-    """Returns an object of a kind. pydantic lists all that is wrong before it says anything: not so for strangers."""
-    try:
-        if isinstance(given, dict) and len(given) > len(kind.model_fields):
-            given = dict(islice(given.items(), len(kind.model_fields) + 1))
-        return kind.model_validate(given)
-    except ValidationError as error:
-        raise _first_problem(error, where) from None
-
-
-def _same(value: object, neutral: object) -> bool:
-    """Tells whether two JSON values are equal; to Python, true is 1 as well."""
-    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
-
-
-def _first_problem(error: ValidationError, where: str) -> InvalidRequestError:
-    problem = error.errors(include_url=False, include_context=False)[0]
-    field = _path(problem["loc"], where)
-    if problem["type"] == MISSING:
-        return InvalidRequestError(field, "is required")
-    if problem["type"] == EXTRA:
-        return InvalidRequestError(field, "is not a field of this endpoint")
-    message = problem["msg"].replace("Input should be", "must be")
-    return InvalidRequestError(field, f"{message}, got {_shown(problem['input'])}")
-
-
-def _path(location: tuple[int | str, ...], path: str) -> str:
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        else:
-            path += f".{_shown(part)}" if path else _shown(part)
-    return path
-
-
-def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else _SHORT.repr(value)
-    return shortened(text, SHOWN_CHARACTERS)

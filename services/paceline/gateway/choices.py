@@ -11,7 +11,8 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams
-from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatMessage, CommonBody, CompletionBody, chat_message
+from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatFields, ChatMessage, CommonBody, CompletionBody, TextPart
+from paceline.gateway.fields import UnknownFields, read_fields
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
@@ -59,8 +60,8 @@ def completion_sessions(body: CompletionBody, model: ServedModel, request_id: st
     )
 
 
-def chat_sessions(body: ChatBody, model: ServedModel, request_id: str) -> list[SessionRequest]:
-    """Returns the sessions of a chat completion, one a sample.
+def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: UnknownFields) -> list[SessionRequest]:
+    """Returns the sessions of a chat completion, one a sample; `unknown` is told of fields of its messages.
 
     Raises:
         InvalidRequestError: A field does not fit the model or the limits of the product.
@@ -74,11 +75,12 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str) -> list[S
     top_logprobs = body.top_logprobs or 0
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequestError("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
+    token_ids = check_prompt(model, chat_tokens(body, model, unknown), field="messages")
     return _sessions(
         body,
         model,
         request_id,
-        [_Prompt(field="messages", token_ids=_render_chat(body, model))],
+        [_Prompt(field="messages", token_ids=token_ids)],
         wanted=wanted,
         wanted_field=field,
         unasked=MAX_UNASKED_TOKENS,
@@ -179,7 +181,7 @@ def _stop_strings(stop: Any) -> list[str]:
 
 def _split_prompts(prompt: Any) -> list[tuple[str, Any]]:
     """Returns (field name, text or token ids) of each prompt in the four shapes OpenAI allows."""
-    if isinstance(prompt, str) or _is_token_list(prompt):
+    if isinstance(prompt, str) or is_token_list(prompt):
         return [("prompt", prompt)]
     if not isinstance(prompt, list):
         raise InvalidRequestError("prompt", "must be a string, a list of strings, or one or more lists of token ids")
@@ -193,12 +195,13 @@ def _split_prompts(prompt: Any) -> list[tuple[str, Any]]:
             raise InvalidRequestError(
                 f"prompt[{index}]", "must be of one kind with the others: strings or lists of token ids"
             )
-        if isinstance(entry, list) and entry and not _is_token_list(entry):
+        if isinstance(entry, list) and entry and not is_token_list(entry):
             raise InvalidRequestError(f"prompt[{index}]", "must hold token ids, which are whole numbers")
     return [(f"prompt[{index}]", entry) for index, entry in enumerate(prompt)]
 
 
-def _is_token_list(value: Any) -> bool:
+def is_token_list(value: Any) -> bool:
+    """Tells whether a JSON value is a list of whole numbers, one at least."""
     return isinstance(value, list) and bool(value) and all(type(entry) is int for entry in value)
 
 
@@ -208,7 +211,12 @@ def _encode_prompt(model: ServedModel, field: str, value: str | list[int]) -> _P
     return _Prompt(field=field, token_ids=check_prompt(model, value, field=field))
 
 
-def _render_chat(body: ChatBody, model: ServedModel) -> tuple[int, ...]:
+def chat_tokens(body: ChatFields, model: ServedModel, unknown: UnknownFields) -> tuple[int, ...]:
+    """Returns the tokens of a chat by the model's template; `unknown` is told of fields of its messages.
+
+    Raises:
+        InvalidRequestError: There is no template, it refuses the messages, or one of them is wrong or too long.
+    """
     if model.codec.chat_template is None:
         raise InvalidRequestError(
             "messages", f"model {model.identity.name!r} has no chat template; use /v1/completions"
@@ -223,29 +231,23 @@ def _render_chat(body: ChatBody, model: ServedModel) -> tuple[int, ...]:
             "messages",
             f"has {len(body.messages)} entries, more than the context of {model.context_len} tokens holds",
         )
-    messages = [_plain_message(chat_message(message, index), index) for index, message in enumerate(body.messages)]
-    token_ids = model.codec.encode_chat(
-        messages, body.chat_template_kwargs, field="messages", context_len=model.context_len
-    )
-    return check_prompt(model, token_ids, field="messages")
+    messages = [_plain_message(message, f"messages[{index}]", unknown) for index, message in enumerate(body.messages)]
+    return model.codec.encode_chat(messages, body.chat_template_kwargs, field="messages", context_len=model.context_len)
 
 
-def _plain_message(message: ChatMessage, index: int) -> dict[str, str]:
-    plain = {"role": message.role, "content": _content_text(message.content, f"messages[{index}].content")}
+def _plain_message(given: Any, field: str, unknown: UnknownFields) -> dict[str, str]:
+    message = read_fields(ChatMessage, given, unknown, field)
+    plain = {"role": message.role, "content": _content_text(message.content, f"{field}.content", unknown)}
     if message.name is not None:
         plain["name"] = message.name
     return plain
 
 
-def _content_text(content: Any, field: str) -> str:
+def _content_text(content: Any, field: str, unknown: UnknownFields) -> str:
     """Returns the text of a message; parts are joined by line breaks, as vLLM does."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(field, "must be a string or a list of text parts")
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(f"{field}[{index}]", 'must be {"type": "text", "text": ...}; only text is served')
-        texts.append(part["text"])
-    return "\n".join(texts)
+    parts = (read_fields(TextPart, part, unknown, f"{field}[{index}]") for index, part in enumerate(content))
+    return "\n".join(part.text for part in parts)

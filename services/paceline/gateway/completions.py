@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -19,42 +19,22 @@ from starlette.types import Receive, Scope, Send
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.answers import Answer, Json
 from paceline.gateway.api import ChatBody, CommonBody, CompletionBody, StreamOptions, parse_body
-from paceline.gateway.body import parse_json_object, read_body
 from paceline.gateway.callers import current_caller
 from paceline.gateway.choices import chat_sessions, completion_sessions
 from paceline.gateway.event_ids import HEADER, EventId
-from paceline.gateway.fair_shares import Shares
-from paceline.gateway.http_response import DONE, JSON_HEADERS, STREAM_HEADERS, Exchange, to_json
+from paceline.gateway.fields import UnknownFields
+from paceline.gateway.http_response import DONE, STREAM_HEADERS, Exchange, request_id
 from paceline.gateway.merge_streams import merged, until_disconnect
+from paceline.gateway.reading import BodyReader
 from paceline.gateway.request_trace import RequestTrace, traced_request
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.session_output import Ending, Event, Piece
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.take_over import Resumption
-from paceline.gateway.workers import Workers
 from paceline.obs.attributes import CHAT, TEXT_COMPLETION
 from paceline.obs.tracing import TRACEPARENT, Tracer
 
-# Larger bodies are read in a thread, so that no stream waits for a tokenizer.
-MAX_INLINE_BYTES = 4 * 1024
-
 Events = AsyncGenerator[tuple[int, Event], None]
-ReadT = TypeVar("ReadT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BodyLimits:
-    """Bounds of a request body.
-
-    Attributes:
-        max_bytes: Largest body accepted.
-        timeout_s: Time for all of it, in seconds.
-        reading: Bytes of all bodies that are read at the moment, at either door.
-    """
-
-    max_bytes: int
-    timeout_s: float
-    reading: Shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +62,14 @@ class CompletionEndpoint:
         self,
         sessions: Sessions,
         resumption: Resumption,
-        limits: BodyLimits,
-        workers: Workers,
+        reader: BodyReader,
         tracer: Tracer,
         *,
         chat: bool,
     ) -> None:
         self._sessions = sessions
         self._resumption = resumption
-        self._workers = workers
-        self._limits = limits
+        self._reader = reader
         self._tracer = tracer
         self._chat = chat
 
@@ -99,8 +77,9 @@ class CompletionEndpoint:
         """Answers one request; errors become error objects, nothing is raised to the server."""
         request = Request(scope, receive)
         operation = CHAT if self._chat else TEXT_COMPLETION
-        with traced_request(self._tracer, operation, request.headers.get(TRACEPARENT, "")) as trace:
-            exchange = Exchange(send, trace.fail)
+        given, own = request_id(request.headers), f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+        with traced_request(self._tracer, operation, request.headers.get(TRACEPARENT, ""), given) as trace:
+            exchange = Exchange(send, trace.fail, given_id=given, own_id=own)
             try:
                 with self._sessions.errors_counted():
                     work = await self._work(request, exchange, trace)
@@ -112,52 +91,38 @@ class CompletionEndpoint:
         """Reads a request; returns what answers it."""
         last_event_id = request.headers.get(HEADER)
         if last_event_id is None:
-            return self._answer(await self._read(request, partial(self._order, trace)), exchange, trace)
+            order = await self._reader.read(request, exchange, partial(self._order, exchange.own_id, trace))
+            return self._answer(order, exchange, trace)
         place = EventId.parse(last_event_id)
-        return self._go_on(place, await self._read(request, self._options), exchange, trace)
+        return self._go_on(place, await self._reader.read(request, exchange, self._options), exchange, trace)
 
-    async def _read(self, request: Request, understand: Callable[[bytearray], ReadT]) -> ReadT:
-        with self._limits.reading.take(0, current_caller()) as held:
-            raw = await read_body(
-                request.stream(),
-                request.headers.get("content-length"),
-                held,
-                max_bytes=self._limits.max_bytes,
-                timeout_s=self._limits.timeout_s,
-            )
-            if len(raw) <= MAX_INLINE_BYTES:
-                return understand(raw)
-            return await self._workers.run(partial(understand, raw))
-
-    def _options(self, raw: bytearray) -> StreamOptions:
+    def _options(self, fields: Json, unknown: UnknownFields) -> StreamOptions:
         """Returns how a stream is to go on; all else that a body says is known of the session."""
-        body = parse_body(ChatBody if self._chat else CompletionBody, parse_json_object(raw))
+        body = parse_body(ChatBody if self._chat else CompletionBody, fields, unknown)
         if not body.stream or body.n != 1:
             raise InvalidRequestError(HEADER, "goes on with a stream of one choice: stream must be true, n 1")
         return body.stream_options or StreamOptions()
 
-    def _order(self, trace: RequestTrace, raw: bytearray) -> _Order:
-        fields = parse_json_object(raw)
-        request_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+    def _order(self, own_id: str, trace: RequestTrace, fields: Json, unknown: UnknownFields) -> _Order:
         body: CommonBody
         if self._chat:
-            body = chat = parse_body(ChatBody, fields)
+            body = chat = parse_body(ChatBody, fields, unknown)
             model = self._sessions.model(body.model)
-            requests = chat_sessions(chat, model, request_id)
+            requests = chat_sessions(chat, model, own_id, unknown)
         else:
-            body = completion = parse_body(CompletionBody, fields)
+            body = completion = parse_body(CompletionBody, fields, unknown)
             model = self._sessions.model(body.model)
-            requests = completion_sessions(completion, model, request_id)
+            requests = completion_sessions(completion, model, own_id)
         requests = [replace(request, api_key=current_caller().name, span=trace.span) for request in requests]
-        trace.asked(requests, request_id, body.n)
+        trace.asked(requests, own_id, body.n)
         options = body.stream_options or StreamOptions()
-        answer = self._empty_answer(requests, request_id, body.n)
+        answer = self._empty_answer(requests, own_id, body.n)
         return _Order(stream=body.stream, options=options, requests=requests, answer=answer)
 
-    def _empty_answer(self, requests: Sequence[SessionRequest], request_id: str, samples_per_prompt: int) -> Answer:
+    def _empty_answer(self, requests: Sequence[SessionRequest], own_id: str, samples_per_prompt: int) -> Answer:
         return Answer(
             chat=self._chat,
-            request_id=request_id,
+            request_id=own_id,
             created_s=int(time.time()),
             model_name=requests[0].model.identity.name,
             requests=requests,
@@ -178,9 +143,9 @@ class CompletionEndpoint:
                 caller = current_caller().name
                 session = await self._resumption.claim(place.session_id, place.offset, place.digest, caller)
                 requests = [replace(session, span=trace.span)]
-                request_id = session.session_id.rpartition("-")[0]
-                trace.asked(requests, request_id, 1)
-                answer = self._empty_answer(requests, request_id, 1)
+                exchange.own_id = session.session_id.rpartition("-")[0]
+                trace.asked(requests, exchange.own_id, 1)
+                answer = self._empty_answer(requests, exchange.own_id, 1)
                 await self._run(_Order(stream=True, options=options, requests=requests, answer=answer), exchange, trace)
         except Exception as error:  # noqa: BLE001 - told to the client while the session still counts as running
             await exchange.fail(error)
@@ -201,9 +166,7 @@ async def _collect(order: _Order, events: Events, exchange: Exchange) -> None:
             answer.add_ending(index, event)
         else:
             answer.add_piece(index, event)
-    body = to_json(answer.whole())
-    await exchange.begin(200, {**JSON_HEADERS, "content-length": str(len(body))})
-    await exchange.write(body, last=True)
+    await exchange.whole(answer.whole())
 
 
 async def _stream(order: _Order, events: Events, exchange: Exchange) -> None:

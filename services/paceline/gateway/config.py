@@ -37,6 +37,9 @@ class GatewayConfig:
     )
     replica_id: str = setting("", help="Name of this replica in the registry, and of the owner in session records.")
     max_sessions: int = setting(256, help="Most sessions at once; requests beyond get status 429.", low=1, high=100_000)
+    strict_fields: bool = setting(
+        False, help="Refuse requests with unknown fields, instead of ignoring these and naming them in a header."
+    )
     max_body_bytes: int = setting(
         4 * 1024 * 1024, help="Largest request body.", unit="bytes", low=1024, high=256 * 1024 * 1024
     )

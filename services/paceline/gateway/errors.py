@@ -73,8 +73,14 @@ _BAD_REQUESTS: tuple[tuple[type[PacelineError], int, str | None], ...] = (
 )
 
 
-def to_http(error: Exception) -> HttpError:
-    """Returns what the client is told; an unknown error is logged and told without its cause."""
+def to_http(error: Exception, request_id: str = "") -> HttpError:
+    """Returns what the client is told; an unknown error is logged and told without its cause.
+
+    Args:
+        error: What ended the request.
+        request_id: Its name in the log; empty: it has none.
+    """
+    logged = {"request_id": request_id} if request_id else {}
     message = str(error)
     if isinstance(error, InvalidRequestError):
         status, code = next((status, code) for kind, status, code in _BAD_REQUESTS if isinstance(error, kind))
@@ -113,10 +119,10 @@ def to_http(error: Exception) -> HttpError:
     if isinstance(error, StaleEpochError):
         return HttpError(status=409, type="invalid_request_error", message=message, code="session_taken_over")
     if isinstance(error, PermissionDeniedError):
-        _log.error("a verifier refuses this gateway's certificate", exc_info=error)
+        _log.error("a verifier refuses this gateway's certificate", exc_info=error, extra=logged)
         return HttpError(status=502, type="server_error", message=message, code="bad_upstream")
     if isinstance(error, RemoteProtocolError):
-        _log.error("a verifier broke the protocol", exc_info=error)
+        _log.error("a verifier broke the protocol", exc_info=error, extra=logged)
         return HttpError(status=502, type="server_error", message=message, code="bad_upstream")
-    _log.error("request failed", exc_info=error)
+    _log.error("request failed", exc_info=error, extra=logged)
     return HttpError(status=500, type="server_error", message=INTERNAL_MESSAGE, code="internal_error")

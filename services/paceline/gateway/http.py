@@ -12,17 +12,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+import paceline
 from paceline.core.errors import ModelNotFoundError, PacelineError
-from paceline.gateway.completions import BodyLimits, CompletionEndpoint
+from paceline.gateway.completions import CompletionEndpoint
 from paceline.gateway.console.feed import ConsoleFeed
 from paceline.gateway.console.pages import console_routes
 from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
 from paceline.gateway.readiness import readiness, report
+from paceline.gateway.reading import BodyReader
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.take_over import Resumption
-from paceline.gateway.workers import Workers
+from paceline.gateway.tokenizing import TokenizerEndpoint, detokenized, tokenized
 from paceline.obs.tracing import OFF, Tracer
 from paceline.supervision import Supervisor
 
@@ -35,8 +37,7 @@ def create_app(
     fleet: Fleet,
     resumption: Resumption,
     registry: CollectorRegistry,
-    limits: BodyLimits,
-    workers: Workers,
+    reader: BodyReader,
     started_s: int,
     console: ConsoleFeed | None = None,
     tracer: Tracer = OFF,
@@ -49,8 +50,7 @@ def create_app(
         fleet: Names the models and tells how the fleet is.
         resumption: Takes over sessions whose streams broke off.
         registry: Metrics to show.
-        limits: Bounds of request bodies.
-        workers: Read large ones.
+        reader: Reads request bodies.
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
         tracer: Records spans of requests, if it does.
@@ -67,15 +67,26 @@ def create_app(
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    endpoints = (sessions, resumption, limits, workers, tracer)
+    async def load(_: Request) -> Response:
+        return JSONResponse({"server_load": sessions.num_running})
+
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": paceline.__version__})
+
+    endpoints = (sessions, resumption, reader, tracer)
     routes = [
         Route("/v1/completions", CompletionEndpoint(*endpoints, chat=False), methods=["POST"]),
         Route("/v1/chat/completions", CompletionEndpoint(*endpoints, chat=True), methods=["POST"]),
+        Route("/tokenize", TokenizerEndpoint(sessions, reader, tokenized), methods=["POST"]),
+        Route("/detokenize", TokenizerEndpoint(sessions, reader, detokenized), methods=["POST"]),
         *(console_routes(console) if console is not None else ()),
         *_model_routes(fleet, started_s),
         Route("/livez", livez),
         Route("/health", health),
         Route("/readyz", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/load", load),
+        Route("/version", version),
         Route("/metrics", metrics),
     ]
     return Starlette(routes=routes, exception_handlers={PacelineError: _on_error, HTTPException: _on_http_exception})

@@ -11,12 +11,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import Send
 
 from paceline.gateway.errors import to_http
 
 # A client that reads nothing for that long holds places and KV pages of others.
 SEND_TIMEOUT_S = 60.0
+REQUEST_ID = "x-request-id"
+MAX_REQUEST_ID_CHARACTERS = 128
 DONE = b"data: [DONE]\n\n"
 JSON_HEADERS = {"content-type": "application/json"}
 STREAM_HEADERS = {
@@ -33,22 +36,42 @@ class ClientStalledError(Exception):
 
 
 class Exchange:
-    """One response under way: knows whether it has begun."""
+    """One response under way: knows whether it has begun.
 
-    def __init__(self, send: Send, on_error: Callable[[Exception], None] = lambda _: None) -> None:
+    Attributes:
+        own_id: Our name of the request; empty: none.
+        headers: Sent with whatever it begins with.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        on_error: Callable[[Exception], None] = lambda _: None,
+        *,
+        given_id: str = "",
+        own_id: str = "",
+    ) -> None:
         """Sends nothing yet.
 
         Args:
             send: The server's.
             on_error: Told of the error that ends the response.
+            given_id: The client's name of the request; empty: none.
+            own_id: Ours, which is answered with if the client gives none.
         """
         self._send = send
         self._on_error = on_error
         self._begun = False
+        self._given_id = given_id
+        self.own_id = own_id
+        self.headers: dict[str, str] = {}
 
     async def begin(self, status: int, headers: dict[str, str]) -> None:
         """Sends status and headers."""
         self._begun = True
+        headers = headers | self.headers
+        if self._request_id:
+            headers[REQUEST_ID] = self._request_id
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
@@ -60,6 +83,12 @@ class Exchange:
         except TimeoutError:
             raise ClientStalledError from None
 
+    async def whole(self, answer: Any) -> None:
+        """Sends all of an answer."""
+        body = to_json(answer)
+        await self.begin(200, {**JSON_HEADERS, "content-length": str(len(body))})
+        await self.write(body, last=True)
+
     async def event(self, data: Any, event_id: object = None) -> None:
         """Sends one server-sent event, with an id if it has one."""
         named = f"id: {event_id}\n".encode() if event_id is not None else b""
@@ -69,9 +98,10 @@ class Exchange:
         """Tells the client of an error: by status before the first byte, by an event after it."""
         self._on_error(error)
         if isinstance(error, ClientStalledError):
-            _log.info("a client has stopped reading its stream", extra={"timeout_s": SEND_TIMEOUT_S})
+            logged = {"timeout_s": SEND_TIMEOUT_S, "request_id": self._request_id}
+            _log.info("a client has stopped reading its stream", extra=logged)
             return
-        described = to_http(error)
+        described = to_http(error, self._request_id)
         if self._begun:
             await self.write(b"data: " + described.to_bytes() + b"\n\n" + DONE, last=True)
             return
@@ -79,6 +109,16 @@ class Exchange:
         headers = {**JSON_HEADERS, **described.headers(), "content-length": str(len(body))}
         await self.begin(described.status, headers)
         await self.write(body, last=True)
+
+    @property
+    def _request_id(self) -> str:
+        return self._given_id or self.own_id
+
+
+def request_id(headers: Headers) -> str:
+    """Returns the name that a client gives to its request; empty: none, or none that a header or a log should hold."""
+    given = headers.get(REQUEST_ID, "")
+    return given if given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARACTERS else ""
 
 
 def to_json(value: Any) -> bytes:

@@ -5,7 +5,7 @@ It knows no sessions and no transport; the schemas in it are those of the models
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,7 +13,9 @@ from pydantic.json_schema import models_json_schema
 
 import paceline
 from paceline.gateway import answer_shapes as shapes
-from paceline.gateway.api import ChatBody, CompletionBody
+from paceline.gateway.api import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from paceline.gateway.http_response import REQUEST_ID
+from paceline.gateway.reading import IGNORED_FIELDS
 from paceline.gateway.requests import MAX_CHOICES
 
 Json = dict[str, Any]
@@ -23,6 +25,8 @@ ABOUT = """\
 OpenAI's API with the usual extras, and `speculation`, which says what a request asks of speculative decoding.
 
 * A field that is null counts as absent.
+* A field that is not described here is ignored, and named in the answer's header `{ignored_fields}`; `--strict-fields`
+  makes a gateway refuse it with 400. A field that would change the answer and is not served is refused by name.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}.
@@ -37,7 +41,11 @@ _REFERENCE = "#/components/schemas/{model}"
 _TEXT: Json = {"text/plain": {"schema": {"type": "string"}}}
 _COMPLETION = (CompletionBody, shapes.COMPLETION, shapes.COMPLETION_CHUNK)
 _CHAT = (ChatBody, shapes.CHAT_COMPLETION, shapes.CHAT_COMPLETION_CHUNK)
-_MODELS = (*_COMPLETION, *_CHAT, shapes.MODEL, shapes.MODELS, shapes.HEALTH, shapes.LIFE, shapes.ERROR)
+_TOKENIZE = (TokenizeTextBody, TokenizeChatBody)
+_MODELS = (
+    *(*_COMPLETION, *_CHAT, *_TOKENIZE, DetokenizeBody, shapes.TOKENS, shapes.PROMPT),
+    *(shapes.MODEL, shapes.MODELS, shapes.HEALTH, shapes.LIFE, shapes.VERSION, shapes.LOAD, shapes.ERROR),
+)
 _FAILURES = {
     "400": "A field, or the body as a whole, is refused",
     "401": "Keys are asked for, and none of them came with the request",
@@ -52,6 +60,7 @@ _FAILURES = {
     "503": "No verifier is there, or the gateway stops",
 }
 _RETRIED = ("429", "503")
+_OF_TOKENIZER = ("400", "401", "404", "408", "413", "429", "500", "503")
 # The HTTP server, too, answers so, with plain text: to what is no HTTP, or beyond its connections.
 _FROM_SERVER = ("400", "503")
 
@@ -59,17 +68,21 @@ _FROM_SERVER = ("400", "503")
 def openapi_document() -> Json:
     """Returns the description, OpenAPI 3.1."""
     _, schemas = models_json_schema([(each, "validation") for each in _MODELS], ref_template=_REFERENCE)
-    about = ABOUT.format(max_choices=MAX_CHOICES)
-    generations = {
+    about = ABOUT.format(max_choices=MAX_CHOICES, ignored_fields=IGNORED_FIELDS)
+    posts = {
         "/v1/completions": _generation("createCompletion", *_COMPLETION),
         "/v1/chat/completions": _generation("createChatCompletion", *_CHAT),
+        "/tokenize": _of_tokenizer("tokenize", "The tokens of a prompt or a chat", _TOKENIZE, shapes.TOKENS),
+        "/detokenize": _of_tokenizer("detokenize", "The text of tokens", (DetokenizeBody,), shapes.PROMPT),
     }
+    reads = _reads()
+    ping = {"post": {**reads["/ping"], "operationId": "postPing"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Paceline gateway", "version": paceline.__version__, "description": about},
         "paths": {
-            **{path: {"post": operation} for path, operation in generations.items()},
-            **{path: {"get": operation} for path, operation in _reads().items()},
+            **{path: {"post": operation} for path, operation in posts.items()},
+            **{path: {"get": operation, **(ping if path == "/ping" else {})} for path, operation in reads.items()},
         },
         "components": {"schemas": schemas["$defs"]},
     }
@@ -91,6 +104,9 @@ def _reads() -> Json:
         "/livez": _operation("livez", "Whether the process lives: it answers", _json(shapes.LIFE)),
         "/readyz": _operation("readyz", ready, health, not_ready),
         "/health": _operation("health", ready, health, not_ready),
+        "/ping": _operation("ping", ready, health, not_ready),
+        "/load": _operation("load", "How many sessions are under way", _json(shapes.LOAD)),
+        "/version": _operation("version", "What serves", _json(shapes.VERSION)),
         "/metrics": _operation("metrics", "Prometheus metrics", _TEXT),
         PATH: _operation("openapi", "This description", itself),
     }
@@ -100,7 +116,23 @@ def _generation(name: str, body: type[BaseModel], answer: type[BaseModel], chunk
     answers = {**_json(answer), "text/event-stream": {"schema": _event(chunk)}}
     failures = {status: _failure(status, description) for status, description in _FAILURES.items()}
     operation = _operation(name, "Generates text, whole or as a stream", answers, failures)
-    return {**operation, "requestBody": {"required": True, "content": _json(body)}}
+    return _with_body(operation, _json(body))
+
+
+def _of_tokenizer(name: str, summary: str, bodies: Sequence[type[BaseModel]], answer: type[BaseModel]) -> Json:
+    failures = {status: _failure(status, _FAILURES[status]) for status in _OF_TOKENIZER}
+    content = {"application/json": {"schema": {"anyOf": [_reference(each) for each in bodies]}}}
+    return _with_body(_operation(name, summary, _json(answer), failures), content)
+
+
+def _with_body(operation: Json, content: Json) -> Json:
+    """Adds the body of an operation, and the headers that tell of it."""
+    text = {"type": "string"}
+    operation["responses"]["200"]["headers"] = {
+        IGNORED_FIELDS: {"schema": text, "description": "Unknown fields of the body, if there are any."},
+        REQUEST_ID: {"schema": text, "description": "As the request has it; otherwise one of ours."},
+    }
+    return {**operation, "requestBody": {"required": True, "content": content}}
 
 
 def _event(chunk: type[BaseModel]) -> Json:

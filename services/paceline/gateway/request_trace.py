@@ -99,18 +99,20 @@ class RequestTrace:
 
 
 @contextmanager
-def traced_request(tracer: Tracer, operation: str, traceparent: str) -> Iterator[RequestTrace]:
+def traced_request(tracer: Tracer, operation: str, traceparent: str, request_id: str = "") -> Iterator[RequestTrace]:
     """Starts the span of a client's call, and ends it with the block, saying how the request went.
 
     Args:
         tracer: Records the span, if it does.
         operation: `chat` or `text_completion`.
         traceparent: Trace context of the client; empty: none.
+        request_id: The client's name for the request; empty: none.
     """
     attributes = {
         names.GEN_AI_OPERATION_NAME: operation,
         names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
         names.GEN_AI_OUTPUT_TYPE: "text",
+        **({names.REQUEST_ID: request_id} if request_id else {}),
     }
     with ended(start_span(tracer, operation, parent=traceparent, attributes=attributes)) as span:
         trace = RequestTrace(span, operation)

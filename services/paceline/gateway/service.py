@@ -21,7 +21,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
 from paceline.credentials import load_tls
 from paceline.gateway.access import Access, GuardedApp
-from paceline.gateway.completions import BodyLimits
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.connection import BoundedConnection, Connections
 from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
@@ -33,6 +32,7 @@ from paceline.gateway.grpc_door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
 from paceline.gateway.http import create_app
 from paceline.gateway.placing import Placer
 from paceline.gateway.readiness import readiness
+from paceline.gateway.reading import BodyReader
 from paceline.gateway.records import RecordWriter
 from paceline.gateway.routing import Router
 from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
@@ -165,8 +165,14 @@ async def _serve(
         fleet=fleet,
         resumption=resumption,
         registry=registry,
-        limits=BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s, reading=limits.reading),
-        workers=workers,
+        reader=BodyReader(
+            max_bytes=config.max_body_bytes,
+            timeout_s=config.body_timeout_s,
+            reading=limits.reading,
+            workers=workers,
+            strict_fields=config.strict_fields,
+            ignored_fields=metrics.ignored_fields,
+        ),
         started_s=int(time.time()),
         console=console,
         tracer=tracer,

@@ -13,8 +13,8 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.callers import current_caller
-from paceline.gateway.completions import MAX_INLINE_BYTES
 from paceline.gateway.fleet import Fleet
+from paceline.gateway.reading import MAX_INLINE_BYTES
 from paceline.gateway.request_trace import RequestTrace, traced_request
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,

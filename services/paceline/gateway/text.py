@@ -124,9 +124,9 @@ class TextCodec:
                 field, f"has {num_bytes} bytes, the context of {context_len} tokens holds at most {most_bytes}"
             )
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens without special ones; broken UTF-8 becomes U+FFFD."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Returns the text of tokens, special ones spelled out or left out; broken UTF-8 becomes U+FFFD."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=not special_tokens)
 
     def is_visible(self, token_id: int) -> bool:
         """Tells whether a token has text: known to the tokenizer and not special."""

@@ -73,6 +73,25 @@ FAILOVER_REASONS = (
     RemoteProtocolError,
     UnavailableError,
 )
+# Fields of other servers' APIs that clients send to everybody; all that nobody has heard of counts as one.
+UNHEARD_OF_FIELD = "other"
+FIELDS_OF_OTHERS = frozenset(
+    {
+        "cache_control",
+        "chat_template_content_format",
+        "enable_thinking",
+        "id",
+        "include_reasoning",
+        "kv_transfer_params",
+        "mm_processor_kwargs",
+        "priority",
+        "reasoning",
+        "reasoning_content",
+        "refusal",
+        "thinking",
+        "vllm_xargs",
+    }
+)
 
 
 def rows_label(num_rows: int) -> str:
@@ -199,6 +218,10 @@ class GatewayMetrics:
         )
         self.request_errors = meter.counters(
             "paceline:request_errors", "Requests ended by an error, by type.", "type", known=errors
+        )
+        fields = "Fields of requests that were ignored as nobody here knows them."
+        self.ignored_fields = meter.counters(
+            "paceline:ignored_fields", fields, "field", known=sorted({*FIELDS_OF_OTHERS, UNHEARD_OF_FIELD})
         )
         self.failovers = meter.counters("paceline:failovers", failovers, "reason", known=reasons)
         self.ejections = meter.counter(

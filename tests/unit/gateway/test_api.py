@@ -15,6 +15,7 @@ from paceline.gateway.body import parse_json_object
 from paceline.gateway.chat import ChatTemplate
 from paceline.gateway.choices import chat_sessions, completion_sessions
 from paceline.gateway.errors import HttpError, to_http
+from paceline.gateway.fields import UnknownFields
 from paceline.gateway.requests import ServedModel, SessionRequest, sample_seed
 from paceline.gateway.text import TextCodec
 from tests.support import tiny_tokenizer
@@ -36,11 +37,13 @@ USER = [{"role": "user", "content": "the fox"}]
 
 
 def completion(raw: bytes) -> list[SessionRequest]:
-    return completion_sessions(parse_body(CompletionBody, parse_json_object(raw)), MODEL, "cmpl-1")
+    unknown = UnknownFields(strict=False)
+    return completion_sessions(parse_body(CompletionBody, parse_json_object(raw), unknown), MODEL, "cmpl-1")
 
 
-def chat(raw: bytes) -> list[SessionRequest]:
-    return chat_sessions(parse_body(ChatBody, parse_json_object(raw)), MODEL, "chatcmpl-1")
+def chat(raw: bytes, unknown: UnknownFields | None = None) -> list[SessionRequest]:
+    unknown = unknown or UnknownFields(strict=False)
+    return chat_sessions(parse_body(ChatBody, parse_json_object(raw), unknown), MODEL, "chatcmpl-1", unknown)
 
 
 def body(**fields: Any) -> bytes:
@@ -125,14 +128,11 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"temperature": 10**400}, "temperature", "must be"),
         ({"speculation": {"max_draft_tokens": -(10**400)}}, "speculation.max_draft_tokens", "from 0 to 64"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"temprature": 1}, "temprature", "not a field"),
-        ({"messages": USER}, "messages", "not a field"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs", "not supported"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
-        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "not a field"),
         ({"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens", "from 0 to 64"),
         ({"speculation": {"acceptance": "lucky"}}, "speculation.acceptance", "coupled, rejection, block, typical"),
-        ({"speculation": {"enable": True}}, "speculation.enable", "not a field"),
         ({"speculation": True}, "speculation", "must be"),
     ],
 )
@@ -157,8 +157,8 @@ def test_a_bad_completion_field_is_named_with_its_limit(fields: dict[str, Any], 
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "text parts"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]",
-            "only text",
+            "messages[0].content[0].type",
+            "must be 'text'",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools here"),
         ({"messages": [{"role": "user", "content": "qz" * 40}]}, "messages", "the context of 64 tokens"),
@@ -171,7 +171,23 @@ def test_a_bad_completion_field_is_named_with_its_limit(fields: dict[str, Any], 
         ({"n": 1000}, "n", "at most 128"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "set by the server"),
-        ({"prompt": "x"}, "prompt", "not a field"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls",
+            "not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            "messages[0].content[0].image_url",
+            "not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "messages[0].content[0].input_audio",
+            "not supported",
+        ),
     ],
 )
 def test_a_bad_chat_field_is_named_with_its_limit(fields: dict[str, Any], param: str, limit: str) -> None:
@@ -210,9 +226,10 @@ def test_a_broken_body_is_refused_with_what_is_wrong(raw: bytes, param: str, pro
 
 def test_a_chat_with_a_model_that_has_no_template_is_refused() -> None:
     plain = ServedModel(identity=MODEL.identity, codec=TextCodec(tiny_tokenizer.train(), None))
-    parsed = parse_body(ChatBody, parse_json_object(chat_body()))
+    unknown = UnknownFields(strict=False)
+    parsed = parse_body(ChatBody, parse_json_object(chat_body()), unknown)
     with pytest.raises(InvalidRequestError, match="no chat template; use /v1/completions"):
-        chat_sessions(parsed, plain, "chatcmpl-1")
+        chat_sessions(parsed, plain, "chatcmpl-1", unknown)
 
 
 def test_fields_for_book_keeping_and_neutral_values_are_ignored() -> None:
@@ -220,6 +237,67 @@ def test_fields_for_book_keeping_and_neutral_values_are_ignored() -> None:
     assert session.sampling == SamplingParams(max_tokens=16, seed=3)
     assert session.speculation == SpeculationParams()
     assert session.stops == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "known"),
+    [
+        ({"temprature": 1}, "temprature", {}),
+        ({"messages": USER}, "messages", {}),
+        ({"stream_options": {"usage": True}}, "stream_options.usage", {"stream_options": {}}),
+        (
+            {"speculation": {"enable": True, "method": "ngram"}},
+            "speculation.enable",
+            {"speculation": {"method": "ngram"}},
+        ),
+    ],
+)
+def test_an_unknown_field_is_ignored_and_named_or_refused(
+    fields: dict[str, Any], path: str, known: dict[str, Any]
+) -> None:
+    unknown, none = UnknownFields(strict=False), UnknownFields(strict=False)
+    with_it, without = ({"prompt": "x", "stream": True, **each} for each in (fields, known))
+    assert parse_body(CompletionBody, with_it, unknown) == parse_body(CompletionBody, without, none)
+    assert (unknown.header, none.header) == (path, "")
+    with pytest.raises(InvalidRequestError, match="is not a field of this endpoint") as caught:
+        parse_body(CompletionBody, with_it, UnknownFields(strict=True))
+    assert caught.value.field == path
+
+
+def test_nulls_are_absent_at_every_depth_and_the_own_message_of_a_server_goes_back_in() -> None:
+    nulls = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    answered = {"role": "assistant", "content": "jumps", "reasoning_content": None, "name": None, **nulls}
+    part = {"type": "text", "text": "the fox", "cache_control": None}
+    rich = chat_body(
+        messages=[{"role": "user", "content": [part], "name": None}, answered, *USER],
+        seed=1,
+        stream=True,
+        stream_options={"include_usage": None},
+        speculation={"method": None, "enabled": None},
+        response_format={"type": "text", "json_schema": None},
+    )
+    plain = chat_body(messages=[*USER, {"role": "assistant", "content": "jumps"}, *USER], seed=1, stream=True)
+    assert chat(rich, UnknownFields(strict=True)) == chat(plain)
+
+
+def test_fields_of_messages_and_parts_that_nobody_knows_are_named_with_their_place() -> None:
+    unknown = UnknownFields(strict=False)
+    part = {"type": "text", "text": "the fox", "cache_control": {"type": "ephemeral"}}
+    messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "reasoning_content": "hm"}]
+    chat(chat_body(messages=messages, priority=1), unknown)
+    assert unknown.header == "priority, messages[0].mood, messages[0].content[0].cache_control, " + (
+        "messages[1].reasoning_content"
+    )
+    assert unknown.counts == {"priority": 1, "other": 1, "cache_control": 1, "reasoning_content": 1}
+
+
+def test_the_names_of_ignored_fields_are_bounded_and_fit_for_a_header() -> None:
+    unknown = UnknownFields(strict=False)
+    names = ["a,b\r\nset-cookie: x", "é\ud800", "", "x" * 1000, *(f"n{index}" for index in range(96))]
+    parse_body(CompletionBody, {"prompt": "x", **dict.fromkeys(names, 1)}, unknown)
+    first = ["a?b??set-cookie:?x", "??", "?", "x" * 64, *(f"n{index}" for index in range(16))]
+    assert unknown.header == ", ".join([*first, "80 more"])
+    assert unknown.counts == {"other": 100}
 
 
 def test_all_sampling_fields_arrive() -> None:

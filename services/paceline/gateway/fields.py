@@ -1,0 +1,169 @@
+"""Reads the JSON objects of requests: null is absent, unknown fields are ignored and named, fields not served refused.
+
+It knows no field by itself; each kind of object says which ones there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from reprlib import Repr
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from paceline.core.errors import InvalidRequestError, shortened
+from paceline.obs.metrics import FIELDS_OF_OTHERS, UNHEARD_OF_FIELD
+
+FieldsT = TypeVar("FieldsT", bound="Fields")
+
+SHOWN_CHARACTERS = 80
+# Of the header that names what was ignored.
+MAX_NAMED_FIELDS = 20
+MAX_NAME_CHARACTERS = 64
+_MISSING = "missing"
+# Writes a value of a million entries no further than it is shown.
+_SHORT = Repr()
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = SHOWN_CHARACTERS
+
+
+class UnknownFields:
+    """The fields of one request that nobody here knows: ignored, or refused.
+
+    Args:
+        strict: Whether they are refused.
+
+    Attributes:
+        counts: How many there are, by the label that they are counted under.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self.counts: dict[str, int] = {}
+        self._strict = strict
+        self._named: list[str] = []
+
+    def add(self, path: str, name: str) -> None:
+        """Notes a field.
+
+        Args:
+            path: Of the object that it stands in; empty: of the body.
+            name: As the client wrote it.
+
+        Raises:
+            InvalidRequestError: Unknown fields are refused.
+        """
+        if self._strict:
+            raise InvalidRequestError(_joined(path, name), "is not a field of this endpoint")
+        label = name if name in FIELDS_OF_OTHERS else UNHEARD_OF_FIELD
+        self.counts[label] = self.counts.get(label, 0) + 1
+        if len(self._named) < MAX_NAMED_FIELDS:
+            self._named.append(_in_header(_joined(path, name)))
+
+    @property
+    def header(self) -> str:
+        """Their paths, as far as a header should name them, and how many others there are; empty: there are none."""
+        others = sum(self.counts.values()) - len(self._named)
+        return ", ".join([*self._named, *([f"{others} more"] if others else [])])
+
+
+class Fields(BaseModel):
+    """A JSON object of a request.
+
+    Attributes:
+        no_effect: Fields that change nothing about the answer; clients send them for book-keeping.
+        not_served: Fields that would change the answer in ways not served here, and the values that ask for nothing.
+        objects: What stands in fields that hold objects.
+    """
+
+    no_effect: ClassVar[frozenset[str]] = frozenset()
+    not_served: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    objects: ClassVar[Mapping[str, type[Fields]]] = {}
+
+    model_config = ConfigDict(strict=True, frozen=True, json_schema_extra=lambda schema, kind: _describe(schema, kind))
+
+
+def read_fields(kind: type[FieldsT], given: Any, unknown: UnknownFields, where: str = "") -> FieldsT:
+    """Returns an object of a kind.
+
+    Args:
+        kind: Which.
+        given: The JSON value.
+        unknown: Told of fields that the kind does not have.
+        where: Path of the object; empty: it is the body.
+
+    Raises:
+        InvalidRequestError: Names the first field that is missing, not served or of the wrong type.
+    """
+    try:
+        return kind.model_validate(_known(kind, given, unknown, where) if isinstance(given, dict) else given)
+    except ValidationError as error:
+        raise _first_problem(error, where) from None
+
+
+def _known(kind: type[Fields], given: Mapping[str, Any], unknown: UnknownFields, where: str) -> dict[str, Any]:
+    """Returns what pydantic is to see; it lists all that is wrong before it says anything: not so for strangers."""
+    known: dict[str, Any] = {}
+    fields, objects = kind.model_fields, kind.objects
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in fields:
+            inside = objects.get(name) if isinstance(value, dict) else None
+            known[name] = value if inside is None else _known(inside, value, unknown, _joined(where, name))
+        elif name in kind.no_effect:
+            continue
+        elif name not in kind.not_served:
+            unknown.add(where, name)
+        elif not any(_same(_without_nulls(value), neutral) for neutral in kind.not_served[name]):
+            raise InvalidRequestError(_joined(where, name), f"is not supported by this server, got {_shown(value)}")
+    return known
+
+
+def _describe(schema: dict[str, Any], kind: type[Fields]) -> None:
+    """Adds to a schema what `read_fields` lets pass: null for what is absent, and fields not served."""
+    fields = schema["properties"]
+    null = {"type": "null"}
+    for name, field in fields.items():
+        if name not in schema.get("required", ()) and null not in field.get("anyOf", ()):
+            fields[name] = {"anyOf": [field, null]}
+    fields |= {name: {"description": "Changes nothing."} for name in sorted(kind.no_effect)}
+    for name, values in kind.not_served.items():
+        fields[name] = {"enum": [*values, None], "description": "Only with values that ask for nothing."}
+
+
+def _without_nulls(value: object) -> object:
+    return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Tells whether two JSON values are equal; to Python, true is 1 as well."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+def _in_header(path: str) -> str:
+    """Returns a path without what a header cannot hold, and without commas, which part the names."""
+    plain = "".join(each if "!" <= each <= "~" and each != "," else "?" for each in path[:MAX_NAME_CHARACTERS])
+    return plain or "?"
+
+
+def _first_problem(error: ValidationError, where: str) -> InvalidRequestError:
+    problem = error.errors(include_url=False, include_context=False)[0]
+    field = _path(problem["loc"], where)
+    if problem["type"] == _MISSING:
+        return InvalidRequestError(field, "is required")
+    message = problem["msg"].replace("Input should be", "must be")
+    return InvalidRequestError(field, f"{message}, got {_shown(problem['input'])}")
+
+
+def _path(location: tuple[int | str, ...], path: str) -> str:
+    for part in location:
+        path = f"{path}[{part}]" if isinstance(part, int) else _joined(path, part)
+    return path
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{_shown(name)}" if path else _shown(name)
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else _SHORT.repr(value)
+    return shortened(text, SHOWN_CHARACTERS)

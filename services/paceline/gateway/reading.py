@@ -1,0 +1,91 @@
+"""Has the bodies of HTTP requests read and understood: within bounds, and off the event loop where that takes long.
+
+It knows no endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from prometheus_client import Counter
+from starlette.requests import Request
+
+from paceline.core.errors import PacelineError
+from paceline.gateway.body import parse_json_object, read_body
+from paceline.gateway.callers import current_caller
+from paceline.gateway.fair_shares import Shares
+from paceline.gateway.fields import UnknownFields
+from paceline.gateway.http_response import Exchange
+from paceline.gateway.workers import Workers
+from paceline.obs.families import Family
+
+IGNORED_FIELDS = "x-paceline-ignored-fields"
+# Larger bodies are read in a thread, so that no stream waits for a tokenizer.
+MAX_INLINE_BYTES = 4 * 1024
+
+ReadT = TypeVar("ReadT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyReader:
+    """Reads request bodies.
+
+    Attributes:
+        max_bytes: Largest body accepted.
+        timeout_s: Time for all of it, in seconds.
+        reading: Bytes of all bodies that are read at the moment, at either door.
+        workers: Understand large ones.
+        strict_fields: Whether unknown fields are refused instead of ignored.
+        ignored_fields: Counts those that were ignored.
+    """
+
+    max_bytes: int
+    timeout_s: float
+    reading: Shares
+    workers: Workers
+    strict_fields: bool
+    ignored_fields: Family[Counter]
+
+    async def read(
+        self, request: Request, exchange: Exchange, understand: Callable[[dict[str, Any], UnknownFields], ReadT]
+    ) -> ReadT:
+        """Returns what `understand` makes of a body; the answer will name the fields that it does not know.
+
+        Raises:
+            InvalidRequestError: The body is too large, too slow or no JSON object, or is refused by `understand`.
+            OverloadedError: There is no room to read it.
+        """
+        unknown = UnknownFields(strict=self.strict_fields)
+        with self.reading.take(0, current_caller()) as held:
+            raw = await read_body(
+                request.stream(),
+                request.headers.get("content-length"),
+                held,
+                max_bytes=self.max_bytes,
+                timeout_s=self.timeout_s,
+            )
+            work = partial(_understood, raw, understand, unknown)
+            try:
+                understood = work() if len(raw) <= MAX_INLINE_BYTES else await self.workers.run(work)
+            except PacelineError:
+                self._tell(unknown, exchange)
+                raise
+            self._tell(unknown, exchange)
+            return understood
+
+    def _tell(self, unknown: UnknownFields, exchange: Exchange) -> None:
+        """Names and counts what was ignored; not while a thread may still be at it, after a cancellation."""
+        if not unknown.counts:
+            return
+        exchange.headers[IGNORED_FIELDS] = unknown.header
+        for label, count in unknown.counts.items():
+            self.ignored_fields.labels(label).inc(count)
+
+
+def _understood(
+    raw: bytearray, understand: Callable[[dict[str, Any], UnknownFields], ReadT], unknown: UnknownFields
+) -> ReadT:
+    return understand(parse_json_object(raw), unknown)

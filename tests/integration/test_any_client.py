@@ -1,0 +1,190 @@
+"""What real clients send beside the fields served here: unknown fields, nulls, ids of requests, and the small doors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+
+import paceline
+from paceline.gateway.api import ChatBody, CompletionBody
+from tests.support.scripted_fleet import CONTEXT_LEN, MODEL, Script, ScriptedFleet, scripted_fleet
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+IGNORED, REQUEST_ID = "x-paceline-ignored-fields", "x-request-id"
+USER: Any = {"role": "user", "content": "hello"}
+PROMPT = {"prompt": "x", "max_tokens": 3, "seed": 0}
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path) as started:
+        yield started
+
+
+async def counted(fleet: ScriptedFleet) -> dict[str, float]:
+    """How often which fields were ignored."""
+    lines = (await fleet.http.get("/metrics")).text.splitlines()
+    counts = [line.split() for line in lines if line.startswith("paceline:ignored_fields_total")]
+    return {name.split('"')[1]: float(count) for name, count in counts if count != "0.0"}
+
+
+async def test_a_message_of_ours_goes_back_in_as_the_official_client_got_it(fleet: ScriptedFleet) -> None:
+    first = await fleet.openai.chat.completions.create(model=MODEL, messages=[USER], max_tokens=5, seed=0)
+    answered: Any = first.choices[0].message.model_dump()
+    assert answered["refusal"] is None
+    whole = await fleet.openai.chat.completions.with_raw_response.create(
+        model=MODEL, messages=[USER, {**answered, "reasoning_content": None, "name": None}, USER], max_tokens=5, seed=0
+    )
+    assert IGNORED not in whole.headers
+    plain: Any = {"role": "assistant", "content": answered["content"]}
+    await fleet.openai.chat.completions.create(model=MODEL, messages=[USER, plain, USER], max_tokens=5, seed=0)
+    _, replayed, rewritten = fleet.verifier.requests
+    assert replayed.prompt_token_ids == rewritten.prompt_token_ids
+    assert await counted(fleet) == {}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_unknown_fields_are_ignored_named_and_counted(fleet: ScriptedFleet, streamed: bool) -> None:
+    unknown = {"priority": 1, "colour": {"a": [1]}, "speculation": {"mood": 1}}
+    answer = await fleet.http.post(COMPLETIONS, json={**PROMPT, **unknown, "stream": streamed})
+    assert answer.status_code == 200
+    assert answer.headers[IGNORED] == "priority, colour, speculation.mood"
+    assert await counted(fleet) == {"priority": 1, "other": 2}
+    plain = await fleet.http.post(COMPLETIONS, json=PROMPT)
+    assert IGNORED not in plain.headers
+    first, second = fleet.verifier.requests
+    assert (first.prompt_token_ids, first.sampling) == (second.prompt_token_ids, second.sampling)
+
+
+async def test_a_refused_request_names_ignored_fields_too(fleet: ScriptedFleet) -> None:
+    answer = await fleet.http.post(COMPLETIONS, json={**PROMPT, "colour": 1, "max_tokens": 10_000})
+    assert (answer.status_code, answer.headers[IGNORED]) == (400, "colour")
+
+
+async def test_a_hundred_thousand_unknown_fields_make_a_short_header_and_one_label(fleet: ScriptedFleet) -> None:
+    unknown = {f"field-{index}\r\nset-cookie: a=b": None if index % 2 else 1 for index in range(90_000)}
+    answer = await fleet.http.post(COMPLETIONS, json={**PROMPT, **unknown})
+    assert answer.status_code == 200
+    assert answer.headers[IGNORED].endswith("field-38??set-cookie:?a=b, 44980 more")
+    assert "set-cookie" not in answer.headers
+    assert await counted(fleet) == {"other": 45_000}
+
+
+async def test_what_would_change_the_answer_is_refused_by_name(fleet: ScriptedFleet) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for fields in ({"tools": [tool]}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(BadRequestError) as caught:
+            await fleet.openai.chat.completions.create(model=MODEL, messages=[USER], **fields)
+        assert caught.value.param == next(iter(fields))
+    image: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with pytest.raises(BadRequestError) as caught:
+        await fleet.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [image]}])
+    assert caught.value.param == "messages[0].content[0].image_url"
+    assert fleet.verifier.requests == []
+
+
+async def test_strict_fields_refuses_what_is_unknown(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, strict_fields=True) as fleet:
+        assert (await fleet.http.post(COMPLETIONS, json=PROMPT)).status_code == 200
+        for path, body, field in (
+            (COMPLETIONS, {**PROMPT, "colour": 1}, "colour"),
+            (CHAT, {"messages": [{**USER, "mood": 1}]}, "messages[0].mood"),
+            ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
+        ):
+            answer = await fleet.http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+            assert IGNORED not in answer.headers
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_answer_has_the_request_id_of_the_client_or_its_own(fleet: ScriptedFleet, streamed: bool) -> None:
+    async def asked(*given: str) -> tuple[str, str]:
+        """The header, and the id in the answer."""
+        headers = [(REQUEST_ID, each) for each in given]
+        answer = await fleet.http.post(COMPLETIONS, json={**PROMPT, "stream": streamed}, headers=headers)
+        told = answer.text.split("\n\n")[0].removeprefix("data: ") if streamed else answer.text
+        return answer.headers[REQUEST_ID], json.loads(told)["id"]
+
+    for given in ("mine 1", "~" * 128):
+        assert (await asked(given))[0] == given
+    for unusable in ((), ("",), ("~" * 129,), ("tab\tin it",)):
+        header, own = await asked(*unusable)
+        assert header == own
+
+
+async def test_a_refusal_has_the_id_of_its_request_too(fleet: ScriptedFleet) -> None:
+    refused = await fleet.http.post(COMPLETIONS, json={"prompt": 5}, headers={REQUEST_ID: "mine"})
+    assert (refused.status_code, refused.headers[REQUEST_ID]) == (400, "mine")
+    nameless = await fleet.http.post(COMPLETIONS, json={"prompt": 5})
+    assert nameless.headers[REQUEST_ID].startswith("cmpl-")
+
+
+async def test_a_failure_is_logged_under_the_request_id(fleet: ScriptedFleet, caplog: pytest.LogCaptureFixture) -> None:
+    fleet.verifier.script = Script(step_len=3, gap=1)
+    answer = await fleet.http.post(COMPLETIONS, json=PROMPT, headers={REQUEST_ID: "mine"})
+    assert answer.status_code == 502
+    assert "mine" in {vars(record).get("request_id") for record in caplog.records}
+
+
+async def test_a_prompt_and_a_chat_are_tokenized_as_they_are_when_served(fleet: ScriptedFleet) -> None:
+    await fleet.http.post(COMPLETIONS, json=PROMPT)
+    await fleet.http.post(CHAT, json={"messages": [USER], "max_tokens": 1})
+    for body, request in zip(({"prompt": "x"}, {"messages": [USER]}), fleet.verifier.requests, strict=True):
+        told = (await fleet.http.post("/tokenize", json={"model": MODEL, **body})).json()
+        tokens = list(request.prompt_token_ids)
+        assert told == {"count": len(tokens), "max_model_len": CONTEXT_LEN, "tokens": tokens, "token_strs": None}
+
+
+async def test_tokens_become_the_text_again_with_its_special_tokens(fleet: ScriptedFleet) -> None:
+    tokens = (await fleet.http.post("/tokenize", json={"messages": [USER]})).json()["tokens"]
+    told = (await fleet.http.post("/detokenize", json={"tokens": tokens})).json()
+    assert told == {"prompt": "<|begin|><|user|>hello<|end|><|assistant|>"}
+    bare = (await fleet.http.post("/tokenize", json={"prompt": "hello", "add_special_tokens": False})).json()
+    assert (await fleet.http.post("/detokenize", json={"tokens": bare["tokens"]})).json() == {"prompt": "hello"}
+    assert (await fleet.http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"prompt": "qz" * CONTEXT_LEN}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"messages": [USER], "tools": [{}]}, 400, "tools"),
+        ("/tokenize", {"prompt": "x", "model": "strange"}, 404, "model"),
+        ("/tokenize", {"prompt": "x" * 5 * 1024 * 1024}, 413, "body"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": "x"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, 2.5]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, 2**32]}, 400, "tokens[1]"),
+        ("/detokenize", {"tokens": [1] * (CONTEXT_LEN + 1)}, 400, "tokens"),
+    ],
+)
+async def test_what_cannot_be_tokenized_is_refused_by_name(
+    fleet: ScriptedFleet, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    answer = await fleet.http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+async def test_small_doors_say_version_load_and_health(fleet: ScriptedFleet) -> None:
+    assert (await fleet.http.get("/version")).json() == {"version": paceline.__version__}
+    health = (await fleet.http.get("/health")).json()
+    for method in ("GET", "POST"):
+        answer = await fleet.http.request(method, "/ping")
+        assert (answer.status_code, answer.json()) == (200, health)
+    assert (await fleet.http.get("/load")).json() == {"server_load": 0}
+    fleet.verifier.script = Script(pause_after=3)
+    async with fleet.http.stream("POST", COMPLETIONS, json={**PROMPT, "max_tokens": 9, "stream": True}):
+        assert (await fleet.http.get("/load")).json() == {"server_load": 1}
+
+
+def test_no_field_is_known_and_unknown_at_once() -> None:
+    for kind in (CompletionBody, ChatBody):
+        assert not set(kind.model_fields) & (kind.no_effect | set(kind.not_served))
