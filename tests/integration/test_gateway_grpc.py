@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from paceline.core.errors import InvalidRequestError, ModelNotFoundError, PacelineError, UnavailableError
+from paceline.gateway.generation_config import ModelDefaults
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.status import error_from_rpc
 from paceline.wire import speculation_record_from_pb
@@ -64,6 +65,17 @@ async def test_without_model_and_sampling_the_defaults_of_the_http_door_hold(fle
     [generate] = fleet.verifier.requests
     assert generate.prompt_token_ids == (5, 6)
     assert (generate.sampling.max_tokens, generate.sampling.temperature) == (16, 1.0)
+
+
+async def test_where_a_call_is_silent_the_models_own_defaults_hold(tmp_path: Path) -> None:
+    own = ModelDefaults(sampling={"temperature": 0.6, "top_k": 20, "min_p": 0.1}, max_new_tokens=5)
+    async with scripted_fleet(tmp_path, own=own) as fleet:
+        for asked in (None, sampling(), sampling(temperature=0.0, top_k=0, min_p=0.0)):
+            [_ async for _ in fleet.stub.Generate(Request(prompt="x", sampling=asked))]
+        silent, partly, neutral = [each.sampling for each in fleet.verifier.requests]
+        assert (silent.max_tokens, silent.temperature, silent.top_k, silent.min_p) == (16, 0.6, 20, 0.1)
+        assert (partly.max_tokens, partly.temperature, partly.top_k, partly.min_p) == (10, 0.6, 20, 0.1)
+        assert (neutral.temperature, neutral.top_k, neutral.min_p) == (0.0, 0, 0.0)
 
 
 async def test_a_stop_string_ends_the_text(fleet: ScriptedFleet) -> None:

@@ -145,11 +145,12 @@ class CommonBody(_Strict):
     model: str = ""
     n: int = Field(default=1, ge=1, json_schema_extra={"maximum": MAX_CHOICES})
     max_tokens: int | None = _told(None, minimum=1)
-    temperature: float = _told(1.0, minimum=0, maximum=100)
-    top_p: float = _told(1.0, exclusiveMinimum=0, maximum=1)
-    top_k: int = _told(0, minimum=-1, maximum=2**32 - 1)
-    min_p: float = _told(0.0, minimum=0, maximum=1)
-    repetition_penalty: float = _told(1.0, minimum=0.01, maximum=100)
+    # Where these are absent, the model's own hold: see `paceline.gateway.generation_config`.
+    temperature: float | None = _told(None, minimum=0, maximum=100)
+    top_p: float | None = _told(None, exclusiveMinimum=0, maximum=1)
+    top_k: int | None = _told(None, minimum=-1, maximum=2**32 - 1)
+    min_p: float | None = _told(None, minimum=0, maximum=1)
+    repetition_penalty: float | None = _told(None, minimum=0.01, maximum=100)
     presence_penalty: float = _told(0.0, minimum=-2, maximum=2)
     frequency_penalty: float = _told(0.0, minimum=-2, maximum=2)
     logit_bias: dict[str, float] = _told(

@@ -12,10 +12,10 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams
 from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatMessage, CommonBody, CompletionBody, chat_message
+from paceline.gateway.generation_config import MODEL_SAMPLING
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
-    MAX_UNASKED_TOKENS,
     ServedModel,
     SessionRequest,
     check_prompt,
@@ -81,7 +81,7 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str) -> list[S
         [_Prompt(field="messages", token_ids=_render_chat(body, model))],
         wanted=wanted,
         wanted_field=field,
-        unasked=MAX_UNASKED_TOKENS,
+        unasked=model.defaults.max_new_tokens,
         logprobs=top_logprobs if body.logprobs else None,
     )
 
@@ -94,7 +94,7 @@ def _sessions(
     *,
     wanted: int | None,
     wanted_field: str,
-    unasked: int,
+    unasked: int | None,
     logprobs: int | None,
 ) -> list[SessionRequest]:
     stops = check_stops(_stop_strings(body.stop))
@@ -108,7 +108,7 @@ def _sessions(
     for prompt in prompts:
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
         for seed in _seeds(body):
-            sampling = _sampling(body, max_tokens, logprobs, seed)
+            sampling = _sampling(body, model, max_tokens, logprobs, seed)
             sampling.check_vocabulary(model.identity.vocab_size)
             sessions.append(
                 SessionRequest(
@@ -126,14 +126,13 @@ def _sessions(
     return sessions
 
 
-def _sampling(body: CommonBody, max_tokens: int, logprobs: int | None, seed: int) -> SamplingParams:
+def _sampling(body: CommonBody, model: ServedModel, max_tokens: int, logprobs: int | None, seed: int) -> SamplingParams:
+    given = {name: value for name in MODEL_SAMPLING if (value := getattr(body, name)) is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
     return SamplingParams(
+        **{**model.defaults.sampling, **given},
         max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=max(body.top_k, 0) if body.top_k == -1 else body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=tuple(_logit_bias(body)),

@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 import paceline
 from paceline.gateway import answer_shapes as shapes
 from paceline.gateway.api import ChatBody, CompletionBody
-from paceline.gateway.requests import MAX_CHOICES
+from paceline.gateway.requests import DEFAULT_MAX_TOKENS, MAX_CHOICES
 
 Json = dict[str, Any]
 
@@ -23,6 +23,10 @@ ABOUT = """\
 OpenAI's API with the usual extras, and `speculation`, which says what a request asks of speculative decoding.
 
 * A field that is null counts as absent.
+* Where `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are absent, the model's own defaults hold,
+  from its `generation_config.json`; where it has none, 1, 1, off, off and 1.
+* Without `max_tokens` a text completion has up to {default_max_tokens} tokens; a chat goes on to the model's own
+  `max_new_tokens`, or to the end of the context.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}.
@@ -59,7 +63,7 @@ _FROM_SERVER = ("400", "503")
 def openapi_document() -> Json:
     """Returns the description, OpenAPI 3.1."""
     _, schemas = models_json_schema([(each, "validation") for each in _MODELS], ref_template=_REFERENCE)
-    about = ABOUT.format(max_choices=MAX_CHOICES)
+    about = ABOUT.format(max_choices=MAX_CHOICES, default_max_tokens=DEFAULT_MAX_TOKENS)
     generations = {
         "/v1/completions": _generation("createCompletion", *_COMPLETION),
         "/v1/chat/completions": _generation("createChatCompletion", *_CHAT),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import FinishReason, ModelIdentity
 from paceline.core.params import COUPLED, MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
+from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
 from paceline.gateway.text import TextCodec, utf8_len
 from paceline.obs.tracing import INVALID_SPAN, Span
 from paceline.store.base import EPOCHS_PER_OWNER
@@ -23,17 +24,16 @@ MAX_CHOICES = 128
 MAX_SALT_CHARACTERS = 128
 SALT_CHARS = 32
 DEFAULT_MAX_TOKENS = 16
-# An answer nobody bounded must end some day, however long the context is.
-MAX_UNASKED_TOKENS = 4096
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that can be asked for: what its verifiers say of it, and its tokenizer."""
+    """A model that can be asked for: what its verifiers say of it, its tokenizer, and what it has of defaults."""
 
     identity: ModelIdentity
     codec: TextCodec
+    defaults: ModelDefaults = NO_DEFAULTS
 
     @property
     def context_len(self) -> int:
@@ -221,14 +221,14 @@ def check_prompt(model: ServedModel, token_ids: Sequence[int], *, field: str) ->
     return token_ids
 
 
-def room_for_output(model: ServedModel, prompt_len: int, wanted: int | None, *, unasked: int, field: str) -> int:
+def room_for_output(model: ServedModel, prompt_len: int, wanted: int | None, *, unasked: int | None, field: str) -> int:
     """Returns how many tokens to generate at most.
 
     Args:
         model: Model whose context bounds the sum.
         prompt_len: Tokens of the prompt.
         wanted: What the request says; None: it says nothing.
-        unasked: Used then, as far as the context reaches.
+        unasked: Used then, as far as the context reaches; None: all of that.
         field: Name of the request field, for the error.
 
     Raises:
@@ -236,7 +236,7 @@ def room_for_output(model: ServedModel, prompt_len: int, wanted: int | None, *, 
     """
     room = model.context_len - prompt_len
     if wanted is None:
-        return min(unasked, room)
+        return room if unasked is None else min(unasked, room)
     if wanted < 1:
         raise InvalidRequestError(field, f"must be at least 1, got {wanted}")
     if wanted > room:

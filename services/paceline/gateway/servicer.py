@@ -140,11 +140,14 @@ def _prompt(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel) -> 
 def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, prompt_len: int) -> SamplingParams:
     if not request.HasField("sampling"):
         room = room_for_output(model, prompt_len, None, unasked=DEFAULT_MAX_TOKENS, field="max_tokens")
-        return SamplingParams(max_tokens=room, seed=new_seed())
+        return SamplingParams(max_tokens=room, seed=new_seed(), **model.defaults.sampling)
     if request.sampling.HasField("logprobs"):
         raise InvalidRequestError("sampling.logprobs", "is served over HTTP only")
-    sampling = sampling_from_pb(request.sampling)
-    if not request.sampling.HasField("seed"):
+    given = request.sampling
+    named = {field.name for field, _ in given.ListFields()}
+    own = {name: value for name, value in model.defaults.sampling.items() if name not in named}
+    sampling = replace(sampling_from_pb(given), **own)
+    if not given.HasField("seed"):
         sampling = replace(sampling, seed=new_seed())
     room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")
     sampling.check_vocabulary(model.identity.vocab_size)

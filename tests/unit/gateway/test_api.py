@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from paceline.gateway.body import parse_json_object
 from paceline.gateway.chat import ChatTemplate
 from paceline.gateway.choices import chat_sessions, completion_sessions
 from paceline.gateway.errors import HttpError, to_http
+from paceline.gateway.generation_config import ModelDefaults
 from paceline.gateway.requests import ServedModel, SessionRequest, sample_seed
 from paceline.gateway.text import TextCodec
 from tests.support import tiny_tokenizer
@@ -242,6 +244,37 @@ def test_all_sampling_fields_arrive() -> None:
 
 def test_top_k_minus_one_is_off_as_in_other_engines() -> None:
     assert completion(body(top_k=-1))[0].sampling.top_k == 0
+
+
+OWN = replace(
+    MODEL, defaults=ModelDefaults(sampling={"temperature": 0.6, "top_k": 20, "min_p": 0.1}, max_new_tokens=30)
+)
+
+
+def of_own(model: ServedModel, **fields: Any) -> SamplingParams:
+    parsed = parse_body(ChatBody, parse_json_object(chat_body(seed=1, **fields)))
+    return chat_sessions(parsed, model, "chatcmpl-1")[0].sampling
+
+
+def test_where_a_request_is_silent_the_models_own_defaults_hold() -> None:
+    neutral = SamplingParams(max_tokens=30, temperature=0.6, top_k=20, min_p=0.1, seed=1)
+    assert of_own(OWN) == of_own(OWN, temperature=None, top_k=None, max_tokens=None) == neutral
+
+
+def test_what_a_request_says_wins_over_the_model_also_if_it_is_neutral() -> None:
+    asked = of_own(OWN, temperature=0, top_k=-1, min_p=0, top_p=0.5, max_tokens=3)
+    assert asked == SamplingParams(max_tokens=3, temperature=0, top_p=0.5, seed=1)
+
+
+def test_a_completion_keeps_its_sixteen_tokens_whatever_the_model_says() -> None:
+    [session] = completion_sessions(parse_body(CompletionBody, parse_json_object(body())), OWN, "cmpl-1")
+    assert (session.sampling.max_tokens, session.sampling.top_k) == (16, 20)
+
+
+def test_a_chat_takes_the_whole_of_a_long_context() -> None:
+    long = replace(MODEL, identity=replace(MODEL.identity, context_len=40_960))
+    [session] = chat_sessions(parse_body(ChatBody, parse_json_object(chat_body())), long, "chatcmpl-1")
+    assert session.sampling.max_tokens == 40_960 - len(session.prompt_token_ids)
 
 
 def test_a_prompt_may_be_text_or_tokens_one_or_several() -> None:
