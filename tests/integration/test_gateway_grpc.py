@@ -125,6 +125,12 @@ async def test_bad_fields_are_named_and_the_next_request_works(
     assert [r async for r in fleet.stub.Generate(Request(prompt="x"))][-1].HasField("result")
 
 
+async def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for(fleet: ScriptedFleet) -> None:
+    text = fleet.letters(0, 7)
+    request = Request(prompt="x", sampling=sampling(max_tokens=99), stop=[text[4:]], include_stop_str_in_output=True)
+    assert "".join([response.text async for response in fleet.stub.Generate(request)]) == text
+
+
 async def test_an_unknown_model_is_not_found(fleet: ScriptedFleet) -> None:
     assert isinstance(await refusal(fleet, Request(model="gpt-9", prompt="x")), ModelNotFoundError)
     assert 'paceline:request_errors_total{type="ModelNotFoundError"} 1.0' in (await fleet.http.get("/metrics")).text

@@ -132,18 +132,21 @@ async def test_a_finished_session_is_sent_from_the_log_alone(fleet: ScriptedFlee
     assert sum(len(verifier.requests) for verifier in fleet.verifiers) == num_requests
 
 
-async def test_a_stop_string_that_begins_in_the_log_is_found_after_a_resume(fleet: ScriptedFleet) -> None:
+@pytest.mark.parametrize(("include", "text_len"), [(False, 4), (True, 8)])
+async def test_a_stop_string_that_begins_in_the_log_is_found_after_a_resume(
+    fleet: ScriptedFleet, include: bool, text_len: int
+) -> None:
     for verifier in fleet.verifiers:
         verifier.script = Script(pause_after=6)
     text = fleet.letters(0, 8)
-    call = fleet.stub.Generate(request(stop=[text[4:]]))
+    call = fleet.stub.Generate(request(stop=[text[4:]], include_stop_str_in_output=include))
     session_id = (await anext(aiter(call))).session_id
     await logged_len(fleet, session_id, 6)
     call.cancel()
     for verifier in fleet.verifiers:
         verifier.script = Script()
     rest, num_rest, result = await rest_of(fleet.stub.Resume(resume(fleet, session_id, 2)))
-    assert (rest, num_rest, result.finish_reason) == (text[2:4], 6, "stop")
+    assert (rest, num_rest, result.finish_reason) == (text[2:text_len], 6, "stop")
 
 
 async def test_another_gateway_goes_on_and_the_first_one_ends_its_stream(tmp_path: Path) -> None:

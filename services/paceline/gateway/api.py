@@ -51,7 +51,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -162,6 +161,7 @@ class CommonBody(_Strict):
     min_tokens: int = _told(0, minimum=0)
     stop: SkipValidation[_Stop | _Stops | None] = None
     stop_token_ids: list[_TokenId] = _told([], maxItems=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
     seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)

@@ -118,6 +118,7 @@ def _sessions(
                     sampling=sampling,
                     speculation=speculation,
                     stops=stops,
+                    include_stop_str_in_output=body.include_stop_str_in_output,
                     cache_salt=check_salt(body.cache_salt),
                     token_fates=body.speculation.token_fates,
                     whole=not body.stream and not stops,

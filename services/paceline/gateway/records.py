@@ -51,6 +51,7 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         "sampling": asdict(request.sampling),
         "speculation": asdict(request.speculation),
         "stop": list(request.stops),
+        "include_stop_str_in_output": request.include_stop_str_in_output,
         "cache_salt": request.cache_salt,
     }
     if request.span.is_recording():

@@ -46,6 +46,7 @@ class SessionRequest:
     """One session to run, all fields checked.
 
     Attributes:
+        include_stop_str_in_output: Whether the stop string or stop token that ends the text is part of it.
         api_key: Name of the API key it came with, never the key; empty where none are asked for.
         max_wait_s: Longest expected wait for a place, in seconds; None: any.
         weights_hash: Of the verifier it began on; empty: any.
@@ -69,6 +70,7 @@ class SessionRequest:
     sampling: SamplingParams
     speculation: SpeculationParams
     stops: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     api_key: str = ""
     max_wait_s: float | None = None
     weights_hash: str = ""

@@ -123,6 +123,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             sampling=_sampling(request, model, len(prompt_token_ids)),
             speculation=speculation,
             stops=check_stops(request.stop),
+            include_stop_str_in_output=request.include_stop_str_in_output,
             cache_salt=check_salt(request.cache_salt),
             api_key=current_caller().name,
         )

@@ -94,6 +94,7 @@ class Resumption:
             sampling=sampling,
             speculation=parameters.speculation,
             stops=parameters.stops,
+            include_stop_str_in_output=parameters.include_stop_str_in_output,
             api_key=record.api_key,
             weights_hash=record.weights_hash,
             arithmetic=record.arithmetic,
@@ -115,6 +116,7 @@ class _Parameters:
     sampling: SamplingParams
     speculation: SpeculationParams
     stops: tuple[str, ...]
+    include_stop_str_in_output: bool
     cache_salt: str
     traceparent: str
 
@@ -131,6 +133,7 @@ class _Parameters:
                 sampling=_sampling(values["sampling"]),
                 speculation=SpeculationParams(**values["speculation"]),
                 stops=check_stops(values["stop"]),
+                include_stop_str_in_output=bool(values.get("include_stop_str_in_output", False)),
                 cache_salt=check_salt(values.get("cache_salt", "")),
                 traceparent=str(values.get("traceparent", "")),
             )

@@ -32,12 +32,15 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
     SPECULATION_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty: the only one served."""
     prompt: builtins.str
     """Text, tokenized by the gateway."""
     cache_salt: builtins.str
     """Prompts share cached pages only with those of the same key and salt; at most 128 characters."""
+    include_stop_str_in_output: builtins.bool
+    """The text ends with the stop string, or with the text of the stop token, that ended it."""
     @property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -64,9 +67,10 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
         speculation: paceline.rpc.v1.common_pb2.SpeculationParams | None = ...,
         stop: collections.abc.Iterable[builtins.str] | None = ...,
         cache_salt: builtins.str = ...,
+        include_stop_str_in_output: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["input", b"input", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "input", b"input", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["prompt", "prompt_token_ids"] | None: ...
 
 Global___GatewayGenerateRequest: typing_extensions.TypeAlias = GatewayGenerateRequest
