@@ -119,6 +119,7 @@ def _sessions(
                     speculation=speculation,
                     stops=stops,
                     include_stop_str_in_output=body.include_stop_str_in_output,
+                    skip_special_tokens=body.skip_special_tokens,
                     cache_salt=check_salt(body.cache_salt),
                     token_fates=body.speculation.token_fates,
                     whole=not body.stream and not stops,

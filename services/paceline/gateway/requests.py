@@ -47,6 +47,7 @@ class SessionRequest:
 
     Attributes:
         include_stop_str_in_output: Whether the stop string or stop token that ends the text is part of it.
+        skip_special_tokens: Whether special tokens have no text; a stop token never has any unless it is asked for.
         api_key: Name of the API key it came with, never the key; empty where none are asked for.
         max_wait_s: Longest expected wait for a place, in seconds; None: any.
         weights_hash: Of the verifier it began on; empty: any.
@@ -71,6 +72,7 @@ class SessionRequest:
     speculation: SpeculationParams
     stops: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     api_key: str = ""
     max_wait_s: float | None = None
     weights_hash: str = ""

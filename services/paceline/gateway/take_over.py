@@ -95,6 +95,7 @@ class Resumption:
             speculation=parameters.speculation,
             stops=parameters.stops,
             include_stop_str_in_output=parameters.include_stop_str_in_output,
+            skip_special_tokens=parameters.skip_special_tokens,
             api_key=record.api_key,
             weights_hash=record.weights_hash,
             arithmetic=record.arithmetic,
@@ -117,6 +118,7 @@ class _Parameters:
     speculation: SpeculationParams
     stops: tuple[str, ...]
     include_stop_str_in_output: bool
+    skip_special_tokens: bool
     cache_salt: str
     traceparent: str
 
@@ -134,6 +136,7 @@ class _Parameters:
                 speculation=SpeculationParams(**values["speculation"]),
                 stops=check_stops(values["stop"]),
                 include_stop_str_in_output=bool(values.get("include_stop_str_in_output", False)),
+                skip_special_tokens=bool(values.get("skip_special_tokens", True)),
                 cache_salt=check_salt(values.get("cache_salt", "")),
                 traceparent=str(values.get("traceparent", "")),
             )

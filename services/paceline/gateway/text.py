@@ -37,6 +37,7 @@ class TextCodec:
     Attributes:
         chat_template: How messages become a prompt; None if the folder holds no template.
         vocab_size: Ids that the tokenizer knows; the model's own vocabulary may be padded beyond it.
+        with_special_tokens: Decodes likewise, special tokens spelled out.
         vocab_hash: What a verifier of the same model announces; empty for a tokenizer that came from no folder.
     """
 
@@ -54,6 +55,7 @@ class TextCodec:
         self._visible = bytearray(self.vocab_size)
         for token_id in vocab.values():
             self._visible[token_id] = token_id not in added or not added[token_id].special
+        self.with_special_tokens = _WithSpecialTokens(tokenizer, frozenset(vocab.values()))
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
@@ -140,6 +142,20 @@ class TextCodec:
         if piece is None:
             return b""
         return self._spelling.to_bytes(piece)
+
+
+class _WithSpecialTokens:
+    """Decoding in which special tokens have the text that they are written as."""
+
+    def __init__(self, tokenizer: Tokenizer, known: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._known = known
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def is_visible(self, token_id: int) -> bool:
+        return token_id in self._known
 
 
 def utf8_len(field: str, text: str) -> int:

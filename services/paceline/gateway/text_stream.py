@@ -42,7 +42,9 @@ class TextStream:
         self._include_stop = request.include_stop_str_in_output
         hidden = () if self._include_stop else (*sampling.stop_token_ids, *eos_token_ids)
         self._hidden_ids = frozenset(hidden)
-        self._detokenizer = Detokenizer(request.model.codec, request.prompt_token_ids)
+        codec = request.model.codec
+        decodes = codec if request.skip_special_tokens else codec.with_special_tokens
+        self._detokenizer = Detokenizer(decodes, request.prompt_token_ids)
         self._matcher = StopMatcher(request.stops)
         self._token_texts = TokenTexts() if request.token_fates else None
         self._one_by_one = bool(request.stops) or request.token_fates

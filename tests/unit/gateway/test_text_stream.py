@@ -123,6 +123,17 @@ def test_a_stop_token_has_text_where_it_is_asked_for(include: bool, text: str) -
     assert stream.feed(token_ids).text + stream.finish().text == text
 
 
+def test_special_tokens_are_spelled_out_where_they_are_asked_for_but_the_last() -> None:
+    token_ids = [*spelled("a"), 0, *spelled("b"), EOS]
+    for skipped, ending, text in (
+        (True, False, "ab"),
+        (False, False, "a<|begin|>b"),
+        (False, True, "a<|begin|>b<|end|>"),
+    ):
+        stream = started([], skip_special_tokens=skipped, include_stop_str_in_output=ending)
+        assert stream.feed(token_ids).text + stream.finish().text == text
+
+
 def test_a_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
     _, tokens, _ = told(spelled("a\U0001f600b"), [], [], 0)
     assert [token.text for token in tokens] == ["a", "", "", "", "\U0001f600", "b"]

@@ -33,6 +33,7 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
     STOP_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty: the only one served."""
     prompt: builtins.str
@@ -41,6 +42,8 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
     """Prompts share cached pages only with those of the same key and salt; at most 128 characters."""
     include_stop_str_in_output: builtins.bool
     """The text ends with the stop string, or with the text of the stop token, that ended it."""
+    skip_special_tokens: builtins.bool
+    """Special tokens have no text; absent: they have none. False spells them out."""
     @property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -68,9 +71,13 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
         stop: collections.abc.Iterable[builtins.str] | None = ...,
         cache_salt: builtins.str = ...,
         include_stop_str_in_output: builtins.bool = ...,
+        skip_special_tokens: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["input", b"input", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "input", b"input", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]) -> typing.Literal["skip_special_tokens"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["prompt", "prompt_token_ids"] | None: ...
 
 Global___GatewayGenerateRequest: typing_extensions.TypeAlias = GatewayGenerateRequest
