@@ -78,6 +78,15 @@ async def test_where_a_call_is_silent_the_models_own_defaults_hold(tmp_path: Pat
         assert (neutral.temperature, neutral.top_k, neutral.min_p) == (0.0, 0, 0.0)
 
 
+async def test_the_last_tokens_of_a_prompt_are_kept_where_it_is_asked_for(fleet: ScriptedFleet) -> None:
+    ids = gateway_pb2.TokenIds(ids=[5, 6, 7, 8])
+    request = Request(prompt_token_ids=ids, sampling=sampling(), truncate_prompt_tokens=3)
+    [_ async for _ in fleet.stub.Generate(request)]
+    assert fleet.verifier.requests[0].prompt_token_ids == (6, 7, 8)
+    request.truncate_prompt_tokens = 0
+    assert "truncate_prompt_tokens: must be -1, or from 1 to" in str(await refusal(fleet, request))
+
+
 async def test_a_stop_string_ends_the_text(fleet: ScriptedFleet) -> None:
     text = fleet.letters(0, 7)
     request = Request(prompt="x", sampling=sampling(max_tokens=99), stop=[text[4:]])

@@ -62,7 +62,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -163,6 +162,7 @@ class CommonBody(_Strict):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
+    truncate_prompt_tokens: int | None = _told(None, minimum=-1)
     cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
     seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)
     stream: bool = False

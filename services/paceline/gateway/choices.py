@@ -25,6 +25,7 @@ from paceline.gateway.requests import (
     new_seed,
     room_for_output,
     sample_seed,
+    tokens_kept,
 )
 
 
@@ -46,7 +47,8 @@ def completion_sessions(body: CompletionBody, model: ServedModel, request_id: st
             "prompt" if len(given) > 1 else "n",
             f"{len(given)} prompts times n = {body.n} exceed the limit of {MAX_CHOICES} choices",
         )
-    prompts = [_encode_prompt(model, field, value) for field, value in given]
+    keep_last = tokens_kept(model, body.truncate_prompt_tokens, body.max_tokens)
+    prompts = [_encode_prompt(model, field, value, keep_last) for field, value in given]
     return _sessions(
         body,
         model,
@@ -74,11 +76,12 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str) -> list[S
     top_logprobs = body.top_logprobs or 0
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequestError("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
+    keep_last = tokens_kept(model, body.truncate_prompt_tokens, wanted)
     return _sessions(
         body,
         model,
         request_id,
-        [_Prompt(field="messages", token_ids=_render_chat(body, model))],
+        [_Prompt(field="messages", token_ids=_render_chat(body, model, keep_last))],
         wanted=wanted,
         wanted_field=field,
         unasked=model.defaults.max_new_tokens,
@@ -203,13 +206,13 @@ def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(entry) is int for entry in value)
 
 
-def _encode_prompt(model: ServedModel, field: str, value: str | list[int]) -> _Prompt:
+def _encode_prompt(model: ServedModel, field: str, value: str | list[int], keep_last: int | None) -> _Prompt:
     if isinstance(value, str):
-        return _Prompt(field=field, token_ids=encode_text(model, value, field=field))
-    return _Prompt(field=field, token_ids=check_prompt(model, value, field=field))
+        return _Prompt(field=field, token_ids=encode_text(model, value, field=field, keep_last=keep_last))
+    return _Prompt(field=field, token_ids=check_prompt(model, value, field=field, keep_last=keep_last))
 
 
-def _render_chat(body: ChatBody, model: ServedModel) -> tuple[int, ...]:
+def _render_chat(body: ChatBody, model: ServedModel, keep_last: int | None) -> tuple[int, ...]:
     if model.codec.chat_template is None:
         raise InvalidRequestError(
             "messages", f"model {model.identity.name!r} has no chat template; use /v1/completions"
@@ -226,7 +229,7 @@ def _render_chat(body: ChatBody, model: ServedModel) -> tuple[int, ...]:
         )
     messages = [_plain_message(chat_message(message, index), index) for index, message in enumerate(body.messages)]
     token_ids = model.codec.encode_chat(
-        messages, body.chat_template_kwargs, field="messages", context_len=model.context_len
+        messages, body.chat_template_kwargs, field="messages", context_len=model.context_len, keep_last=keep_last
     )
     return check_prompt(model, token_ids, field="messages")
 

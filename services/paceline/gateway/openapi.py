@@ -27,6 +27,8 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
   from its `generation_config.json`; where it has none, 1, 1, off, off and 1.
 * Without `max_tokens` a text completion has up to {default_max_tokens} tokens; a chat goes on to the model's own
   `max_new_tokens`, or to the end of the context.
+* `truncate_prompt_tokens` keeps the last tokens of a prompt or of a rendered chat: 1 up to less than the context, or -1
+  for as many as fit into the context beside `max_tokens`.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}.

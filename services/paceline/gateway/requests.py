@@ -194,26 +194,54 @@ def up_to_end(
     return committed, None
 
 
-def encode_text(model: ServedModel, text: str, *, field: str) -> tuple[int, ...]:
-    """Returns the tokens of a prompt given as text.
+def tokens_kept(model: ServedModel, asked: int | None, wanted: int | None) -> int | None:
+    """Returns how many of the last tokens of a prompt are used; None: all of them.
+
+    Args:
+        model: Whose context bounds it.
+        asked: `truncate_prompt_tokens`; -1: as many as fit into the context beside the output.
+        wanted: Most output tokens; None: room for one is enough.
+
+    Raises:
+        InvalidRequestError: Others are asked for than the context has room for.
+    """
+    if asked is None:
+        return None
+    if asked == -1:
+        return max(1, model.context_len - (wanted or 1))
+    if not 1 <= asked < model.context_len:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens", f"must be -1, or from 1 to {model.context_len - 1}, got {asked}"
+        )
+    return asked
+
+
+def encode_text(model: ServedModel, text: str, *, field: str, keep_last: int | None = None) -> tuple[int, ...]:
+    """Returns the tokens of a prompt given as text, or the last of them.
 
     Raises:
         InvalidRequestError: It is empty, too long for the context, or not Unicode text.
     """
     if not text:
         raise InvalidRequestError(field, "must not be empty")
-    token_ids = model.codec.encode(text, field=field, special_tokens=True, context_len=model.context_len)
+    token_ids = model.codec.encode(
+        text, field=field, special_tokens=True, context_len=model.context_len, keep_last=keep_last
+    )
     return check_prompt(model, token_ids, field=field)
 
 
-def check_prompt(model: ServedModel, token_ids: Sequence[int], *, field: str) -> tuple[int, ...]:
-    """Returns a prompt that leaves room for at least one token.
+def check_prompt(
+    model: ServedModel, token_ids: Sequence[int], *, field: str, keep_last: int | None = None
+) -> tuple[int, ...]:
+    """Returns a prompt that leaves room for at least one token, or its last tokens.
 
     Raises:
         InvalidRequestError: It is empty, too long for the context, or names tokens outside the vocabulary.
     """
     if not token_ids:
         raise InvalidRequestError(field, "must hold at least one token")
+    if keep_last is not None:
+        token_ids = token_ids[-keep_last:]
     if len(token_ids) >= model.context_len:
         raise InvalidRequestError(
             field,

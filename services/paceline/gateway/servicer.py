@@ -26,6 +26,7 @@ from paceline.gateway.requests import (
     encode_text,
     new_seed,
     room_for_output,
+    tokens_kept,
 )
 from paceline.gateway.session_output import Ending, Piece
 from paceline.gateway.sessions import Sessions
@@ -134,9 +135,11 @@ def _prompt(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel) -> 
     field = request.WhichOneof("input")
     if field is None:
         raise InvalidRequestError("prompt", "is required")
+    asked = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+    keep_last = tokens_kept(model, asked, request.sampling.max_tokens or None)
     if field == "prompt":
-        return encode_text(model, request.prompt, field="prompt")
-    return check_prompt(model, request.prompt_token_ids.ids, field="prompt_token_ids")
+        return encode_text(model, request.prompt, field="prompt", keep_last=keep_last)
+    return check_prompt(model, request.prompt_token_ids.ids, field="prompt_token_ids", keep_last=keep_last)
 
 
 def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, prompt_len: int) -> SamplingParams:

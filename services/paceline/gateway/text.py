@@ -76,7 +76,9 @@ class TextCodec:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         return cls(tokenizer, _chat_template(folder), vocab_hash(folder))
 
-    def encode(self, text: str, *, field: str, special_tokens: bool, context_len: int) -> tuple[int, ...]:
+    def encode(
+        self, text: str, *, field: str, special_tokens: bool, context_len: int, keep_last: int | None = None
+    ) -> tuple[int, ...]:
         """Returns the token ids of a text; takes a time bounded by the context, and lets other threads run meanwhile.
 
         Special tokens spelled out in the text are special tokens: it is a whole prompt, and its writer's own.
@@ -86,15 +88,24 @@ class TextCodec:
             field: Name of the request field, for the error.
             special_tokens: Whether the tokenizer adds its own (begin of text) tokens.
             context_len: Texts that cannot fit into that many tokens are refused unread.
+            keep_last: How many of the last tokens to return, of however many; None: all, if the context holds them.
 
         Raises:
             InvalidRequestError: The text is too long, or is not Unicode text.
         """
         self._check_length(field, utf8_len(field, text), context_len)
-        return token_ids(self._tokenizer, text, field, special_tokens=special_tokens, context_len=context_len)
+        return token_ids(
+            self._tokenizer, text, field, special_tokens=special_tokens, context_len=context_len, keep_last=keep_last
+        )
 
     def encode_chat(
-        self, messages: Sequence[Message], extra: Mapping[str, Any], *, field: str, context_len: int
+        self,
+        messages: Sequence[Message],
+        extra: Mapping[str, Any],
+        *,
+        field: str,
+        context_len: int,
+        keep_last: int | None = None,
     ) -> tuple[int, ...]:
         """Returns the prompt that asks for the next message of a chat, in tokens.
 
@@ -105,6 +116,7 @@ class TextCodec:
             extra: Further variables of the template.
             field: Name of the request field, for the error.
             context_len: Chats that cannot fit into that many tokens are refused unread.
+            keep_last: As of `encode`.
 
         Raises:
             InvalidRequestError: The chat is too long, is not Unicode text, or the template refuses it.
@@ -116,8 +128,8 @@ class TextCodec:
         marked = self._spellings.marked([list(map(dict, messages)), dict(extra)], field)
         rendered = self.chat_template.render(*(marked or (messages, extra)))
         if marked is not None:
-            return self._spellings.encode(rendered, field, context_len=context_len)
-        return self.encode(rendered, field=field, special_tokens=False, context_len=context_len)
+            return self._spellings.encode(rendered, field, context_len=context_len, keep_last=keep_last)
+        return self.encode(rendered, field=field, special_tokens=False, context_len=context_len, keep_last=keep_last)
 
     def _check_length(self, field: str, num_bytes: int, context_len: int) -> None:
         most_bytes = context_len * self._longest_token_bytes

@@ -277,6 +277,31 @@ def test_a_chat_takes_the_whole_of_a_long_context() -> None:
     assert session.sampling.max_tokens == 40_960 - len(session.prompt_token_ids)
 
 
+def test_the_last_tokens_of_a_prompt_are_kept_where_it_is_asked_for() -> None:
+    [whole], [cut] = completion(body()), completion(body(truncate_prompt_tokens=2))
+    assert cut.prompt_token_ids == whole.prompt_token_ids[-2:]
+    assert completion(body(truncate_prompt_tokens=60))[0].prompt_token_ids == whole.prompt_token_ids
+    [long] = completion(body(prompt=[*range(2, 102)], truncate_prompt_tokens=-1, max_tokens=10))
+    assert long.prompt_token_ids == tuple(range(102 - (CONTEXT_LEN - 10), 102))
+
+
+def test_a_text_or_chat_too_long_for_the_context_may_be_cut() -> None:
+    text = "the fox " * CONTEXT_LEN
+    [session] = completion(body(prompt=text, truncate_prompt_tokens=-1))
+    assert len(session.prompt_token_ids) == CONTEXT_LEN - 1
+    for spelled in ("", "<|end|>"):
+        messages = [{"role": "user", "content": text + spelled}]
+        [session] = chat(chat_body(messages=messages, truncate_prompt_tokens=9))
+        assert session.prompt_token_ids[-4:] == chat(chat_body())[0].prompt_token_ids[-4:]
+        assert len(session.prompt_token_ids) == 9
+
+
+@pytest.mark.parametrize("asked", [0, -2, CONTEXT_LEN])
+def test_a_truncation_that_keeps_nothing_or_leaves_no_room_is_refused(asked: int) -> None:
+    refused = refusal(body(truncate_prompt_tokens=asked))
+    assert refused.message == f"truncate_prompt_tokens: must be -1, or from 1 to {CONTEXT_LEN - 1}, got {asked}"
+
+
 def test_a_prompt_may_be_text_or_tokens_one_or_several() -> None:
     text = CODEC.encode("the fox", field="prompt", special_tokens=True, context_len=64)
     assert text[0] == 0
