@@ -87,6 +87,20 @@ def test_the_goodput_policy_leaves_the_tokens_alone(pair_folders, plain, samplin
     assert texts(EnginePair(*pair_folders, policy=Goodput()), SAMPLINGS[sampling], 16) == plain[sampling]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_token_but_the_allowed_ones_is_chosen_and_drafts_leave_them_alone(pair_folders, temperature):
+    allowed = tuple(range(0, VOCAB_SIZE, 3))
+    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=11, allowed_token_ids=allowed)
+    alone = texts(EnginePair(*pair_folders), sampling, 8, speculation=SpeculationParams(enabled=False))
+    chosen = {token_id for tokens in alone for token_id in tokens}
+    assert len(chosen) > 10
+    assert chosen <= set(allowed)
+    drafted = EnginePair(*pair_folders, policy=FixedGamma(gamma=6), width=3, methods=(NGRAM, LAYER_SKIP))
+    assert texts(drafted, sampling, 8) == alone
+    accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in drafted.sessions.values())
+    assert accepted > 50, "the test would prove little without accepted drafts"
+
+
 @pytest.fixture(scope="module")
 def random_heads(tmp_path_factory):
     """Medusa heads that know nothing of the target."""

@@ -11,6 +11,7 @@ MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_DRAFT_TOKENS = 64
 # Ways to draft: in the drafter tier a model of its own, or a head on the target's hidden states; inside the verifier
 # look-up in the session's own text, or in recent outputs of others too, heads on the target's hidden states, and some
@@ -41,6 +42,8 @@ def _require_range(field: str, value: float, low: float, high: float) -> None:
 class SamplingParams:
     """How the target's logits become tokens; the same seed gives the same tokens.
 
+    No token but those of `allowed_token_ids` is chosen, if there are any; an end token has to be one of them, too.
+
     Raises:
         InvalidRequestError: A field is outside its limits; the error names field and limit.
     """
@@ -56,6 +59,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     seed: int = 0
@@ -94,6 +98,11 @@ class SamplingParams:
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             f"has {len(self.stop_token_ids)} entries, at most {MAX_STOP_TOKEN_IDS} are allowed",
         )
+        _require(
+            "allowed_token_ids",
+            len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS,
+            f"has {len(self.allowed_token_ids)} entries, at most {MAX_ALLOWED_TOKEN_IDS} are allowed",
+        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Checks the fields that name tokens.
@@ -103,6 +112,7 @@ class SamplingParams:
         """
         check_token_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from paceline.core.errors import LocalProtocolError
 from paceline.core.messages import PositionLogprobs
 from paceline.core.noise import split_uint64
 from paceline.core.params import SamplingParams
-from paceline.core.processors import MAX_VOCAB_SIZE, Truncation, masked_until_min_tokens, require_usable
+from paceline.core.processors import MAX_VOCAB_SIZE, Truncation, barred, masked_until_min_tokens, require_usable
 from paceline.engine.backends.cpu import noise_kernels, row_kernels
 
 Logits = npt.NDArray[np.float32]
@@ -135,14 +135,16 @@ class RowSampler:
         if not 0 < vocab_size <= MAX_VOCAB_SIZE:
             raise LocalProtocolError(f"the vocabulary must hold from 1 to {MAX_VOCAB_SIZE} ids, not {vocab_size}")
         masked_ids = masked_until_min_tokens(params, eos_token_ids)
-        _require_ids((*masked_ids, *(token_id for token_id, _ in params.logit_bias)), vocab_size)
+        biased_ids = [token_id for token_id, _ in params.logit_bias]
+        _require_ids((*masked_ids, *biased_ids, *params.allowed_token_ids), vocab_size)
         self._vocab_size = vocab_size
         self._min_tokens = params.min_tokens
         self._truncation = Truncation.of(params)
         self._key = split_uint64(params.seed)
-        self._bias_ids = np.array([token_id for token_id, _ in params.logit_bias], np.int64)
+        self._bias_ids = np.array(biased_ids, np.int64)
         self._biases = np.array([bias for _, bias in params.logit_bias], np.float64)
-        self._masked_ids = np.array(masked_ids, np.int64)
+        self._barred_ids = barred(params, vocab_size)
+        self._barred_at_first = np.union1d(self._barred_ids, np.array(masked_ids, np.int64))
         self._num_outputs = len(output_token_ids)
         self._penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._seen: _SeenTokens | None = None
@@ -263,8 +265,12 @@ class RowSampler:
             )
 
     def _has_processors(self, num_ahead: int) -> bool:
-        masking = self._num_outputs + num_ahead < self._min_tokens
-        return masking or self._seen is not None or len(self._bias_ids) > 0
+        return self._seen is not None or len(self._bias_ids) > 0 or len(self._masked(num_ahead)) > 0
+
+    def _masked(self, num_ahead: int) -> Ints:
+        """Returns the ids that a row so many tokens behind the history may not choose."""
+        at_first = self._num_outputs + num_ahead < self._min_tokens
+        return self._barred_at_first if at_first else self._barred_ids
 
     def _load_after(self, path: Sequence[int], logits: Logits, buffers: _Buffers) -> float:
         """Fills the buffers with the scores of a row behind a path and returns the largest."""
@@ -275,13 +281,12 @@ class RowSampler:
 
     def _load(self, logits: Logits, buffers: _Buffers, num_ahead: int) -> float:
         """Fills the buffers with processed scores and returns the largest."""
-        masking = self._num_outputs + num_ahead < self._min_tokens
         seen_ids, seen_counts = (_NO_IDS, _NO_IDS) if self._seen is None else self._seen.arrays()
         largest = row_kernels.load_row(
             logits,
             self._bias_ids,
             self._biases,
-            self._masked_ids if masking else _NO_IDS,
+            self._masked(num_ahead),
             seen_ids,
             seen_counts,
             self._penalties,

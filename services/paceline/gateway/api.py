@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationErr
 from paceline.core.errors import InvalidRequestError, shortened
 from paceline.core.params import (
     ACCEPTANCE_RULES,
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_METHOD_CHARS,
@@ -70,6 +71,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 _LIMITS = {
     "logit_bias": MAX_LOGIT_BIAS_ENTRIES,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
     "speculation": 64,
     "stream_options": 64,
 }
@@ -159,6 +161,7 @@ class CommonBody(_Strict):
     min_tokens: int = _told(0, minimum=0)
     stop: SkipValidation[_Stop | _Stops | None] = None
     stop_token_ids: list[_TokenId] = _told([], maxItems=MAX_STOP_TOKEN_IDS)
+    allowed_token_ids: _TokenIds | None = _told(None, maxItems=MAX_ALLOWED_TOKEN_IDS)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False

@@ -143,6 +143,7 @@ def _sampling(body: CommonBody, model: ServedModel, max_tokens: int, logprobs: i
         logit_bias=tuple(_logit_bias(body)),
         min_tokens=body.min_tokens,
         stop_token_ids=tuple(body.stop_token_ids),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         seed=seed,

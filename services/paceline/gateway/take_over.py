@@ -147,4 +147,5 @@ class _Parameters:
 def _sampling(values: dict[str, Any]) -> SamplingParams:
     """Sampling parameters from JSON, which knows no tuples."""
     bias = tuple((int(token_id), float(change)) for token_id, change in values["logit_bias"])
-    return SamplingParams(**{**values, "logit_bias": bias, "stop_token_ids": tuple(values["stop_token_ids"])})
+    lists = {name: tuple(values.get(name, ())) for name in ("stop_token_ids", "allowed_token_ids")}
+    return SamplingParams(**{**values, **lists, "logit_bias": bias})

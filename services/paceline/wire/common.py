@@ -33,6 +33,7 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     check_uint32("top_k", (params.top_k,))
     check_uint32("logit_bias", (token_id for token_id, _ in params.logit_bias))
     check_uint32("stop_token_ids", params.stop_token_ids)
+    check_uint32("allowed_token_ids", params.allowed_token_ids)
     return common_pb2.SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -45,6 +46,7 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         logit_bias=[common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids,
+        allowed_token_ids=params.allowed_token_ids,
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         seed=params.seed,
@@ -69,6 +71,7 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
         logit_bias=tuple((entry.token_id, decimal(entry.bias)) for entry in message.logit_bias),
         min_tokens=message.min_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         seed=message.seed,

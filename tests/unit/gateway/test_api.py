@@ -229,17 +229,27 @@ def test_all_sampling_fields_arrive() -> None:
         body(
             max_tokens=9, temperature=0, top_p=0.5, top_k=4, min_p=0.1, repetition_penalty=1.5,
             presence_penalty=-1, frequency_penalty=1, logit_bias={"7": -100}, min_tokens=2, stop="END",
-            stop_token_ids=[3], ignore_eos=True, logprobs=0, seed=-1,
+            stop_token_ids=[3], allowed_token_ids=[4, 7], ignore_eos=True, logprobs=0, seed=-1,
             speculation={"enabled": False, "max_draft_tokens": 4, "acceptance": "coupled"},
         )
     )  # fmt: skip
     assert session.sampling == SamplingParams(
         max_tokens=9, temperature=0, top_p=0.5, top_k=4, min_p=0.1, repetition_penalty=1.5,
         presence_penalty=-1, frequency_penalty=1, logit_bias=((7, -100.0),), min_tokens=2,
-        stop_token_ids=(3,), ignore_eos=True, logprobs=0, seed=2**64 - 1,
+        stop_token_ids=(3,), allowed_token_ids=(4, 7), ignore_eos=True, logprobs=0, seed=2**64 - 1,
     )  # fmt: skip
     assert session.speculation == SpeculationParams(enabled=False, max_draft_tokens=4, acceptance="coupled")
     assert session.stops == ("END",)
+
+
+@pytest.mark.parametrize(
+    ("ids", "limit"),
+    [([], "at least 1"), ([5, CODEC.vocab_size], f"vocabulary of {CODEC.vocab_size}"), ([5] * 4097, "at most 4096")],
+)
+def test_allowed_tokens_are_some_of_the_vocabulary(ids: list[int], limit: str) -> None:
+    refused = refusal(body(allowed_token_ids=ids))
+    assert refused.message.startswith("allowed_token_ids")
+    assert limit in refused.message
 
 
 def test_top_k_minus_one_is_off_as_in_other_engines() -> None:
