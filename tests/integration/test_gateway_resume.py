@@ -34,7 +34,13 @@ async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
 
 
 def request(**fields: object) -> gateway_pb2.GatewayGenerateRequest:
-    sampling = common_pb2.SamplingParams(max_tokens=10, seed=0, logit_bias=[common_pb2.LogitBias(token_id=3, bias=1)])
+    sampling = common_pb2.SamplingParams(
+        max_tokens=10,
+        seed=0,
+        logit_bias=[common_pb2.LogitBias(token_id=3, bias=1)],
+        allowed_token_ids=[4, 5],
+        bad_words=[common_pb2.BadWord(token_ids=[5, 6])],
+    )
     return gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="x", sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
@@ -100,10 +106,11 @@ async def test_a_stream_that_broke_off_goes_on_with_the_very_next_token(fleet: S
     assert text + rest == fleet.letters(0, 10)
     assert num_tokens + num_rest == 10
     assert (result.finish_reason, result.num_generated_tokens) == ("length", 10)
-    resumed = [each for verifier in fleet.verifiers for each in verifier.requests][-1]
+    first, *_, resumed = sorted((r for verifier in fleet.verifiers for r in verifier.requests), key=lambda r: r.epoch)
     assert resumed.epoch >= EPOCHS_PER_OWNER
     assert len(resumed.committed_token_ids) == 6
-    assert resumed.sampling.logit_bias == ((3, 1.0),)
+    assert resumed.sampling == first.sampling
+    assert (resumed.sampling.allowed_token_ids, resumed.sampling.bad_words) == ((4, 5), ((5, 6),))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])

@@ -52,8 +52,9 @@ def narrowed(case: Any, streamed: bool) -> None:
         if streamed:
             case.body["stream"] = True
         case.body.pop("model", None)
-        if isinstance(case.body.get("max_tokens"), int):
-            case.body["max_tokens"] = min(case.body["max_tokens"], 20)
+        for name in ("max_tokens", "truncate_prompt_tokens"):
+            if isinstance(case.body.get(name), int):
+                case.body[name] = min(case.body[name], 20)
 
 
 @pytest.mark.parametrize(("label", "mode", "streamed"), CASES)

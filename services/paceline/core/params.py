@@ -12,6 +12,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_ALLOWED_TOKEN_IDS = 4096
+# Each of the words is written in two ways, with a space before it and without.
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 512
 MAX_DRAFT_TOKENS = 64
 # Ways to draft: in the drafter tier a model of its own, or a head on the target's hidden states; inside the verifier
 # look-up in the session's own text, or in recent outputs of others too, heads on the target's hidden states, and some
@@ -43,6 +46,7 @@ class SamplingParams:
     """How the target's logits become tokens; the same seed gives the same tokens.
 
     No token but those of `allowed_token_ids` is chosen, if there are any; an end token has to be one of them, too.
+    No output holds the tokens of a bad word one after another.
 
     Raises:
         InvalidRequestError: A field is outside its limits; the error names field and limit.
@@ -60,6 +64,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     seed: int = 0
@@ -103,6 +108,16 @@ class SamplingParams:
             len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS,
             f"has {len(self.allowed_token_ids)} entries, at most {MAX_ALLOWED_TOKEN_IDS} are allowed",
         )
+        most = 2 * MAX_BAD_WORDS
+        _require(
+            "bad_words", len(self.bad_words) <= most, f"has {len(self.bad_words)} entries, at most {most} are allowed"
+        )
+        for index, word in enumerate(self.bad_words):
+            _require(
+                f"bad_words[{index}]",
+                1 <= len(word) <= MAX_BAD_WORD_TOKENS,
+                f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens, got {len(word)}",
+            )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Checks the fields that name tokens.
@@ -113,6 +128,8 @@ class SamplingParams:
         check_token_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        for index, word in enumerate(self.bad_words):
+            check_token_ids(f"bad_words[{index}]", word, vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from paceline.core.errors import InvalidRequestError, shortened
 from paceline.core.params import (
     ACCEPTANCE_RULES,
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_METHOD_CHARS,
@@ -24,7 +25,13 @@ from paceline.core.params import (
     MAX_TOP_LOGPROBS,
     METHODS,
 )
-from paceline.gateway.requests import MAX_CHOICES, MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from paceline.gateway.requests import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_CHOICES,
+    MAX_SALT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+)
 
 BodyT = TypeVar("BodyT", bound="CommonBody")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -72,6 +79,7 @@ _LIMITS = {
     "logit_bias": MAX_LOGIT_BIAS_ENTRIES,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
     "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
     "speculation": 64,
     "stream_options": 64,
 }
@@ -89,6 +97,7 @@ _TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
 _SOME = Field(min_length=1, max_length=MAX_CHOICES)
 _Prompt = _Text | _TokenIds | Annotated[list[_Text], _SOME] | Annotated[list[_TokenIds], _SOME]
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Stops = Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)]
 
@@ -162,10 +171,13 @@ class CommonBody(_Strict):
     stop: SkipValidation[_Stop | _Stops | None] = None
     stop_token_ids: list[_TokenId] = _told([], maxItems=MAX_STOP_TOKEN_IDS)
     allowed_token_ids: _TokenIds | None = _told(None, maxItems=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: list[_BadWord] = _told([], maxItems=MAX_BAD_WORDS)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
-    truncate_prompt_tokens: int | None = _told(None, minimum=-1)
+    truncate_prompt_tokens: int | None = _told(
+        None, anyOf=[{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]
+    )
     cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
     seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)
     stream: bool = False

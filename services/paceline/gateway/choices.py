@@ -18,6 +18,7 @@ from paceline.gateway.requests import (
     MAX_CHOICES,
     ServedModel,
     SessionRequest,
+    bad_word_tokens,
     check_prompt,
     check_salt,
     check_stops,
@@ -107,11 +108,12 @@ def _sessions(
         acceptance=body.speculation.acceptance,
         method=body.speculation.method,
     )
+    bad_words = bad_word_tokens(model, body.bad_words)
     sessions: list[SessionRequest] = []
     for prompt in prompts:
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
         for seed in _seeds(body):
-            sampling = _sampling(body, model, max_tokens, logprobs, seed)
+            sampling = _sampling(body, model, max_tokens, logprobs, seed, bad_words)
             sampling.check_vocabulary(model.identity.vocab_size)
             sessions.append(
                 SessionRequest(
@@ -131,7 +133,14 @@ def _sessions(
     return sessions
 
 
-def _sampling(body: CommonBody, model: ServedModel, max_tokens: int, logprobs: int | None, seed: int) -> SamplingParams:
+def _sampling(
+    body: CommonBody,
+    model: ServedModel,
+    max_tokens: int,
+    logprobs: int | None,
+    seed: int,
+    bad_words: tuple[tuple[int, ...], ...],
+) -> SamplingParams:
     given = {name: value for name in MODEL_SAMPLING if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0
@@ -144,6 +153,7 @@ def _sampling(body: CommonBody, model: ServedModel, max_tokens: int, logprobs: i
         min_tokens=body.min_tokens,
         stop_token_ids=tuple(body.stop_token_ids),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=bad_words,
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         seed=seed,

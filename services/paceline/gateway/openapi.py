@@ -29,6 +29,7 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
   `max_new_tokens`, or to the end of the context.
 * `truncate_prompt_tokens` keeps the last tokens of a prompt or of a rendered chat: 1 up to less than the context, or -1
   for as many as fit into the context beside `max_tokens`.
+* `bad_words` are not generated, neither at the begin of a text nor after a space, as the tokenizer writes them there.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}.

@@ -20,6 +20,7 @@ from paceline.store.base import EPOCHS_PER_OWNER
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_BAD_WORD_CHARACTERS = 64
 MAX_CHOICES = 128
 MAX_SALT_CHARACTERS = 128
 SALT_CHARS = 32
@@ -194,6 +195,20 @@ def up_to_end(
     return committed, None
 
 
+def bad_word_tokens(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the tokens of words that are not to be generated: at the begin of a text, and after a space.
+
+    Raises:
+        InvalidRequestError: A word is not Unicode text.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        field, bare = f"bad_words[{index}]", word.lstrip() or word
+        for text in (bare, f" {bare}"):
+            found[model.codec.encode(text, field=field, special_tokens=False, context_len=model.context_len)] = None
+    return tuple(found)
+
+
 def tokens_kept(model: ServedModel, asked: int | None, wanted: int | None) -> int | None:
     """Returns how many of the last tokens of a prompt are used; None: all of them.
 
@@ -211,7 +226,8 @@ def tokens_kept(model: ServedModel, asked: int | None, wanted: int | None) -> in
         return max(1, model.context_len - (wanted or 1))
     if not 1 <= asked < model.context_len:
         raise InvalidRequestError(
-            "truncate_prompt_tokens", f"must be -1, or from 1 to {model.context_len - 1}, got {asked}"
+            "truncate_prompt_tokens",
+            f"must be -1, or from 1 to {model.context_len - 1}, one less than the context, got {asked}",
         )
     return asked
 

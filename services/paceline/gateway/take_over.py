@@ -148,4 +148,5 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
     """Sampling parameters from JSON, which knows no tuples."""
     bias = tuple((int(token_id), float(change)) for token_id, change in values["logit_bias"])
     lists = {name: tuple(values.get(name, ())) for name in ("stop_token_ids", "allowed_token_ids")}
-    return SamplingParams(**{**values, **lists, "logit_bias": bias})
+    bad_words = tuple(map(tuple, values.get("bad_words", ())))
+    return SamplingParams(**{**values, **lists, "logit_bias": bias, "bad_words": bad_words})

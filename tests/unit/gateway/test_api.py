@@ -252,6 +252,29 @@ def test_allowed_tokens_are_some_of_the_vocabulary(ids: list[int], limit: str) -
     assert limit in refused.message
 
 
+def test_a_bad_word_is_one_at_the_begin_of_a_text_and_after_a_space() -> None:
+    def spelled(text: str) -> tuple[int, ...]:
+        return CODEC.encode(text, field="", special_tokens=False, context_len=CONTEXT_LEN)
+
+    [session] = completion(body(bad_words=["fox", " the"]))
+    assert session.sampling.bad_words == tuple(map(spelled, ("fox", " fox", "the", " the")))
+
+
+@pytest.mark.parametrize(
+    ("words", "param", "limit"),
+    [
+        (["a"] * 65, "bad_words", "at most 64"),
+        ([""], "bad_words[0]", "at least 1 character"),
+        (["a" * 65], "bad_words[0]", "at most 64 characters"),
+        ([7], "bad_words[0]", "valid string"),
+    ],
+)
+def test_a_bad_word_that_cannot_be_one_is_refused(words: list[Any], param: str, limit: str) -> None:
+    refused = refusal(body(bad_words=words))
+    assert refused.param == param
+    assert limit in refused.message
+
+
 def test_top_k_minus_one_is_off_as_in_other_engines() -> None:
     assert completion(body(top_k=-1))[0].sampling.top_k == 0
 
@@ -309,7 +332,10 @@ def test_a_text_or_chat_too_long_for_the_context_may_be_cut() -> None:
 @pytest.mark.parametrize("asked", [0, -2, CONTEXT_LEN])
 def test_a_truncation_that_keeps_nothing_or_leaves_no_room_is_refused(asked: int) -> None:
     refused = refusal(body(truncate_prompt_tokens=asked))
-    assert refused.message == f"truncate_prompt_tokens: must be -1, or from 1 to {CONTEXT_LEN - 1}, got {asked}"
+    assert (
+        refused.message
+        == f"truncate_prompt_tokens: must be -1, or from 1 to 63, one less than the context, got {asked}"
+    )
 
 
 def test_a_prompt_may_be_text_or_tokens_one_or_several() -> None:
