@@ -25,6 +25,7 @@ OUTSIDE_SCHEMAS = (
     "the context",
     "must be from 0 to max_tokens",
     "is outside the vocabulary",
+    "leave no token to choose",
     "exceed the limit of 128 choices",
     "is only allowed with",
     "the chat template refuses them",

@@ -119,17 +119,25 @@ class SamplingParams:
                 f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens, got {len(word)}",
             )
 
-    def check_vocabulary(self, vocab_size: int) -> None:
+    def check_vocabulary(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Checks the fields that name tokens.
 
         Raises:
-            InvalidRequestError: A token id lies outside the vocabulary.
+            InvalidRequestError: A token id lies outside the vocabulary, or there may be no token left to choose.
         """
         check_token_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         for index, word in enumerate(self.bad_words):
             check_token_ids(f"bad_words[{index}]", word, vocab_size)
+        at_first = (*self.stop_token_ids, *eos_token_ids) if self.min_tokens else ()
+        barred = {*at_first, *(word[-1] for word in self.bad_words)}
+        some_left = set(self.allowed_token_ids) - barred if self.allowed_token_ids else len(barred) < vocab_size
+        _require(
+            "allowed_token_ids" if self.allowed_token_ids else "bad_words",
+            bool(some_left),
+            "leave no token to choose: each may be barred by bad_words or min_tokens",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ def _sessions(
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
         for seed in _seeds(body):
             sampling = _sampling(body, model, max_tokens, logprobs, seed, bad_words)
-            sampling.check_vocabulary(model.identity.vocab_size)
+            sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
             sessions.append(
                 SessionRequest(
                     model=model,

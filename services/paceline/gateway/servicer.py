@@ -155,7 +155,7 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
     if not given.HasField("seed"):
         sampling = replace(sampling, seed=new_seed())
     room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")
-    sampling.check_vocabulary(model.identity.vocab_size)
+    sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
     return sampling
 
 

@@ -34,6 +34,7 @@ MODEL = ServedModel(
     ),
     codec=CODEC,
 )
+[LETTER] = CODEC.encode("a", field="", special_tokens=False, context_len=CONTEXT_LEN)
 USER = [{"role": "user", "content": "the fox"}]
 
 
@@ -250,6 +251,17 @@ def test_allowed_tokens_are_some_of_the_vocabulary(ids: list[int], limit: str) -
     refused = refusal(body(allowed_token_ids=ids))
     assert refused.message.startswith("allowed_token_ids")
     assert limit in refused.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"bad_words": ["a"]}, {"min_tokens": 1, "stop_token_ids": [LETTER]}],
+)
+def test_a_request_that_leaves_no_token_to_choose_is_refused(fields: dict[str, Any]) -> None:
+    refused = refusal(body(allowed_token_ids=[LETTER], **fields))
+    assert refused.message.startswith("allowed_token_ids: leave no token to choose")
+    assert refusal(body(allowed_token_ids=[1], min_tokens=1)).message == refused.message
+    assert completion(body(allowed_token_ids=[LETTER, 5], **fields))
 
 
 def test_a_bad_word_is_one_at_the_begin_of_a_text_and_after_a_space() -> None:
