@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -85,6 +86,38 @@ def test_gamma_tree_shape_and_batch_leave_the_tokens_alone(pair_folders, plain, 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_goodput_policy_leaves_the_tokens_alone(pair_folders, plain, sampling):
     assert texts(EnginePair(*pair_folders, policy=Goodput()), SAMPLINGS[sampling], 16) == plain[sampling]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_token_but_the_allowed_ones_is_chosen_and_drafts_leave_them_alone(pair_folders, temperature):
+    allowed = tuple(range(0, VOCAB_SIZE, 3))
+    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=11, allowed_token_ids=allowed)
+    alone = texts(EnginePair(*pair_folders), sampling, 8, speculation=SpeculationParams(enabled=False))
+    chosen = {token_id for tokens in alone for token_id in tokens}
+    assert len(chosen) > 10
+    assert chosen <= set(allowed)
+    drafted = EnginePair(*pair_folders, policy=FixedGamma(gamma=6), width=3, methods=(NGRAM, LAYER_SKIP))
+    assert texts(drafted, sampling, 8) == alone
+    accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in drafted.sessions.values())
+    assert accepted > 50, "the test would prove little without accepted drafts"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_bad_word_is_generated_and_drafts_leave_the_tokens_alone(pair_folders, temperature):
+    free = SamplingParams(max_tokens=40, temperature=temperature, seed=11, ignore_eos=True)
+    off = SpeculationParams(enabled=False)
+    unbound = texts(EnginePair(*pair_folders), free, 8, speculation=off)
+    bad_words = ((unbound[0][0],), *(tuple(tokens[at : at + 2]) for tokens in unbound for at in (3, 9, 20)))
+    sampling = replace(free, bad_words=bad_words)
+    alone = texts(EnginePair(*pair_folders), sampling, 8, speculation=off)
+    assert all(before != after for before, after in zip(unbound, alone, strict=True))
+    for tokens in alone:
+        assert unbound[0][0] not in tokens
+        assert not set(pairwise(tokens)) & set(bad_words)
+    drafted = EnginePair(*pair_folders, policy=FixedGamma(gamma=6), width=3, methods=(NGRAM, LAYER_SKIP))
+    assert texts(drafted, sampling, 8) == alone
+    accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in drafted.sessions.values())
+    assert accepted > 50, "the test would prove little without accepted drafts"
 
 
 @pytest.fixture(scope="module")

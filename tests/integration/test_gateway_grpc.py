@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from paceline.core.errors import InvalidRequestError, ModelNotFoundError, PacelineError, UnavailableError
+from paceline.gateway.generation_config import ModelDefaults
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.status import error_from_rpc
 from paceline.wire import speculation_record_from_pb
@@ -66,6 +67,26 @@ async def test_without_model_and_sampling_the_defaults_of_the_http_door_hold(fle
     assert (generate.sampling.max_tokens, generate.sampling.temperature) == (16, 1.0)
 
 
+async def test_where_a_call_is_silent_the_models_own_defaults_hold(tmp_path: Path) -> None:
+    own = ModelDefaults(sampling={"temperature": 0.6, "top_k": 20, "min_p": 0.1}, max_new_tokens=5)
+    async with scripted_fleet(tmp_path, own=own) as fleet:
+        for asked in (None, sampling(), sampling(temperature=0.0, top_k=0, min_p=0.0)):
+            [_ async for _ in fleet.stub.Generate(Request(prompt="x", sampling=asked))]
+        silent, partly, neutral = [each.sampling for each in fleet.verifier.requests]
+        assert (silent.max_tokens, silent.temperature, silent.top_k, silent.min_p) == (16, 0.6, 20, 0.1)
+        assert (partly.max_tokens, partly.temperature, partly.top_k, partly.min_p) == (10, 0.6, 20, 0.1)
+        assert (neutral.temperature, neutral.top_k, neutral.min_p) == (0.0, 0, 0.0)
+
+
+async def test_the_last_tokens_of_a_prompt_are_kept_where_it_is_asked_for(fleet: ScriptedFleet) -> None:
+    ids = gateway_pb2.TokenIds(ids=[5, 6, 7, 8])
+    request = Request(prompt_token_ids=ids, sampling=sampling(), truncate_prompt_tokens=3)
+    [_ async for _ in fleet.stub.Generate(request)]
+    assert fleet.verifier.requests[0].prompt_token_ids == (6, 7, 8)
+    request.truncate_prompt_tokens = 0
+    assert "truncate_prompt_tokens: must be -1, or from 1 to" in str(await refusal(fleet, request))
+
+
 async def test_a_stop_string_ends_the_text(fleet: ScriptedFleet) -> None:
     text = fleet.letters(0, 7)
     request = Request(prompt="x", sampling=sampling(max_tokens=99), stop=[text[4:]])
@@ -111,6 +132,12 @@ async def test_bad_fields_are_named_and_the_next_request_works(
     assert error.field == field
     assert limit in error.problem
     assert [r async for r in fleet.stub.Generate(Request(prompt="x"))][-1].HasField("result")
+
+
+async def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for(fleet: ScriptedFleet) -> None:
+    text = fleet.letters(0, 7)
+    request = Request(prompt="x", sampling=sampling(max_tokens=99), stop=[text[4:]], include_stop_str_in_output=True)
+    assert "".join([response.text async for response in fleet.stub.Generate(request)]) == text
 
 
 async def test_an_unknown_model_is_not_found(fleet: ScriptedFleet) -> None:

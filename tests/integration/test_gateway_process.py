@@ -57,6 +57,14 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "holds no tokenizer.json" in line
 
 
+def test_broken_sampling_defaults_are_refused_unless_nobody_asks_for_them(folder: str) -> None:
+    (Path(folder) / "generation_config.json").write_text('{"top_p": 2}')
+    line = refusal("--model", folder, "--redis-url", "memory://")
+    assert "generation_config.json: top_p: must be a number from 0 to 1, got 2" in line
+    line = refusal("--model", folder, "--redis-url", "memory://", "--generation-config", "vllm", "--tls-dir", folder)
+    assert "generation_config" not in line
+
+
 def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "is not a tokenizer" in refusal("--model", str(tmp_path), "--redis-url", "memory://")

@@ -34,7 +34,13 @@ async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
 
 
 def request(**fields: object) -> gateway_pb2.GatewayGenerateRequest:
-    sampling = common_pb2.SamplingParams(max_tokens=10, seed=0, logit_bias=[common_pb2.LogitBias(token_id=3, bias=1)])
+    sampling = common_pb2.SamplingParams(
+        max_tokens=10,
+        seed=0,
+        logit_bias=[common_pb2.LogitBias(token_id=3, bias=1)],
+        allowed_token_ids=[4, 5],
+        bad_words=[common_pb2.BadWord(token_ids=[5, 6])],
+    )
     return gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="x", sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
@@ -100,10 +106,11 @@ async def test_a_stream_that_broke_off_goes_on_with_the_very_next_token(fleet: S
     assert text + rest == fleet.letters(0, 10)
     assert num_tokens + num_rest == 10
     assert (result.finish_reason, result.num_generated_tokens) == ("length", 10)
-    resumed = [each for verifier in fleet.verifiers for each in verifier.requests][-1]
+    first, *_, resumed = sorted((r for verifier in fleet.verifiers for r in verifier.requests), key=lambda r: r.epoch)
     assert resumed.epoch >= EPOCHS_PER_OWNER
     assert len(resumed.committed_token_ids) == 6
-    assert resumed.sampling.logit_bias == ((3, 1.0),)
+    assert resumed.sampling == first.sampling
+    assert (resumed.sampling.allowed_token_ids, resumed.sampling.bad_words) == ((4, 5), ((5, 6),))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])
@@ -132,18 +139,21 @@ async def test_a_finished_session_is_sent_from_the_log_alone(fleet: ScriptedFlee
     assert sum(len(verifier.requests) for verifier in fleet.verifiers) == num_requests
 
 
-async def test_a_stop_string_that_begins_in_the_log_is_found_after_a_resume(fleet: ScriptedFleet) -> None:
+@pytest.mark.parametrize(("include", "text_len"), [(False, 4), (True, 8)])
+async def test_a_stop_string_that_begins_in_the_log_is_found_after_a_resume(
+    fleet: ScriptedFleet, include: bool, text_len: int
+) -> None:
     for verifier in fleet.verifiers:
         verifier.script = Script(pause_after=6)
     text = fleet.letters(0, 8)
-    call = fleet.stub.Generate(request(stop=[text[4:]]))
+    call = fleet.stub.Generate(request(stop=[text[4:]], include_stop_str_in_output=include))
     session_id = (await anext(aiter(call))).session_id
     await logged_len(fleet, session_id, 6)
     call.cancel()
     for verifier in fleet.verifiers:
         verifier.script = Script()
     rest, num_rest, result = await rest_of(fleet.stub.Resume(resume(fleet, session_id, 2)))
-    assert (rest, num_rest, result.finish_reason) == (text[2:4], 6, "stop")
+    assert (rest, num_rest, result.finish_reason) == (text[2:text_len], 6, "stop")
 
 
 async def test_another_gateway_goes_on_and_the_first_one_ends_its_stream(tmp_path: Path) -> None:

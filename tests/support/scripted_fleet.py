@@ -30,6 +30,7 @@ from paceline.core.messages import (
     TokenFate,
 )
 from paceline.gateway.config import GatewayConfig
+from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text import TextCodec
 from paceline.rpc.v1 import gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
@@ -249,13 +250,15 @@ def identity(codec: TextCodec, **changes: Any) -> ModelIdentity:
 
 
 @asynccontextmanager
-async def scripted_fleet(folder: Path, *, num_verifiers: int = 1, **settings: Any) -> AsyncIterator[ScriptedFleet]:
-    """Starts verifiers and a gateway on free ports; `settings` are fields of `GatewayConfig`."""
+async def scripted_fleet(
+    folder: Path, *, num_verifiers: int = 1, own: ModelDefaults = NO_DEFAULTS, **settings: Any
+) -> AsyncIterator[ScriptedFleet]:
+    """Starts verifiers and a gateway on free ports; `settings` are fields of `GatewayConfig`, and `own` the model's."""
     codec = TextCodec.from_folder(tiny_tokenizer.save_folder(folder / MODEL))
     store = MemoryStore()
     verifiers, servers = await _start_verifiers(codec, store, num_verifiers)
     stop = asyncio.Event()
-    gateway, addresses = await _start_gateway(codec, store, stop, settings)
+    gateway, addresses = await _start_gateway(codec, store, stop, settings, own)
     try:
         async with (
             # Reading certificates takes longer than most tests.
@@ -309,7 +312,11 @@ async def joining_doors(fleet: ScriptedFleet, **settings: Any) -> AsyncIterator[
 
 
 async def _start_gateway(
-    codec: TextCodec, store: MemoryStore, stop: asyncio.Event, settings: dict[str, Any]
+    codec: TextCodec,
+    store: MemoryStore,
+    stop: asyncio.Event,
+    settings: dict[str, Any],
+    own: ModelDefaults = NO_DEFAULTS,
 ) -> tuple[asyncio.Task[None], Addresses]:
     defaults = {
         "model": (),
@@ -322,7 +329,7 @@ async def _start_gateway(
     }
     config = GatewayConfig(**{**defaults, **settings})
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
-    gateway = asyncio.create_task(serve(config, store, {MODEL: codec}, stop, ready.set_result))
+    gateway = asyncio.create_task(serve(config, store, {MODEL: codec}, stop, ready.set_result, {MODEL: own}))
     either: set[asyncio.Future[Any]] = {gateway, ready}
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if gateway.done():

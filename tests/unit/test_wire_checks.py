@@ -56,6 +56,7 @@ def test_sampling_fields_left_at_zero_by_a_client_are_off() -> None:
         ("max_tokens", SamplingParams(max_tokens=2**32)),
         ("top_k", SamplingParams(max_tokens=1, top_k=2**32)),
         ("stop_token_ids", SamplingParams(max_tokens=1, stop_token_ids=(-1,))),
+        ("allowed_token_ids", SamplingParams(max_tokens=1, allowed_token_ids=(-1,))),
         ("logit_bias", SamplingParams(max_tokens=1, logit_bias=((-1, 1.0),))),
     ],
 )

@@ -11,6 +11,10 @@ MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_ALLOWED_TOKEN_IDS = 4096
+# Each of the words is written in two ways, with a space before it and without.
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 512
 MAX_DRAFT_TOKENS = 64
 # Ways to draft: in the drafter tier a model of its own, or a head on the target's hidden states; inside the verifier
 # look-up in the session's own text, or in recent outputs of others too, heads on the target's hidden states, and some
@@ -41,6 +45,9 @@ def _require_range(field: str, value: float, low: float, high: float) -> None:
 class SamplingParams:
     """How the target's logits become tokens; the same seed gives the same tokens.
 
+    No token but those of `allowed_token_ids` is chosen, if there are any; an end token has to be one of them, too.
+    No output holds the tokens of a bad word one after another.
+
     Raises:
         InvalidRequestError: A field is outside its limits; the error names field and limit.
     """
@@ -56,6 +63,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     seed: int = 0
@@ -94,15 +103,41 @@ class SamplingParams:
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             f"has {len(self.stop_token_ids)} entries, at most {MAX_STOP_TOKEN_IDS} are allowed",
         )
+        _require(
+            "allowed_token_ids",
+            len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS,
+            f"has {len(self.allowed_token_ids)} entries, at most {MAX_ALLOWED_TOKEN_IDS} are allowed",
+        )
+        most = 2 * MAX_BAD_WORDS
+        _require(
+            "bad_words", len(self.bad_words) <= most, f"has {len(self.bad_words)} entries, at most {most} are allowed"
+        )
+        for index, word in enumerate(self.bad_words):
+            _require(
+                f"bad_words[{index}]",
+                1 <= len(word) <= MAX_BAD_WORD_TOKENS,
+                f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens, got {len(word)}",
+            )
 
-    def check_vocabulary(self, vocab_size: int) -> None:
+    def check_vocabulary(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Checks the fields that name tokens.
 
         Raises:
-            InvalidRequestError: A token id lies outside the vocabulary.
+            InvalidRequestError: A token id lies outside the vocabulary, or there may be no token left to choose.
         """
         check_token_ids("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        for index, word in enumerate(self.bad_words):
+            check_token_ids(f"bad_words[{index}]", word, vocab_size)
+        at_first = (*self.stop_token_ids, *eos_token_ids) if self.min_tokens else ()
+        barred = {*at_first, *(word[-1] for word in self.bad_words)}
+        some_left = set(self.allowed_token_ids) - barred if self.allowed_token_ids else len(barred) < vocab_size
+        _require(
+            "allowed_token_ids" if self.allowed_token_ids else "bad_words",
+            bool(some_left),
+            "leave no token to choose: each may be barred by bad_words or min_tokens",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

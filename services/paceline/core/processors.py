@@ -1,8 +1,8 @@
 """From the target's logits to log weights: the reference for the compiled loops of `paceline.engine`.
 
-Order and meaning are vLLM's: logit bias, minimum tokens, repetition, frequency and presence penalty,
-temperature, min-p, top-k, top-p; ties go to the lowest id (vLLM keeps all of them). Arithmetic, so that a
-compiled loop can repeat it bit by bit: logits are widened to float64 and stay there; temperature multiplies
+Order and meaning are vLLM's: logit bias, allowed tokens, bad words, minimum tokens, repetition, frequency and
+presence penalty, temperature, min-p, top-k, top-p; ties go to the lowest id (vLLM keeps all of them). Arithmetic, so
+that a compiled loop can repeat it bit by bit: logits are widened to float64 and stay there; temperature multiplies
 by 1 / temperature; min-p compares log weights; top-p adds integer masses (see `fixed_point_mass`), so no
 sum depends on its order. Nothing here knows noise, models or sessions.
 """
@@ -83,6 +83,25 @@ def masked_until_min_tokens(params: SamplingParams, eos_token_ids: Sequence[int]
     return tuple(sorted({*params.stop_token_ids, *eos_token_ids})) if params.min_tokens else ()
 
 
+def barred(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.int64]:
+    """Returns the ids beside those of `allowed_token_ids`, ascending; none where all are allowed."""
+    if not params.allowed_token_ids:
+        return np.empty(0, np.int64)
+    ids: npt.NDArray[np.int64] = np.setdiff1d(np.arange(vocab_size), params.allowed_token_ids)
+    return ids
+
+
+def ends_of_bad_words(bad_words: Sequence[tuple[int, ...]], output_token_ids: Sequence[int]) -> list[int]:
+    """Returns the last tokens of the bad words whose other tokens the output ends with; of those of one token always.
+
+    Args:
+        bad_words: Token ids of each.
+        output_token_ids: The whole output, or as many of its last tokens as the longest bad word has but one.
+    """
+    outputs = tuple(output_token_ids)
+    return [word[-1] for word in bad_words if outputs[max(0, len(outputs) - len(word) + 1) :] == word[:-1]]
+
+
 def fixed_point_mass(log_ratio: Any) -> Any:
     """Returns exp(log_ratio) in units of 2**-42 as uint64, rounded to nearest, for log_ratio in [-700, 0].
 
@@ -123,6 +142,8 @@ def _biased(weights: FloatArray, params: SamplingParams, history: RowHistory) ->
     weights = weights.copy()
     for token_id, bias in params.logit_bias:
         weights[token_id] += bias
+    weights[barred(params, len(weights))] = -np.inf
+    weights[ends_of_bad_words(params.bad_words, history.output_token_ids)] = -np.inf
     if len(history.output_token_ids) < params.min_tokens:
         weights[list(masked_until_min_tokens(params, history.eos_token_ids))] = -np.inf
     return weights

@@ -148,12 +148,14 @@ def _context_len(config: PretrainedConfig) -> int:
 
 
 def _eos_token_ids(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
-    found = config.eos_token_id
+    found, source = config.eos_token_id, folder / "config.json"
     path = folder / "generation_config.json"
     if path.is_file():
         generation = read_object(path)
         if generation.get("eos_token_id") is not None:
-            found = generation["eos_token_id"]
-    if found is None:
-        return ()
-    return tuple(int(token_id) for token_id in found) if isinstance(found, list | tuple) else (int(found),)
+            found, source = generation["eos_token_id"], path
+    token_ids = () if found is None else tuple(found) if isinstance(found, list | tuple) else (found,)
+    for token_id in token_ids:
+        if type(token_id) is not int or token_id < 0:
+            raise ConfigError(f"{source}: eos_token_id must be a token id or a list of them, got {found!r}")
+    return token_ids

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,14 @@ from paceline.core.errors import LocalProtocolError
 from paceline.core.messages import PositionLogprobs
 from paceline.core.noise import split_uint64
 from paceline.core.params import SamplingParams
-from paceline.core.processors import MAX_VOCAB_SIZE, Truncation, masked_until_min_tokens, require_usable
+from paceline.core.processors import (
+    MAX_VOCAB_SIZE,
+    Truncation,
+    barred,
+    ends_of_bad_words,
+    masked_until_min_tokens,
+    require_usable,
+)
 from paceline.engine.backends.cpu import noise_kernels, row_kernels
 
 Logits = npt.NDArray[np.float32]
@@ -135,15 +143,21 @@ class RowSampler:
         if not 0 < vocab_size <= MAX_VOCAB_SIZE:
             raise LocalProtocolError(f"the vocabulary must hold from 1 to {MAX_VOCAB_SIZE} ids, not {vocab_size}")
         masked_ids = masked_until_min_tokens(params, eos_token_ids)
-        _require_ids((*masked_ids, *(token_id for token_id, _ in params.logit_bias)), vocab_size)
+        biased_ids = [token_id for token_id, _ in params.logit_bias]
+        bad_ids = [token_id for word in params.bad_words for token_id in word]
+        _require_ids((*masked_ids, *biased_ids, *params.allowed_token_ids, *bad_ids), vocab_size)
         self._vocab_size = vocab_size
         self._min_tokens = params.min_tokens
         self._truncation = Truncation.of(params)
         self._key = split_uint64(params.seed)
-        self._bias_ids = np.array([token_id for token_id, _ in params.logit_bias], np.int64)
+        self._bias_ids = np.array(biased_ids, np.int64)
         self._biases = np.array([bias for _, bias in params.logit_bias], np.float64)
-        self._masked_ids = np.array(masked_ids, np.int64)
+        self._barred_ids = barred(params, vocab_size)
+        self._barred_at_first = np.union1d(self._barred_ids, np.array(masked_ids, np.int64))
         self._num_outputs = len(output_token_ids)
+        self._bad_words = params.bad_words
+        # As many outputs as may begin a bad word.
+        self._tail: deque[int] = deque(output_token_ids, max(map(len, params.bad_words), default=1) - 1)
         self._penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._seen: _SeenTokens | None = None
         if self._penalties != _NO_PENALTIES:
@@ -154,6 +168,7 @@ class RowSampler:
     def push(self, token_id: int) -> None:
         """Appends one output token to the history."""
         self._num_outputs += 1
+        self._tail.append(token_id)
         if self._seen is not None:
             self._seen.add(token_id, 1)
 
@@ -171,7 +186,7 @@ class RowSampler:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
         """
         self._require_row(logits)
-        if self._truncation.greedy and not self._has_processors(len(path)):
+        if self._truncation.greedy and not self._has_processors(path):
             best = int(np.argmax(logits))
             require_usable(float(logits[best]))
             return best
@@ -262,26 +277,33 @@ class RowSampler:
                 f"a row must hold {self._vocab_size} float32 logits, got {logits.dtype} {logits.shape}"
             )
 
-    def _has_processors(self, num_ahead: int) -> bool:
-        masking = self._num_outputs + num_ahead < self._min_tokens
-        return masking or self._seen is not None or len(self._bias_ids) > 0
+    def _has_processors(self, path: Sequence[int]) -> bool:
+        return self._seen is not None or len(self._bias_ids) > 0 or len(self._masked(path)) > 0
+
+    def _masked(self, path: Sequence[int]) -> Ints:
+        """Returns the ids that a row behind a path may not choose."""
+        at_first = self._num_outputs + len(path) < self._min_tokens
+        masked_ids = self._barred_at_first if at_first else self._barred_ids
+        if not self._bad_words:
+            return masked_ids
+        ends = ends_of_bad_words(self._bad_words, (*self._tail, *path))
+        return np.concatenate((masked_ids, np.array(ends, np.int64)))
 
     def _load_after(self, path: Sequence[int], logits: Logits, buffers: _Buffers) -> float:
         """Fills the buffers with the scores of a row behind a path and returns the largest."""
         if self._seen is None:
-            return self._load(logits, buffers, len(path))
+            return self._load(logits, buffers, path)
         with self._seen.extended(path):
-            return self._load(logits, buffers, len(path))
+            return self._load(logits, buffers, path)
 
-    def _load(self, logits: Logits, buffers: _Buffers, num_ahead: int) -> float:
+    def _load(self, logits: Logits, buffers: _Buffers, path: Sequence[int]) -> float:
         """Fills the buffers with processed scores and returns the largest."""
-        masking = self._num_outputs + num_ahead < self._min_tokens
         seen_ids, seen_counts = (_NO_IDS, _NO_IDS) if self._seen is None else self._seen.arrays()
         largest = row_kernels.load_row(
             logits,
             self._bias_ids,
             self._biases,
-            self._masked_ids if masking else _NO_IDS,
+            self._masked(path),
             seen_ids,
             seen_counts,
             self._penalties,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from paceline.config import loggable, parse
 from paceline.gateway.config import GatewayConfig, model_folders
+from paceline.gateway.generation_config import model_defaults
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text import TextCodec
 from paceline.obs.log import setup_logging
@@ -36,7 +37,8 @@ async def serve_until_signal(config: GatewayConfig) -> None:
     """Serves until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: A folder holds no tokenizer, a port is in use, or the store cannot be reached.
+        ConfigError: A folder holds no tokenizer or a broken generation_config.json, a port is in use, or the store
+            cannot be reached.
     """
     logger.info("starting", extra=loggable(config))
     sys.setswitchinterval(SWITCH_S)
@@ -44,10 +46,11 @@ async def serve_until_signal(config: GatewayConfig) -> None:
     install_signal_handlers(stop)
     folders = model_folders(config.model, config.model_name)
     codecs = {name: TextCodec.from_folder(folder) for name, folder in folders.items()}
+    defaults = {name: model_defaults(config.generation_config, folder) for name, folder in folders.items()}
     settle_heap()
     async with open_store(config.redis_url) as store:
         await require(store)
-        await serve(config, store, codecs, stop, _log_ready)
+        await serve(config, store, codecs, stop, _log_ready, defaults)
 
 
 def _log_ready(addresses: Addresses) -> None:

@@ -13,6 +13,8 @@ from pydantic import Field, SkipValidation
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import (
     ACCEPTANCE_RULES,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_METHOD_CHARS,
@@ -22,7 +24,13 @@ from paceline.core.params import (
     METHODS,
 )
 from paceline.gateway.fields import Fields, UnknownFields, read_fields
-from paceline.gateway.requests import MAX_CHOICES, MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from paceline.gateway.requests import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_CHOICES,
+    MAX_SALT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+)
 
 BodyT = TypeVar("BodyT", bound="CommonBody")
 
@@ -42,9 +50,7 @@ NO_EFFECT = frozenset(
 # Fields that would change the answer in ways not served here; with these values they ask for nothing.
 NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "continue_final_message": (False,),
@@ -58,7 +64,6 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -72,19 +77,22 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 # More than these are refused before they are looked at one by one.
-_LIMITS = {"logit_bias": MAX_LOGIT_BIAS_ENTRIES, "stop_token_ids": MAX_STOP_TOKEN_IDS}
+_LIMITS = {
+    "logit_bias": MAX_LOGIT_BIAS_ENTRIES,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+}
 # Variables of a chat template that the server sets.
 TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _METHOD = f"({'|'.join(METHODS)})"
@@ -93,6 +101,7 @@ _TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
 _SOME = Field(min_length=1, max_length=MAX_CHOICES)
 _Prompt = _Text | _TokenIds | Annotated[list[_Text], _SOME] | Annotated[list[_TokenIds], _SOME]
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Stops = Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)]
 
@@ -134,11 +143,12 @@ class CommonBody(Fields):
     model: str = ""
     n: int = Field(default=1, ge=1, json_schema_extra={"maximum": MAX_CHOICES})
     max_tokens: int | None = _told(None, minimum=1)
-    temperature: float = _told(1.0, minimum=0, maximum=100)
-    top_p: float = _told(1.0, exclusiveMinimum=0, maximum=1)
-    top_k: int = _told(0, minimum=-1, maximum=2**32 - 1)
-    min_p: float = _told(0.0, minimum=0, maximum=1)
-    repetition_penalty: float = _told(1.0, minimum=0.01, maximum=100)
+    # Where these are absent, the model's own hold: see `paceline.gateway.generation_config`.
+    temperature: float | None = _told(None, minimum=0, maximum=100)
+    top_p: float | None = _told(None, exclusiveMinimum=0, maximum=1)
+    top_k: int | None = _told(None, minimum=-1, maximum=2**32 - 1)
+    min_p: float | None = _told(None, minimum=0, maximum=1)
+    repetition_penalty: float | None = _told(None, minimum=0.01, maximum=100)
     presence_penalty: float = _told(0.0, minimum=-2, maximum=2)
     frequency_penalty: float = _told(0.0, minimum=-2, maximum=2)
     logit_bias: dict[str, float] = _told(
@@ -150,7 +160,14 @@ class CommonBody(Fields):
     min_tokens: int = _told(0, minimum=0)
     stop: SkipValidation[_Stop | _Stops | None] = None
     stop_token_ids: list[_TokenId] = _told([], maxItems=MAX_STOP_TOKEN_IDS)
+    allowed_token_ids: _TokenIds | None = _told(None, maxItems=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: list[_BadWord] = _told([], maxItems=MAX_BAD_WORDS)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
+    truncate_prompt_tokens: int | None = _told(
+        None, anyOf=[{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]
+    )
     cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
     seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)
     stream: bool = False

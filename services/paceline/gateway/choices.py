@@ -13,12 +13,13 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams
 from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatFields, ChatMessage, CommonBody, CompletionBody, TextPart
 from paceline.gateway.fields import UnknownFields, read_fields
+from paceline.gateway.generation_config import MODEL_SAMPLING
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
-    MAX_UNASKED_TOKENS,
     ServedModel,
     SessionRequest,
+    bad_word_tokens,
     check_prompt,
     check_salt,
     check_stops,
@@ -26,6 +27,7 @@ from paceline.gateway.requests import (
     new_seed,
     room_for_output,
     sample_seed,
+    tokens_kept,
 )
 
 
@@ -47,7 +49,8 @@ def completion_sessions(body: CompletionBody, model: ServedModel, request_id: st
             "prompt" if len(given) > 1 else "n",
             f"{len(given)} prompts times n = {body.n} exceed the limit of {MAX_CHOICES} choices",
         )
-    prompts = [_encode_prompt(model, field, value) for field, value in given]
+    keep_last = tokens_kept(model, body.truncate_prompt_tokens, body.max_tokens)
+    prompts = [_encode_prompt(model, field, value, keep_last) for field, value in given]
     return _sessions(
         body,
         model,
@@ -75,7 +78,8 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
     top_logprobs = body.top_logprobs or 0
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequestError("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
-    token_ids = check_prompt(model, chat_tokens(body, model, unknown), field="messages")
+    keep_last = tokens_kept(model, body.truncate_prompt_tokens, wanted)
+    token_ids = check_prompt(model, chat_tokens(body, model, unknown, keep_last), field="messages")
     return _sessions(
         body,
         model,
@@ -83,7 +87,7 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
         [_Prompt(field="messages", token_ids=token_ids)],
         wanted=wanted,
         wanted_field=field,
-        unasked=MAX_UNASKED_TOKENS,
+        unasked=model.defaults.max_new_tokens,
         logprobs=top_logprobs if body.logprobs else None,
     )
 
@@ -96,7 +100,7 @@ def _sessions(
     *,
     wanted: int | None,
     wanted_field: str,
-    unasked: int,
+    unasked: int | None,
     logprobs: int | None,
 ) -> list[SessionRequest]:
     stops = check_stops(_stop_strings(body.stop))
@@ -106,12 +110,13 @@ def _sessions(
         acceptance=body.speculation.acceptance,
         method=body.speculation.method,
     )
+    bad_words = bad_word_tokens(model, body.bad_words)
     sessions: list[SessionRequest] = []
     for prompt in prompts:
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
         for seed in _seeds(body):
-            sampling = _sampling(body, max_tokens, logprobs, seed)
-            sampling.check_vocabulary(model.identity.vocab_size)
+            sampling = _sampling(body, model, max_tokens, logprobs, seed, bad_words)
+            sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
             sessions.append(
                 SessionRequest(
                     model=model,
@@ -120,6 +125,8 @@ def _sessions(
                     sampling=sampling,
                     speculation=speculation,
                     stops=stops,
+                    include_stop_str_in_output=body.include_stop_str_in_output,
+                    skip_special_tokens=body.skip_special_tokens,
                     cache_salt=check_salt(body.cache_salt),
                     token_fates=body.speculation.token_fates,
                     whole=not body.stream and not stops,
@@ -128,19 +135,27 @@ def _sessions(
     return sessions
 
 
-def _sampling(body: CommonBody, max_tokens: int, logprobs: int | None, seed: int) -> SamplingParams:
+def _sampling(
+    body: CommonBody,
+    model: ServedModel,
+    max_tokens: int,
+    logprobs: int | None,
+    seed: int,
+    bad_words: tuple[tuple[int, ...], ...],
+) -> SamplingParams:
+    given = {name: value for name in MODEL_SAMPLING if (value := getattr(body, name)) is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
     return SamplingParams(
+        **{**model.defaults.sampling, **given},
         max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=max(body.top_k, 0) if body.top_k == -1 else body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=tuple(_logit_bias(body)),
         min_tokens=body.min_tokens,
         stop_token_ids=tuple(body.stop_token_ids),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=bad_words,
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         seed=seed,
@@ -205,14 +220,22 @@ def is_token_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(entry) is int for entry in value)
 
 
-def _encode_prompt(model: ServedModel, field: str, value: str | list[int]) -> _Prompt:
+def _encode_prompt(model: ServedModel, field: str, value: str | list[int], keep_last: int | None) -> _Prompt:
     if isinstance(value, str):
-        return _Prompt(field=field, token_ids=encode_text(model, value, field=field))
-    return _Prompt(field=field, token_ids=check_prompt(model, value, field=field))
+        return _Prompt(field=field, token_ids=encode_text(model, value, field=field, keep_last=keep_last))
+    return _Prompt(field=field, token_ids=check_prompt(model, value, field=field, keep_last=keep_last))
 
 
-def chat_tokens(body: ChatFields, model: ServedModel, unknown: UnknownFields) -> tuple[int, ...]:
-    """Returns the tokens of a chat by the model's template; `unknown` is told of fields of its messages.
+def chat_tokens(
+    body: ChatFields, model: ServedModel, unknown: UnknownFields, keep_last: int | None = None
+) -> tuple[int, ...]:
+    """Returns the tokens of a chat by the model's template.
+
+    Args:
+        body: Its messages.
+        model: Whose template it is.
+        unknown: Is told of fields of its messages.
+        keep_last: So many of its last tokens are kept; None: all.
 
     Raises:
         InvalidRequestError: There is no template, it refuses the messages, or one of them is wrong or too long.
@@ -232,7 +255,9 @@ def chat_tokens(body: ChatFields, model: ServedModel, unknown: UnknownFields) ->
             f"has {len(body.messages)} entries, more than the context of {model.context_len} tokens holds",
         )
     messages = [_plain_message(message, f"messages[{index}]", unknown) for index, message in enumerate(body.messages)]
-    return model.codec.encode_chat(messages, body.chat_template_kwargs, field="messages", context_len=model.context_len)
+    return model.codec.encode_chat(
+        messages, body.chat_template_kwargs, field="messages", context_len=model.context_len, keep_last=keep_last
+    )
 
 
 def _plain_message(given: Any, field: str, unknown: UnknownFields) -> dict[str, str]:

@@ -18,6 +18,11 @@ class GatewayConfig:
         help="Checkpoint folder with the tokenizer of a served model; NAME=FOLDER to give it a name."
     )
     model_name: str = setting("", help="Name of the model if there is one only; empty: the folder's name.")
+    generation_config: str = setting(
+        "auto",
+        help="Where the models' own sampling defaults come from: auto, the generation_config.json of each --model; "
+        "vllm, nowhere, all are neutral; or a folder that holds such a file, for all models.",
+    )
     host: str = setting("127.0.0.1", help="Address to listen on.")
     port: int = setting(8000, help="HTTP port; 0 picks a free one.", low=0, high=65535)
     grpc_port: int = setting(8001, help="gRPC port; 0 picks a free one.", low=0, high=65535)

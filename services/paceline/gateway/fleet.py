@@ -13,6 +13,7 @@ from typing import Protocol
 
 from paceline.core.errors import ModelNotFoundError, UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
+from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
 from paceline.gateway.requests import ServedModel
 from paceline.gateway.routing import able_verifiers
 from paceline.gateway.text import TextCodec
@@ -50,6 +51,7 @@ class Fleet:
         codecs: Mapping[str, TextCodec],
         answers: Answers = nobody_answers,
         *,
+        defaults: Mapping[str, ModelDefaults] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Knows no replica until the first `refresh`.
@@ -58,10 +60,12 @@ class Fleet:
             registry: Where replicas announce themselves.
             codecs: Tokenizers by model name; only these models are served.
             answers: Asks a replica that has left the registry whether it still serves.
+            defaults: Of models that have some, by name.
             clock: Monotonic seconds.
         """
         self._view = RegistryView(registry, answers=answers, clock=clock)
         self._codecs = dict(codecs)
+        self._defaults = dict(defaults or {})
         self._warned_of: set[str] = set()
 
     @property
@@ -112,7 +116,7 @@ class Fleet:
             raise UnavailableError(
                 f"model {name!r}: this gateway's tokenizer is not the verifier's; start both with the same folder"
             )
-        return ServedModel(identity=identity, codec=codec)
+        return ServedModel(identity=identity, codec=codec, defaults=self._defaults.get(name, NO_DEFAULTS))
 
     def addresses(self) -> list[str]:
         """Returns where the verifiers listen."""

@@ -16,7 +16,7 @@ from paceline.gateway import answer_shapes as shapes
 from paceline.gateway.api import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from paceline.gateway.http_response import REQUEST_ID
 from paceline.gateway.reading import IGNORED_FIELDS
-from paceline.gateway.requests import MAX_CHOICES
+from paceline.gateway.requests import DEFAULT_MAX_TOKENS, MAX_CHOICES
 
 Json = dict[str, Any]
 
@@ -27,6 +27,13 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
 * A field that is null counts as absent.
 * A field that is not described here is ignored, and named in the answer's header `{ignored_fields}`; `--strict-fields`
   makes a gateway refuse it with 400. A field that would change the answer and is not served is refused by name.
+* Where `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are absent, the model's own defaults hold,
+  from its `generation_config.json`; where it has none, 1, 1, off, off and 1.
+* Without `max_tokens` a text completion has up to {default_max_tokens} tokens; a chat goes on to the model's own
+  `max_new_tokens`, or to the end of the context.
+* `truncate_prompt_tokens` keeps the last tokens of a prompt or of a rendered chat: 1 up to less than the context, or -1
+  for as many as fit into the context beside `max_tokens`.
+* `bad_words` are not generated, neither at the begin of a text nor after a space, as the tokenizer writes them there.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}.
@@ -68,7 +75,7 @@ _FROM_SERVER = ("400", "503")
 def openapi_document() -> Json:
     """Returns the description, OpenAPI 3.1."""
     _, schemas = models_json_schema([(each, "validation") for each in _MODELS], ref_template=_REFERENCE)
-    about = ABOUT.format(max_choices=MAX_CHOICES, ignored_fields=IGNORED_FIELDS)
+    about = ABOUT.format(max_choices=MAX_CHOICES, ignored_fields=IGNORED_FIELDS, default_max_tokens=DEFAULT_MAX_TOKENS)
     posts = {
         "/v1/completions": _generation("createCompletion", *_COMPLETION),
         "/v1/chat/completions": _generation("createChatCompletion", *_CHAT),

@@ -51,6 +51,8 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         "sampling": asdict(request.sampling),
         "speculation": asdict(request.speculation),
         "stop": list(request.stops),
+        "include_stop_str_in_output": request.include_stop_str_in_output,
+        "skip_special_tokens": request.skip_special_tokens,
         "cache_salt": request.cache_salt,
     }
     if request.span.is_recording():

@@ -13,27 +13,28 @@ from dataclasses import dataclass, field, replace
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import FinishReason, ModelIdentity
 from paceline.core.params import COUPLED, MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
+from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
 from paceline.gateway.text import TextCodec, utf8_len
 from paceline.obs.tracing import INVALID_SPAN, Span
 from paceline.store.base import EPOCHS_PER_OWNER
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_BAD_WORD_CHARACTERS = 64
 MAX_CHOICES = 128
 MAX_SALT_CHARACTERS = 128
 SALT_CHARS = 32
 DEFAULT_MAX_TOKENS = 16
-# An answer nobody bounded must end some day, however long the context is.
-MAX_UNASKED_TOKENS = 4096
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that can be asked for: what its verifiers say of it, and its tokenizer."""
+    """A model that can be asked for: what its verifiers say of it, its tokenizer, and what it has of defaults."""
 
     identity: ModelIdentity
     codec: TextCodec
+    defaults: ModelDefaults = NO_DEFAULTS
 
     @property
     def context_len(self) -> int:
@@ -46,6 +47,8 @@ class SessionRequest:
     """One session to run, all fields checked.
 
     Attributes:
+        include_stop_str_in_output: Whether the stop string or stop token that ends the text is part of it.
+        skip_special_tokens: Whether special tokens have no text; a stop token never has any unless it is asked for.
         api_key: Name of the API key it came with, never the key; empty where none are asked for.
         max_wait_s: Longest expected wait for a place, in seconds; None: any.
         weights_hash: Of the verifier it began on; empty: any.
@@ -69,6 +72,8 @@ class SessionRequest:
     sampling: SamplingParams
     speculation: SpeculationParams
     stops: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     api_key: str = ""
     max_wait_s: float | None = None
     weights_hash: str = ""
@@ -190,26 +195,69 @@ def up_to_end(
     return committed, None
 
 
-def encode_text(model: ServedModel, text: str, *, field: str) -> tuple[int, ...]:
-    """Returns the tokens of a prompt given as text.
+def bad_word_tokens(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the tokens of words that are not to be generated: at the begin of a text, and after a space.
+
+    Raises:
+        InvalidRequestError: A word is not Unicode text.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        field, bare = f"bad_words[{index}]", word.lstrip() or word
+        for text in (bare, f" {bare}"):
+            found[model.codec.encode(text, field=field, special_tokens=False, context_len=model.context_len)] = None
+    return tuple(found)
+
+
+def tokens_kept(model: ServedModel, asked: int | None, wanted: int | None) -> int | None:
+    """Returns how many of the last tokens of a prompt are used; None: all of them.
+
+    Args:
+        model: Whose context bounds it.
+        asked: `truncate_prompt_tokens`; -1: as many as fit into the context beside the output.
+        wanted: Most output tokens; None: room for one is enough.
+
+    Raises:
+        InvalidRequestError: Others are asked for than the context has room for.
+    """
+    if asked is None:
+        return None
+    if asked == -1:
+        return max(1, model.context_len - (wanted or 1))
+    if not 1 <= asked < model.context_len:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens",
+            f"must be -1, or from 1 to {model.context_len - 1}, one less than the context, got {asked}",
+        )
+    return asked
+
+
+def encode_text(model: ServedModel, text: str, *, field: str, keep_last: int | None = None) -> tuple[int, ...]:
+    """Returns the tokens of a prompt given as text, or the last of them.
 
     Raises:
         InvalidRequestError: It is empty, too long for the context, or not Unicode text.
     """
     if not text:
         raise InvalidRequestError(field, "must not be empty")
-    token_ids = model.codec.encode(text, field=field, special_tokens=True, context_len=model.context_len)
+    token_ids = model.codec.encode(
+        text, field=field, special_tokens=True, context_len=model.context_len, keep_last=keep_last
+    )
     return check_prompt(model, token_ids, field=field)
 
 
-def check_prompt(model: ServedModel, token_ids: Sequence[int], *, field: str) -> tuple[int, ...]:
-    """Returns a prompt that leaves room for at least one token.
+def check_prompt(
+    model: ServedModel, token_ids: Sequence[int], *, field: str, keep_last: int | None = None
+) -> tuple[int, ...]:
+    """Returns a prompt that leaves room for at least one token, or its last tokens.
 
     Raises:
         InvalidRequestError: It is empty, too long for the context, or names tokens outside the vocabulary.
     """
     if not token_ids:
         raise InvalidRequestError(field, "must hold at least one token")
+    if keep_last is not None:
+        token_ids = token_ids[-keep_last:]
     if len(token_ids) >= model.context_len:
         raise InvalidRequestError(
             field,
@@ -221,14 +269,14 @@ def check_prompt(model: ServedModel, token_ids: Sequence[int], *, field: str) ->
     return token_ids
 
 
-def room_for_output(model: ServedModel, prompt_len: int, wanted: int | None, *, unasked: int, field: str) -> int:
+def room_for_output(model: ServedModel, prompt_len: int, wanted: int | None, *, unasked: int | None, field: str) -> int:
     """Returns how many tokens to generate at most.
 
     Args:
         model: Model whose context bounds the sum.
         prompt_len: Tokens of the prompt.
         wanted: What the request says; None: it says nothing.
-        unasked: Used then, as far as the context reaches.
+        unasked: Used then, as far as the context reaches; None: all of that.
         field: Name of the request field, for the error.
 
     Raises:
@@ -236,7 +284,7 @@ def room_for_output(model: ServedModel, prompt_len: int, wanted: int | None, *, 
     """
     room = model.context_len - prompt_len
     if wanted is None:
-        return min(unasked, room)
+        return room if unasked is None else min(unasked, room)
     if wanted < 1:
         raise InvalidRequestError(field, f"must be at least 1, got {wanted}")
     if wanted > room:

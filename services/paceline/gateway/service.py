@@ -28,6 +28,7 @@ from paceline.gateway.console.frames import OwnCounts
 from paceline.gateway.door_access import DoorTls, guard, load_door_tls
 from paceline.gateway.fair_shares import Shares
 from paceline.gateway.fleet import Fleet
+from paceline.gateway.generation_config import ModelDefaults
 from paceline.gateway.grpc_door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
 from paceline.gateway.http import create_app
 from paceline.gateway.placing import Placer
@@ -104,6 +105,7 @@ async def serve(
     codecs: Mapping[str, TextCodec],
     stop: asyncio.Event,
     on_ready: Callable[[Addresses], None],
+    defaults: Mapping[str, ModelDefaults] | None = None,
 ) -> None:
     """Serves until `stop` is set, then lets running sessions finish.
 
@@ -113,6 +115,7 @@ async def serve(
         codecs: Tokenizers by model name.
         stop: Set from outside.
         on_ready: Called once both doors are open.
+        defaults: Of models that have some, by name.
 
     Raises:
         ConfigError: A port is in use, or a certificate or API key cannot be used.
@@ -128,13 +131,14 @@ async def serve(
         registry=registry,
     ) as tracer:
         with stalls_watched(registry), Workers() as workers:
-            await _serve(config, store, codecs, stop, on_ready, replica_id, registry, tracer, workers)
+            await _serve(config, store, codecs, defaults or {}, stop, on_ready, replica_id, registry, tracer, workers)
 
 
 async def _serve(
     config: GatewayConfig,
     store: Store,
     codecs: Mapping[str, TextCodec],
+    defaults: Mapping[str, ModelDefaults],
     stop: asyncio.Event,
     on_ready: Callable[[Addresses], None],
     replica_id: str,
@@ -143,7 +147,7 @@ async def _serve(
     workers: Workers,
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
-    fleet = Fleet(store, codecs, Probe(tls))
+    fleet = Fleet(store, codecs, Probe(tls), defaults=defaults)
     supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     client = VerifierClient(config.verifier_silence_s, tls)

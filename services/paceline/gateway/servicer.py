@@ -26,6 +26,7 @@ from paceline.gateway.requests import (
     encode_text,
     new_seed,
     room_for_output,
+    tokens_kept,
 )
 from paceline.gateway.session_output import Ending, Piece
 from paceline.gateway.sessions import Sessions
@@ -123,6 +124,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             sampling=_sampling(request, model, len(prompt_token_ids)),
             speculation=speculation,
             stops=check_stops(request.stop),
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
             cache_salt=check_salt(request.cache_salt),
             api_key=current_caller().name,
         )
@@ -132,22 +135,27 @@ def _prompt(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel) -> 
     field = request.WhichOneof("input")
     if field is None:
         raise InvalidRequestError("prompt", "is required")
+    asked = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+    keep_last = tokens_kept(model, asked, request.sampling.max_tokens or None)
     if field == "prompt":
-        return encode_text(model, request.prompt, field="prompt")
-    return check_prompt(model, request.prompt_token_ids.ids, field="prompt_token_ids")
+        return encode_text(model, request.prompt, field="prompt", keep_last=keep_last)
+    return check_prompt(model, request.prompt_token_ids.ids, field="prompt_token_ids", keep_last=keep_last)
 
 
 def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, prompt_len: int) -> SamplingParams:
     if not request.HasField("sampling"):
         room = room_for_output(model, prompt_len, None, unasked=DEFAULT_MAX_TOKENS, field="max_tokens")
-        return SamplingParams(max_tokens=room, seed=new_seed())
+        return SamplingParams(max_tokens=room, seed=new_seed(), **model.defaults.sampling)
     if request.sampling.HasField("logprobs"):
         raise InvalidRequestError("sampling.logprobs", "is served over HTTP only")
-    sampling = sampling_from_pb(request.sampling)
-    if not request.sampling.HasField("seed"):
+    given = request.sampling
+    named = {field.name for field, _ in given.ListFields()}
+    own = {name: value for name, value in model.defaults.sampling.items() if name not in named}
+    sampling = replace(sampling_from_pb(given), **own)
+    if not given.HasField("seed"):
         sampling = replace(sampling, seed=new_seed())
     room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")
-    sampling.check_vocabulary(model.identity.vocab_size)
+    sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
     return sampling
 
 

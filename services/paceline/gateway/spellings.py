@@ -21,14 +21,17 @@ MAX_SPELLINGS = 10_000
 
 
 def token_ids(
-    tokenizer: Tokenizer, text: str, field: str, *, special_tokens: bool, context_len: int
+    tokenizer: Tokenizer, text: str, field: str, *, special_tokens: bool, context_len: int, keep_last: int | None
 ) -> tuple[int, ...]:
     """Returns the token ids of a text. In a batch, of one: a text by itself is encoded without letting others run.
 
     Raises:
-        InvalidRequestError: There are more than the context holds, which are not listed.
+        InvalidRequestError: There are more than the context holds, which are not listed, and the last alone are not
+            asked for.
     """
     [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+    if keep_last is not None:
+        return tuple(encoding.ids[-keep_last:])
     if len(encoding) > context_len:
         raise InvalidRequestError(field, f"has {len(encoding)} tokens, more than the context of {context_len} tokens")
     return tuple(encoding.ids)
@@ -86,8 +89,8 @@ class SpecialSpellings:
         changed = _mapped(value, mark)
         return changed if num_found else None
 
-    def encode(self, rendered: str, field: str, *, context_len: int) -> tuple[int, ...]:
-        """Returns the tokens of a prompt that was rendered with marks.
+    def encode(self, rendered: str, field: str, *, context_len: int, keep_last: int | None = None) -> tuple[int, ...]:
+        """Returns the tokens of a prompt that was rendered with marks, or the last of them.
 
         Raises:
             InvalidRequestError: There are more than the context holds.
@@ -97,7 +100,9 @@ class SpecialSpellings:
             text = text.replace(spelled, self._of_template[spelled])
         for spelled, mark in self._of_users.items():
             text = text.replace(mark, spelled)
-        ids = token_ids(self._tokenizer, text, field, special_tokens=False, context_len=context_len)
+        ids = token_ids(
+            self._tokenizer, text, field, special_tokens=False, context_len=context_len, keep_last=keep_last
+        )
         return tuple(self._id_of.get(token_id, token_id) for token_id in ids)
 
 

@@ -94,6 +94,8 @@ class Resumption:
             sampling=sampling,
             speculation=parameters.speculation,
             stops=parameters.stops,
+            include_stop_str_in_output=parameters.include_stop_str_in_output,
+            skip_special_tokens=parameters.skip_special_tokens,
             api_key=record.api_key,
             weights_hash=record.weights_hash,
             arithmetic=record.arithmetic,
@@ -115,6 +117,8 @@ class _Parameters:
     sampling: SamplingParams
     speculation: SpeculationParams
     stops: tuple[str, ...]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
     cache_salt: str
     traceparent: str
 
@@ -131,6 +135,8 @@ class _Parameters:
                 sampling=_sampling(values["sampling"]),
                 speculation=SpeculationParams(**values["speculation"]),
                 stops=check_stops(values["stop"]),
+                include_stop_str_in_output=bool(values.get("include_stop_str_in_output", False)),
+                skip_special_tokens=bool(values.get("skip_special_tokens", True)),
                 cache_salt=check_salt(values.get("cache_salt", "")),
                 traceparent=str(values.get("traceparent", "")),
             )
@@ -141,4 +147,6 @@ class _Parameters:
 def _sampling(values: dict[str, Any]) -> SamplingParams:
     """Sampling parameters from JSON, which knows no tuples."""
     bias = tuple((int(token_id), float(change)) for token_id, change in values["logit_bias"])
-    return SamplingParams(**{**values, "logit_bias": bias, "stop_token_ids": tuple(values["stop_token_ids"])})
+    lists = {name: tuple(values.get(name, ())) for name in ("stop_token_ids", "allowed_token_ids")}
+    bad_words = tuple(map(tuple, values.get("bad_words", ())))
+    return SamplingParams(**{**values, **lists, "logit_bias": bias, "bad_words": bad_words})

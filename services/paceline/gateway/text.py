@@ -37,6 +37,7 @@ class TextCodec:
     Attributes:
         chat_template: How messages become a prompt; None if the folder holds no template.
         vocab_size: Ids that the tokenizer knows; the model's own vocabulary may be padded beyond it.
+        with_special_tokens: Decodes likewise, special tokens spelled out.
         vocab_hash: What a verifier of the same model announces; empty for a tokenizer that came from no folder.
     """
 
@@ -54,6 +55,7 @@ class TextCodec:
         self._visible = bytearray(self.vocab_size)
         for token_id in vocab.values():
             self._visible[token_id] = token_id not in added or not added[token_id].special
+        self.with_special_tokens = _WithSpecialTokens(tokenizer, frozenset(vocab.values()))
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
@@ -74,7 +76,9 @@ class TextCodec:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         return cls(tokenizer, _chat_template(folder), vocab_hash(folder))
 
-    def encode(self, text: str, *, field: str, special_tokens: bool, context_len: int) -> tuple[int, ...]:
+    def encode(
+        self, text: str, *, field: str, special_tokens: bool, context_len: int, keep_last: int | None = None
+    ) -> tuple[int, ...]:
         """Returns the token ids of a text; takes a time bounded by the context, and lets other threads run meanwhile.
 
         Special tokens spelled out in the text are special tokens: it is a whole prompt, and its writer's own.
@@ -84,15 +88,24 @@ class TextCodec:
             field: Name of the request field, for the error.
             special_tokens: Whether the tokenizer adds its own (begin of text) tokens.
             context_len: Texts that cannot fit into that many tokens are refused unread.
+            keep_last: How many of the last tokens to return, of however many; None: all, if the context holds them.
 
         Raises:
             InvalidRequestError: The text is too long, or is not Unicode text.
         """
         self._check_length(field, utf8_len(field, text), context_len)
-        return token_ids(self._tokenizer, text, field, special_tokens=special_tokens, context_len=context_len)
+        return token_ids(
+            self._tokenizer, text, field, special_tokens=special_tokens, context_len=context_len, keep_last=keep_last
+        )
 
     def encode_chat(
-        self, messages: Sequence[Message], extra: Mapping[str, Any], *, field: str, context_len: int
+        self,
+        messages: Sequence[Message],
+        extra: Mapping[str, Any],
+        *,
+        field: str,
+        context_len: int,
+        keep_last: int | None = None,
     ) -> tuple[int, ...]:
         """Returns the prompt that asks for the next message of a chat, in tokens.
 
@@ -103,6 +116,7 @@ class TextCodec:
             extra: Further variables of the template.
             field: Name of the request field, for the error.
             context_len: Chats that cannot fit into that many tokens are refused unread.
+            keep_last: As of `encode`.
 
         Raises:
             InvalidRequestError: The chat is too long, is not Unicode text, or the template refuses it.
@@ -114,8 +128,8 @@ class TextCodec:
         marked = self._spellings.marked([list(map(dict, messages)), dict(extra)], field)
         rendered = self.chat_template.render(*(marked or (messages, extra)))
         if marked is not None:
-            return self._spellings.encode(rendered, field, context_len=context_len)
-        return self.encode(rendered, field=field, special_tokens=False, context_len=context_len)
+            return self._spellings.encode(rendered, field, context_len=context_len, keep_last=keep_last)
+        return self.encode(rendered, field=field, special_tokens=False, context_len=context_len, keep_last=keep_last)
 
     def _check_length(self, field: str, num_bytes: int, context_len: int) -> None:
         most_bytes = context_len * self._longest_token_bytes
@@ -140,6 +154,20 @@ class TextCodec:
         if piece is None:
             return b""
         return self._spelling.to_bytes(piece)
+
+
+class _WithSpecialTokens:
+    """Decoding in which special tokens have the text that they are written as."""
+
+    def __init__(self, tokenizer: Tokenizer, known: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._known = known
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def is_visible(self, token_id: int) -> bool:
+        return token_id in self._known
 
 
 def utf8_len(field: str, text: str) -> int:

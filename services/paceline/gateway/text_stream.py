@@ -33,14 +33,18 @@ class Fed:
 
 
 class TextStream:
-    """Text of one session; stop tokens count as tokens but have no text."""
+    """Text of one session; stop tokens count as tokens but have no text, unless the request asks for it."""
 
     def __init__(self, request: SessionRequest) -> None:
         """Starts an empty answer."""
         sampling = request.sampling
         eos_token_ids = () if sampling.ignore_eos else request.model.identity.eos_token_ids
-        self._stop_token_ids = frozenset((*sampling.stop_token_ids, *eos_token_ids))
-        self._detokenizer = Detokenizer(request.model.codec, request.prompt_token_ids)
+        self._include_stop = request.include_stop_str_in_output
+        hidden = () if self._include_stop else (*sampling.stop_token_ids, *eos_token_ids)
+        self._hidden_ids = frozenset(hidden)
+        codec = request.model.codec
+        decodes = codec if request.skip_special_tokens else codec.with_special_tokens
+        self._detokenizer = Detokenizer(decodes, request.prompt_token_ids)
         self._matcher = StopMatcher(request.stops)
         self._token_texts = TokenTexts() if request.token_fates else None
         self._one_by_one = bool(request.stops) or request.token_fates
@@ -83,11 +87,13 @@ class TextStream:
         return Fed(text=shown, num_tokens=num_tokens, stopped=stopped, tokens=tokens)
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
-        return self._detokenizer.feed([t for t in token_ids if t not in self._stop_token_ids])
+        return self._detokenizer.feed([t for t in token_ids if t not in self._hidden_ids])
 
     def _pass(self, text: str) -> tuple[str, bool]:
         # Like the stop tokens, stop strings are not looked for before min_tokens tokens.
         if self._num_tokens < self._min_tokens:
             return text, False
         passed = self._matcher.feed(text)
-        return passed.text, passed.stop is not None
+        if passed.stop is None:
+            return passed.text, False
+        return passed.text + (passed.stop if self._include_stop else ""), True

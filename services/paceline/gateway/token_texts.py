@@ -18,8 +18,8 @@ class TokenText:
     """A token's part of the text.
 
     Attributes:
-        text: Empty for one that has none: a stop token, part of a stop string, or all but the last of the tokens that
-            share a character.
+        text: Empty for one that has none: a stop token or part of a stop string, unless these are asked for, or all but
+            the last of the tokens that share a character.
         fate: How it came about; None: the verifier did not say.
     """
 

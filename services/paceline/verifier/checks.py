@@ -34,7 +34,7 @@ def check_request(
         )
     check_token_ids("prompt_token_ids", request.prompt_token_ids, identity.vocab_size)
     check_token_ids("committed_token_ids", request.committed_token_ids, identity.vocab_size)
-    request.sampling.check_vocabulary(identity.vocab_size)
+    request.sampling.check_vocabulary(identity.vocab_size, identity.eos_token_ids)
     unserved = sorted(set(request.speculation.methods) - set(methods))
     if unserved:
         raise InvalidRequestError("speculation.method", f"{unserved[0]} is not served here, only {', '.join(methods)}")

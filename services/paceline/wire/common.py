@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, MutableSequence
 from dataclasses import asdict, fields
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,6 +34,8 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     check_uint32("top_k", (params.top_k,))
     check_uint32("logit_bias", (token_id for token_id, _ in params.logit_bias))
     check_uint32("stop_token_ids", params.stop_token_ids)
+    check_uint32("allowed_token_ids", params.allowed_token_ids)
+    check_uint32("bad_words", chain.from_iterable(params.bad_words))
     return common_pb2.SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -45,6 +48,8 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         logit_bias=[common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=[common_pb2.BadWord(token_ids=word) for word in params.bad_words],
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         seed=params.seed,
@@ -69,6 +74,8 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
         logit_bias=tuple((entry.token_id, decimal(entry.bias)) for entry in message.logit_bias),
         min_tokens=message.min_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         seed=message.seed,

@@ -64,6 +64,14 @@ def test_end_tokens_of_generation_config_go_before_those_of_config(tmp_path, giv
     assert DecoderConfig.from_folder(tmp_path).eos_token_ids == expected
 
 
+@pytest.mark.parametrize("given", ["</s>", [5, None], -1, 2.0, True])
+def test_end_tokens_that_are_no_ids_are_named_with_their_file(tmp_path, given):
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id must be a token id"):
+        DecoderConfig.from_folder(tmp_path)
+
+
 def test_a_model_without_end_tokens_has_none(tmp_path):
     assert DecoderConfig.from_folder(write(tmp_path, eos_token_id=None)).eos_token_ids == ()
 

@@ -91,6 +91,8 @@ def cases(draw: st.DrawFn) -> Case:
         logit_bias=tuple(draw(st.lists(st.tuples(ids, st.floats(-5.0, 5.0)), max_size=4))),
         min_tokens=draw(st.integers(0, 3)) if vocab > 3 else 0,
         stop_token_ids=tuple(draw(st.lists(ids, max_size=2))),
+        bad_words=tuple(draw(off_or((), st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=4)))),
+        allowed_token_ids=tuple(draw(off_or((), st.lists(ids, min_size=1, max_size=vocab)))),
         seed=draw(st.integers(0, 2**64 - 1)),
     )
     history = RowHistory(

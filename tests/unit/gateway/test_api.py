@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from paceline.gateway.chat import ChatTemplate
 from paceline.gateway.choices import chat_sessions, completion_sessions
 from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fields import UnknownFields
+from paceline.gateway.generation_config import ModelDefaults
 from paceline.gateway.requests import ServedModel, SessionRequest, sample_seed
 from paceline.gateway.text import TextCodec
 from tests.support import tiny_tokenizer
@@ -33,17 +35,18 @@ MODEL = ServedModel(
     ),
     codec=CODEC,
 )
+[LETTER] = CODEC.encode("a", field="", special_tokens=False, context_len=CONTEXT_LEN)
 USER = [{"role": "user", "content": "the fox"}]
 
 
-def completion(raw: bytes) -> list[SessionRequest]:
+def completion(raw: bytes, *, model: ServedModel = MODEL) -> list[SessionRequest]:
     unknown = UnknownFields(strict=False)
-    return completion_sessions(parse_body(CompletionBody, parse_json_object(raw), unknown), MODEL, "cmpl-1")
+    return completion_sessions(parse_body(CompletionBody, parse_json_object(raw), unknown), model, "cmpl-1")
 
 
-def chat(raw: bytes, unknown: UnknownFields | None = None) -> list[SessionRequest]:
+def chat(raw: bytes, unknown: UnknownFields | None = None, *, model: ServedModel = MODEL) -> list[SessionRequest]:
     unknown = unknown or UnknownFields(strict=False)
-    return chat_sessions(parse_body(ChatBody, parse_json_object(raw), unknown), MODEL, "chatcmpl-1", unknown)
+    return chat_sessions(parse_body(ChatBody, parse_json_object(raw), unknown), model, "chatcmpl-1", unknown)
 
 
 def body(**fields: Any) -> bytes:
@@ -305,21 +308,123 @@ def test_all_sampling_fields_arrive() -> None:
         body(
             max_tokens=9, temperature=0, top_p=0.5, top_k=4, min_p=0.1, repetition_penalty=1.5,
             presence_penalty=-1, frequency_penalty=1, logit_bias={"7": -100}, min_tokens=2, stop="END",
-            stop_token_ids=[3], ignore_eos=True, logprobs=0, seed=-1,
+            stop_token_ids=[3], allowed_token_ids=[4, 7], ignore_eos=True, logprobs=0, seed=-1,
             speculation={"enabled": False, "max_draft_tokens": 4, "acceptance": "coupled"},
         )
     )  # fmt: skip
     assert session.sampling == SamplingParams(
         max_tokens=9, temperature=0, top_p=0.5, top_k=4, min_p=0.1, repetition_penalty=1.5,
         presence_penalty=-1, frequency_penalty=1, logit_bias=((7, -100.0),), min_tokens=2,
-        stop_token_ids=(3,), ignore_eos=True, logprobs=0, seed=2**64 - 1,
+        stop_token_ids=(3,), allowed_token_ids=(4, 7), ignore_eos=True, logprobs=0, seed=2**64 - 1,
     )  # fmt: skip
     assert session.speculation == SpeculationParams(enabled=False, max_draft_tokens=4, acceptance="coupled")
     assert session.stops == ("END",)
 
 
+@pytest.mark.parametrize(
+    ("ids", "limit"),
+    [([], "at least 1"), ([5, CODEC.vocab_size], f"vocabulary of {CODEC.vocab_size}"), ([5] * 4097, "at most 4096")],
+)
+def test_allowed_tokens_are_some_of_the_vocabulary(ids: list[int], limit: str) -> None:
+    refused = refusal(body(allowed_token_ids=ids))
+    assert refused.message.startswith("allowed_token_ids")
+    assert limit in refused.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"bad_words": ["a"]}, {"min_tokens": 1, "stop_token_ids": [LETTER]}],
+)
+def test_a_request_that_leaves_no_token_to_choose_is_refused(fields: dict[str, Any]) -> None:
+    refused = refusal(body(allowed_token_ids=[LETTER], **fields))
+    assert refused.message.startswith("allowed_token_ids: leave no token to choose")
+    assert refusal(body(allowed_token_ids=[1], min_tokens=1)).message == refused.message
+    assert completion(body(allowed_token_ids=[LETTER, 5], **fields))
+
+
+def test_a_bad_word_is_one_at_the_begin_of_a_text_and_after_a_space() -> None:
+    def spelled(text: str) -> tuple[int, ...]:
+        return CODEC.encode(text, field="", special_tokens=False, context_len=CONTEXT_LEN)
+
+    [session] = completion(body(bad_words=["fox", " the"]))
+    assert session.sampling.bad_words == tuple(map(spelled, ("fox", " fox", "the", " the")))
+
+
+@pytest.mark.parametrize(
+    ("words", "param", "limit"),
+    [
+        (["a"] * 65, "bad_words", "at most 64"),
+        ([""], "bad_words[0]", "at least 1 character"),
+        (["a" * 65], "bad_words[0]", "at most 64 characters"),
+        ([7], "bad_words[0]", "valid string"),
+    ],
+)
+def test_a_bad_word_that_cannot_be_one_is_refused(words: list[Any], param: str, limit: str) -> None:
+    refused = refusal(body(bad_words=words))
+    assert refused.param == param
+    assert limit in refused.message
+
+
 def test_top_k_minus_one_is_off_as_in_other_engines() -> None:
     assert completion(body(top_k=-1))[0].sampling.top_k == 0
+
+
+OWN = replace(
+    MODEL, defaults=ModelDefaults(sampling={"temperature": 0.6, "top_k": 20, "min_p": 0.1}, max_new_tokens=30)
+)
+
+
+def of_own(model: ServedModel, **fields: Any) -> SamplingParams:
+    return chat(chat_body(seed=1, **fields), model=model)[0].sampling
+
+
+def test_where_a_request_is_silent_the_models_own_defaults_hold() -> None:
+    neutral = SamplingParams(max_tokens=30, temperature=0.6, top_k=20, min_p=0.1, seed=1)
+    assert of_own(OWN) == of_own(OWN, temperature=None, top_k=None, max_tokens=None) == neutral
+
+
+def test_what_a_request_says_wins_over_the_model_also_if_it_is_neutral() -> None:
+    asked = of_own(OWN, temperature=0, top_k=-1, min_p=0, top_p=0.5, max_tokens=3)
+    assert asked == SamplingParams(max_tokens=3, temperature=0, top_p=0.5, seed=1)
+
+
+def test_a_completion_keeps_its_sixteen_tokens_whatever_the_model_says() -> None:
+    [session] = completion(body(), model=OWN)
+    assert (session.sampling.max_tokens, session.sampling.top_k) == (16, 20)
+
+
+def test_a_chat_takes_the_whole_of_a_long_context() -> None:
+    long = replace(MODEL, identity=replace(MODEL.identity, context_len=40_960))
+    [session] = chat(chat_body(), model=long)
+    assert session.sampling.max_tokens == 40_960 - len(session.prompt_token_ids)
+
+
+def test_the_last_tokens_of_a_prompt_are_kept_where_it_is_asked_for() -> None:
+    [whole], [cut] = completion(body()), completion(body(truncate_prompt_tokens=2))
+    assert cut.prompt_token_ids == whole.prompt_token_ids[-2:]
+    assert completion(body(truncate_prompt_tokens=60))[0].prompt_token_ids == whole.prompt_token_ids
+    [long] = completion(body(prompt=[*range(2, 102)], truncate_prompt_tokens=-1, max_tokens=10))
+    assert long.prompt_token_ids == tuple(range(102 - (CONTEXT_LEN - 10), 102))
+
+
+def test_a_text_or_chat_too_long_for_the_context_may_be_cut() -> None:
+    text = "the fox " * CONTEXT_LEN
+    [session] = completion(body(prompt=text, truncate_prompt_tokens=-1))
+    assert len(session.prompt_token_ids) == CONTEXT_LEN - 1
+    for spelled in ("", "<|end|>"):
+        messages = [{"role": "user", "content": text + spelled}]
+        [session] = chat(chat_body(messages=messages, truncate_prompt_tokens=9))
+        assert session.prompt_token_ids[-4:] == chat(chat_body())[0].prompt_token_ids[-4:]
+        assert len(session.prompt_token_ids) == 9
+
+
+@pytest.mark.parametrize("asked", [0, -2, CONTEXT_LEN])
+def test_a_truncation_that_keeps_nothing_or_leaves_no_room_is_refused(asked: int) -> None:
+    refused = refusal(body(truncate_prompt_tokens=asked))
+    assert (
+        refused.message
+        == f"truncate_prompt_tokens: must be -1, or from 1 to 63, one less than the context, got {asked}"
+    )
 
 
 def test_a_prompt_may_be_text_or_tokens_one_or_several() -> None:

@@ -42,6 +42,14 @@ def test_pieces_join_to_the_text_of_all_tokens(steps: list[list[int]]) -> None:
     assert "".join(stream(CODEC, steps)) == CODEC.decode(list(itertools.chain(*steps)))
 
 
+@given(steps=STEPS)
+def test_pieces_join_as_well_where_special_tokens_are_spelled_out(steps: list[list[int]]) -> None:
+    whole = CODEC.with_special_tokens
+    detokenizer = Detokenizer(whole)
+    pieces = [*(detokenizer.feed(step) for step in steps), detokenizer.flush()]
+    assert "".join(pieces) == whole.decode(list(itertools.chain(*steps)))
+
+
 @given(text=st.text(max_size=20), cuts=st.lists(st.integers(1, 4), max_size=80))
 def test_no_piece_of_a_clean_text_holds_half_a_character(text: str, cuts: list[int]) -> None:
     token_ids = CODEC.encode(text, field="text", special_tokens=False, context_len=1000)

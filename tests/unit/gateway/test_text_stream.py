@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,8 +26,15 @@ TOKEN_IDS = st.lists(st.integers(2, CODEC.vocab_size - 1) | st.integers(66, 70),
 STOPS = st.lists(st.text(alphabet="abcde the", min_size=1, max_size=3), max_size=2)
 
 
-def started(stops: list[str], *, min_tokens: int = 0, token_fates: bool = False) -> TextStream:
-    sampling = SamplingParams(max_tokens=64, min_tokens=min_tokens)
+def started(
+    stops: list[str],
+    *,
+    min_tokens: int = 0,
+    token_fates: bool = False,
+    stop_token_ids: tuple[int, ...] = (),
+    **of_text: bool,
+) -> TextStream:
+    sampling = SamplingParams(max_tokens=64, min_tokens=min_tokens, stop_token_ids=stop_token_ids)
     request = SessionRequest(
         model=MODEL,
         session_id="s",
@@ -35,6 +43,7 @@ def started(stops: list[str], *, min_tokens: int = 0, token_fates: bool = False)
         speculation=SpeculationParams(),
         stops=tuple(stops),
         token_fates=token_fates,
+        **of_text,
     )
     return TextStream(request)
 
@@ -98,6 +107,31 @@ def spelled(text: str) -> list[int]:
     """Tokens of one byte each."""
     ids = {CODEC.token_bytes(token_id): token_id for token_id in reversed(range(CODEC.vocab_size))}
     return [ids[bytes([byte])] for byte in text.encode()]
+
+
+def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for() -> None:
+    stream = started(["cd"], include_stop_str_in_output=True, token_fates=True)
+    fed = [stream.feed([token_id], [TokenFate.PLAIN]) for token_id in spelled("abcd")]
+    assert ("".join(each.text for each in fed), fed[-1].stopped) == ("abcd", True)
+    assert [token.text for each in fed for token in each.tokens] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
+def test_a_stop_token_has_text_where_it_is_asked_for(include: bool, text: str) -> None:
+    token_ids = spelled("abc")
+    stream = started([], stop_token_ids=(token_ids[-1],), include_stop_str_in_output=include)
+    assert stream.feed(token_ids).text + stream.finish().text == text
+
+
+def test_special_tokens_are_spelled_out_where_they_are_asked_for_but_the_last() -> None:
+    token_ids = [*spelled("a"), 0, *spelled("b"), EOS]
+    for skipped, ending, text in (
+        (True, False, "ab"),
+        (False, False, "a<|begin|>b"),
+        (False, True, "a<|begin|>b<|end|>"),
+    ):
+        stream = started([], skip_special_tokens=skipped, include_stop_str_in_output=ending)
+        assert stream.feed(token_ids).text + stream.finish().text == text
 
 
 def test_a_character_of_several_tokens_belongs_to_the_last_of_them() -> None:

@@ -45,7 +45,9 @@ Global___FinishReason: typing_extensions.TypeAlias = FinishReason
 
 @typing.final
 class SamplingParams(google.protobuf.message.Message):
-    """How the target's logits become one token. Processors run row by row with the row's own prefix."""
+    """How the target's logits become one token. Processors run row by row with the row's own prefix.
+    Fields marked "own" may be absent in a request to a gateway: the model's own default is taken then, if it has one.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -63,18 +65,22 @@ class SamplingParams(google.protobuf.message.Message):
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """Upper bound on generated tokens, at least 1."""
     temperature: builtins.float
-    """0 is greedy."""
+    """0, also if absent, is greedy; own."""
     top_p: builtins.float
-    """Nucleus mass in (0, 1]; 1 is off."""
+    """Nucleus mass in (0, 1]; 1, also if absent, is off; own."""
     top_k: builtins.int
-    """Number of best tokens kept; 0 is off."""
+    """Number of best tokens kept; 0, also if absent, is off; own."""
     min_p: builtins.float
-    """Least probability relative to the best token, in [0, 1); 0 is off."""
+    """Least probability relative to the best token, in [0, 1); 0, also if absent, is off; own."""
     repetition_penalty: builtins.float
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output; 1 is off."""
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output; 1, also if absent, is off;
+    own.
+    """
     presence_penalty: builtins.float
     """Subtracted once from logits of tokens seen in the output; 0 is off."""
     frequency_penalty: builtins.float
@@ -95,15 +101,23 @@ class SamplingParams(google.protobuf.message.Message):
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens that end the generation; they are committed but not part of the text."""
 
+    @property
+    def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The only tokens that may be chosen, end tokens included, at most 4096; none: all."""
+
+    @property
+    def bad_words(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BadWord]:
+        """Tokens that no output holds one after another, at most 128 such runs."""
+
     def __init__(
         self,
         *,
         max_tokens: builtins.int = ...,
-        temperature: builtins.float = ...,
-        top_p: builtins.float = ...,
-        top_k: builtins.int = ...,
-        min_p: builtins.float = ...,
-        repetition_penalty: builtins.float = ...,
+        temperature: builtins.float | None = ...,
+        top_p: builtins.float | None = ...,
+        top_k: builtins.int | None = ...,
+        min_p: builtins.float | None = ...,
+        repetition_penalty: builtins.float | None = ...,
         presence_penalty: builtins.float = ...,
         frequency_penalty: builtins.float = ...,
         logit_bias: collections.abc.Iterable[Global___LogitBias] | None = ...,
@@ -112,15 +126,47 @@ class SamplingParams(google.protobuf.message.Message):
         ignore_eos: builtins.bool = ...,
         logprobs: builtins.int | None = ...,
         seed: builtins.int | None = ...,
+        allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        bad_words: collections.abc.Iterable[Global___BadWord] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "logprobs", b"logprobs", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_top_k", b"_top_k"]) -> typing.Literal["top_k"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
 
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
+
+@typing.final
+class BadWord(google.protobuf.message.Message):
+    """A word that is not to be generated, in one of its spellings."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """From 1 to 512 ids."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["token_ids", b"token_ids"]) -> None: ...
+
+Global___BadWord: typing_extensions.TypeAlias = BadWord
 
 @typing.final
 class LogitBias(google.protobuf.message.Message):

@@ -32,12 +32,23 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
     SPECULATION_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty: the only one served."""
     prompt: builtins.str
     """Text, tokenized by the gateway."""
     cache_salt: builtins.str
     """Prompts share cached pages only with those of the same key and salt; at most 128 characters."""
+    include_stop_str_in_output: builtins.bool
+    """The text ends with the stop string, or with the text of the stop token, that ended it."""
+    skip_special_tokens: builtins.bool
+    """Special tokens have no text; absent: they have none. False spells them out."""
+    truncate_prompt_tokens: builtins.int
+    """Keeps the last tokens of the prompt: 1 up to less than the context, or -1 for as many as fit into the context beside
+    the output; absent: all, and a prompt that does not fit is refused.
+    """
     @property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -64,9 +75,17 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
         speculation: paceline.rpc.v1.common_pb2.SpeculationParams | None = ...,
         stop: collections.abc.Iterable[builtins.str] | None = ...,
         cache_salt: builtins.str = ...,
+        include_stop_str_in_output: builtins.bool = ...,
+        skip_special_tokens: builtins.bool | None = ...,
+        truncate_prompt_tokens: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["input", b"input", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "input", b"input", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "input", b"input", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]) -> typing.Literal["skip_special_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]) -> typing.Literal["truncate_prompt_tokens"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["prompt", "prompt_token_ids"] | None: ...
 
 Global___GatewayGenerateRequest: typing_extensions.TypeAlias = GatewayGenerateRequest
