@@ -186,14 +186,15 @@ class Goodput:
     def learned(self) -> dict[str, list[float]]:
         """See `DraftPolicy`."""
         in_hand, own = self.drafters.in_hand.learned(), self.drafters.own.learned()
-        return {"step_times": self.times.learned(), "in_hand": in_hand, "own": own}
+        compared = [float(self.drafters.switch.has_compared)]
+        return {"step_times": self.times.learned(), "in_hand": in_hand, "own": own, "compared": compared}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
         """See `DraftPolicy`."""
         self.times.resume(learned["step_times"])
         self.drafters.in_hand.resume(learned["in_hand"])
         self.drafters.own.resume(learned["own"])
-        self.drafters.switch.has_compared = True
+        self.drafters.switch.has_compared = learned["compared"] == [1.0]
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `DraftPolicy`."""

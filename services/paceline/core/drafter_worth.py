@@ -166,6 +166,7 @@ class DrafterWorth:
         """For the steps to come, of so many sessions, some of them drafted for."""
         room = max(0, MOST_ROWS - num_sessions)
         in_hand = self.in_hand.of_all([each.in_hand for each in drafted], round(len(drafted) * self._answered))[:room]
+        sure = np.ones(min(room, len(drafted) * len(self.in_hand.typical)))
         own = self.own.of_all([each.own for each in drafted], len(drafted))[:room]
         plain, drafting = (self._usual_steps(times.table(mode), num_sessions) for mode in StepMode)
         without, with_drafters = plain.best(own), drafting.best(in_hand)
@@ -174,7 +175,7 @@ class DrafterWorth:
             self._choice += SMOOTHING * (gain_now / gain - self._choice)
         self.switch.judge(
             self._choice * gain,
-            most_gain=drafting.best(np.ones_like(in_hand)).rate / without.rate,
+            most_gain=drafting.best(sure).rate / without.rate,
             plain_s=plain.seconds,
             drafting_s=drafting.seconds,
             num_sessions=num_sessions,

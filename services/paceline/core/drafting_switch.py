@@ -22,6 +22,8 @@ WORTH_A_CALL, WORTH_A_BLIND_CALL = 1.03, 1.25
 LEAST_STEPS = 12
 # Steps of a rest in which drafters at work are compared with plain decoding, and of work before the first one.
 REST_STEPS, FIRST_REST = 4, 64
+# Steps without an answer from any drafter, after which those at work rest: they read long prompts, or hang.
+MOST_UNANSWERED = 64
 # Steps from one judgement to the next: to judge is half of what the controller costs a step.
 JUDGE_EVERY = 4
 # A load so many times the one that was judged, or that part of it, is another one, and is judged at once.
@@ -59,7 +61,10 @@ class DraftingSwitch:
         self._compares = False
         # The first step is judged.
         self._num_steps = JUDGE_EVERY - 1
+        self._num_unanswered = 0
         self._num_sessions = 1
+        # Share of a step's time that drafters at work cost, guesses apart.
+        self._lost = 0.0
         # Time of all steps, and when the present way began.
         self._now_s = self._since_s = 0.0
         self._trial: Trial | None = None
@@ -79,7 +84,11 @@ class DraftingSwitch:
         """
         other = self._is_other_load(num_sessions)
         if not (self.drafting is Drafting.NOBODY or answered or other):
+            self._num_unanswered += 1
+            if self._num_unanswered >= MOST_UNANSWERED:
+                self._give_up(num_sessions.bit_length())
             return False
+        self._num_unanswered = 0
         self._num_steps += 1
         return other or self.drafting is Drafting.SOME or self._num_steps % JUDGE_EVERY == 0
 
@@ -95,12 +104,13 @@ class DraftingSwitch:
         """
         other, self._num_sessions = self._is_other_load(num_sessions), num_sessions
         load, lost_s = num_sessions.bit_length(), max(0.0, drafting_s - plain_s)
+        self._lost = lost_s / drafting_s
         match self.drafting:
             case Drafting.NOBODY:
                 self._judge_rest(gain, lost_s, load, may_pay=most_gain > WORTH_A_CALL)
             case Drafting.SOME if self._num_steps >= LEAST_STEPS:
                 self.has_compared = True
-                self._trial = self._ended(lost_s / drafting_s)
+                self._trial = self._ended(self._lost)
                 self._turn(Drafting.ALL if gain > WORTH_A_CALL else Drafting.NOBODY)
             case Drafting.ALL if other and gain <= (1.0 if self.has_compared else WORTH_A_BLIND_CALL):
                 # They were not called for this load: it is not held against them.
@@ -132,6 +142,11 @@ class DraftingSwitch:
             self._turn(Drafting.NOBODY)
             self._compares = True
 
+    def _give_up(self, load: int) -> None:
+        """Nobody answers: what was tried was in vain, and so was a call."""
+        self._trial = self._in_vain[load] = self._ended(self._lost)
+        self._turn(Drafting.NOBODY)
+
     def _is_other_load(self, num_sessions: int) -> bool:
         less, more = sorted((num_sessions, self._num_sessions))
         return more >= OTHER_LOAD * less
@@ -145,4 +160,5 @@ class DraftingSwitch:
 
     def _turn(self, drafting: Drafting) -> None:
         self.drafting, self._compares = drafting, False
-        self._num_steps, self._since_s = 0, self._now_s
+        self._num_steps = self._num_unanswered = 0
+        self._since_s = self._now_s

@@ -169,14 +169,7 @@ async def _serve(
         fleet=fleet,
         resumption=resumption,
         registry=registry,
-        reader=BodyReader(
-            max_bytes=config.max_body_bytes,
-            timeout_s=config.body_timeout_s,
-            reading=limits.reading,
-            workers=workers,
-            strict_fields=config.strict_fields,
-            ignored_fields=metrics.ignored_fields,
-        ),
+        reader=_reader(config, limits, workers, metrics),
         started_s=int(time.time()),
         console=console,
         tracer=tracer,
@@ -201,6 +194,17 @@ async def _serve(
         tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)
         on_ready(addresses)
         await stop.wait()
+
+
+def _reader(config: GatewayConfig, limits: DoorLimits, workers: Workers, metrics: GatewayMetrics) -> BodyReader:
+    return BodyReader(
+        max_bytes=config.max_body_bytes,
+        timeout_s=config.body_timeout_s,
+        reading=limits.reading,
+        workers=workers,
+        strict_fields=config.strict_fields,
+        ignored_fields=metrics.ignored_fields,
+    )
 
 
 def _follow_fleet(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.demand import Demand
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.drafter_worth import LEAST_SURVIVAL
-from paceline.core.drafting_switch import JUDGE_EVERY
+from paceline.core.drafting_switch import JUDGE_EVERY, MOST_UNANSWERED, Drafting
 from paceline.core.errors import ConfigError
 from paceline.core.link import Drafter
 from paceline.core.messages import NodeGuess
@@ -188,9 +188,9 @@ def test_drafters_rest_when_their_work_slows_steps_by_more_than_it_brings():
 def test_drafters_are_judged_from_their_first_answer_on():
     policy = settled(1, STEEP)
     assert policy.price < 1.0
-    for answered in (False, True):
+    for answered, num_steps in ((False, MOST_UNANSWERED - 1), (True, 200)):
         silent = [Demand(tree=tree_of([]), cap=8, answered=answered, usual=SessionSurvivals())]
-        prices = [policy.allocate(silent).price for _ in range(200)]
+        prices = [policy.allocate(silent).price for _ in range(num_steps)]
         assert (1.0 in prices) is answered
 
 
@@ -369,3 +369,18 @@ def test_a_step_that_chooses_among_unlike_trees_is_worth_more_than_their_mean():
         trees = [tree_of(sure if (step + index) % 4 == 0 else empty) for index in range(4)]
         policy.allocate([Demand(tree=tree, cap=8, usual=each) for tree, each in zip(trees, records, strict=True)])
     assert policy.drafters._choice > 1.1
+
+
+def test_drafters_of_which_few_answered_under_load_are_tried_again_by_a_single_session():
+    slowed = STEEP.scaled(1.2)
+    policy = settled(1, slowed, policy=Goodput(StepTimes(STEEP, slowed)))
+    policy.drafters._answered, policy.drafters.switch.drafting = 0.1, Drafting.NOBODY
+    alone = Demand(tree=tree_of([]), cap=8, answered=False, usual=SessionSurvivals())
+    prices = []
+    for _ in range(2000):
+        answers = bool(prices) and prices[-1] < 1.0
+        demand = replace(alone, tree=tree_of(CHAIN if answers else []), answered=answers)
+        prices += policy.allocate([demand]).prices
+        policy.observe(rows=1, guesses=0, mode=StepMode.PLAIN, seconds=0.01)
+    assert set(prices[:100]) == {1.0}
+    assert min(prices[-50:]) < 1.0

@@ -8,6 +8,7 @@ from paceline.core.drafting_switch import (
     FIRST_REST,
     JUDGE_EVERY,
     LEAST_STEPS,
+    MOST_UNANSWERED,
     OTHER_LOAD,
     REST_STEPS,
     WORTH_A_BLIND_CALL,
@@ -34,12 +35,14 @@ class Play:
         self.gain, self.most_gain, self.slowdown = gain, most_gain, slowdown
         self.drafting: list[Drafting] = []
 
-    def steps(self, count: int, *, num_sessions: int = 8, gain: float | None = None) -> list[Drafting]:
+    def steps(
+        self, count: int, *, num_sessions: int = 8, gain: float | None = None, answers: bool = True
+    ) -> list[Drafting]:
         self.gain = self.gain if gain is None else gain
         for _ in range(count):
             self.drafting.append(self.switch.drafting)
             self.switch.observe(STEP_S)
-            if self.switch.is_due(num_sessions, answered=self.switch.drafting is not Drafting.NOBODY):
+            if self.switch.is_due(num_sessions, answered=answers and self.switch.drafting is not Drafting.NOBODY):
                 self.switch.judge(
                     self.gain,
                     most_gain=self.most_gain,
@@ -144,3 +147,21 @@ def test_a_load_is_another_one_from_twice_or_half_the_sessions_on():
     assert play.switch.drafting is Drafting.ALL
     due = [play.switch.is_due(count, answered=False) for count in (8, 5, 15, 4, 16)]
     assert due == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("slowdown", [1.0, SLOWDOWN])
+def test_drafters_that_never_answer_rest_and_cost_no_more_than_trials_may(slowdown):
+    play = Play(2.0, slowdown=slowdown)
+    steps = play.steps(3 * MOST_UNANSWERED, answers=False)
+    assert steps[-1] is Drafting.NOBODY or slowdown == 1.0
+    steps = play.steps(40_000, answers=False)
+    lost = (len(steps) - steps.count(Drafting.NOBODY)) * (1.0 - 1.0 / slowdown)
+    assert lost / len(steps) < 1.2 * EXPLORATION
+
+
+def test_a_drafter_that_reads_a_long_prompt_is_waited_for():
+    play = Play(2.0)
+    play.steps(3)
+    assert Drafting.NOBODY not in play.steps(MOST_UNANSWERED - 4, answers=False)
+    assert Drafting.NOBODY not in play.steps(MOST_UNANSWERED - 4)
+    assert Drafting.NOBODY not in play.steps(MOST_UNANSWERED - 4, answers=False)
