@@ -61,11 +61,11 @@ async def test_a_successor_begins_where_its_predecessor_ended(tiny_pair, file: L
     assert new.times.table(StepMode.DRAFTING).at(4) == pytest.approx(old.times.table(StepMode.DRAFTING).at(4))
     assert np.allclose(new.drafters.in_hand.typical, old.drafters.in_hand.typical)
     assert not np.allclose(new.drafters.in_hand.typical, fresh(tiny_pair).target._policy.drafters.in_hand.typical)
-    assert new.drafters.switch.has_compared is False, "neither has seen steps of both kinds"
-    old.drafters.switch.has_compared = True
+    assert not new.drafters.switch.compared, "neither has seen steps of both kinds"
+    old.drafters.switch.compared = {1, 4}
     await written(file, before)
     file.give_to(after.target)
-    assert new.drafters.switch.has_compared
+    assert new.drafters.switch.compared == {1, 4}
     after.submit("t", list(range(5, 15)), replace(GREEDY, max_tokens=4))
     after.round()
     known, learned = (each.target._calibrations.values() for each in (after, before))

@@ -186,7 +186,7 @@ class Goodput:
     def learned(self) -> dict[str, list[float]]:
         """See `DraftPolicy`."""
         in_hand, own = self.drafters.in_hand.learned(), self.drafters.own.learned()
-        compared = [float(self.drafters.switch.has_compared)]
+        compared = sorted(map(float, self.drafters.switch.compared))
         return {"step_times": self.times.learned(), "in_hand": in_hand, "own": own, "compared": compared}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
@@ -194,7 +194,7 @@ class Goodput:
         self.times.resume(learned["step_times"])
         self.drafters.in_hand.resume(learned["in_hand"])
         self.drafters.own.resume(learned["own"])
-        self.drafters.switch.has_compared = learned["compared"] == [1.0]
+        self.drafters.switch.compared = set(map(int, learned["compared"]))
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `DraftPolicy`."""

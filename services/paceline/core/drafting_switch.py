@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from paceline.core.goodput import may_try
 
-# Gain for which drafters at rest are called to work: two percent less would be lost to the call. And the one that is
-# asked for before steps of both kinds were seen under load, for what was measured at start may be off by so much.
-WORTH_A_CALL, WORTH_A_BLIND_CALL = 1.03, 1.25
+# Gain for which drafters at rest are called to work: two percent less would be lost to the call. And the clear one that
+# is asked for at a load where steps of both kinds were never compared, or a call was in vain: beliefs may be that wrong.
+WORTH_A_CALL, CLEAR_GAIN = 1.03, 1.25
 # Steps with answers that a trial takes, and drafters at work before a small loss ends it: one draft says little.
 LEAST_STEPS = 12
 # Steps of a rest in which drafters at work are compared with plain decoding, and of work before the first one.
@@ -51,12 +51,13 @@ class DraftingSwitch:
 
     Attributes:
         drafting: Who does.
-        has_compared: Steps with drafters at work and without were seen under load, here or by a predecessor.
+        compared: Loads at which steps with drafters at work and without were seen, here or by a predecessor. A load is
+            the number of sessions in binary digits: loads are alike within a factor of two.
     """
 
     def __init__(self) -> None:
         self.drafting = Drafting.NOBODY
-        self.has_compared = False
+        self.compared: set[int] = set()
         # Drafters rest for the sake of comparison only.
         self._compares = False
         # The first step is judged.
@@ -68,7 +69,9 @@ class DraftingSwitch:
         # Time of all steps, and when the present way began.
         self._now_s = self._since_s = 0.0
         self._trial: Trial | None = None
-        # By load, in digits of the number of sessions: loads are alike within a factor of two.
+        # When nobody answered: whatever is believed, it is no use to call.
+        self._silence = Trial()
+        # By load.
         self._in_vain: dict[int, Trial] = {}
 
     def observe(self, seconds: float) -> None:
@@ -86,7 +89,8 @@ class DraftingSwitch:
         if not (self.drafting is Drafting.NOBODY or answered or other):
             self._num_unanswered += 1
             if self._num_unanswered >= MOST_UNANSWERED:
-                self._give_up(num_sessions.bit_length())
+                self._silence = self._ended(self._lost)
+                self._turn(Drafting.NOBODY)
             return False
         self._num_unanswered = 0
         self._num_steps += 1
@@ -109,22 +113,24 @@ class DraftingSwitch:
             case Drafting.NOBODY:
                 self._judge_rest(gain, lost_s, load, may_pay=most_gain > WORTH_A_CALL)
             case Drafting.SOME if self._num_steps >= LEAST_STEPS:
-                self.has_compared = True
+                self.compared.add(load)
                 self._trial = self._ended(self._lost)
                 self._turn(Drafting.ALL if gain > WORTH_A_CALL else Drafting.NOBODY)
-            case Drafting.ALL if other and gain <= (1.0 if self.has_compared else WORTH_A_BLIND_CALL):
+            case Drafting.ALL if other and gain <= (1.0 if load in self.compared else CLEAR_GAIN):
                 # They were not called for this load: it is not held against them.
                 self._turn(Drafting.NOBODY)
             case Drafting.ALL:
                 self._judge_work(gain, lost_s, drafting_s, load)
 
     def _judge_rest(self, gain: float, lost_s: float, load: int, *, may_pay: bool) -> None:
-        worth = WORTH_A_CALL if self.has_compared else WORTH_A_BLIND_CALL
+        known = load in self.compared and self._may_again(self._in_vain.get(load, Trial()))
         if self._compares:
             if self._num_steps >= REST_STEPS:
-                self.has_compared = True
+                self.compared.add(load)
                 self._turn(Drafting.ALL if gain > 1.0 else Drafting.NOBODY)
-        elif gain > worth and self._may_again(self._in_vain.get(load, Trial())):
+        elif not self._may_again(self._silence):
+            return
+        elif gain > (WORTH_A_CALL if known else CLEAR_GAIN):
             self._turn(Drafting.ALL)
         elif may_pay and self._may_again(self._trial or Trial(cost_s=LEAST_STEPS * lost_s)):
             self._turn(Drafting.SOME)
@@ -138,14 +144,9 @@ class DraftingSwitch:
             return
         # The first steps after a rest are slow, and have no drafts yet.
         rest = Trial(self._since_s, REST_STEPS * (lost_s + drafting_s * (1.0 - 1.0 / gain)))
-        if self._may_again(rest) or (self._num_steps >= FIRST_REST and not self.has_compared):
+        if self._may_again(rest) or (self._num_steps >= FIRST_REST and load not in self.compared):
             self._turn(Drafting.NOBODY)
             self._compares = True
-
-    def _give_up(self, load: int) -> None:
-        """Nobody answers: what was tried was in vain, and so was a call."""
-        self._trial = self._in_vain[load] = self._ended(self._lost)
-        self._turn(Drafting.NOBODY)
 
     def _is_other_load(self, num_sessions: int) -> bool:
         less, more = sorted((num_sessions, self._num_sessions))

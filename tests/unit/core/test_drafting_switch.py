@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.drafting_switch import (
+    CLEAR_GAIN,
     FIRST_REST,
     JUDGE_EVERY,
     LEAST_STEPS,
     MOST_UNANSWERED,
     OTHER_LOAD,
     REST_STEPS,
-    WORTH_A_BLIND_CALL,
     WORTH_A_CALL,
     Drafting,
     DraftingSwitch,
@@ -28,10 +28,10 @@ class Play:
     """Steps of a verifier whose drafters answer at once; remembers who drafted in each."""
 
     def __init__(
-        self, gain: float, *, most_gain: float = 9.0, slowdown: float = SLOWDOWN, has_compared: bool = True
+        self, gain: float, *, most_gain: float = 9.0, slowdown: float = SLOWDOWN, compared: bool = True
     ) -> None:
         self.switch = DraftingSwitch()
-        self.switch.has_compared = has_compared
+        self.switch.compared = set(range(8)) if compared else set()
         self.gain, self.most_gain, self.slowdown = gain, most_gain, slowdown
         self.drafting: list[Drafting] = []
 
@@ -54,12 +54,12 @@ class Play:
 
 
 def test_a_fleet_that_knows_nothing_goes_to_work_at_once_where_modest_guesses_are_worth_it():
-    assert Play(1.5, has_compared=False).steps(3) == [Drafting.NOBODY, Drafting.ALL, Drafting.ALL]
+    assert Play(1.5, compared=False).steps(3) == [Drafting.NOBODY, Drafting.ALL, Drafting.ALL]
 
 
 def test_before_both_kinds_of_steps_were_seen_a_call_needs_a_clear_gain():
-    gain = (WORTH_A_CALL + WORTH_A_BLIND_CALL) / 2
-    blind, knowing = Play(gain, has_compared=False), Play(gain)
+    gain = (WORTH_A_CALL + CLEAR_GAIN) / 2
+    blind, knowing = Play(gain, compared=False), Play(gain)
     assert Drafting.ALL not in blind.steps(3)
     assert knowing.steps(3)[-1] is Drafting.ALL
     for play, drafting in ((blind, Drafting.NOBODY), (knowing, Drafting.ALL)):
@@ -68,7 +68,7 @@ def test_before_both_kinds_of_steps_were_seen_a_call_needs_a_clear_gain():
 
 
 def test_under_load_a_new_fleet_decodes_plainly_until_a_trial_costs_a_small_share_of_its_time():
-    play = Play(0.9, has_compared=False)
+    play = Play(0.9, compared=False)
     steps = play.steps(int(TRIAL_S / EXPLORATION / STEP_S) - JUDGE_EVERY)
     assert set(steps) == {Drafting.NOBODY}
     after = play.steps(3 * JUDGE_EVERY)
@@ -97,14 +97,27 @@ def test_what_could_not_pay_even_with_sure_guesses_is_not_tried():
     assert set(Play(0.5, most_gain=WORTH_A_CALL, slowdown=1.0).steps(5_000)) == {Drafting.NOBODY}
 
 
-def test_work_that_gains_nothing_ends_and_is_not_called_again_for_what_it_lost():
-    play = Play(1.1)
-    play.steps(2)
-    assert play.steps(2 * LEAST_STEPS, gain=0.8)[-1] is Drafting.NOBODY
+def test_work_that_gains_nothing_ends_and_is_called_again_at_once_for_a_clear_gain_only():
+    def called_in_vain() -> Play:
+        play = Play(1.1)
+        play.steps(2)
+        assert play.steps(2 * LEAST_STEPS, gain=0.8)[-1] is Drafting.NOBODY
+        return play
+
     lost_s = LEAST_STEPS * STEP_S * 0.2
     blocked = int(lost_s / EXPLORATION / STEP_S) - 4 * LEAST_STEPS
+    play = called_in_vain()
     assert Drafting.ALL not in play.steps(blocked, gain=1.1)
     assert Drafting.ALL in play.steps(6 * LEAST_STEPS)
+    assert called_in_vain().steps(2 * JUDGE_EVERY, gain=1.01 * CLEAR_GAIN)[-1] is Drafting.ALL
+
+
+def test_each_load_is_compared_for_itself():
+    play = Play(2.0, compared=False)
+    play.steps(FIRST_REST + 3 * JUDGE_EVERY, num_sessions=1)
+    gain = (WORTH_A_CALL + CLEAR_GAIN) / 2
+    assert play.steps(3, num_sessions=8, gain=gain)[-1] is Drafting.NOBODY
+    assert play.steps(3, num_sessions=1, gain=gain)[-1] is Drafting.ALL
 
 
 def test_what_was_in_vain_at_one_load_is_not_held_against_another():
@@ -127,10 +140,10 @@ def test_drafters_at_work_rest_for_a_comparison_now_and_then(gain):
 
 
 def test_the_first_comparison_comes_soon():
-    play = Play(2.0, has_compared=False)
+    play = Play(2.0, compared=False)
     steps = play.steps(FIRST_REST + 3 * JUDGE_EVERY)
     assert steps[3:].count(Drafting.NOBODY) == REST_STEPS
-    assert play.switch.has_compared
+    assert play.switch.compared == {(8).bit_length()}
     assert Drafting.NOBODY not in play.steps(FIRST_REST + 3 * JUDGE_EVERY), "the next one follows the rule"
 
 
