@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from paceline.core.goodput import may_try
 
 # Gain for which drafters at rest are called to work: two percent less would be lost to the call. And the clear one that
-# is asked for at a load where steps of both kinds were never compared, or a call was in vain: beliefs may be that wrong.
+# is asked for at a load where both kinds of steps were never compared, or after a call in vain: beliefs may be off.
 WORTH_A_CALL, CLEAR_GAIN = 1.03, 1.25
 # Steps with answers that a trial takes, and drafters at work before a small loss ends it: one draft says little.
 LEAST_STEPS = 12
