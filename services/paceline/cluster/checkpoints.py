@@ -30,6 +30,8 @@ WIDENED_NAME = "demo-target-widened-{preset}"
 WIDENED_PRESET = "98m"
 WIDENED_SIZES = {"98m": "98 M", "400m": "400 M"}
 MAX_HEADER_BYTES = 100_000_000
+# The one setting that a child inherits; see `child_environment`.
+LEARNED_DIR = "PACELINE_LEARNED_DIR"
 # A thread that spins for long takes the core of the other tier; one that sleeps between two layers takes as long to
 # wake on a virtual machine as a layer does. So OpenMP's threads sleep, but after a gap longer than a step has any.
 THREAD_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
@@ -146,9 +148,10 @@ def _widen_in_own_process(out: Path, preset: str, environ: Mapping[str, str]) ->
 def child_environment(environ: Mapping[str, str], *, num_threads: int | None = None) -> dict[str, str]:
     """Returns the environment of a child: ours without our settings, able to import this very package.
 
-    Settings travel as flags; a `PACELINE_PORT` meant for one process must not reach the others.
+    Settings travel as flags; a `PACELINE_PORT` meant for one process must not reach the others. Where a host keeps what
+    is learned holds for all that run on it.
     """
-    kept = {name: value for name, value in environ.items() if not name.startswith("PACELINE_")}
+    kept = {name: value for name, value in environ.items() if not name.startswith("PACELINE_") or name == LEARNED_DIR}
     source_root = str(Path(paceline.__file__).parents[1])
     path = [source_root, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
