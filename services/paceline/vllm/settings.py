@@ -1,0 +1,87 @@
+"""What users set for the tier under vLLM: `--additional-config '{"paceline": {...}}'`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config import check_address, from_mapping, setting
+from paceline.core.errors import ConfigError
+
+SECTION = "paceline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """The section of vLLM's additional configuration that is ours."""
+
+    drafters: tuple[str, ...] = setting((), help="Addresses of drafters, host:port; they need no registry.")
+    registry: str = setting("", help="URL of the registry that names drafters, such as redis://host:6379.")
+    tls_dir: str = setting("", help="Folder with tls.crt, tls.key and ca.crt to reach drafters; empty: plain text.")
+    cpus: str = setting("", help="CPUs of the helper process, such as 4-5; empty: those that vLLM does not use.")
+    learned_dir: str = setting("", help="As of paceline verifier.")
+    untested: bool = setting(False, help="Go on with a version of vLLM that was not tested.")
+
+    def __post_init__(self) -> None:
+        """Checks where drafters are.
+
+        Raises:
+            ConfigError: Neither addresses nor a registry, or an address that is none.
+        """
+        if not self.drafters and not self.registry:
+            raise ConfigError(f"{SECTION}: needs drafters (a list of host:port) or a registry (a URL)")
+        for address in self.drafters:
+            check_address(f"{SECTION}.drafters", address)
+
+
+def settings_of(additional_config: object) -> TierSettings:
+    """Our settings in vLLM's additional configuration.
+
+    Raises:
+        ConfigError: There are none, or one is wrong; names it.
+    """
+    section = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f'--additional-config must hold a section {SECTION}, such as {{"{SECTION}": {{"drafters": ["host:8201"]}}}}'
+        )
+    return from_mapping(TierSettings, section, f"{SECTION}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelperJob:
+    """All that a helper process has to know.
+
+    Attributes:
+        settings: What the user set.
+        model: Folder of the target's tokenizer.
+        vocab_size: Of the target.
+        max_model_len: Most tokens of a session, prompt and output.
+        max_chain: Most guesses of a session in a step.
+        metrics_socket: Unix socket at which its metrics can be read.
+    """
+
+    settings: TierSettings
+    model: Path
+    vocab_size: int
+    max_model_len: int
+    max_chain: int
+    metrics_socket: Path
+
+    def to_json(self) -> str:
+        """For the helper's command line."""
+        return json.dumps(dataclasses.asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> HelperJob:
+        """What `to_json` made."""
+        known: dict[str, Any] = json.loads(text)
+        settings = from_mapping(TierSettings, known.pop("settings"), f"{SECTION}.")
+        return cls(
+            **known
+            | {"settings": settings, "model": Path(known["model"]), "metrics_socket": Path(known["metrics_socket"])}
+        )
