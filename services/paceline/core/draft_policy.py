@@ -21,7 +21,7 @@ from paceline.core.drafter_worth import LEAST_SURVIVAL, DrafterWorth, Steps
 from paceline.core.drafting_switch import Drafting
 from paceline.core.goodput import best_prefix, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
-from paceline.core.tree import Node, best_first
+from paceline.core.tree import Node, best_nodes
 from paceline.core.wait_for_drafts import Prospect
 
 
@@ -141,7 +141,7 @@ class FixedGamma:
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `DraftPolicy`."""
         del other_rows, joining
-        chosen = tuple(tuple(best_first(each.tree, min(self.gamma, each.cap))) for each in demands)
+        chosen = tuple(tuple(best_nodes(each.tree, min(self.gamma, each.cap), chain=each.chain)) for each in demands)
         return Allocation(nodes=chosen, prices=(self.price,) * len(demands), price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
@@ -236,7 +236,7 @@ class Goodput:
             (survival, index, node)
             for index, each in enumerate(demands)
             if each.cap and each.tree.root.children
-            for node in best_first(each.tree, min(self.max_nodes, each.cap))
+            for node in best_nodes(each.tree, min(self.max_nodes, each.cap), chain=each.chain)
             if (survival := each.tree.survival(node)) >= LEAST_SURVIVAL
         ]
         # Of equals those that came first stay first, so parents before children.
