@@ -58,8 +58,8 @@ class DraftPolicy(Protocol):
         """Least survival worth one more row in the last step, for sources whose guesses cost nothing but that."""
         ...
 
-    def start_from(self, plain: StepCost, drafting: StepCost) -> None:
-        """Takes profiles of plain steps and of steps with the threads left while drafters work."""
+    def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
+        """Takes profiles of plain steps and of steps with the threads left while drafters work; see `StepTimes`."""
         ...
 
     def learned(self) -> dict[str, list[float]]:
@@ -128,7 +128,7 @@ class FixedGamma:
         """See `DraftPolicy`."""
         return self.price
 
-    def start_from(self, plain: StepCost, drafting: StepCost) -> None:
+    def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
         """See `DraftPolicy`; of no use here."""
 
     def learned(self) -> dict[str, list[float]]:
@@ -179,9 +179,9 @@ class Goodput:
         """See `DraftPolicy`."""
         return self.drafters.price if self.drafters.switch.drafting is Drafting.ALL else 1.0
 
-    def start_from(self, plain: StepCost, drafting: StepCost) -> None:
+    def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
         """See `DraftPolicy`."""
-        self.times = StepTimes(plain, drafting)
+        self.times = StepTimes(plain, drafting, doubt=doubt)
 
     def learned(self) -> dict[str, list[float]]:
         """See `DraftPolicy`."""
