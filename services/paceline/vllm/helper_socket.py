@@ -5,12 +5,13 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from paceline.vllm.step_message import ChainsMessage, Frames, chains_from
 
 # The answer of a large step; a helper that floods us costs no more than this at a call that does not wait.
 READ_BYTES = 1 << 14
+MOST_STANDSTILL_S = 10.0
 # select, whose time is exact, takes no higher number of a file.
 MOST_SELECT_FILES = 1024
 
@@ -26,14 +27,24 @@ class HelperSocket:
         stream: A connected socket; it is owned from now on.
         most_unread_bytes: A helper that leaves more unread counts as lost.
         most_answer_bytes: A longer message is none.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, stream: socket.socket, most_unread_bytes: int, most_answer_bytes: int) -> None:
+    def __init__(
+        self,
+        stream: socket.socket,
+        most_unread_bytes: int,
+        most_answer_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         stream.setblocking(False)
         self._stream = stream
         self._most_unread_bytes = most_unread_bytes
         self._frames = Frames(most_answer_bytes)
         self._unsent = bytearray()
+        self._clock = clock
+        # When the helper last took something, while something is left.
+        self._took_s = 0.0
 
     @property
     def unsent_bytes(self) -> int:
@@ -44,16 +55,19 @@ class HelperSocket:
         """Sends as much as the helper takes at once; the rest goes with later calls.
 
         Raises:
-            HelperLostError: It has left too much unread.
+            HelperLostError: It has left too much unread, or has read nothing for 10 s.
             OSError: It is gone.
         """
         if self._unsent:
             self._unsent += content
             self.flush()
-        else:
-            self._unsent += content[self._sent(content) :]
+        elif (sent := self._sent(content)) < len(content):
+            self._unsent += content[sent:]
+            self._took_s = self._clock()
         if len(self._unsent) > self._most_unread_bytes:
             raise HelperLostError(f"it left {len(self._unsent)} bytes unread")
+        if self._unsent and self._clock() - self._took_s > MOST_STANDSTILL_S:
+            raise HelperLostError(f"it read nothing for {MOST_STANDSTILL_S:.0f} s")
 
     def flush(self) -> None:
         """Sends on what is left, as far as the helper takes it.
@@ -66,6 +80,7 @@ class HelperSocket:
                 sent = self._sent(view)
             if not sent:
                 return
+            self._took_s = self._clock()
             del self._unsent[:sent]
 
     def received(self) -> Iterator[ChainsMessage]:
@@ -91,7 +106,7 @@ class HelperSocket:
         Args:
             deadline_s: Monotonic seconds.
         """
-        left_s = deadline_s - time.monotonic()
+        left_s = deadline_s - self._clock()
         if left_s <= 0:
             return False
         if self._stream.fileno() < MOST_SELECT_FILES:
