@@ -1,4 +1,4 @@
-"""Stories of the tier under vLLM, step by step, with a vLLM that only takes time and a drafter that is told the text."""
+"""Stories of the tier under vLLM, step by step: a vLLM that only takes time, and a drafter that is told the text."""
 
 from __future__ import annotations
 
