@@ -15,8 +15,9 @@ from paceline.core.draft_policy import Goodput
 from paceline.core.params import SamplingParams
 from paceline.core.step_time import StepCost, StepMode
 from paceline.engine.identity import model_identity
-from paceline.verifier.config import NOWHERE, VerifierConfig
-from paceline.verifier.learned import LearnedFile, learned_file
+from paceline.learned import NOWHERE, LearnedFile
+from paceline.verifier.config import VerifierConfig
+from paceline.verifier.learned import learned_file
 from tests.support.engines import EnginePair
 
 COST = StepCost(rows=(1, 128), seconds=(0.010, 0.050))

@@ -22,7 +22,7 @@ from paceline.service_process import start_grpc_server
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 from paceline.supervision import Supervisor
-from paceline.verifier.links import DrafterLink
+from paceline.tier.links import DrafterLink
 from paceline.wire import (
     committed_from_pb,
     draft_request_from_pb,
@@ -384,7 +384,7 @@ async def test_sixty_four_long_sessions_are_opened_anew_at_a_drafter_without_los
 
 
 async def test_drafters_beyond_the_bound_are_not_dialled_and_their_sessions_served(tiny_pair, monkeypatch):
-    monkeypatch.setattr("paceline.verifier.drafters.MAX_LINKS", 2)
+    monkeypatch.setattr("paceline.tier.drafters.MAX_LINKS", 2)
     async with running_verifier(tiny_pair[0]) as (stub, host):
         plain = await tokens_of(stub, ask())
         for port in (1, 2, 3, 1):

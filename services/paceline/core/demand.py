@@ -16,6 +16,7 @@ class Demand:
     Args:
         tree: Its guesses.
         cap: Most nodes it may have verified.
+        chain: Whether they must be one chain.
         drafted: Whether a drafter is there for it.
         answered: Whether that drafter has answered since it was called to work, so that the tree is what it brings.
         own: Survivals of guesses that it has without a drafter, best first.
@@ -25,6 +26,7 @@ class Demand:
 
     tree: DraftTree
     cap: int
+    chain: bool = False
     drafted: bool = True
     answered: bool = True
     own: Sequence[float] = ()

@@ -21,7 +21,7 @@ from paceline.core.drafter_worth import LEAST_SURVIVAL, DrafterWorth, Steps
 from paceline.core.drafting_switch import Drafting
 from paceline.core.goodput import best_prefix, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
-from paceline.core.tree import Node, best_first
+from paceline.core.tree import Node, best_nodes
 from paceline.core.wait_for_drafts import Prospect
 
 
@@ -58,8 +58,8 @@ class DraftPolicy(Protocol):
         """Least survival worth one more row in the last step, for sources whose guesses cost nothing but that."""
         ...
 
-    def start_from(self, plain: StepCost, drafting: StepCost) -> None:
-        """Takes profiles of plain steps and of steps with the threads left while drafters work."""
+    def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
+        """Takes profiles of plain steps and of steps with the threads left while drafters work; see `StepTimes`."""
         ...
 
     def learned(self) -> dict[str, list[float]]:
@@ -128,7 +128,7 @@ class FixedGamma:
         """See `DraftPolicy`."""
         return self.price
 
-    def start_from(self, plain: StepCost, drafting: StepCost) -> None:
+    def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
         """See `DraftPolicy`; of no use here."""
 
     def learned(self) -> dict[str, list[float]]:
@@ -141,7 +141,7 @@ class FixedGamma:
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
         """See `DraftPolicy`."""
         del other_rows, joining
-        chosen = tuple(tuple(best_first(each.tree, min(self.gamma, each.cap))) for each in demands)
+        chosen = tuple(tuple(best_nodes(each.tree, min(self.gamma, each.cap), chain=each.chain)) for each in demands)
         return Allocation(nodes=chosen, prices=(self.price,) * len(demands), price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
@@ -179,9 +179,9 @@ class Goodput:
         """See `DraftPolicy`."""
         return self.drafters.price if self.drafters.switch.drafting is Drafting.ALL else 1.0
 
-    def start_from(self, plain: StepCost, drafting: StepCost) -> None:
+    def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
         """See `DraftPolicy`."""
-        self.times = StepTimes(plain, drafting)
+        self.times = StepTimes(plain, drafting, doubt=doubt)
 
     def learned(self) -> dict[str, list[float]]:
         """See `DraftPolicy`."""
@@ -236,7 +236,7 @@ class Goodput:
             (survival, index, node)
             for index, each in enumerate(demands)
             if each.cap and each.tree.root.children
-            for node in best_first(each.tree, min(self.max_nodes, each.cap))
+            for node in best_nodes(each.tree, min(self.max_nodes, each.cap), chain=each.chain)
             if (survival := each.tree.survival(node)) >= LEAST_SURVIVAL
         ]
         # Of equals those that came first stay first, so parents before children.

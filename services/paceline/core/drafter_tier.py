@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.link import Drafter
+from paceline.core.link import Drafter, SessionLink
 from paceline.core.messages import DraftNodes, LaggingSession, ToDrafter, ToVerifier
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 
 # Hidden states that a step hands to drafters at most, far within one message.
 STATE_BYTES = 4 * 1024 * 1024
+
+
+class DraftedFor(Protocol):
+    """A session that a drafter may draft for."""
+
+    session_id: str
+    link: SessionLink
 
 
 class DrafterTier:
@@ -29,29 +37,29 @@ class DrafterTier:
         self._drafters: dict[str, Drafter] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
-        self._answered: list[ScheduledSession] = []
+        self._answered: list[DraftedFor] = []
 
     @property
     def has_work(self) -> bool:
         """True while something is left to say, or a link to be reported as broken."""
         return bool(self._outgoing or self._broken)
 
-    def connect(self, session: ScheduledSession) -> None:
+    def connect(self, session: DraftedFor) -> None:
         """A session begins, and its drafter may be up already."""
         drafter = self._drafters.get(session.link.address)
         if drafter is not None:
             session.link.connect(drafter)
 
-    def pair(self, session: ScheduledSession, address: str, now_s: float) -> None:
+    def pair(self, session: DraftedFor, address: str, now_s: float) -> None:
         """Closes a session at its drafter, and opens it at another."""
         self.say(session.link.address, session.link.pair(address, self._drafters.get(address)))
         self.tell(session, now_s)
 
-    def part(self, session: ScheduledSession) -> None:
+    def part(self, session: DraftedFor) -> None:
         """Closes a session at its drafter."""
         self.say(session.link.address, session.link.close())
 
-    def change(self, event: LinkChanged, sessions: Mapping[str, ScheduledSession], now_s: float) -> None:
+    def change(self, event: LinkChanged, sessions: Mapping[str, DraftedFor], now_s: float) -> None:
         """A drafter was reached, and its sessions are opened anew, or lost."""
         if not event.up:
             self._lose(event.address, sessions)
@@ -61,12 +69,12 @@ class DrafterTier:
             session.link.connect(drafter)
             self.tell(session, now_s)
 
-    def _lose(self, address: str, sessions: Mapping[str, ScheduledSession]) -> None:
+    def _lose(self, address: str, sessions: Mapping[str, DraftedFor]) -> None:
         self._drafters.pop(address, None)
         for session in _of(address, sessions):
             session.link.disconnect()
 
-    def receive(self, event: DraftsArrived, sessions: Mapping[str, ScheduledSession], report: StepReport) -> None:
+    def receive(self, event: DraftsArrived, sessions: Mapping[str, DraftedFor], report: StepReport) -> None:
         """Takes in what a drafter said; one that breaks the protocol is heard no more."""
         drafter = self._drafters.get(event.address)
         if drafter is None:
@@ -81,9 +89,7 @@ class DrafterTier:
             self._broken[event.address] = error
             self._lose(event.address, sessions)
 
-    def _receive_one(
-        self, session: ScheduledSession, message: ToVerifier, arrived_s: float, report: StepReport
-    ) -> None:
+    def _receive_one(self, session: DraftedFor, message: ToVerifier, arrived_s: float, report: StepReport) -> None:
         match message:
             case DraftNodes():
                 self._graft(session, message, arrived_s, report)
@@ -94,7 +100,7 @@ class DrafterTier:
             case LaggingSession():
                 pass
 
-    def _graft(self, session: ScheduledSession, message: DraftNodes, arrived_s: float, report: StepReport) -> None:
+    def _graft(self, session: DraftedFor, message: DraftNodes, arrived_s: float, report: StepReport) -> None:
         known = [node for node in message.nodes if node.within(self._vocab_size)]
         num_strange = len(message.nodes) - len(known)
         if num_strange:
@@ -106,7 +112,7 @@ class DrafterTier:
         if round_trip_s is not None:
             report.round_trips_s.append(round_trip_s)
 
-    def tell(self, session: ScheduledSession, now_s: float) -> None:
+    def tell(self, session: DraftedFor, now_s: float) -> None:
         """Tells a session's drafter what it does not know yet."""
         self.say(session.link.address, session.link.tell(now_s))
 
@@ -136,5 +142,5 @@ class DrafterTier:
         return to_drafters, broken
 
 
-def _of(address: str, sessions: Mapping[str, ScheduledSession]) -> list[ScheduledSession]:
+def _of(address: str, sessions: Mapping[str, DraftedFor]) -> list[DraftedFor]:
     return [session for session in sessions.values() if session.link.address == address]

@@ -112,6 +112,11 @@ class ScheduledSession(VerifierSession):
         return self._last_len - self.committed_len >= SHORT_REMAINDER
 
     @property
+    def takes_chains(self) -> bool:
+        """False: the engine verifies trees."""
+        return False
+
+    @property
     def cache_salt(self) -> str:
         """Whose texts it may be guessed from."""
         return self.request.cache_salt

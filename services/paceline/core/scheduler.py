@@ -10,22 +10,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic
 
-from paceline.core.demand import Demand
-from paceline.core.draft_policy import Allocation, DraftPolicy
+from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.rules import Verdict
+from paceline.core.step_drafts import StepDrafts
 from paceline.core.step_plan import Part, SessionT, StepPlan
 from paceline.core.step_time import StepMode
 from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
 from paceline.core.tree import Node, NodeState
-from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect, prospect
-
-# Smoothing of the step time that waiting is weighed against.
-STEP_SMOOTHING = 0.1
-# Nobody waits for less, or rounding could keep simulated time from going on.
-LEAST_WAIT_S = 1e-6
 
 
 class Scheduler(Generic[SessionT]):
@@ -59,7 +53,7 @@ class Scheduler(Generic[SessionT]):
         self._running: list[SessionT] = []
         self._sessions: dict[str, SessionT] = {}
         self._turns: Turns[SessionT] = Turns()
-        self._step_s = 0.01
+        self._drafts = StepDrafts(policy)
         self._idle_since_s: float | None = None
         # Since when there has been the present step to do; None while there is nothing to decode.
         self._cycle_since_s: float | None = None
@@ -118,8 +112,7 @@ class Scheduler(Generic[SessionT]):
 
     def note_silence(self, now_s: float) -> None:
         """Drafters whose answers are overdue are not waited for until they are heard again."""
-        for session in self._running:
-            self.report.num_silenced += session.may_wait and session.link.silences(now_s)
+        self.report.num_silenced += self._drafts.num_silenced(self._running, now_s)
 
     # Waiting
 
@@ -135,43 +128,28 @@ class Scheduler(Generic[SessionT]):
         if (pause := self.pause_s(now_s)) > 0.0:
             return pause
         sessions = self._delayable()
-        waits = [session.link.wait_s(now_s) if session.may_wait else None for session in sessions]
-        return self._worth_waiting(sessions, waits, now_s)
+        return self._drafts.worth_waiting(sessions, self._drafts.waits(sessions, now_s), idle_s=self._idle_s(now_s))
 
     def drafts_pay(self, draft_s: float, now_s: float) -> bool:
         """Whether a draft step of so many seconds, for all sessions, is worth the delay; the same objective."""
         sessions = self._delayable()
         waits = [draft_s if session.may_wait and session.link.drafter else None for session in sessions]
-        return self._worth_waiting(sessions, waits, now_s) > 0.0
+        return self._drafts.worth_waiting(sessions, waits, idle_s=self._idle_s(now_s)) > 0.0
+
+    def _idle_s(self, now_s: float) -> float:
+        return 0.0 if self._idle_since_s is None else now_s - self._idle_since_s
 
     def _delayable(self) -> Sequence[SessionT]:
         """The decoding sessions; none when something else waits for the next step, or no drafts are to come."""
-        if self.tier.has_work or self._waiting or self._mode() is StepMode.PLAIN:
+        if self.tier.has_work or self._waiting or self._drafts.mode(self._running) is StepMode.PLAIN:
             return []
         return self._running if all(session.is_decoding for session in self._running) else []
-
-    def _worth_waiting(self, sessions: Sequence[SessionT], waits: Sequence[float | None], now_s: float) -> float:
-        """Seconds to wait, at most a step in all; by session those until its next nodes, None: never."""
-        idle_s = 0.0 if self._idle_since_s is None else now_s - self._idle_since_s
-        left_s = self._step_s - idle_s
-        if left_s <= LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
-            return 0.0
-        looks = [self._prospect(session, wait_s) for session, wait_s in zip(sessions, waits, strict=True)]
-        gainful = [wait_s for wait_s, look in zip(waits, looks, strict=True) if wait_s is not None and look.gain]
-        if not gainful or not self._policy.waits(looks, wait_s=min(gainful), step_s=self._step_s):
-            return 0.0
-        return min(max(gainful), left_s)
-
-    def _prospect(self, session: SessionT, wait_s: float | None) -> Prospect:
-        price = 1.0 if wait_s is None else session.link.price
-        share = CHILD_SHARE if session.link.drafter is None else session.link.drafter.child_share
-        return prospect(session.tree, self._cap(session), price=price, child_share=share)
 
     # Planning
 
     def plan(self, now_s: float) -> StepPlan[SessionT]:
         """What the next step computes, of all sessions that have something to compute."""
-        mode = self._mode()
+        mode = self._drafts.mode(self._running)
         self._admit(now_s)
         sessions = self._with_pages(self._turns.next(self._running, now_s))
         decoding = self._plan_decoding(sessions, now_s)
@@ -185,10 +163,6 @@ class Scheduler(Generic[SessionT]):
         told = computed if self._turns.called_up is None else [*computed, self._turns.called_up]
         begun = [(session.serial, session.begins()) for session in told]
         self.outcomes += [(serial, said) for serial, said in begun if said is not None]
-
-    def _mode(self) -> StepMode:
-        works = any(each.link.drafter and each.link.price < 1.0 and self._cap(each) for each in self._running)
-        return StepMode.DRAFTING if works else StepMode.PLAIN
 
     def _admit(self, now_s: float) -> None:
         while self._waiting and len(self._running) < self._limits.max_num_seqs:
@@ -223,37 +197,12 @@ class Scheduler(Generic[SessionT]):
         other_rows = min(backlog, max(0, budget - len(decoding)))
         # A quarter of the rows is prefill's when it has need of them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
-        demands = [self._demand(session, share) for session in decoding]
-        drafted = [session.link.drafter is not None and self._cap(session) > 0 for session in joining]
-        allocation = self._policy.allocate(demands, other_rows=other_rows, joining=drafted)
-        self._set_prices(allocation, decoding, joining, now_s)
-        return [self._verify(session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
-
-    def _demand(self, session: SessionT, share: int) -> Demand:
-        return Demand(
-            tree=session.tree,
-            cap=min(self._cap(session), share),
-            drafted=session.link.drafter is not None,
-            answered=session.link.has_answered,
-            own=session.own_survivals,
-            num_unread=session.committed_len - session.link.told_len,
-            usual=session.usual,
-        )
-
-    def _cap(self, session: SessionT) -> int:
-        return min(session.cap, self._policy.max_nodes)
-
-    def _set_prices(
-        self, allocation: Allocation, decoding: Sequence[SessionT], joining: Sequence[SessionT], now_s: float
-    ) -> None:
-        """Also for those whose prompts are read: their drafters read along, unless the price sends them to rest."""
+        allocation = self._drafts.choose(decoding, joining, other_rows=other_rows, most_each=share)
         self.report.price = allocation.price
-        for session, price in zip(decoding, allocation.prices, strict=True):
-            session.link.look_ahead(price, self._cap(session), self._step_s)
         for session in joining:
-            session.link.look_ahead(allocation.price, self._cap(session), self._step_s)
             if not session.link.told_len:
                 self.tier.tell(session, now_s)
+        return [self._verify(session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
 
     def _verify(self, session: SessionT, nodes: tuple[Node, ...]) -> Part[SessionT]:
         length = session.committed_len
@@ -361,7 +310,7 @@ class Scheduler(Generic[SessionT]):
         seconds = now_s - plan.started_s
         self.report.seconds = seconds
         if not plan.num_prefill_rows:
-            self._step_s += STEP_SMOOTHING * (seconds - self._step_s)
+            self._drafts.took(seconds)
         # A row is a row; but where most of them are prefill, attention over long chunks is what is paid for.
         if self._cycle_since_s is not None and not plan.is_mostly_prefill:
             self._policy.observe(

@@ -136,12 +136,15 @@ class StepTimes:
     Args:
         plain: Measured at start, or a shape to begin with.
         drafting: The same with the threads that a step has while drafters work; None: as plain.
+        doubt: How many times as far off as measured ones these may be.
     """
 
-    def __init__(self, plain: StepCost, drafting: StepCost | None = None) -> None:
+    def __init__(self, plain: StepCost, drafting: StepCost | None = None, *, doubt: float = 1.0) -> None:
         self._computed = plain.computed
         costs = [replace(cost, computed=None) for cost in (plain, drafting or plain)]
-        self._base = np.concatenate([*(cost.from_to(0, MOST_ROWS)[list(KNOTS)] for cost in costs), [NODE_S]])
+        self._base = np.concatenate(
+            [*(cost.from_to(0, MOST_ROWS)[list(KNOTS)] for cost in costs), [plain.node_s or NODE_S]]
+        )
         knots = np.tile(np.log(KNOTS), len(StepMode))
         modes = np.repeat(np.arange(len(StepMode)), len(KNOTS))
         near = np.exp(-np.abs(knots[:, None] - knots[None]) / REACH)
@@ -149,7 +152,7 @@ class StepTimes:
         self._start[:-1, :-1] += CONTRAST**2 * (modes[:, None] == modes[None]) + SHAPE**2 * near
         self._start[-1, -1] += NODE_DOUBT**2
         self._factors = np.ones(len(self._base))
-        self._spread = self._start.copy()
+        self._spread = doubt**2 * self._start
         self._noise = NOISE
         # Rows, guesses and mode of the last step and whether it was mixed, how many in a row were so, and the times of
         # those not taken in yet.

@@ -306,6 +306,21 @@ def best_first(tree: DraftTree, limit: int) -> list[Node]:
     return sorted(tree.nodes(), key=_log_weight, reverse=True)[:limit]
 
 
+def best_chain(tree: DraftTree, limit: int) -> list[Node]:
+    """The first `limit` nodes of the chain that follows the child of highest survival from the root on."""
+    chain: list[Node] = []
+    node = tree.root
+    while node.children and len(chain) < limit:
+        node = max(node.children.values(), key=_log_weight)
+        chain.append(node)
+    return chain
+
+
+def best_nodes(tree: DraftTree, limit: int, *, chain: bool) -> list[Node]:
+    """What is worth verifying most: see `best_chain` and `best_first`."""
+    return best_chain(tree, limit) if chain else best_first(tree, limit)
+
+
 def walk(root: Node, verified: Sequence[Node], choose: Callable[[Node], int]) -> tuple[int, ...]:
     """Coupled verification: follows the target's own tokens down the verified nodes.
 

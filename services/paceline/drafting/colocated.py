@@ -12,7 +12,8 @@ from paceline.core.draft_scheduler import VerifierSaid
 from paceline.core.step_time import StepCost, StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.target import Learned, TargetEngine
+from paceline.engine.target import TargetEngine
+from paceline.learned import Learned
 
 # What stands for the drafter's address; no drafter of the tier can have it.
 LOCAL = "in this verifier"

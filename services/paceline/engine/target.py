@@ -7,8 +7,7 @@ knows sessions and messages as plain values, never a socket; time comes from the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -45,6 +44,7 @@ from paceline.engine.profile import StepProfiler
 from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
+from paceline.learned import Learned
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,6 @@ MAX_SOURCES = 256
 STATE_WIRE_BYTES = 2
 # What calibrations of drafters are kept as, whatever their addresses were.
 TIER = "tier"
-
-# What a verifier has learned, as JSON holds it: "policy" and "calibrations".
-Learned = Mapping[str, Any]
 
 
 class TargetEngine:

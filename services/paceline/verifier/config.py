@@ -24,13 +24,12 @@ from paceline.core.params import (
 from paceline.core.rules import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules, Typical
 from paceline.engine.ranks import SILENCE_S
 from paceline.json_file import parse_object
+from paceline.learned import NOWHERE
 from paceline.model_service import ModelServiceConfig
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 GOODPUT, FIXED = "goodput", "fixed"
 TIER, IN_VERIFIER = "tier", "verifier"
-# A --learned-dir that keeps nothing.
-NOWHERE = "none"
 DEFAULT_DRAFT_TOKENS = 12
 # More than any model has.
 MOST_LAYERS = 1024

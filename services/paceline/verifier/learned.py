@@ -1,79 +1,12 @@
-"""What a verifier has learned of step times and drafts, kept in a file, so that its successor begins where it ended.
-
-There is a file for each machine, model and set of flags that step times depend on. It is worth speed only: no token
-depends on it. One that is missing, broken or of another release is like none.
-"""
+"""Where a verifier with our engine keeps what it has learned."""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import json
-import logging
-import os
-import platform
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
-from paceline import __version__
 from paceline.core.messages import ModelIdentity
-from paceline.engine.target import Learned, TargetEngine
-from paceline.verifier.config import NOWHERE, VerifierConfig
-
-logger = logging.getLogger(__name__)
-
-# Pause between two writes.
-SAVE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class LearnedFile:
-    """Where a verifier keeps what it has learned.
-
-    Args:
-        path: A JSON file; None: nowhere.
-    """
-
-    path: Path | None
-
-    def give_to(self, engine: TargetEngine) -> None:
-        """Has an engine begin with what is kept, if there is something it can use."""
-        if self.path is None or not self.path.exists():
-            return
-        before = engine.learned()
-        try:
-            engine.resume(json.loads(self.path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            engine.resume(before)
-            logger.warning("what was learned cannot be used", extra={"path": str(self.path), "error": repr(error)})
-        else:
-            logger.info("begins with what was learned", extra={"path": str(self.path)})
-
-    async def keep(self, learned: Callable[[], Learned]) -> None:
-        """Writes what is learned every minute and at the end."""
-        try:
-            while True:
-                await asyncio.sleep(SAVE_S)
-                await asyncio.to_thread(self._write, learned())
-        finally:
-            self._write(learned())
-
-    def _write(self, learned: Learned) -> None:
-        """A reader sees all of it or what was there before."""
-        if self.path is None:
-            return
-        beside = self.path.with_suffix(f".{os.getpid()}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps(learned), encoding="utf-8")
-            beside.replace(self.path)
-        except OSError as error:
-            logger.warning("what was learned cannot be kept", extra={"path": str(self.path), "error": str(error)})
-
-
-FORGOTTEN = LearnedFile(None)
+from paceline.learned import LearnedFile, kept_in
+from paceline.verifier.config import VerifierConfig
 
 
 def learned_file(config: VerifierConfig, identity: ModelIdentity, environ: Mapping[str, str]) -> LearnedFile:
@@ -82,22 +15,7 @@ def learned_file(config: VerifierConfig, identity: ModelIdentity, environ: Mappi
     Args:
         config: Its settings; `learned_dir` names the folder.
         identity: Its model.
-        environ: Environment variables; XDG_CACHE_HOME says where caches are.
+        environ: See `kept_in`.
     """
-    if config.learned_dir == NOWHERE:
-        return FORGOTTEN
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "learned"
-    folder = Path(config.learned_dir).expanduser() if config.learned_dir else cache
-    flags: tuple[Any, ...] = (config.dtype, config.device, config.threads, config.cpus, config.spare_cpus)
-    told = repr((__version__, _machine(), identity.weights_hash, config.speculative_config, *flags))
-    return LearnedFile(folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json")
-
-
-def _machine() -> str:
-    """Names the kind of processor: step times of another one would mislead."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{model or platform.processor()} x {os.cpu_count()}"
+    flags = (config.dtype, config.device, config.threads, config.cpus, config.spare_cpus)
+    return kept_in(config.learned_dir, environ, identity.weights_hash, config.speculative_config, *flags)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from paceline.core.messages import CommittedTokens, GenerateResult
-from paceline.core.target_events import StepReport, TargetOutput
-from paceline.obs.metrics import VerifierMetrics, rows_label
+from paceline.core.target_events import TargetOutput
+from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.steps import record_step
 
 NS_PER_S = 1e9
 
@@ -28,51 +29,3 @@ def record_session(metrics: VerifierMetrics, result: GenerateResult) -> None:
     sessions.decode_time.observe(decode_s)
     if result.num_generated_tokens > 1:
         sessions.time_per_output_token.observe(decode_s / (result.num_generated_tokens - 1))
-
-
-def record_served_by(metrics: VerifierMetrics, drafter: str, num_sessions: int) -> None:
-    """Shows how many sessions a drafter drafts for; one that has none is not shown, as addresses come and go."""
-    if num_sessions:
-        metrics.drafted_sessions.labels(drafter).set(num_sessions)
-    else:
-        metrics.drafted_sessions.remove(drafter)
-
-
-def record_step(metrics: VerifierMetrics, report: StepReport) -> None:
-    """Counts one step."""
-    metrics.sessions.num_running.set(report.num_running)
-    metrics.sessions.num_waiting.set(report.num_waiting)
-    metrics.cache.usage.set(report.kv_usage)
-    metrics.drafter_lag.set(report.lag_tokens)
-    if report.num_silenced:
-        metrics.fallbacks.labels("drafter_silent").inc(report.num_silenced)
-    for round_trip_s in report.round_trips_s:
-        metrics.draft_round_trip.observe(round_trip_s)
-    _record_nodes(metrics, report)
-    if not report.num_rows:
-        return
-    metrics.cache.prefix_queries.inc(report.prefix_queries)
-    metrics.cache.prefix_hits.inc(report.prefix_hits)
-    metrics.sessions.num_preemptions.inc(report.num_preempted)
-    metrics.step.labels(rows_label(report.num_rows)).observe(report.seconds)
-    metrics.price.set(report.price)
-    for gamma in report.gammas:
-        metrics.gamma.observe(gamma)
-    if report.accepted:
-        metrics.speculation.add_rounds(num_draft_tokens=sum(report.gammas), num_accepted_tokens=report.accepted)
-        metrics.round_hits.inc(report.num_hits)
-        metrics.round_misses.inc(report.num_misses)
-    for source, seconds in report.asked_s.items():
-        metrics.source_seconds.labels(source).inc(seconds)
-        metrics.source_turns.labels(source).inc(report.asked_of[source])
-
-
-def _record_nodes(metrics: VerifierMetrics, report: StepReport) -> None:
-    for fate, counts in (
-        ("accepted", report.accepted_by),
-        ("rejected", report.verified_by - report.accepted_by),
-        ("unverified", report.unverified_by),
-        ("late", report.late_by),
-    ):
-        for source, count in counts.items():
-            metrics.draft_nodes.labels(source, fate).inc(count)

@@ -29,16 +29,15 @@ from paceline.core.target_events import (
 )
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread, Stepper
-from paceline.engine.target import Learned
+from paceline.learned import FORGOTTEN, Learned, LearnedFile
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer
 from paceline.store.base import Store
 from paceline.store.probe import Probe
 from paceline.store.view import RegistryView
 from paceline.supervision import Work
+from paceline.tier.drafters import Drafters
 from paceline.verifier.checks import check_request
-from paceline.verifier.drafters import Drafters
-from paceline.verifier.learned import FORGOTTEN, LearnedFile
 from paceline.verifier.metrics import record_output
 from paceline.verifier.outbox import Outbox, Outboxes
 from paceline.verifier.tracing import SessionTrace, traced_session

@@ -124,10 +124,15 @@ def chains_from(content: bytes) -> ChainsMessage:
 
 
 class Frames:
-    """Cuts a stream of bytes into the contents of messages."""
+    """Cuts a stream of bytes into the contents of messages.
 
-    def __init__(self) -> None:
+    Args:
+        most_bytes: No message is longer.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._bytes = bytearray()
+        self._most_bytes = most_bytes
 
     def feed(self, received: bytes) -> Iterator[bytes]:
         """Takes in what came, and gives out the messages that are complete.
@@ -138,7 +143,7 @@ class Frames:
         self._bytes += received
         while len(self._bytes) >= _ITEM:
             length = int.from_bytes(self._bytes[:_ITEM], "little")
-            if length > MOST_BYTES:
+            if length > self._most_bytes:
                 raise BrokenMessageError(f"a message of {length} bytes")
             if len(self._bytes) < _ITEM + length:
                 return

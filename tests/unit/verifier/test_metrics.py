@@ -10,7 +10,8 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, Timings
 from paceline.core.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
-from paceline.verifier.metrics import record_output, record_served_by, record_step
+from paceline.obs.steps import record_served_by, record_step
+from paceline.verifier.metrics import record_output
 
 
 def test_time_and_turns_of_sources_that_are_not_free_are_counted():

@@ -11,8 +11,8 @@ from paceline.core.target_events import StepReport
 from paceline.gateway.console.figures import Rates, Reading, mean_price, read_page, sum_of_rates, verifier_rates
 from paceline.gateway.console.frames import Look, OwnCounts, frame
 from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.steps import record_served_by, record_step
 from paceline.store.base import Replica
-from paceline.verifier.metrics import record_served_by, record_step
 from tests.support.replicas import replica
 
 VERIFIER, DRAFTER, GATEWAY = replica("v"), replica("d", "drafter"), replica("g", "gateway")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
 from paceline.core.pairing import KnownDrafter, Pairing
 from paceline.credentials import FleetTls
 from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.steps import record_served_by
 from paceline.store.base import Replica
-from paceline.verifier.links import DrafterLink
-from paceline.verifier.metrics import record_served_by
+from paceline.tier.links import DrafterLink
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ class Drafters:
         on_messages: Called with what a drafter says.
         metrics: Where sessions are counted by drafter, and streams that are lost.
         tls: Certificate to show; None: plain text.
+
+    Attributes:
+        pairing: Who gets whom.
     """
 
     def __init__(
@@ -52,38 +56,44 @@ class Drafters:
         self._metrics = metrics
         self._tls = tls
         self._links: dict[str, DrafterLink] = {}
-        self._pairing = Pairing()
+        self.pairing = Pairing()
         self._spare = ""
 
     def know(self, replicas: Sequence[Replica]) -> None:
         """Takes in the drafters that the registry names; those that drain or cannot draft for the target are none."""
-        self._pairing.know(
+        self._know(
             KnownDrafter(
                 address=each.address,
                 method=each.identity.draft_method,
                 num_sessions=each.num_sessions,
                 max_sessions=each.max_sessions,
-                down_s=self._down_s(each.address),
             )
             for each in replicas
             if not each.draining and each.identity is not None and each.identity.drafts_for(self._target)
         )
-        self._spare = self._pairing.spare()
+
+    def know_addresses(self, addresses: Sequence[str]) -> None:
+        """Takes in drafters that no registry names; whether they can draft shows once they are dialled."""
+        self._know(KnownDrafter(address=address) for address in addresses)
+
+    def _know(self, drafters: Iterable[KnownDrafter]) -> None:
+        self.pairing.know(replace(each, down_s=self._down_s(each.address)) for each in drafters)
+        self._spare = self.pairing.spare()
         self._dial(self._spare)
 
     def choose(self, methods: Collection[str], current: str = "") -> str:
         """See `Pairing.choose`; nobody waits for the stream that is dialled."""
         if self._own:
             return self._own if methods else ""
-        address = self._pairing.choose(methods, current)
+        address = self.pairing.choose(methods, current)
         self._dial(address)
         return address
 
     def count(self, address: str, change: int) -> None:
         """So many sessions more have this drafter; empty: none."""
         if address and address != self._own:
-            self._pairing.count(address, change)
-            record_served_by(self._metrics, address, self._pairing.num_own[address])
+            self.pairing.count(address, change)
+            record_served_by(self._metrics, address, self.pairing.num_own[address])
 
     def say(self, address: str, messages: Sequence[ToDrafter]) -> None:
         """Sends messages of one step, if there is a stream."""
@@ -114,7 +124,7 @@ class Drafters:
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
     def _is_unused(self, address: str) -> bool:
-        return not self._pairing.num_own[address] and address != self._spare
+        return not self.pairing.num_own[address] and address != self._spare
 
     def _down_s(self, address: str) -> float:
         link = self._links.get(address)

@@ -1,0 +1,117 @@
+"""What is learned of step times and drafts, kept in a file, so that a successor begins where its predecessor ended.
+
+There is a file for each machine, model and set of flags that step times depend on. It is worth speed only: no token
+depends on it. One that is missing, broken or of another release is like none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline import __version__
+from paceline.core.errors import PacelineError
+
+logger = logging.getLogger(__name__)
+
+# Pause between two writes.
+SAVE_S = 60.0
+# A folder's name that stands for none.
+NOWHERE = "none"
+
+# As JSON holds it.
+Learned = Mapping[str, Any]
+
+
+class Learner(Protocol):
+    """Whatever learns."""
+
+    def learned(self) -> Learned:
+        """What a successor may begin with."""
+        ...
+
+    def resume(self, learned: Learned) -> None:
+        """Begins where a predecessor ended; raises what broken content raises, see `LearnedFile.give_to`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedFile:
+    """Where a verifier keeps what it has learned.
+
+    Args:
+        path: A JSON file; None: nowhere.
+    """
+
+    path: Path | None
+
+    def give_to(self, learner: Learner) -> None:
+        """Has a learner begin with what is kept, if there is something it can use."""
+        if self.path is None or not self.path.exists():
+            return
+        before = learner.learned()
+        try:
+            learner.resume(json.loads(self.path.read_text(encoding="utf-8")))
+        except (OSError, PacelineError, ValueError, KeyError, TypeError, AttributeError) as error:
+            learner.resume(before)
+            logger.warning("what was learned cannot be used", extra={"path": str(self.path), "error": repr(error)})
+        else:
+            logger.info("begins with what was learned", extra={"path": str(self.path)})
+
+    async def keep(self, learned: Callable[[], Learned]) -> None:
+        """Writes what is learned every minute and at the end."""
+        try:
+            while True:
+                await asyncio.sleep(SAVE_S)
+                await asyncio.to_thread(self._write, learned())
+        finally:
+            self._write(learned())
+
+    def _write(self, learned: Learned) -> None:
+        """A reader sees all of it or what was there before."""
+        if self.path is None:
+            return
+        beside = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(learned), encoding="utf-8")
+            beside.replace(self.path)
+        except OSError as error:
+            logger.warning("what was learned cannot be kept", extra={"path": str(self.path), "error": str(error)})
+
+
+FORGOTTEN = LearnedFile(None)
+
+
+def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> LearnedFile:
+    """The file of one that learns on this machine.
+
+    Args:
+        learned_dir: The folder; empty: paceline/learned in the user's cache; `NOWHERE`: nothing is kept.
+        environ: Environment variables; XDG_CACHE_HOME says where caches are.
+        facts: All else that what is learned depends on.
+    """
+    if learned_dir == NOWHERE:
+        return FORGOTTEN
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "learned"
+    folder = Path(learned_dir).expanduser() if learned_dir else cache
+    told = repr((__version__, _machine(), *facts))
+    return LearnedFile(folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json")
+
+
+def _machine() -> str:
+    """Names the kind of processor: step times of another one would mislead."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.processor()} x {os.cpu_count()}"

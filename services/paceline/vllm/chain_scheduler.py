@@ -1,0 +1,267 @@
+"""Which chains vLLM verifies next: sessions, drafters and the controller, as arithmetic.
+
+vLLM schedules, runs and judges; after every step it tells what each row has committed, and asks for guesses. So a step
+here is `commit`, some waiting (`patience_s`), and `chains`. It reads no clock and sends nothing: what drafters are to
+hear is taken by `take_outgoing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.core.calibration import Calibration, Calibrations
+from paceline.core.draft_policy import DraftPolicy
+from paceline.core.drafter_tier import DrafterTier
+from paceline.core.errors import RemoteProtocolError
+from paceline.core.messages import ToDrafter
+from paceline.core.pairing import Pairing
+from paceline.core.params import TIER_METHODS
+from paceline.core.step_drafts import StepDrafts
+from paceline.core.step_time import StepMode
+from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
+from paceline.core.tree import Node, NodeState
+from paceline.vllm.chain_session import ChainSession
+from paceline.vllm.step_clock import StepClock
+from paceline.vllm.step_message import RowTokens, StepMessage
+
+
+class ChainScheduler:
+    """The tier's part of vLLM's steps.
+
+    Args:
+        name: Begins the names of its sessions at drafters.
+        policy: Which guesses a step verifies.
+        pairing: Who drafts for whom.
+        methods: Of drafters that may be called.
+        vocab_size: Of the target.
+        max_model_len: Most tokens of a session, prompt and output.
+        max_chain: Most guesses of a session in a step.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        policy: DraftPolicy,
+        pairing: Pairing,
+        methods: Sequence[str],
+        vocab_size: int,
+        max_model_len: int,
+        max_chain: int,
+    ) -> None:
+        self.report = StepReport()
+        self._name = name
+        self._policy = policy
+        self._pairing = pairing
+        self._methods = methods
+        self._max_model_len, self._max_chain = max_model_len, max_chain
+        self._tier = DrafterTier(vocab_size)
+        self._drafts = StepDrafts(policy)
+        self._clock = StepClock(policy)
+        self._sessions: dict[str, ChainSession] = {}
+        # Of the step that is over: its rows, and those of them that take guesses in the next one.
+        self._rows: list[ChainSession] = []
+        self._calibrations: dict[str, Calibration] = {}
+        self._learned: Mapping[str, Any] = {}
+        self._committed_s = 0.0
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that vLLM has told of and not closed."""
+        return len(self._sessions)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafters are at work: if not, nobody need wait for chains."""
+        return self._drafts.mode(self._rows) is StepMode.DRAFTING
+
+    # What happens
+
+    def commit(self, message: StepMessage, now_s: float) -> None:
+        """A step of vLLM is over.
+
+        Args:
+            message: What it told.
+            now_s: The time.
+
+        Raises:
+            KeyError, ValueError: It goes on with a session that was never opened, or leaves out tokens: the proposer is
+                to begin anew.
+        """
+        for number in message.closed:
+            self._close(self._sessions.get(self._id(number)))
+        self._take_time(message)
+        self._rows = [self._commit_row(row, len(message.rows), now_s) for row in message.rows]
+        self._committed_s = now_s
+
+    def _take_time(self, message: StepMessage) -> None:
+        decoding = {session.session_id for session in self._rows if not session.reads}
+        rows, guesses = len(message.rows), sum(row.num_verified for row in message.rows)
+        counts = all(self._id(row.session) in decoding and row.base_len and not row.reads for row in message.rows)
+        seconds = self._clock.end(message.began_s, rows=rows + guesses, guesses=guesses, counts=counts and rows > 0)
+        if seconds is not None:
+            self._drafts.took(seconds)
+            self.report.seconds, self.report.num_rows = seconds, rows + guesses
+
+    def _commit_row(self, row: RowTokens, batch_size: int, now_s: float) -> ChainSession:
+        session = self._sessions.get(self._id(row.session))
+        if not row.base_len or session is None:
+            self._close(session)
+            session = self._open(row)
+        elif row.token_ids:
+            self._commit_tokens(session, row, batch_size)
+        session.reads = row.reads
+        self._tier.tell(session, now_s)
+        return session
+
+    def _open(self, row: RowTokens) -> ChainSession:
+        if row.base_len:
+            raise KeyError(f"session {row.session} goes on and was never opened")
+        address = self._pairing.choose(self._methods)
+        session = self._sessions[self._id(row.session)] = ChainSession(
+            self._id(row.session),
+            row.token_ids,
+            max_model_len=self._max_model_len,
+            max_chain=self._max_chain,
+            drafter_address=address,
+            calibrations=self._calibrations_for(address),
+            price=self._policy.price,
+        )
+        if address:
+            self._pairing.count(address, +1)
+        self._tier.connect(session)
+        return session
+
+    def _commit_tokens(self, session: ChainSession, row: RowTokens, batch_size: int) -> None:
+        if row.base_len != session.committed_len:
+            raise ValueError(f"session {row.session} has {session.committed_len} tokens, not {row.base_len}")
+        verified, session.verifies = session.verifies[: row.num_verified], ()
+        pruning = session.commit(row.token_ids)
+        accepted = [node for node in verified if node.state is NodeState.COMMITTED]
+        session.tally.count(
+            num_draft_tokens=len(verified), num_accepted=len(accepted), hit=pruning.hit, batch_size=batch_size
+        )
+        self._count(verified, accepted, [*pruning.matched, *pruning.dead], hit=pruning.hit)
+
+    def _count(self, verified: Sequence[Node], accepted: Sequence[Node], gone: Sequence[Node], *, hit: bool) -> None:
+        report = self.report
+        report.gammas.append(len(verified))
+        report.unverified_by.update(node.first_source for node in gone if node not in verified)
+        if verified:
+            report.accepted.append(len(accepted))
+            report.verified_by.update(node.first_source for node in verified)
+            report.accepted_by.update(node.first_source for node in accepted)
+            report.num_hits += hit
+            report.num_misses += not hit
+
+    def _close(self, session: ChainSession | None) -> None:
+        if session is None:
+            return
+        self._tier.part(session)
+        if session.link.address:
+            self._pairing.count(session.link.address, -1)
+        del self._sessions[session.session_id]
+
+    def close_all(self) -> None:
+        """The proposer begins anew: what it told is void."""
+        for session in list(self._sessions.values()):
+            self._close(session)
+        self._rows = []
+
+    def receive(self, event: DraftsArrived) -> None:
+        """Takes in what a drafter said."""
+        self._tier.receive(event, self._sessions, self.report)
+
+    def change_link(self, event: LinkChanged, now_s: float) -> None:
+        """A drafter was reached or lost."""
+        self._tier.change(event, self._sessions, now_s)
+
+    def pair_anew(self, now_s: float) -> int:
+        """Gives sessions another drafter whose own is gone, or their first; returns how many."""
+        changed = [
+            (session, address)
+            for session in self._sessions.values()
+            if (address := self._pairing.choose(self._methods, session.link.address)) != session.link.address
+        ]
+        for session, address in changed:
+            if session.link.address:
+                self._pairing.count(session.link.address, -1)
+            self._pairing.count(address, +1)
+            session.calibrations = self._calibrations_for(address)
+            self._tier.pair(session, address, now_s)
+        return len(changed)
+
+    # What comes of it
+
+    def patience_s(self, now_s: float) -> float:
+        """Seconds for which guesses are worth waiting for, or none; see `paceline.core.wait_for_drafts`."""
+        sessions = [session for session in self._rows if not session.reads]
+        self.report.num_silenced += self._drafts.num_silenced(sessions, now_s)
+        if not self.drafts or not self._clock.knows or len(sessions) < len(self._rows):
+            return 0.0
+        waits = self._drafts.waits(sessions, now_s)
+        return self._drafts.worth_waiting(sessions, waits, idle_s=now_s - self._committed_s)
+
+    def chains(self) -> list[list[int]]:
+        """Guesses for the next step, a list a row; also decides who drafts from now on."""
+        if not self._clock.knows:
+            return [[] for _ in self._rows]
+        decoding = [session for session in self._rows if not session.reads]
+        joining = [session for session in self._rows if session.reads]
+        self._clock.begin(self._drafts.mode(self._rows))
+        allocation = self._drafts.choose(decoding, joining)
+        self.report.price = allocation.price
+        for session, nodes in zip(decoding, allocation.nodes, strict=True):
+            session.verifies = nodes
+        return [[node.token_id for node in session.verifies] for session in self._rows]
+
+    def take_outgoing(self) -> tuple[dict[str, list[ToDrafter]], dict[str, RemoteProtocolError]]:
+        """What drafters are to be told, and the links that are to be reset."""
+        return self._tier.take()
+
+    def take_report(self) -> StepReport:
+        """What was done since the last report."""
+        report, self.report = self.report, StepReport()
+        report.num_running = len(self._rows)
+        report.lag_tokens = max((session.link.lag_tokens for session in self._rows), default=0)
+        return report
+
+    # What is learned
+
+    def learned(self) -> dict[str, Any]:
+        """What a successor may begin with."""
+        if not self._clock.knows:
+            return dict(self._learned)
+        calibrations = [each.learned() for each in self._calibrations.values()]
+        return {
+            "plain": self._clock.learned(),
+            "policy": self._policy.learned(),
+            "calibration": calibrations[-1] if calibrations else self._learned.get("calibration"),
+        }
+
+    def resume(self, learned: Mapping[str, Any]) -> None:
+        """Begins where a predecessor ended, before the first step.
+
+        Raises:
+            ConfigError, KeyError, TypeError, ValueError: It is not what such a scheduler learns.
+        """
+        if not learned:
+            return
+        if learned["calibration"] is not None:
+            Calibration().resume(learned["calibration"])
+        self._clock.resume(learned["plain"])
+        self._policy.resume(learned["policy"])
+        self._learned = dict(learned)
+
+    def _calibrations_for(self, address: str) -> Calibrations:
+        """Drafters are told apart by their addresses; a new one is taken to be like the last."""
+        known = self._calibrations.get(address)
+        if known is None:
+            known = self._calibrations[address] = Calibration()
+            if self._learned.get("calibration") is not None:
+                known.resume(self._learned["calibration"])
+        return Calibrations(dict.fromkeys(TIER_METHODS, known))
+
+    def _id(self, number: int) -> str:
+        return f"{self._name}/{number}"

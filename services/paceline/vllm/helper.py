@@ -1,0 +1,289 @@
+"""The helper process of a proposer: drafters, sessions and controller, apart from vLLM.
+
+`python -m paceline.vllm.helper --job JSON --fd N`; N is its end of a socket pair. It ends when the other end is closed,
+so it never outlives its vLLM. Whatever breaks in here costs guesses, and never a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from paceline.core.draft_policy import Goodput
+from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity, ToVerifier
+from paceline.core.params import DRAFT_MODEL
+from paceline.core.target_events import DraftsArrived, LinkChanged
+from paceline.credentials import load_tls
+from paceline.learned import LearnedFile, kept_in
+from paceline.obs.families import service_registry
+from paceline.obs.log import setup_logging
+from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.steps import record_step
+from paceline.service_process import run, settle_heap
+from paceline.store.base import Store
+from paceline.store.opening import open_store
+from paceline.store.probe import Probe
+from paceline.store.view import RegistryView
+from paceline.supervision import Supervisor, Work
+from paceline.tier.drafters import Drafters
+from paceline.vllm.chain_scheduler import ChainScheduler
+from paceline.vllm.settings import HelperJob
+from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, Frames, StepMessage, chains_bytes, step_from
+from paceline.vocabulary import vocab_hash
+
+logger = logging.getLogger(__name__)
+
+PROG = "paceline vllm helper"
+# Pause between two readings of the registry, and between two looks at the drafters of all sessions.
+REFRESH_S, PAIRING_S = 1.0, 0.1
+# Bytes read from the proposer at once.
+READ_BYTES = 1 << 20
+
+
+class Helper:
+    """Answers a proposer.
+
+    Args:
+        job: What it serves.
+        to_proposer: Its end of the socket pair, not blocking.
+        registry: Where it counts.
+    """
+
+    def __init__(self, job: HelperJob, to_proposer: socket.socket, registry: CollectorRegistry) -> None:
+        self._job = job
+        self._socket = to_proposer
+        self._frames = Frames()
+        self._metrics = VerifierMetrics(registry)
+        self._tls = load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER)
+        identity = _identity(job)
+        self._drafters = Drafters(
+            identity,
+            on_change=self._link_changed,
+            on_messages=self._drafts_arrived,
+            metrics=self._metrics,
+            tls=self._tls,
+        )
+        self._scheduler = ChainScheduler(
+            name=uuid.uuid4().hex,
+            policy=Goodput(max_nodes=job.max_chain),
+            pairing=self._drafters.pairing,
+            methods=(DRAFT_MODEL,),
+            vocab_size=job.vocab_size,
+            max_model_len=job.max_model_len,
+            max_chain=job.max_chain,
+        )
+        facts = ("vllm", identity.vocab_hash, str(job.model), job.vocab_size, job.max_chain)
+        self._learned: LearnedFile = kept_in(job.settings.learned_dir, os.environ, *facts)
+        self._learned.give_to(self._scheduler)
+        # Number of the step whose chains are waited for, and when to give them at the latest.
+        self._awaited: int | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # What the proposer was told last.
+        self._awaits = False
+        self._unsent = bytearray()
+        self.ended = asyncio.Event()
+
+    def begin(self) -> None:
+        """Listens to the proposer from now on."""
+        asyncio.get_running_loop().add_reader(self._socket, self._read)
+
+    async def close(self) -> None:
+        """Ends the streams to drafters."""
+        asyncio.get_running_loop().remove_reader(self._socket)
+        await self._drafters.close()
+
+    def background(self, store: Store | None) -> Mapping[str, Work]:
+        """Names the tasks that keep sessions with drafters that are there, and what is learned."""
+        tasks: dict[str, Work] = {
+            "links": self._drafters.sweep,
+            "learned": partial(self._learned.keep, self._scheduler.learned),
+        }
+        if store is None:
+            return tasks | {"pairing": self._keep_paired}
+        view = RegistryView(store, DRAFTER, answers=Probe(self._tls))
+        return tasks | {
+            "registry": partial(view.keep_fresh, REFRESH_S),
+            "pairing": partial(self._keep_paired, view),
+        }
+
+    async def _keep_paired(self, view: RegistryView | None = None) -> None:
+        while True:
+            if view is None:
+                self._drafters.know_addresses(self._job.settings.drafters)
+            else:
+                self._drafters.know(view.replicas)
+            num_changed = self._scheduler.pair_anew(time.monotonic())
+            self._metrics.fallbacks.labels("drafter_changed").inc(num_changed)
+            self._send_to_drafters()
+            await asyncio.sleep(PAIRING_S)
+
+    # The proposer
+
+    def _read(self) -> None:
+        try:
+            received = self._socket.recv(READ_BYTES)
+            for content in self._frames.feed(received):
+                self._step_ended(step_from(content))
+        except BlockingIOError:
+            return
+        except (OSError, BrokenMessageError, KeyError, ValueError) as error:
+            # Who begins anew knows nothing wrong.
+            logger.error("the proposer is not understood; this helper ends", extra={"error": repr(error)})
+            received = b""
+        if not received:
+            self.ended.set()
+
+    def _step_ended(self, message: StepMessage) -> None:
+        self._stop_waiting()
+        self._scheduler.commit(message, time.monotonic())
+        # At once: drafters are at rest until they hear of the commit.
+        self._send_to_drafters()
+        if message.awaited:
+            self._awaited = message.step
+            self._answer_or_wait()
+        else:
+            self._scheduler.chains()
+            self._tell_if_awaits_change(message.step)
+        self._count()
+
+    def _answer_or_wait(self) -> None:
+        """Gives the chains of the awaited step, unless it pays to wait for more guesses."""
+        if self._awaited is None:
+            return
+        patience_s = self._scheduler.patience_s(time.monotonic())
+        if patience_s > 0.0:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(patience_s, self._answer_or_wait)
+            return
+        step, chains = self._awaited, self._scheduler.chains()
+        self._stop_waiting()
+        self._awaits = self._scheduler.drafts
+        self._send(ChainsMessage(step, self._awaits, chains))
+
+    def _stop_waiting(self) -> None:
+        self._awaited = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tell_if_awaits_change(self, step: int) -> None:
+        if self._scheduler.drafts != self._awaits:
+            self._awaits = self._scheduler.drafts
+            self._send(ChainsMessage(step, self._awaits))
+
+    def _send(self, message: ChainsMessage) -> None:
+        self._unsent += chains_bytes(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(BlockingIOError):
+            try:
+                del self._unsent[: self._socket.send(self._unsent)]
+            except (BrokenPipeError, ConnectionError):
+                self.ended.set()
+                return
+        if self._unsent:
+            loop.add_writer(self._socket, self._flush)
+        else:
+            loop.remove_writer(self._socket)
+
+    # Drafters
+
+    def _link_changed(self, address: str, draft: ModelIdentity | None) -> None:
+        self._scheduler.change_link(LinkChanged(address=address, up=draft is not None), time.monotonic())
+        self._send_to_drafters()
+
+    def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
+        self._scheduler.receive(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
+        self._send_to_drafters()
+        self._answer_or_wait()
+
+    def _send_to_drafters(self) -> None:
+        to_drafters, broken = self._scheduler.take_outgoing()
+        for address, messages in to_drafters.items():
+            self._drafters.say(address, messages)
+        for address, error in broken.items():
+            self._drafters.reset(address, str(error))
+
+    def _count(self) -> None:
+        asyncio.get_running_loop().call_soon(record_step, self._metrics, self._scheduler.take_report())
+
+
+async def serve(job: HelperJob, to_proposer: socket.socket) -> None:
+    """Answers a proposer until it is gone.
+
+    Raises:
+        ConfigError: The target has no tokenizer, or a certificate is missing.
+    """
+    registry = service_registry(VERIFIER)
+    helper = Helper(job, to_proposer, registry)
+    store = open_store(job.settings.registry) if job.settings.registry else None
+    async with contextlib.AsyncExitStack() as stack:
+        if store is not None:
+            await stack.enter_async_context(store)
+        await stack.enter_async_context(_metrics_at(job.metrics_socket, registry))
+        stack.push_async_callback(helper.close)
+        await stack.enter_async_context(Supervisor(registry).kept(helper.background(store)))
+        helper.begin()
+        settle_heap()
+        logger.info("the helper is ready", extra={"model": str(job.model), "drafters": ",".join(job.settings.drafters)})
+        await helper.ended.wait()
+
+
+@contextlib.asynccontextmanager
+async def _metrics_at(path: Path, registry: CollectorRegistry) -> AsyncIterator[None]:
+    """Shows the metrics to whoever connects, while a block runs."""
+
+    async def show(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(generate_latest(registry))
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    _make_way(path)
+    async with await asyncio.start_unix_server(show, path):
+        yield
+
+
+def _make_way(path: Path) -> None:
+    """A helper that was killed has left its socket."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def _identity(job: HelperJob) -> ModelIdentity:
+    return ModelIdentity(
+        name=job.model.name,
+        vocab_hash=vocab_hash(job.model),
+        vocab_size=job.vocab_size,
+        context_len=job.max_model_len,
+    )
+
+
+def main() -> None:
+    """Entry point of the helper process."""
+    parser = argparse.ArgumentParser(PROG)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--fd", required=True, type=int)
+    arguments = parser.parse_args()
+    setup_logging("vllm-helper")
+    to_proposer = socket.socket(fileno=arguments.fd)
+    to_proposer.setblocking(False)
+    run(serve(HelperJob.from_json(arguments.job), to_proposer), prog=PROG)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The class that vLLM's worker asks for guesses: `paceline.vllm.Proposer`.
+
+It knows vLLM and its helper process, and nothing of sessions, trees or drafters beyond. Once it has started, nothing
+that happens here ends the engine: what fails brings empty lists.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.vllm.cpus import free_cpus, parse_cpus
+from paceline.vllm.helper_process import UNREAD_BYTES, HelperProcess
+from paceline.vllm.places import metrics_socket, tokenizer_folder
+from paceline.vllm.rows import Observed, RowSessions
+from paceline.vllm.settings import SECTION, HelperJob, TierSettings, settings_of
+from paceline.vllm.step_message import ChainsMessage, StepMessage
+from paceline.vllm.versions import check_version, installed_version
+
+HELPER_MODULE = "paceline.vllm.helper"
+# As they travel to the helper.
+TOKEN_BYTES = 8
+LEAST_WAIT_S = 0.002
+MOST_WAIT_S = 0.25
+# The helper ends waits itself, as they pay; this is for one that does not answer.
+WAIT_PER_STEP = 2.0
+STEPS_REMEMBERED = 15
+
+_log = logging.getLogger(__name__)
+
+
+class Proposer:
+    """Asks the drafter tier for guesses; vLLM's worker builds it.
+
+    Args:
+        vllm_config: vLLM's whole configuration.
+
+    Attributes:
+        failures: How often each kind of exception was caught.
+
+    Raises:
+        ConfigError: A setting of the tier is wrong, or this version of vLLM was not tested.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        settings = settings_of(vllm_config.additional_config)
+        check_version(installed_version(), settings.untested)
+        self.failures: Counter[str] = Counter()
+        job = _job(vllm_config, settings)
+        self._vocab_size = job.vocab_size
+        self._max_model_len = job.max_model_len
+        self._max_chain = job.max_chain
+        self._sessions = RowSessions()
+        self._pace = _Pace()
+        self._step = 0
+        self._helper = _helper(job) if _is_first_rank(vllm_config.parallel_config) else None
+        if self._helper is not None:
+            self._end_helper = weakref.finalize(self, self._helper.close)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Starts the helper: the target is loaded, and vLLM's threads run where they will."""
+        if self._helper is not None:
+            self._helper.start()
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+        slot_mappings: object = None,
+        **_: object,
+    ) -> list[list[int]]:
+        """Guesses for each row of the batch, after a step.
+
+        Args:
+            sampled_token_ids: Per row what it has just committed; nothing while its prompt is being read.
+            num_tokens_no_spec: `[at least rows]`; lengths, without guesses.
+            token_ids_cpu: `[at least rows, max_model_len]`.
+            slot_mappings: Not needed.
+
+        Returns:
+            A list a row, empty ones too.
+        """
+        began_s = time.monotonic()
+        self._pace.begins(began_s)
+        try:
+            return self._guesses(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, began_s)
+        except Exception as error:  # noqa: BLE001 - one that gets out ends vLLM's engine
+            self._failed(error)
+            return [[] for _ in sampled_token_ids]
+        finally:
+            self._pace.ends(time.monotonic())
+
+    def close(self) -> None:
+        """Ends the helper; it also ends with this object, and with the process."""
+        if self._helper is not None:
+            self._end_helper()
+
+    def _guesses(
+        self,
+        sampled: Sequence[Sequence[int]],
+        num_tokens: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
+        began_s: float,
+    ) -> list[list[int]]:
+        guesses: list[list[int]] = [[] for _ in sampled]
+        helper = self._helper
+        if helper is None:
+            return guesses
+        helper.start()
+        if helper.renewed():
+            self._sessions.forget()
+        if not helper.connected:
+            return guesses
+        observed = self._sessions.observe(sampled, num_tokens, token_ids, began_s, helper.room_bytes // TOKEN_BYTES)
+        awaited = helper.awaits and not all(row.reads for row in observed.rows)
+        self._step += 1
+        message = StepMessage(self._step, began_s, awaited, observed.rows, observed.closed)
+        answer = helper.exchange(message, began_s + self._pace.most_wait_s)
+        if answer is not None and answer.chains:
+            self._fill(guesses, observed, answer, num_tokens)
+        return guesses
+
+    def _fill(
+        self, guesses: list[list[int]], observed: Observed, answer: ChainsMessage, num_tokens: NDArray[np.int32]
+    ) -> None:
+        """Puts an answer's chains in their places, as far as vLLM can take them."""
+        if len(answer.chains) != len(observed.rows):
+            raise ValueError(f"{len(answer.chains)} chains for {len(observed.rows)} rows")
+        for row, place, chain in zip(observed.rows, observed.places, answer.chains, strict=True):
+            if not row.reads and len(chain):
+                # A step commits one token more than it verifies.
+                room = self._max_model_len - int(num_tokens[place]) - 1
+                guesses[place] = self._checked(chain)[: max(0, min(self._max_chain, room))]
+        self._sessions.handed_out(observed.rows, [len(guesses[place]) for place in observed.places])
+
+    def _checked(self, chain: Sequence[int]) -> list[int]:
+        if min(chain) < 0 or max(chain) >= self._vocab_size:
+            raise ValueError(f"a guess beyond the vocabulary of {self._vocab_size} tokens")
+        return list(chain)
+
+    def _failed(self, error: Exception) -> None:
+        """Counts an exception, tells of the first of its kind, and begins anew with another helper."""
+        kind = type(error).__name__
+        self.failures[kind] += 1
+        if self.failures[kind] == 1:
+            _log.warning("vLLM goes on without guesses for a while; told once: %s", kind, exc_info=error)
+        if self._helper is not None:
+            self._helper.abandon(f"{kind}: {error}")
+
+
+class _Pace:
+    """How long vLLM's steps take, apart from what is spent here; and how long one may wait for guesses at most."""
+
+    def __init__(self) -> None:
+        self._steps_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        self._ended_s: float | None = None
+        self.most_wait_s = LEAST_WAIT_S
+
+    def begins(self, now_s: float) -> None:
+        """A call begins."""
+        if self._ended_s is not None:
+            self._steps_s.append(now_s - self._ended_s)
+            # The median: a pause without requests, or a long prompt, is no usual step.
+            usual_s = sorted(self._steps_s)[len(self._steps_s) // 2]
+            self.most_wait_s = min(max(LEAST_WAIT_S, WAIT_PER_STEP * usual_s), MOST_WAIT_S)
+
+    def ends(self, now_s: float) -> None:
+        """The call is over."""
+        self._ended_s = now_s
+
+
+def _job(vllm_config: Any, settings: TierSettings) -> HelperJob:
+    model = vllm_config.model_config
+    return HelperJob(
+        settings=settings,
+        model=tokenizer_folder(str(model.tokenizer or model.model), model.tokenizer_revision or model.revision),
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        max_chain=vllm_config.speculative_config.num_speculative_tokens,
+        metrics_socket=metrics_socket(vllm_config.instance_id, vllm_config.parallel_config.data_parallel_rank),
+    )
+
+
+def _helper(job: HelperJob) -> HelperProcess:
+    chosen = parse_cpus(f"{SECTION}.cpus", job.settings.cpus) if job.settings.cpus else None
+    text = job.to_json()
+    return HelperProcess(
+        lambda file: (sys.executable, "-m", HELPER_MODULE, "--job", text, "--fd", str(file)),
+        lambda: free_cpus(os.environ) if chosen is None else chosen,
+        # The longest session may lie unread twice, so that it can be opened.
+        max(UNREAD_BYTES, 4 * TOKEN_BYTES * job.max_model_len),
+    )
+
+
+def _is_first_rank(parallel_config: Any) -> bool:
+    """Whether vLLM takes the guesses of this rank: the first of those that hold the last layers."""
+    ranks = parallel_config.tensor_parallel_size * parallel_config.prefill_context_parallel_size
+    return bool(parallel_config.rank % ranks == 0)

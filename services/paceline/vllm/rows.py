@@ -1,0 +1,223 @@
+"""Which session each row of vLLM's batch is of, found by the tokens in it, and what is new in it.
+
+vLLM tells a proposer no names of requests, and its rows move, swap, vanish and come back. Nothing here knows vLLM
+itself, sockets or a clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.vllm.step_message import RowTokens
+
+# By so many last tokens a row's session of the last call is known again; all of them would be too dear at every call.
+TAIL_TOKENS = 64
+# A preempted row comes back within this time, or is opened anew.
+KEPT_S = 5.0
+KEPT_PER_ROW = 4
+# A few rows may stand alone for a call (a long prompt takes the whole step) while many others wait.
+LEAST_ROWS_KEPT_FOR = 16
+SWEEP_EVERY_S = 1.0
+UNLIMITED_TOKENS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a call of vLLM holds for the helper.
+
+    Attributes:
+        rows: Those that are of a session, in vLLM's order.
+        places: vLLM's row of each of them.
+        closed: Sessions that are over.
+    """
+
+    rows: Sequence[RowTokens]
+    places: Sequence[int]
+    closed: Sequence[int]
+
+
+class _Session:
+    """The tokens of one session, as the helper knows them."""
+
+    __slots__ = ("call", "handed", "handed_in_call", "length", "number", "seen_s", "tail", "tokens")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.tokens = np.empty(0, np.int32)
+        self.length = 0
+        self.tail = b""
+        self.call = 0
+        self.seen_s = 0.0
+        self.handed = 0
+        self.handed_in_call = 0
+
+    def ends_as(self, row: NDArray[np.int32]) -> bool:
+        """Whether the last tokens equal those of a row at the same place."""
+        return row[max(0, self.length - TAIL_TOKENS) : self.length].tobytes() == self.tail
+
+    def begins(self, row: NDArray[np.int32]) -> bool:
+        """Whether a row begins with all the tokens; dear, if there are many."""
+        return self.ends_as(row) and bool(np.array_equal(self.tokens[: self.length], row[: self.length]))
+
+    def extend(self, row: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+        """Takes in the tokens of a row up to a length; returns those that were new."""
+        added = row[self.length : length]
+        if not len(added):
+            return added
+        if length > len(self.tokens):
+            larger = np.empty(length + max(length // 2, TAIL_TOKENS), np.int32)
+            larger[: self.length] = self.tokens[: self.length]
+            self.tokens = larger
+        self.tokens[self.length : length] = added
+        self.length = length
+        self.tail = row[max(0, length - TAIL_TOKENS) : length].tobytes()
+        return added
+
+
+class RowSessions:
+    """Gives rows their sessions, call by call."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, _Session] = {}
+        self._of_rows: list[_Session | None] = []
+        self._call = 0
+        self._last_number = 0
+        self._swept_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def observe(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens: NDArray[np.integer],
+        token_ids: NDArray[np.int32],
+        now_s: float,
+        most_opened_tokens: int = UNLIMITED_TOKENS,
+    ) -> Observed:
+        """Takes in a call of vLLM.
+
+        Args:
+            sampled_token_ids: Per row the tokens that it has just committed; none while its prompt is being read.
+            num_tokens: `[at least rows]`; length of each row, sampled tokens included. While a prompt is being read
+                it is the whole prompt's (of a row that was preempted: prompt and output).
+            token_ids: `[at least rows, max_model_len]`; what lies behind a row's length is not looked at.
+            now_s: Monotonic seconds.
+            most_opened_tokens: Sessions are opened for at most so many tokens in all; further rows have none yet.
+        """
+        self._call += 1
+        lengths: list[int] = num_tokens[: len(sampled_token_ids)].tolist()
+        known = [length - len(sampled) for length, sampled in zip(lengths, sampled_token_ids, strict=True)]
+        found = self._from_last_call(known, token_ids)
+        self._search(found, known, lengths, token_ids, most_opened_tokens)
+        self._of_rows = found
+        rows, places = [], []
+        for place, session in enumerate(found):
+            if session is not None:
+                rows.append(self._row(session, token_ids[place], lengths[place], not sampled_token_ids[place], now_s))
+                places.append(place)
+        return Observed(rows, places, self._sweep(len(found), now_s))
+
+    def handed_out(self, rows: Sequence[RowTokens], num_guesses: Sequence[int]) -> None:
+        """Notes how many guesses vLLM was given for the rows of the last call: it verifies them in its next step."""
+        for row, count in zip(rows, num_guesses, strict=True):
+            if count:
+                session = self._sessions[row.session]
+                session.handed, session.handed_in_call = count, self._call
+
+    def forget(self) -> None:
+        """The helper is new and knows no session; all are opened again, under numbers of their own."""
+        self._sessions.clear()
+        self._of_rows = []
+
+    def _from_last_call(self, known: Sequence[int], token_ids: NDArray[np.int32]) -> list[_Session | None]:
+        """The session that each row had in the last call, where it still seems to be there."""
+        found: list[_Session | None] = [None] * len(known)
+        for place, session in enumerate(self._of_rows[: len(known)]):
+            if session is not None and session.length == known[place] and session.ends_as(token_ids[place]):
+                session.call = self._call
+                found[place] = session
+        return found
+
+    def _search(
+        self,
+        found: list[_Session | None],
+        known: Sequence[int],
+        lengths: Sequence[int],
+        token_ids: NDArray[np.int32],
+        most_tokens: int,
+    ) -> None:
+        """Finds sessions for the rows that have none, or opens them."""
+        missing = [place for place, session in enumerate(found) if session is None and known[place] > 0]
+        if not missing:
+            return
+        unseen = _Unseen([session for session in self._sessions.values() if session.call != self._call])
+        for place in missing:
+            session = unseen.take(token_ids[place], known[place])
+            if session is None:
+                most_tokens -= lengths[place]
+                session = self._opened() if most_tokens >= 0 else None
+            if session is not None:
+                session.call = self._call
+            found[place] = session
+
+    def _opened(self) -> _Session:
+        self._last_number += 1
+        session = _Session(self._last_number)
+        self._sessions[session.number] = session
+        return session
+
+    def _row(self, session: _Session, row: NDArray[np.int32], length: int, reads: bool, now_s: float) -> RowTokens:
+        base_len = session.length
+        added = session.extend(row, length)
+        session.seen_s = now_s
+        verified = session.handed if session.handed_in_call == self._call - 1 else 0
+        token_ids = array("q", added.astype(np.int64).tobytes())
+        return RowTokens(session.number, base_len, token_ids, reads, verified)
+
+    def _sweep(self, num_rows: int, now_s: float) -> list[int]:
+        """Closes sessions that no row has had for a while, and the oldest of too many."""
+        most = num_rows + KEPT_PER_ROW * max(num_rows, LEAST_ROWS_KEPT_FOR)
+        if len(self._sessions) <= most and now_s - self._swept_s < SWEEP_EVERY_S:
+            return []
+        self._swept_s = now_s
+        unseen = [session for session in self._sessions.values() if session.call != self._call]
+        unseen.sort(key=lambda session: session.seen_s)
+        too_many = len(self._sessions) - most
+        closed = [
+            session.number
+            for position, session in enumerate(unseen)
+            if position < too_many or now_s - session.seen_s > KEPT_S
+        ]
+        for number in closed:
+            del self._sessions[number]
+        return closed
+
+
+class _Unseen:
+    """The sessions that no row of a call has yet, to be found by content."""
+
+    def __init__(self, sessions: Sequence[_Session]) -> None:
+        # The longest first: most of the row is known to the helper then.
+        self._sessions = sorted(sessions, key=lambda session: -session.length)
+        self._lengths = np.array([session.length for session in self._sessions], np.int64)
+        self._lasts = np.array([session.tokens[session.length - 1] for session in self._sessions], np.int32)
+        self._free = np.ones(len(self._sessions), np.bool_)
+
+    def take(self, row: NDArray[np.int32], length: int) -> _Session | None:
+        """The longest one that the first tokens of a row equal.
+
+        A session that is shorter than the row counts too: near the largest length vLLM leaves calls out, for all rows.
+        """
+        fits = self._free & (self._lengths <= length)
+        fits &= row[np.minimum(self._lengths, length) - 1] == self._lasts
+        for index in np.flatnonzero(fits).tolist():
+            if self._sessions[index].begins(row):
+                self._free[index] = False
+                return self._sessions[index]
+        return None

@@ -1,0 +1,143 @@
+"""Our metrics in vLLM's own `/metrics`: a plug-in of its front-end process that reads them from the helper.
+
+vLLM loads it by the entry point `vllm.stat_logger_plugins`. The class has to be one of vLLM's, so it is made when it is
+asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from paceline.core.errors import ConfigError
+from paceline.vllm.places import metrics_sockets
+
+PREFIX = "paceline:"
+METHOD = "custom_class"
+PACKAGE = "paceline.vllm."
+DEADLINE_S = 0.2
+READ_BYTES = 1 << 16
+# Far more than a helper has to say.
+MOST_BYTES = 1 << 23
+# The label by which vLLM's own metrics tell its engines apart.
+ENGINE_LABEL = "engine"
+
+_log = logging.getLogger(__name__)
+
+
+class TierCollector(Collector):
+    """Reads the metrics of helpers at each scrape; a helper that is away gives none.
+
+    Args:
+        sockets: Where they are read now, by the engine's number.
+    """
+
+    def __init__(self, sockets: Callable[[], Mapping[str, Path]]) -> None:
+        self._sockets = sockets
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: what there will be is not known when vLLM starts."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Our families, with the engine's number as a label."""
+        families: dict[str, Metric] = {}
+        for engine, path in sorted(self._sockets().items()):
+            try:
+                found = list(text_string_to_metric_families(read_metrics(path)))
+            except (OSError, ValueError) as error:
+                _log.debug("no metrics from %s: %s", path, error)
+                continue
+            for family in found:
+                if family.name.startswith(PREFIX):
+                    _add(families.setdefault(family.name, _like(family)), family, engine)
+        yield from families.values()
+
+
+def read_metrics(path: Path) -> str:
+    """The text that a helper says of itself.
+
+    Raises:
+        OSError: It is away, or says too much, or not within 0.2 s.
+        UnicodeDecodeError: It is no text.
+    """
+    deadline_s = time.monotonic() + DEADLINE_S
+    content = bytearray()
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.settimeout(DEADLINE_S)
+        stream.connect(str(path))
+        while part := stream.recv(READ_BYTES):
+            content += part
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or len(content) > MOST_BYTES:
+                raise TimeoutError(f"{path} has no end")
+            stream.settimeout(left_s)
+    return content.decode()
+
+
+def uses_tier(vllm_config: Any) -> bool:
+    """Whether a vLLM was started with our proposer."""
+    speculation = vllm_config.speculative_config
+    return speculation is not None and speculation.method == METHOD and str(speculation.model).startswith(PACKAGE)
+
+
+def register(instance_id: str) -> None:
+    """Shows the metrics of an engine's helpers in this process, instead of those of an engine before it."""
+    collector = TierCollector(lambda: _sockets(instance_id))
+    if _registered:
+        REGISTRY.unregister(_registered.pop())
+    REGISTRY.register(collector)
+    _registered.append(collector)
+
+
+_registered: list[TierCollector] = []
+
+
+def _sockets(instance_id: str) -> Mapping[str, Path]:
+    try:
+        return metrics_sockets(instance_id)
+    except ConfigError as error:
+        _log.debug("no metrics: %s", error)
+        return {}
+
+
+def _like(family: Metric) -> Metric:
+    return Metric(family.name, family.documentation, family.type)
+
+
+def _add(to: Metric, family: Metric, engine: str) -> None:
+    for sample in family.samples:
+        to.samples.append(sample._replace(labels={**sample.labels, ENGINE_LABEL: engine}))
+
+
+def _stat_logger_class() -> type:
+    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+    class TierStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-ignore]
+        """Records nothing of vLLM's own; the tier's metrics are read when somebody asks."""
+
+        def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+            if uses_tier(vllm_config):
+                register(vllm_config.instance_id)
+
+        def record(self, *args: Any, **kwargs: Any) -> None:
+            """Nothing to note."""
+
+        def log_engine_initialized(self) -> None:
+            """Nothing to tell."""
+
+    return TierStatLogger
+
+
+def __getattr__(name: str) -> type:
+    if name == "TierStatLogger":
+        return _stat_logger_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,99 @@
+"""How long vLLM's steps take: from one time that it asks for guesses to the next, by rows and guesses.
+
+Nothing can be measured beforehand, so the first steps say how fast this vLLM is, and the shape of the table is a usual
+one until steps with guesses tell more. Steps that read prompts teach nothing: how many rows they had is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from paceline.core.draft_policy import DraftPolicy
+from paceline.core.step_time import DEFAULT_STEP_COST, StepCost, StepMode
+
+# Steps without guesses that say how fast this vLLM is, before anything is drafted; and those that are left out, since
+# the first ones of a process are slow.
+FIRST_STEPS, WARM_UP_STEPS = 8, 2
+# The usual shape is a guess, and what a guess costs besides its row is not known at all: so many plain steps at first.
+DOUBT, NODE_SHARE = 5.0, 0.02
+
+
+class StepClock:
+    """Tells a policy what steps take.
+
+    Args:
+        policy: Learns it.
+
+    Attributes:
+        plain: What it began with; None before it is known.
+    """
+
+    def __init__(self, policy: DraftPolicy) -> None:
+        self.plain: StepCost | None = None
+        self._policy = policy
+        self._first: list[tuple[int, float]] = []
+        self._began_s: float | None = None
+        self._mode = StepMode.PLAIN
+
+    @property
+    def knows(self) -> bool:
+        """Whether enough is known to decide anything."""
+        return self.plain is not None
+
+    def begin(self, mode: StepMode) -> None:
+        """A step begins, with drafters at work or without."""
+        self._mode = mode
+
+    def end(self, began_s: float, *, rows: int, guesses: int, counts: bool) -> float | None:
+        """A step is over.
+
+        Args:
+            began_s: When vLLM asked for guesses.
+            rows: That it computed.
+            guesses: How many of them were guesses.
+            counts: Whether it was one of decoding alone, right after the one before.
+
+        Returns:
+            What it took, if it counts.
+        """
+        last_s, self._began_s = self._began_s, began_s
+        if last_s is None or not counts or began_s <= last_s:
+            return None
+        seconds = began_s - last_s
+        if self.plain is not None:
+            self._policy.observe(rows=rows, guesses=guesses, mode=self._mode, seconds=seconds)
+        elif not guesses:
+            self._measure(rows, seconds)
+        return seconds
+
+    def _measure(self, rows: int, seconds: float) -> None:
+        self._first.append((rows, seconds))
+        if len(self._first) < WARM_UP_STEPS + FIRST_STEPS:
+            return
+        first = self._first[WARM_UP_STEPS:]
+        self._start_from(
+            DEFAULT_STEP_COST.scaled(median(taken / DEFAULT_STEP_COST.at(count) for count, taken in first))
+        )
+        # What plain steps take is known now; what steps with guesses take beyond that is laid on the guesses.
+        for count, taken in first:
+            self._policy.observe(rows=count, guesses=0, mode=StepMode.PLAIN, seconds=taken)
+
+    def _start_from(self, plain: StepCost) -> None:
+        self.plain = plain
+        cost = replace(plain, node_s=NODE_SHARE * plain.seconds[0])
+        self._policy.start_from(cost, cost, doubt=DOUBT)
+
+    def learned(self) -> dict[str, list[float]]:
+        """What `resume` takes; nothing before it is known."""
+        return {} if self.plain is None else {"rows": [*self.plain.rows], "seconds": [*self.plain.seconds]}
+
+    def resume(self, learned: Mapping[str, Sequence[Any]]) -> None:
+        """Begins with what a predecessor began with; what it learned beyond is the policy's.
+
+        Raises:
+            ConfigError, KeyError, ValueError: It is not that.
+        """
+        self._start_from(StepCost(rows=tuple(map(int, learned["rows"])), seconds=tuple(map(float, learned["seconds"]))))

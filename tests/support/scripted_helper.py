@@ -1,0 +1,116 @@
+"""A helper process that does one thing, good or bad: `python -m tests.support.scripted_helper --job JSON --fd 5`.
+
+What it does stands in the environment variable `SCRIPTED_HELPER`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from paceline.vllm.step_message import ChainsMessage, Frames, StepMessage, chains_bytes, step_from
+from tests.support.vllm_batch import HeldSessions
+
+VARIABLE = "SCRIPTED_HELPER"
+NUM_GUESSES = 9
+
+
+def _steps(stream: socket.socket) -> Iterator[StepMessage]:
+    frames = Frames()
+    while received := stream.recv(1 << 20):
+        yield from map(step_from, frames.feed(received))
+
+
+def _tells(stream: socket.socket, step: int, *chains: list[int]) -> None:
+    stream.sendall(chains_bytes(ChainsMessage(step, True, chains)))
+
+
+def answers(stream: socket.socket, delay_s: float = 0.0, first: int = 0) -> None:
+    """Guesses that each token is one more than the one before; ends at what does not fit what it holds."""
+    held = HeldSessions()
+    for step in _steps(stream):
+        held.take(step.rows, step.closed)
+        if not step.awaited:
+            _tells(stream, step.step)
+            continue
+        time.sleep(delay_s)
+        lasts = [held.tokens[row.session][-1] + first for row in step.rows]
+        _tells(stream, step.step, *([last + guess for guess in range(1, NUM_GUESSES + 1)] for last in lasts))
+
+
+def is_slow(stream: socket.socket) -> None:
+    """Answers, but later than anybody waits."""
+    answers(stream, delay_s=0.4)
+
+
+def leaves_the_vocabulary(stream: socket.socket) -> None:
+    """Answers with ids that no model has."""
+    answers(stream, first=1 << 40)
+
+
+def forgets_rows(stream: socket.socket) -> None:
+    """Answers with one chain too few."""
+    for step in _steps(stream):
+        _tells(stream, step.step, *([1] for _ in range(len(step.rows) + 1 if step.awaited else 0)))
+
+
+def is_silent(stream: socket.socket) -> None:
+    """Wants to be waited for, and then says nothing."""
+    for count, step in enumerate(_steps(stream)):
+        if not count:
+            _tells(stream, step.step)
+
+
+def reads_nothing(stream: socket.socket) -> None:
+    """Freezes before its first message."""
+    time.sleep(600)
+
+
+def sends_rubbish(stream: socket.socket) -> None:
+    """Sends bytes that are no message."""
+    next(_steps(stream))
+    stream.sendall(b"\xff" * 4096)
+    time.sleep(600)
+
+
+def floods(stream: socket.socket) -> None:
+    """Sends messages of no use, without an end."""
+    _tells(stream, 0)
+    while True:
+        stream.sendall(chains_bytes(ChainsMessage(-1, True)) * 4096)
+
+
+def dies(stream: socket.socket) -> None:
+    """Answers a few steps, then dies."""
+    for count, step in enumerate(_steps(stream)):
+        if count == 5:
+            sys.exit(3)
+        _tells(stream, step.step, *([1] for _ in step.rows if step.awaited))
+
+
+SCRIPTS: dict[str, Callable[[socket.socket], None]] = {
+    script.__name__: script
+    for script in (
+        answers, is_slow, leaves_the_vocabulary, forgets_rows, is_silent, reads_nothing, sends_rubbish, floods, dies,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    """Runs the script that the environment names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--fd", type=int, required=True)
+    stream = socket.socket(fileno=parser.parse_args().fd)
+    try:
+        SCRIPTS[os.environ[VARIABLE]](stream)
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Stories of the tier under vLLM, step by step: a vLLM that only takes time, and a drafter that is told the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
+from paceline.core.messages import CloseSession, OpenSession
+from paceline.core.pairing import KnownDrafter, Pairing
+from paceline.core.params import DRAFT_MODEL
+from paceline.core.target_events import DraftsArrived, LinkChanged
+from paceline.vllm.chain_scheduler import ChainScheduler
+from paceline.vllm.step_clock import FIRST_STEPS, WARM_UP_STEPS
+from paceline.vllm.step_message import RowTokens, StepMessage
+from tests.support.told_drafter import ToldDrafter
+
+TEXT = [position % 97 for position in range(9000)]
+MAX_LEN, MAX_CHAIN, VOCAB = 8000, 7, 100
+DRAFTER = "d:1"
+MEASURED = WARM_UP_STEPS + FIRST_STEPS
+
+
+class Vllm:
+    """Rows that follow the text; a step takes `plain_s` and `guess_s` a guess."""
+
+    def __init__(
+        self,
+        policy: DraftPolicy | None = None,
+        *,
+        drafter: ToldDrafter | None = None,
+        plain_s: float = 0.010,
+        guess_s: float = 0.0002,
+    ) -> None:
+        pairing = Pairing()
+        pairing.know([KnownDrafter(address=DRAFTER)])
+        self.tier = ChainScheduler(
+            name="v",
+            policy=FixedGamma(gamma=MAX_CHAIN) if policy is None else policy,
+            pairing=pairing,
+            methods=(DRAFT_MODEL,),
+            vocab_size=VOCAB,
+            max_model_len=MAX_LEN,
+            max_chain=MAX_CHAIN,
+        )
+        self.drafter = ToldDrafter(TEXT) if drafter is None else drafter
+        self.now_s = 0.0
+        self.lengths: dict[int, int] = {}
+        self.chains: dict[int, list[int]] = {}
+        self._plain_s, self._guess_s = plain_s, guess_s
+        self._known: dict[int, int] = {}
+        self._num_steps = 0
+
+    def reach_drafter(self, *, up: bool = True) -> None:
+        self.tier.change_link(LinkChanged(address=DRAFTER, up=up), self.now_s)
+        self.carry()
+
+    def carry(self) -> None:
+        """Takes messages to the drafter and back, in no time."""
+        to_drafters, broken = self.tier.take_outgoing()
+        assert not broken
+        for address, messages in to_drafters.items():
+            said = self.drafter.hear(messages)
+            if said:
+                self.tier.receive(DraftsArrived(address=address, messages=said, arrived_s=self.now_s))
+
+    def begin(self, session: int, prompt_len: int = 20) -> None:
+        self.lengths[session] = prompt_len
+
+    def step(self, *, reading: Sequence[int] = (), closed: Sequence[int] = ()) -> dict[int, list[int]]:
+        """One step: guesses that are in the text are accepted, one token follows; returns the new chains."""
+        self.now_s += self._plain_s + self._guess_s * sum(map(len, self.chains.values()))
+        for session in closed:
+            del self.lengths[session]
+        rows = [self._row(session, reads=session in reading) for session in self.lengths]
+        self._num_steps += 1
+        self.tier.commit(StepMessage(self._num_steps, self.now_s, True, rows, closed), self.now_s)
+        self.carry()
+        self.chains = dict(zip(self.lengths, self.tier.chains(), strict=True))
+        return self.chains
+
+    def _row(self, session: int, *, reads: bool) -> RowTokens:
+        chain, length = self.chains.get(session, []), self.lengths[session]
+        accepted = 0
+        while accepted < len(chain) and chain[accepted] == TEXT[length + accepted]:
+            accepted += 1
+        if not reads:
+            self.lengths[session] += accepted + 1
+        base_len = self._known.get(session, 0)
+        self._known[session] = self.lengths[session]
+        tokens = TEXT[base_len : self.lengths[session]]
+        return RowTokens(session, base_len, tokens, reads, len(chain))
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+
+
+@pytest.fixture
+def vllm() -> Vllm:
+    vllm = Vllm()
+    vllm.begin(1)
+    vllm.reach_drafter()
+    vllm.run(MEASURED + 1)
+    return vllm
+
+
+def test_the_first_steps_say_how_fast_it_is_and_verify_nothing() -> None:
+    vllm = Vllm()
+    vllm.begin(1)
+    vllm.reach_drafter()
+    for _ in range(MEASURED):
+        assert vllm.step() == {1: []}
+    # The first step came after nothing: one more says the time of the last.
+    assert vllm.step() != {1: []}
+
+
+def test_chains_follow_the_text_and_what_they_bring_is_counted(vllm: Vllm) -> None:
+    before = vllm.lengths[1]
+    vllm.tier.take_report()
+    chains = vllm.step()
+    assert vllm.lengths[1] - before == 5
+    assert chains[1] == TEXT[vllm.lengths[1] : vllm.lengths[1] + 4]
+    report = vllm.tier.take_report()
+    assert (report.gammas, report.accepted, report.num_misses) == ([4], [4], 1)
+    assert report.seconds == pytest.approx(0.010 + 4 * 0.0002)
+    assert report.num_rows == 5
+
+
+def test_a_wrong_drafter_costs_guesses_and_no_token() -> None:
+    wrong = ToldDrafter([98] * len(TEXT))
+    vllm = Vllm(drafter=wrong)
+    vllm.begin(1)
+    vllm.reach_drafter()
+    vllm.run(MEASURED + 5)
+    before = vllm.lengths[1]
+    vllm.tier.take_report()
+    vllm.step()
+    assert vllm.lengths[1] == before + 1
+    report = vllm.tier.take_report()
+    assert report.accepted == [0]
+    assert sum(report.verified_by.values()) == report.gammas[0] > 0
+
+
+def test_tokens_beyond_the_vocabulary_are_never_in_a_chain() -> None:
+    vllm = Vllm(drafter=ToldDrafter([VOCAB] * len(TEXT)))
+    vllm.begin(1)
+    vllm.reach_drafter()
+    vllm.run(MEASURED + 3)
+    assert vllm.chains == {1: []}
+    assert sum(vllm.tier.take_report().late_by.values()) > 0
+
+
+def test_of_a_tree_the_best_chain_is_verified(vllm: Vllm) -> None:
+    session = next(iter(vllm.drafter.sessions))
+    tree = vllm.tier._sessions[session].tree
+    best = next(iter(tree.root.children.values()))
+    tree.suggest(tree.root, 99, 0.2, "other")
+    chains = dict(zip(vllm.lengths, vllm.tier.chains(), strict=True))
+    assert chains[1][0] == best.token_id
+    assert 99 not in chains[1]
+
+
+def test_a_row_whose_prompt_is_read_is_drafted_for_and_verifies_nothing(vllm: Vllm) -> None:
+    vllm.begin(2)
+    chains = vllm.step(reading=[2])
+    assert chains[1]
+    assert chains[2] == []
+    assert len(vllm.drafter.sessions) == 2
+    assert vllm.step()[2]
+
+
+def test_a_session_that_is_over_is_closed_at_its_drafter(vllm: Vllm) -> None:
+    vllm.begin(2)
+    vllm.step()
+    vllm.step(closed=[1])
+    assert len(vllm.drafter.sessions) == vllm.tier.num_sessions == 1
+    assert any(isinstance(message, CloseSession) for message in vllm.drafter.heard)
+
+
+def test_a_drafter_that_is_lost_leaves_what_is_in_hand_and_then_nothing(vllm: Vllm) -> None:
+    vllm.reach_drafter(up=False)
+    vllm.run(2)
+    assert vllm.chains == {1: []}
+    assert not vllm.tier.drafts
+    vllm.reach_drafter()
+    vllm.run(1)
+    assert vllm.chains[1]
+
+
+def test_a_session_goes_to_another_drafter_when_its_own_is_gone() -> None:
+    vllm = Vllm()
+    vllm.begin(1)
+    vllm.reach_drafter()
+    vllm.run(MEASURED + 1)
+    vllm.tier._pairing.know([KnownDrafter(address=DRAFTER, down_s=10.0), KnownDrafter(address="d:2")])
+    vllm.tier.change_link(LinkChanged(address="d:2", up=True), vllm.now_s)
+    assert vllm.tier.pair_anew(vllm.now_s) == 1
+    vllm.carry()
+    opened = [message for message in vllm.drafter.heard if isinstance(message, OpenSession)]
+    assert len(opened[-1].token_ids) == vllm.lengths[1] > len(opened[0].token_ids)
+    assert vllm.step()[1]
+
+
+def test_a_chain_ends_before_the_longest_text(vllm: Vllm) -> None:
+    vllm.begin(2, prompt_len=MAX_LEN - 5)
+    chain = vllm.step()[2]
+    assert (vllm.lengths[2], len(chain)) == (MAX_LEN - 4, 3)
+
+
+def test_a_session_opened_anew_forgets_what_was_told_of_it(vllm: Vllm) -> None:
+    vllm.tier.commit(StepMessage(99, vllm.now_s, True, [RowTokens(1, 0, TEXT[:50])]), vllm.now_s)
+    vllm.carry()
+    assert list(vllm.drafter.sessions.values()) == [50]
+
+
+@pytest.mark.parametrize("row", [RowTokens(7, 10, TEXT[10:11]), RowTokens(1, 3, TEXT[3:4])])
+def test_what_does_not_follow_is_refused(vllm: Vllm, row: RowTokens) -> None:
+    with pytest.raises((KeyError, ValueError), match=str(row.session)):
+        vllm.tier.commit(StepMessage(99, vllm.now_s, True, [row]), vllm.now_s)
+
+
+def test_the_controller_drafts_where_that_pays_and_not_where_it_does_not() -> None:
+    for guess_s, pays in ((0.0002, True), (0.02, False)):
+        vllm = Vllm(Goodput(max_nodes=MAX_CHAIN), guess_s=guess_s)
+        vllm.begin(1)
+        vllm.reach_drafter()
+        vllm.run(300)
+        start_s, start_len = vllm.now_s, vllm.lengths[1]
+        vllm.run(40)
+        speed = (vllm.lengths[1] - start_len) / (vllm.now_s - start_s) * 0.010
+        assert speed > 2.0 if pays else speed > 0.97
+
+
+def test_a_successor_begins_where_its_predecessor_ended() -> None:
+    vllm = Vllm(Goodput(max_nodes=MAX_CHAIN))
+    vllm.begin(1)
+    vllm.reach_drafter()
+    vllm.run(100)
+    learned = vllm.tier.learned()
+    successor = Vllm(Goodput(max_nodes=MAX_CHAIN))
+    successor.tier.resume(learned)
+    assert successor.tier.learned()["policy"] == learned["policy"]
+    successor.begin(1)
+    successor.reach_drafter()
+    successor.run(8)
+    assert successor.chains[1]
+
+
+def test_who_knows_nothing_leaves_nothing_behind() -> None:
+    fresh = Vllm()
+    assert fresh.tier.learned() == {}
+    fresh.tier.resume({})

@@ -1,0 +1,111 @@
+"""The proposer's end of a socket to a helper that reads late, little or nothing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.vllm import helper_socket
+from paceline.vllm.helper_socket import HelperLostError, HelperSocket
+from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, chains_bytes
+
+LARGE = bytes(range(256)) * 8192
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 50.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def peer(clock: Clock) -> Iterator[tuple[HelperSocket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    stream = HelperSocket(ours, most_unread_bytes=4 * len(LARGE), most_answer_bytes=4096, clock=clock)
+    with theirs:
+        yield stream, theirs
+    stream.close()
+
+
+def test_what_does_not_fit_is_sent_on_later_and_in_order(peer: tuple[HelperSocket, socket.socket]) -> None:
+    stream, theirs = peer
+    stream.send(LARGE)
+    assert stream.unsent_bytes > 0
+    stream.send(b"and more")
+    got = bytearray()
+    while len(got) < len(LARGE) + 8:
+        got += theirs.recv(1 << 20)
+        stream.flush()
+    assert bytes(got) == LARGE + b"and more"
+    assert stream.unsent_bytes == 0
+
+
+def test_a_helper_that_leaves_too_much_unread_is_lost(peer: tuple[HelperSocket, socket.socket]) -> None:
+    stream, _ = peer
+    for _ in range(4):
+        stream.send(LARGE)
+    with pytest.raises(HelperLostError, match="bytes unread"):
+        stream.send(LARGE)
+
+
+def test_a_helper_that_reads_nothing_for_ten_seconds_is_lost(
+    peer: tuple[HelperSocket, socket.socket], clock: Clock
+) -> None:
+    stream, theirs = peer
+    stream.send(LARGE)
+    clock.now_s += 9
+    theirs.recv(1 << 20)
+    stream.send(b"more")
+    clock.now_s += 9
+    stream.send(b"more")
+    clock.now_s += 2
+    with pytest.raises(HelperLostError, match="read nothing for 10 s"):
+        stream.send(b"more")
+
+
+def test_messages_are_given_out_however_they_are_cut(peer: tuple[HelperSocket, socket.socket]) -> None:
+    stream, theirs = peer
+    content = chains_bytes(ChainsMessage(3, True, [[1, 2], []])) + chains_bytes(ChainsMessage(4, False))
+    got = []
+    for at in range(0, len(content), 7):
+        theirs.sendall(content[at : at + 7])
+        got += [
+            (message.step, message.awaits, [list(chain) for chain in message.chains]) for message in stream.received()
+        ]
+    assert got == [(3, True, [[1, 2], []]), (4, False, [])]
+
+
+def test_a_message_longer_than_any_answer_is_none(peer: tuple[HelperSocket, socket.socket]) -> None:
+    stream, theirs = peer
+    theirs.sendall(chains_bytes(ChainsMessage(1, True, [[0] * 4096])))
+    with pytest.raises(BrokenMessageError):
+        list(stream.received())
+
+
+def test_a_closed_end_is_a_lost_helper(peer: tuple[HelperSocket, socket.socket]) -> None:
+    stream, theirs = peer
+    assert list(stream.received()) == []
+    theirs.close()
+    with pytest.raises(HelperLostError, match="closed"):
+        list(stream.received())
+
+
+@pytest.mark.parametrize("most_files", [0, 1024])
+def test_a_wait_ends_with_what_comes_or_at_its_deadline(
+    peer: tuple[HelperSocket, socket.socket], clock: Clock, monkeypatch: pytest.MonkeyPatch, most_files: int
+) -> None:
+    monkeypatch.setattr(helper_socket, "MOST_SELECT_FILES", most_files)
+    stream, theirs = peer
+    assert not stream.wait(clock.now_s)
+    assert not stream.wait(clock.now_s + 0.0005)
+    theirs.sendall(b"x")
+    assert stream.wait(clock.now_s + 60)

@@ -1,0 +1,221 @@
+"""vLLM's proposer beside helper processes that work, and beside those that do everything wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.vllm import Proposer, proposer
+from paceline.vllm.helper_process import MOST_MISSES
+from paceline.vllm.proposer import MOST_WAIT_S
+from tests.support.scripted_helper import VARIABLE
+from tests.support.vllm_batch import VllmBatch, vllm_config
+
+ROOT = Path(__file__).resolve().parents[3]
+PATIENCE_S = 60.0
+# A busy machine may take us off the CPU for so long; what blocks is far longer.
+SLACK_S = 5.0
+
+
+class Engine:
+    """A batch, and a proposer that is asked after each step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.batch = VllmBatch(max_model_len=60_000)
+        self.proposer = Proposer(vllm_config(str(folder), vocab_size=100_000, max_model_len=60_000))
+        self.proposer.load_model("target")
+
+    @property
+    def helper(self) -> proposer.HelperProcess:
+        assert self.proposer._helper is not None
+        return self.proposer._helper
+
+    @property
+    def pid(self) -> int:
+        assert self.helper._life is not None
+        return self.helper._life.process.pid
+
+    def step(self) -> list[list[int]]:
+        sampled = self.batch.step(lambda name: [self.batch.texts[name][-1] + 1])
+        began_s = time.monotonic()
+        guesses = self.proposer.propose(sampled, self.batch.lengths, self.batch.token_ids, slot_mappings=None)
+        assert time.monotonic() - began_s < MOST_WAIT_S + SLACK_S
+        assert len(guesses) == len(self.batch.rows)
+        return guesses
+
+    def until(self, done: Callable[[list[list[int]]], object], pause_s: float = 0.002) -> list[list[int]]:
+        """Steps until the guesses, or anything else, are as wanted."""
+        end_s = time.monotonic() + PATIENCE_S
+        while not done(guesses := self.step()):
+            assert time.monotonic() < end_s
+            time.sleep(pause_s)
+        return guesses
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(proposer, "HELPER_MODULE", "tests.support.scripted_helper")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "services"), str(ROOT)]))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0+cpu"))
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
+    started: list[Engine] = []
+
+    def start_engine(script: str) -> Engine:
+        monkeypatch.setenv(VARIABLE, script)
+        started.append(Engine(tmp_path))
+        started[-1].batch.admit("a", [10, 11, 12])
+        return started[-1]
+
+    yield start_engine
+    for engine in started:
+        engine.proposer.close()
+
+
+def test_guesses_go_to_the_rows_they_are_for_and_are_no_longer_than_vllm_takes(start: Callable[[str], Engine]) -> None:
+    engine = start("answers")
+    engine.batch.admit("b", [500], reading=10**9)
+    engine.batch.admit("c", [900])
+    first, second, third = engine.until(any)
+    last, other = engine.batch.texts["a"][-1], engine.batch.texts["c"][-1]
+    assert first == [last + 1, last + 2, last + 3, last + 4]
+    assert second == []
+    assert third == [other + 1, other + 2, other + 3, other + 4]
+
+
+def test_near_the_largest_length_chains_are_cut(start: Callable[[str], Engine]) -> None:
+    engine = start("answers")
+    engine.until(any)
+    engine.batch.admit("b", [])
+    guesses: list[list[int]] = [[], []]
+    while not guesses[1]:
+        engine.batch.texts["b"] = list(range(59_996))
+        guesses = engine.step()
+    assert guesses[1] == [59_997, 59_998]
+
+
+def test_drafters_rest_until_the_helper_says_otherwise(start: Callable[[str], Engine]) -> None:
+    engine = start("reads_nothing")
+    engine.until(lambda _: engine.helper.connected)
+    assert not engine.helper.awaits
+    assert engine.step() == [[]]
+
+
+def test_after_the_death_of_a_helper_another_one_is_told_everything_again(start: Callable[[str], Engine]) -> None:
+    engine = start("answers")
+    engine.until(any)
+    os.kill(killed := engine.pid, signal.SIGKILL)
+    guesses = engine.until(lambda guesses: any(guesses) and engine.helper.connected and engine.pid != killed)
+    assert guesses[0][0] == engine.batch.texts["a"][-1] + 1
+
+
+@pytest.mark.parametrize(
+    "script", ["is_silent", "is_slow", "leaves_the_vocabulary", "forgets_rows", "sends_rubbish", "dies"]
+)
+def test_a_helper_that_goes_wrong_is_replaced_and_gives_nothing(start: Callable[[str], Engine], script: str) -> None:
+    engine = start(script)
+    engine.until(lambda _: engine.helper.connected)
+    pid = engine.pid
+    guesses = engine.until(lambda _: engine.helper.connected and engine.pid != pid)
+    assert guesses == [[]]
+
+
+def test_a_helper_that_floods_costs_no_more_than_one_that_is_silent(start: Callable[[str], Engine]) -> None:
+    engine = start("floods")
+    engine.until(lambda _: engine.helper.awaits)
+    pid = engine.pid
+    for _ in range(MOST_MISSES):
+        assert engine.step() == [[]]
+    assert not engine.helper.connected
+    engine.until(lambda _: engine.helper.connected and engine.pid != pid)
+
+
+def test_a_helper_that_was_stopped_in_mid_run_gives_nothing_until_it_is_replaced(
+    start: Callable[[str], Engine],
+) -> None:
+    engine = start("answers")
+    engine.until(any)
+    os.kill(stopped := engine.pid, signal.SIGSTOP)
+    for _ in range(MOST_MISSES):
+        engine.step()
+    assert not engine.helper.connected
+    engine.until(lambda guesses: any(guesses) and engine.pid != stopped)
+
+
+def test_what_vllm_hands_over_wrongly_is_counted_and_told_once(
+    start: Callable[[str], Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start("answers")
+    engine.until(any)
+    for _ in range(2):
+        assert engine.proposer.propose([[1]], None, None) == [[]]  # type: ignore[arg-type]
+        engine.until(any)
+    assert engine.proposer.failures == {"TypeError": 2}
+    assert sum("without guesses" in record.message for record in caplog.records) == 1
+
+
+def test_other_ranks_have_no_helper_and_no_guesses(tmp_path: Path) -> None:
+    other = Proposer(vllm_config(str(tmp_path), rank=1, tensor_parallel_size=2))
+    other.load_model()
+    batch = VllmBatch()
+    batch.admit("a", [1, 2])
+    assert other.propose(batch.step(), batch.lengths, batch.token_ids) == [[]]
+    assert other._helper is None
+    other.close()
+
+
+def test_the_first_rank_of_the_last_stage_has_the_helper(tmp_path: Path) -> None:
+    assert Proposer(vllm_config(str(tmp_path), rank=2, tensor_parallel_size=2))._helper is not None
+
+
+def test_a_helper_ends_with_its_proposer(start: Callable[[str], Engine]) -> None:
+    engine = start("answers")
+    engine.until(lambda _: engine.helper.connected)
+    assert engine.helper._life is not None
+    process = engine.helper._life.process
+    engine.proposer.close()
+    assert process.returncode is not None
+    assert engine.step() == [[]]
+
+
+def test_a_version_that_was_not_tested_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.99.1"))
+    config = vllm_config(str(tmp_path))
+    with pytest.raises(ConfigError, match=r'vLLM 0\.99\.1 .* tested: 0\.32\.0; .*"untested": true'):
+        Proposer(config)
+    config.additional_config["paceline"]["untested"] = True
+    Proposer(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (None, "--additional-config must hold a section paceline"),
+        ({}, "needs drafters"),
+        ({"drafters": ["nowhere"]}, "host:port"),
+        ({"drafters": ["h:1"], "drafter": "h:1"}, "is no setting"),
+        ({"drafters": ["h:1"], "cpus": "1-"}, r"paceline\.cpus must be a list of CPUs"),
+    ],
+)
+def test_a_wrong_setting_ends_the_start_with_its_message(tmp_path: Path, section: object, said: str) -> None:
+    config = vllm_config(str(tmp_path))
+    config.additional_config = {"paceline": section}
+    with pytest.raises(ConfigError, match=said):
+        Proposer(config)
+
+
+def test_a_tokenizer_that_is_nowhere_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="neither a folder nor in the local cache"):
+        Proposer(vllm_config("nobody/nothing"))
