@@ -33,7 +33,10 @@ def main() -> None:
     path = [str(ROOT / "services"), str(ROOT), str(write_metadata(METADATA))]
     env = child_environ(os.environ) | {"PYTHONPATH": os.pathsep.join(path)}
     ended = subprocess.run(
-        [python, "-m", "pytest", "tests/vllm", "-m", "vllm", *sys.argv[1:]], cwd=ROOT, env=env, check=False
+        [python, "-m", "pytest", "-o", "testpaths=tests/vllm", "-m", "vllm", *sys.argv[1:]],
+        cwd=ROOT,
+        env=env,
+        check=False,
     )
     raise SystemExit(ended.returncode)
 

@@ -148,7 +148,8 @@ class Vllm:
 
     def __init__(self, target: Path, folder: Path, drafter: str | None = None, proposer: str = PROPOSER) -> None:
         self.port = free_port(HOST)
-        argv = [sys.executable, str(Path(sys.executable).with_name("vllm")), "serve", str(target)]
+        # As `vllm serve` starts it, whose command line does not know its own version in the CPU build.
+        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
         argv += ["--host", HOST, "--port", str(self.port), "--served-model-name", "target", "--dtype", "float32"]
         argv += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--block-size", "32"]
         argv += ["--enforce-eager"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.vllm.client import ACCEPTED, metrics, texts_of
@@ -15,9 +17,9 @@ LEAST_ACCEPTED = NUM_TOKENS / 4
 
 
 @pytest.fixture(scope="module")
-async def expected(plain, prompts) -> list[list[int]]:
+def expected(plain, prompts) -> list[list[int]]:
     """What vLLM says without us."""
-    return await texts_of(plain.url, prompts, NUM_TOKENS, AT_ONCE)
+    return asyncio.run(texts_of(plain.url, prompts, NUM_TOKENS, AT_ONCE))
 
 
 def num_different(texts: list[list[int]], expected: list[list[int]]) -> int:

@@ -25,8 +25,8 @@ HELPER_S = 60.0
 
 
 @pytest.fixture(scope="module")
-async def expected(plain, prompts) -> list[list[int]]:
-    return await texts_of(plain.url, prompts[:STREAMS], NUM_TOKENS, STREAMS)
+def expected(plain, prompts) -> list[list[int]]:
+    return asyncio.run(texts_of(plain.url, prompts[:STREAMS], NUM_TOKENS, STREAMS))
 
 
 @pytest.fixture(scope="module")
