@@ -7,7 +7,6 @@ whether vLLM can be had here.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -32,13 +31,9 @@ def main() -> None:
         return
     path = [str(ROOT / "services"), str(ROOT), str(write_metadata(METADATA))]
     env = child_environ(os.environ) | {"PYTHONPATH": os.pathsep.join(path)}
-    ended = subprocess.run(
-        [python, "-m", "pytest", "-o", "testpaths=tests/vllm", "-m", "vllm", *sys.argv[1:]],
-        cwd=ROOT,
-        env=env,
-        check=False,
-    )
-    raise SystemExit(ended.returncode)
+    os.chdir(ROOT)
+    pytest = [str(python), "-m", "pytest", "-o", "testpaths=tests/vllm", "-m", "vllm", *sys.argv[1:]]
+    os.execve(pytest[0], pytest, env)
 
 
 def _say(line: str) -> None:

@@ -1,11 +1,12 @@
-"""One `vllm serve` after another for all tests of this folder: plain, with the tier, with a helper that always drafts.
+"""A `vllm serve` of each kind for all tests of this folder: plain, with the tier, with a helper that always drafts.
 
-Each is of a module, and what plain vLLM says is kept: the order of the modules' names is that of their cost.
+They run side by side on one core, of which those that nobody asks take nothing.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,12 @@ from tokenizers import Tokenizer
 from paceline.cluster.checkpoints import widened_demo_target
 from paceline.training.corpus import unseen_prompts
 from tests.vllm.servers import STEADY_PROPOSER, Drafter, Vllm, vllm
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ends_with_us() -> None:
+    """A signal to end reaches the fixtures: a vLLM that nobody stops would live on."""
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("asked to end"))
 
 
 @pytest.fixture(scope="session")
