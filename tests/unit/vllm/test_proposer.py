@@ -14,7 +14,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.vllm import Proposer, proposer
-from paceline.vllm.helper_process import MOST_MISSES
+from paceline.vllm.helper_process import MOST_MISSES, HelperProcess
 from paceline.vllm.proposer import MOST_WAIT_S
 from tests.support.scripted_helper import VARIABLE
 from tests.support.vllm_batch import VllmBatch, vllm_config
@@ -34,7 +34,7 @@ class Engine:
         self.proposer.load_model("target")
 
     @property
-    def helper(self) -> proposer.HelperProcess:
+    def helper(self) -> HelperProcess:
         assert self.proposer._helper is not None
         return self.proposer._helper
 

@@ -151,7 +151,7 @@ def test_a_session_that_no_row_has_for_five_seconds_closes_and_its_row_is_opened
 
 def test_of_too_many_sessions_without_a_row_the_oldest_close_at_once() -> None:
     story = Story()
-    closed = []
+    closed: list[int] = []
     for number in range(70):
         story.batch.admit("a", [number, number])
         closed += story.step().closed
