@@ -101,9 +101,18 @@ def dies(stream: socket.socket) -> None:
 SCRIPTS: dict[str, Callable[[socket.socket], None]] = {
     script.__name__: script
     for script in (
-        answers, rests, is_slow, leaves_the_vocabulary, forgets_rows, is_silent, reads_nothing, sends_rubbish, floods, dies,
+        answers,
+        rests,
+        is_slow,
+        leaves_the_vocabulary,
+        forgets_rows,
+        is_silent,
+        reads_nothing,
+        sends_rubbish,
+        floods,
+        dies,
     )
-}  # fmt: skip
+}
 
 
 def main() -> None:

@@ -200,7 +200,10 @@ class HelperProcess:
         with theirs:
             try:
                 process = subprocess.Popen(
-                    self._command(theirs.fileno()), stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
+                    self._command(theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    process_group=0,
                 )
             except OSError:
                 ours.close()

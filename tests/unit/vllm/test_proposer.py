@@ -105,8 +105,9 @@ def test_near_the_largest_length_chains_are_cut(start: Callable[[str], Engine]) 
     assert guesses[1] == [59_997, 59_998]
 
 
-def test_drafters_rest_until_the_helper_says_otherwise(start: Callable[[str], Engine]) -> None:
-    engine = start("reads_nothing")
+@pytest.mark.parametrize("script", ["rests", "reads_nothing"])
+def test_nobody_waits_until_the_helper_says_so(start: Callable[[str], Engine], script: str) -> None:
+    engine = start(script)
     engine.until(lambda _: engine.helper.connected)
     assert not engine.helper.awaits
     assert engine.step() == [[]]
@@ -213,9 +214,3 @@ def test_a_wrong_setting_ends_the_start_with_its_message(tmp_path: Path, section
     config.additional_config = {"paceline": section}
     with pytest.raises(ConfigError, match=said):
         Proposer(config)
-
-
-def test_a_tokenizer_that_is_nowhere_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match="neither a folder nor in the local cache"):
-        Proposer(vllm_config("nobody/nothing"))
