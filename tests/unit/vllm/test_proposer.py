@@ -28,9 +28,11 @@ SLACK_S = 5.0
 class Engine:
     """A batch, and a proposer that is asked after each step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: str) -> None:
         self.batch = VllmBatch(max_model_len=60_000)
-        self.proposer = Proposer(vllm_config(str(folder), vocab_size=100_000, max_model_len=60_000))
+        config = vllm_config(str(folder), vocab_size=100_000, max_model_len=60_000)
+        config.additional_config["paceline"].update(settings)
+        self.proposer = Proposer(config)
         self.proposer.load_model("target")
 
     @property
@@ -69,12 +71,12 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
 
-    def start_engine(script: str) -> Engine:
+    def start_engine(script: str, **settings: str) -> Engine:
         monkeypatch.setenv(VARIABLE, script)
-        started.append(Engine(tmp_path))
+        started.append(Engine(tmp_path, **settings))
         started[-1].batch.admit("a", [10, 11, 12])
         return started[-1]
 
@@ -164,6 +166,20 @@ def test_what_vllm_hands_over_wrongly_is_counted_and_told_once(
         engine.until(any)
     assert engine.proposer.failures == {"TypeError": 2}
     assert sum("without guesses" in record.message for record in caplog.records) == 1
+
+
+def test_the_helper_runs_on_the_cpus_that_were_chosen_for_it(start: Callable[..., Engine]) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    engine = start("answers", cpus=str(cpu))
+    engine.until(any)
+    assert os.sched_getaffinity(engine.pid) == {cpu}
+
+
+def test_cpus_that_do_not_exist_are_told_of_and_the_helper_works(
+    start: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    start("answers", cpus="8191").until(any)
+    assert "cannot be chosen" in caplog.text
 
 
 def test_other_ranks_have_no_helper_and_no_guesses(tmp_path: Path) -> None:
