@@ -42,6 +42,12 @@ def answers(stream: socket.socket, delay_s: float = 0.0, first: int = 0) -> None
         _tells(stream, step.step, *([last + guess for guess in range(1, NUM_GUESSES + 1)] for last in lasts))
 
 
+def rests(stream: socket.socket) -> None:
+    """Reads all, and says nothing: drafters are at rest."""
+    for _ in _steps(stream):
+        pass
+
+
 def is_slow(stream: socket.socket) -> None:
     """Answers, but later than anybody waits."""
     answers(stream, delay_s=0.4)
@@ -95,9 +101,18 @@ def dies(stream: socket.socket) -> None:
 SCRIPTS: dict[str, Callable[[socket.socket], None]] = {
     script.__name__: script
     for script in (
-        answers, is_slow, leaves_the_vocabulary, forgets_rows, is_silent, reads_nothing, sends_rubbish, floods, dies,
+        answers,
+        rests,
+        is_slow,
+        leaves_the_vocabulary,
+        forgets_rows,
+        is_silent,
+        reads_nothing,
+        sends_rubbish,
+        floods,
+        dies,
     )
-}  # fmt: skip
+}
 
 
 def main() -> None:

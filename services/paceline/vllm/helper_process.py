@@ -5,7 +5,6 @@ Its start and its end are a thread's of their own: a step of vLLM never waits fo
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -200,15 +199,19 @@ class HelperProcess:
         with theirs:
             try:
                 process = subprocess.Popen(
-                    self._command(theirs.fileno()), stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
+                    self._command(theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    process_group=0,
                 )
             except OSError:
                 ours.close()
                 raise
-        # It runs on, only slower, where CPUs cannot be chosen.
-        with contextlib.suppress(OSError):
+        try:
             if cpus := self._cpus():
                 os.sched_setaffinity(process.pid, cpus)
+        except OSError as error:
+            _log.warning("the CPUs of the helper process cannot be chosen, it runs on all: %s", error)
         return _Life(process, HelperSocket(ours, self._most_unread_bytes, self._most_answer_bytes))
 
 
