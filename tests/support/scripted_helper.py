@@ -1,4 +1,4 @@
-"""A helper process that does one thing, good or bad: `python -m tests.support.scripted_helper --job JSON --fd 5`.
+"""A helper process that does one thing, good or bad: `python -m tests.support.scripted_helper --fd 5`.
 
 What it does stands in the environment variable `SCRIPTED_HELPER`.
 """
@@ -118,7 +118,6 @@ SCRIPTS: dict[str, Callable[[socket.socket], None]] = {
 def main() -> None:
     """Runs the script that the environment names."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--job", required=True)
     parser.add_argument("--fd", type=int, required=True)
     stream = socket.socket(fileno=parser.parse_args().fd)
     try:
