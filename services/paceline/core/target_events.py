@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, ToVerifier
+
+# What a verifier has learned, as JSON holds it: "policy" and "calibrations".
+Learned = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

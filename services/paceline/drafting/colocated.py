@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from paceline.core.draft_scheduler import VerifierSaid
 from paceline.core.step_time import StepCost, StepMode
-from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
+from paceline.core.target_events import DraftsArrived, Learned, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.target import Learned, TargetEngine
+from paceline.engine.target import TargetEngine
 
 # What stands for the drafter's address; no drafter of the tier can have it.
 LOCAL = "in this verifier"

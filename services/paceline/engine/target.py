@@ -7,8 +7,7 @@ knows sessions and messages as plain values, never a socket; time comes from the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
     HeardOf,
+    Learned,
     LinkChanged,
     Outcome,
     Paired,
@@ -54,9 +54,6 @@ MAX_SOURCES = 256
 STATE_WIRE_BYTES = 2
 # What calibrations of drafters are kept as, whatever their addresses were.
 TIER = "tier"
-
-# What a verifier has learned, as JSON holds it: "policy" and "calibrations".
-Learned = Mapping[str, Any]
 
 
 class TargetEngine:

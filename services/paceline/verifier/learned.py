@@ -15,17 +15,29 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline import __version__
 from paceline.core.messages import ModelIdentity
-from paceline.engine.target import Learned, TargetEngine
+from paceline.core.target_events import Learned
 from paceline.verifier.config import NOWHERE, VerifierConfig
 
 logger = logging.getLogger(__name__)
 
 # Pause between two writes.
 SAVE_S = 60.0
+
+
+class Learner(Protocol):
+    """An engine that learns."""
+
+    def learned(self) -> Learned:
+        """What a successor may begin with."""
+        ...
+
+    def resume(self, learned: Learned) -> None:
+        """Begins with it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,7 @@ class LearnedFile:
 
     path: Path | None
 
-    def give_to(self, engine: TargetEngine) -> None:
+    def give_to(self, engine: Learner) -> None:
         """Has an engine begin with what is kept, if there is something it can use."""
         if self.path is None or not self.path.exists():
             return

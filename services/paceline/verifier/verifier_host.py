@@ -21,6 +21,7 @@ from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
     HeardOf,
+    Learned,
     LinkChanged,
     Paired,
     Submit,
@@ -29,7 +30,6 @@ from paceline.core.target_events import (
 )
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread, Stepper
-from paceline.engine.target import Learned
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer
 from paceline.store.base import Store
