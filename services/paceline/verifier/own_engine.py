@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
-from paceline.core.messages import GenerateRequest, ModelIdentity
+from paceline.core.messages import ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
-from paceline.core.params import EAGLE3, SamplingParams, SpeculationParams
+from paceline.core.params import EAGLE3, SpeculationParams
 from paceline.core.step_time import StepMode
-from paceline.core.target_events import Submit, TargetLimits
+from paceline.core.target_events import TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.checkpoint import warm_up as warm_up_draft
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
@@ -33,6 +33,7 @@ from paceline.verifier.learned import learned_file
 from paceline.verifier.make_sources import make_sources
 from paceline.verifier.ranks import Join, other_ranks
 from paceline.verifier.served import ServedEngine
+from paceline.verifier.warm_up import GREEDY, SAMPLED, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def make_target_engine(
         use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
     )
     decoder.prepare(config.max_num_batched_tokens)
-    warm_up(engine)
+    warm_up(engine, (GREEDY, SAMPLED), SpeculationParams(enabled=False))
     drafting = engine.profile(StepMode.DRAFTING)
     if config.spare_cpus and not until_quiet(parse_cpus(config.spare_cpus), most_s=QUIET_MOST_S):
         logger.warning("the spare CPUs are busy; plain steps may be taken for slower than they are")
@@ -176,22 +177,3 @@ def _check_stall(config: VerifierConfig, step_s: float) -> None:
             f"--engine-stall-s: must be at least {least_s:.0f} s, {LEAST_STEPS} steps of --max-num-batched-tokens "
             f"{config.max_num_batched_tokens}, got {config.engine_stall_s:g} s"
         )
-
-
-def warm_up(engine: TargetEngine) -> None:
-    """Runs a greedy and a sampled session of a few tokens."""
-    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
-    sampled = SamplingParams(
-        max_tokens=8, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, frequency_penalty=0.1, ignore_eos=True
-    )
-    for index, sampling in enumerate((greedy, sampled)):
-        request = GenerateRequest(
-            session_id=f"warm-up-{index}",
-            epoch=0,
-            prompt_token_ids=(0,),
-            sampling=sampling,
-            speculation=SpeculationParams(enabled=False),
-        )
-        engine.handle(Submit(request=request, serial=index))
-    while engine.has_work():
-        engine.step()

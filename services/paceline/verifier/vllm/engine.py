@@ -140,6 +140,8 @@ class VllmEngine:
         self._suspects: deque[_Session] = deque()
         self._outcomes: list[Outcome] = []
         self._kv_usage = 0.0
+        # Whether sessions have gone since the last report.
+        self._some_left = False
 
     def learned(self) -> Learned:
         """Nothing: what is learned of steps and drafts is kept beside vLLM's worker."""
@@ -166,11 +168,11 @@ class VllmEngine:
 
     def has_work(self) -> bool:
         """True when a step would do something."""
-        return bool(self._running or self._suspects or self._outcomes)
+        return bool(self._running or self._suspects or self._outcomes or self._some_left)
 
     def patience_s(self) -> float:
         """Seconds until a suspect is computed at the latest, if there is nothing else to do."""
-        if self._running or self._outcomes or not self._suspects:
+        if self._running or self._outcomes or self._some_left or not self._suspects:
             return 0.0
         return self._heard_in_s(self._suspects[0])
 
@@ -247,6 +249,7 @@ class VllmEngine:
     def _cancel(self, serial: int) -> None:
         if self._running.pop(serial, None) is not None:
             self._core.abort_request([str(serial)])
+            self._some_left = True
         self._suspects = deque(each for each in self._suspects if each.submit.serial != serial)
 
     def _take(self, output: Any, batch_size: int, report: StepReport) -> None:
@@ -277,7 +280,8 @@ class VllmEngine:
 
     def _output(self, report: StepReport) -> TargetOutput:
         outcomes, self._outcomes = self._outcomes, []
-        report.kv_usage = self._kv_usage
+        self._some_left = False
+        report.kv_usage = self._kv_usage if self._running else 0.0
         report.num_running = report.num_running or min(len(self._running), self._max_num_seqs)
         report.num_waiting = max(0, len(self._running) - report.num_running) + len(self._suspects)
         return TargetOutput(committed=outcomes, to_drafters={}, broken_links={}, report=report)

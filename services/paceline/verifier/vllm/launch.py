@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,19 +19,22 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
-from paceline.core.params import REJECTION
+from paceline.core.params import REJECTION, SpeculationParams
 from paceline.core.rules import Rules
 from paceline.engine.process import prepare_process
 from paceline.verifier.config import VerifierConfig
 from paceline.verifier.served import ServedEngine
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
+from paceline.verifier.vllm.guard import start_guard
 from paceline.verifier.vllm.identity import checkpoint_folder, vllm_identity
 from paceline.verifier.vllm.settings import DECIDED, check_settings, decided, num_draft_tokens, process_environment
+from paceline.verifier.warm_up import GREEDY, SAMPLED, warm_up
 
 try:
     from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
     from vllm.exceptions import VLLMClientError  # type: ignore[import-not-found]
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
+    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
     from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found]
     from vllm.v1.metrics.loggers import StatLoggerBase  # type: ignore[import-not-found]
@@ -81,17 +87,13 @@ def vllm_engine(config: VerifierConfig) -> Iterator[ServedEngine]:
         precision=_precision(settings),
     )
     logger.info("vLLM is set up", extra={"arithmetic": identity.arithmetic, "drafts": num_draft_tokens(config)})
-    engines: list[Any] = []
-    try:
+    with ExitStack() as processes:
         yield ServedEngine(
             identity=identity,
             own_drafter=PROPOSER,
             rules=Rules(default=REJECTION),
-            make=lambda: _make_engine(config, settings, identity, engines),
+            make=lambda: _make_engine(config, settings, identity, processes),
         )
-    finally:
-        for engine in engines:
-            engine.engine_core.shutdown()
 
 
 def engine_arguments(config: VerifierConfig) -> Any:
@@ -142,29 +144,36 @@ def _precision(settings: Any) -> str:
     return ", ".join(words)
 
 
-def _make_engine(config: VerifierConfig, settings: Any, identity: ModelIdentity, engines: list[Any]) -> VllmEngine:
-    """Starts vLLM's processes and waits until the model is loaded.
+def _make_engine(config: VerifierConfig, settings: Any, identity: ModelIdentity, processes: ExitStack) -> VllmEngine:
+    """Starts vLLM's processes, waits until the model is loaded, and runs it once.
 
     Args:
         config: Ours.
         settings: vLLM's.
         identity: Of the model.
-        engines: Gets vLLM's engine, for whoever ends it.
+        processes: Ends vLLM's when it is closed.
     """
     stats = LastStats()
+    before = {child.pid for child in multiprocessing.active_children()}
     core = LLMEngine.from_vllm_config(settings, stat_loggers=[_logger_into(stats)])
-    engines.append(core)
-    logger.info("model is ready", extra={"model": identity.name})
-    return VllmEngine(
+    processes.callback(core.engine_core.shutdown)
+    started = {child.pid for child in multiprocessing.active_children()} - before
+    processes.callback(start_guard(pid for pid in started if pid is not None).kill)
+    drafts = settings.speculative_config is not None
+    engine = VllmEngine(
         core=core,
-        make_params=vllm.SamplingParams,
+        make_params=partial(vllm.SamplingParams, output_kind=RequestOutputKind.DELTA),
         refusals=(ValueError, VLLMClientError),
         identity=identity,
-        drafts=settings.speculative_config is not None,
+        drafts=drafts,
         max_num_seqs=config.max_num_seqs,
         stats=stats,
         clock=time.monotonic,
     )
+    sampled = replace(SAMPLED, min_p=0.0) if drafts else SAMPLED
+    warm_up(engine, (GREEDY, sampled), SpeculationParams())
+    logger.info("model is ready", extra={"model": identity.name})
+    return engine
 
 
 def _logger_into(stats: LastStats) -> Any:
