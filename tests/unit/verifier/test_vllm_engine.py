@@ -243,9 +243,7 @@ def test_a_suspect_waits_for_a_silent_gateway_no_longer_than_that(
     assert set(script.requests) == {"1"}
 
 
-def test_the_engines_death_is_laid_on_a_suspect_alone_until_it_has_a_token(
-    engine: VllmEngine, script: Script
-) -> None:
+def test_the_engines_death_is_laid_on_a_suspect_alone_until_it_has_a_token(engine: VllmEngine, script: Script) -> None:
     submit(engine, 1)
     submit(engine, 2, suspect=True)
     submit(engine, 3, suspect=True)

@@ -96,7 +96,10 @@ def test_a_greedy_session_has_no_generator(temperature: float) -> None:
         ({"logit_bias": ((1, 2.0),)}, "logit_bias: vLLM does not know it while it speculates"),
         ({"min_p": 0.1}, "min_p: vLLM does not know it while it speculates"),
         ({"speculation": SpeculationParams(enabled=False)}, "speculation.enabled: vLLM speculates for all"),
-        ({"speculation": SpeculationParams(max_draft_tokens=3)}, "speculation.max_draft_tokens: vLLM speculates for all"),
+        (
+            {"speculation": SpeculationParams(max_draft_tokens=3)},
+            "speculation.max_draft_tokens: vLLM speculates",
+        ),
     ],
 )
 def test_what_vllm_would_compute_otherwise_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -258,9 +258,10 @@ def _check_verifier(settings: VerifierSettings) -> None:
     if settings.replicas < 1:
         raise ConfigError(f"verifier.replicas must be at least 1, got {settings.replicas}")
     if settings.tensor_parallel_size > 1 and settings.engine == VLLM:
+        ranks = settings.tensor_parallel_size
         raise ConfigError(
-            f"verifier.tensor_parallel_size is for our own engine; with engine: {VLLM} write gpus: "
-            f"{settings.tensor_parallel_size} and args: [--vllm-arg=--tensor-parallel-size={settings.tensor_parallel_size}]"
+            f"verifier.tensor_parallel_size is for our own engine; with engine: {VLLM} write gpus: {ranks} and "
+            f"args: [--vllm-arg=--tensor-parallel-size={ranks}]"
         )
     if settings.tensor_parallel_size > 1 and settings.strategy.startswith("STRICT"):
         raise ConfigError(
