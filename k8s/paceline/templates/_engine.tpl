@@ -37,6 +37,10 @@ spec:
         - name: PACELINE_GRACE_S
           value: {{ $values.graceSeconds | quote }}
         {{- end }}
+        {{- if $vllm }}
+        # The user of the pod has none in vLLM's images, and vLLM keeps there what it compiles.
+        - {name: HOME, value: /tmp}
+        {{- end }}
         {{- if and (gt $gpus 1) (not $vllm) }}
         - name: PACELINE_TENSOR_PARALLEL_SIZE
           value: {{ $gpus | quote }}
