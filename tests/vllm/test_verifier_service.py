@@ -104,7 +104,7 @@ async def undisturbed_and_with(fleet: LocalFleet, disturb: Callable[[], None], *
 
 async def until_idle(fleet: LocalFleet) -> None:
     async with asyncio.timeout(ANSWER_S):
-        while (await scrape(fleet.endpoint("verifier").second_address))[RUNNING]:
+        while (await scrape(fleet.endpoint("verifier").second_address))[RUNNING]:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.1)
 
 
@@ -132,6 +132,8 @@ async def test_clients_get_what_they_ask_for_or_hear_why_not() -> None:
         refused = await ask(fleet, temperature=0.001)
         assert refused.status_code == httpx.codes.BAD_REQUEST
         assert refused.json()["error"]["message"].startswith("temperature: must be 0, or from 0.01 to 2")
+        refused = await ask(fleet, speculation={"acceptance": "coupled"})
+        assert refused.status_code == httpx.codes.BAD_REQUEST
 
         async with httpx.AsyncClient(trust_env=False) as client:
             (model,) = (await client.get(f"{fleet.gateway_url}/v1/models")).json()["data"]
@@ -178,7 +180,7 @@ async def test_no_process_of_vllm_outlives_a_verifier_that_is_killed() -> None:
         (core,) = [pid for pid in children_of(fleet.pid("verifier")) if "VLLM" in name_of(pid)]
         os.kill(fleet.pid("verifier"), signal.SIGKILL)
         async with asyncio.timeout(ANSWER_S):
-            while "VLLM" in name_of(core):
+            while "VLLM" in name_of(core):  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.1)
 
 

@@ -181,7 +181,9 @@ def test_a_session_whose_client_left_is_ended_and_not_heard_of_again(engine: Vll
 
 def test_reports_do_not_go_on_telling_of_sessions_that_have_left(engine: VllmEngine) -> None:
     submit(engine, 1)
-    assert engine.begin().report.num_running == 1
+    begun = engine.begin()
+    assert begun is not None
+    assert begun.report.num_running == 1
     engine.handle(Cancel(session_id="s1", serial=1))
     assert engine.has_work()
     assert engine.step().report.num_running == 0

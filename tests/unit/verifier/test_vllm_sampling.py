@@ -30,7 +30,9 @@ SAMPLING = SamplingParams(
 )
 
 
-def request(committed: tuple[int, ...] = (), speculation: SpeculationParams | None = None, **changes: Any):
+def request(
+    committed: tuple[int, ...] = (), speculation: SpeculationParams | None = None, **changes: Any
+) -> GenerateRequest:
     return GenerateRequest(
         session_id="s",
         epoch=0,
@@ -105,6 +107,14 @@ def test_a_greedy_session_has_no_generator(temperature: float) -> None:
 def test_what_vllm_would_compute_otherwise_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         check_under_vllm(request(**changes), drafts=True)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize("rule", ["coupled", "block", "typical"])
+def test_rules_that_promise_something_else_are_refused(rule: str, drafts: bool) -> None:
+    with pytest.raises(InvalidRequestError, match=f"speculation.acceptance: {rule} is not served under vLLM"):
+        check_under_vllm(request(speculation=SpeculationParams(acceptance=rule)), drafts=drafts)
+    check_under_vllm(request(speculation=SpeculationParams(acceptance="rejection")), drafts=drafts)
 
 
 @pytest.mark.parametrize(

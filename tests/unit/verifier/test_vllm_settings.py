@@ -68,7 +68,7 @@ def test_vllm_drafts_with_the_tier_of_the_verifiers_registry() -> None:
 @pytest.mark.parametrize(
     "changes", [{"speculative_config": '{"num_speculative_tokens": 0}'}, {"redis_url": "memory://"}]
 )
-def test_vllm_does_not_speculate_where_nothing_is_to_be_drafted(changes: dict[str, str]) -> None:
+def test_vllm_does_not_speculate_where_nothing_is_to_be_drafted(changes: dict[str, Any]) -> None:
     assert "speculative_config" not in decided(replace(CONFIG, **changes), on_cpu=False)
 
 

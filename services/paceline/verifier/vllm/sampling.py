@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest
-from paceline.core.params import SamplingParams
+from paceline.core.params import REJECTION, SamplingParams
 from paceline.core.processors import GREEDY_BELOW
 
 # vLLM raises lower temperatures to the first, and takes none above the second.
@@ -36,6 +36,9 @@ def check_under_vllm(request: GenerateRequest, *, drafts: bool) -> None:
             f"must be 0, or from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}, which are vLLM's limits, "
             f"got {sampling.temperature:g}",
         )
+    rule = request.speculation.acceptance
+    if rule not in ("", REJECTION):
+        raise InvalidRequestError("speculation.acceptance", f"{rule} is not served under vLLM, only {REJECTION}")
     if not drafts:
         return
     unknown = "vLLM does not know it while it speculates; a verifier with num_speculative_tokens 0 does"
