@@ -16,6 +16,7 @@ import pytest
 from paceline.vllm.places import metrics_socket
 from paceline.vllm.proposer import Proposer
 from tests.integration.conftest import running_drafter
+from tests.support.fuzzing import until
 from tests.support.vllm_batch import VllmBatch, vllm_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,9 +80,8 @@ async def test_a_drafter_of_the_tier_drafts_for_rows_of_vllm(tiny_pair, engines,
         assert "paceline:gamma_bucket" in shown
         assert 'paceline:draft_nodes_total{fate="rejected",source="draft_model"}' in shown
         engine.proposer.close()
-        async with asyncio.timeout(PATIENCE_S):
-            while host.num_sessions:
-                await asyncio.sleep(0.05)
+        # Its sessions end with its stream.
+        await until(lambda: not host.num_sessions)
 
 
 async def test_without_drafters_vllm_goes_on_and_they_are_found_when_they_come(tiny_pair, engines) -> None:
