@@ -1,7 +1,7 @@
-# Every target sets up what it needs in .venv; no root rights. Outside this folder: pip's cache, and the widened demo
-# target in the user's cache folder.
+# Every target sets up what it needs in .venv; no root rights. Outside this folder: pip's cache, and in the user's cache
+# folder the widened demo target and environments of other engines.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test up demo bench chaos load locust k8s-test clean
+.PHONY: help venv protos check style test up demo bench chaos load locust k8s-test vllm-test clean
 SHELL := /bin/bash
 
 PYTHON ?= python3
@@ -76,6 +76,9 @@ locust: $(STAMP) ## users of both doors in ramps and spikes; ARGS='--shape ramp 
 
 k8s-test: $(STAMP) ## build the images and start the chart's cpu-demo with podman; ARGS=--keep-images for another run soon
 	$(BIN)/pytest tests/k8s -m podman $(ARGS)
+
+vllm-test: $(STAMP) ## the drafter tier under a real vLLM, in an environment of its own in the user's cache
+	$(BIN)/python -m tests.vllm $(ARGS)
 
 clean: ## remove environments and caches
 	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
