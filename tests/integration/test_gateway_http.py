@@ -33,6 +33,7 @@ SPECULATION = {
     "num_hits": 2,
     "num_misses": 1,
     "lossy": False,
+    "exact": True,
 }
 
 

@@ -1,4 +1,4 @@
-"""A helper process that does one thing, good or bad: `python -m tests.support.scripted_helper --job JSON --fd 5`.
+"""A helper process that does one thing, good or bad: `python -m tests.support.scripted_helper --fd 5`.
 
 What it does stands in the environment variable `SCRIPTED_HELPER`.
 """
@@ -40,6 +40,12 @@ def answers(stream: socket.socket, delay_s: float = 0.0, first: int = 0) -> None
         time.sleep(delay_s)
         lasts = [held.tokens[row.session][-1] + first for row in step.rows]
         _tells(stream, step.step, *([last + guess for guess in range(1, NUM_GUESSES + 1)] for last in lasts))
+
+
+def rests(stream: socket.socket) -> None:
+    """Reads all, and says nothing: drafters are at rest."""
+    for _ in _steps(stream):
+        pass
 
 
 def is_slow(stream: socket.socket) -> None:
@@ -95,15 +101,23 @@ def dies(stream: socket.socket) -> None:
 SCRIPTS: dict[str, Callable[[socket.socket], None]] = {
     script.__name__: script
     for script in (
-        answers, is_slow, leaves_the_vocabulary, forgets_rows, is_silent, reads_nothing, sends_rubbish, floods, dies,
+        answers,
+        rests,
+        is_slow,
+        leaves_the_vocabulary,
+        forgets_rows,
+        is_silent,
+        reads_nothing,
+        sends_rubbish,
+        floods,
+        dies,
     )
-}  # fmt: skip
+}
 
 
 def main() -> None:
     """Runs the script that the environment names."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--job", required=True)
     parser.add_argument("--fd", type=int, required=True)
     stream = socket.socket(fileno=parser.parse_args().fd)
     try:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.vllm.step_message import RowTokens
 
@@ -109,8 +108,3 @@ def vllm_config(folder: str, vocab_size: int = 1000, max_model_len: int = 512, *
             num_speculative_tokens=4, method="custom_class", model="paceline.vllm.Proposer"
         ),
     )
-
-
-def rows_of(sampled: Sequence[Sequence[int]], batch: VllmBatch) -> tuple[Any, NDArray[np.int32], NDArray[np.int32]]:
-    """The arguments of `propose`."""
-    return sampled, batch.lengths, batch.token_ids

@@ -3,6 +3,7 @@
 {{- $values := get .root.Values .tier -}}
 {{- $ports := include "paceline.ports" .tier | fromJson -}}
 {{- $gpus := $values.tensorParallelSize | default 1 | int -}}
+{{- $vllm := eq ($values.engine | default "paceline") "vllm" -}}
 metadata:
   labels:
     {{- include "paceline.selector" . | nindent 4 }}
@@ -14,6 +15,18 @@ spec:
     - name: {{ .tier }}
       image: {{ include "paceline.image" . }}
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      {{- if $vllm }}
+      # vLLM's own images start its server.
+      command: [paceline, verifier]
+      args:
+        - --engine=vllm
+        {{- if gt $gpus 1 }}
+        - --vllm-arg=--tensor-parallel-size={{ $gpus }}
+        {{- end }}
+        {{- range $values.vllmArgs }}
+        - {{ printf "--vllm-arg=%s" . | quote }}
+        {{- end }}
+      {{- end }}
       {{- include "paceline.container" . | nindent 6 }}
       env:
         - name: PACELINE_MODEL
@@ -24,7 +37,11 @@ spec:
         - name: PACELINE_GRACE_S
           value: {{ $values.graceSeconds | quote }}
         {{- end }}
-        {{- if gt $gpus 1 }}
+        {{- if $vllm }}
+        # The user of the pod has none in vLLM's images, and vLLM keeps there what it compiles.
+        - {name: HOME, value: /tmp}
+        {{- end }}
+        {{- if and (gt $gpus 1) (not $vllm) }}
         - name: PACELINE_TENSOR_PARALLEL_SIZE
           value: {{ $gpus | quote }}
         {{- end }}

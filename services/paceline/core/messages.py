@@ -14,6 +14,15 @@ GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
 REPLICA_ROLES = (GATEWAY, VERIFIER, DRAFTER)
 
 
+# How the arithmetic of engines begins that promise the law of a text and not its tokens.
+VLLM_ARITHMETIC = "vllm "
+
+
+def law_only(arithmetic: str) -> bool:
+    """Whether an engine of this arithmetic promises the law of a text, and not its tokens."""
+    return arithmetic.startswith(VLLM_ARITHMETIC)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
     """What must agree between replicas before they are paired.
@@ -23,7 +32,8 @@ class ModelIdentity:
     the hidden states that a verifier hands out, or that a drafter drafts from; empty: none.
 
     Attributes:
-        arithmetic: Device's kind and versions that decide the last bits of logits.
+        arithmetic: Device's kind and versions that decide the last bits of logits; of an engine that is not ours, its
+            name first.
         methods: Ways to draft that a verifier serves; none: not told.
         acceptance_rules: Rules that a verifier serves, its default first; none: not told.
     """
@@ -43,6 +53,11 @@ class ModelIdentity:
     def draft_method(self) -> str:
         """The method that a drafter of this model serves."""
         return EAGLE3 if self.states_hash else DRAFT_MODEL
+
+    @property
+    def exact(self) -> bool:
+        """Whether the same seed brings the same text, whatever is drafted and whoever is served beside it."""
+        return not law_only(self.arithmetic)
 
     def drafts_for(self, target: ModelIdentity) -> bool:
         """Whether it speaks a target's vocabulary, and needs no hidden states but those that its verifier hands out."""
@@ -188,8 +203,9 @@ class PositionLogprobs:
 class SpeculationRecord:
     """What speculation did for one session; a round is a step that verified at least one draft token.
 
-    `lossy` marks a text that a lossy acceptance rule had a part in, `mixed` one that verifiers of different arithmetic
-    have computed.
+    `lossy` marks a text whose law is not the target's, by a lossy acceptance rule or by penalties that were counted
+    anew; `mixed` one that verifiers of different arithmetic have computed; `law_only` one of an engine that promises
+    its law and not its tokens.
     """
 
     num_steps: int = 0
@@ -202,6 +218,7 @@ class SpeculationRecord:
     num_misses: int = 0
     lossy: bool = False
     mixed: bool = False
+    law_only: bool = False
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -252,7 +269,7 @@ class TokenFate(enum.Enum):
 class CommittedTokens:
     """Tokens of one session as one step committed them; the last message of a session carries its result.
 
-    `lossy`: by a lossy acceptance rule; a gateway that ends the session itself gets no result to learn it from.
+    `lossy`: see `SpeculationRecord`; a gateway that ends the session itself gets no result to learn it from.
     `fates`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
 
     Without tokens it is a sign of life; `running` says that the engine computes the session now.

@@ -58,8 +58,9 @@ class Pairing:
         self.num_own = +self.num_own
 
     def count(self, address: str, change: int) -> None:
-        """So many sessions more have this drafter."""
-        self.num_own[address] += change
+        """So many sessions more have this drafter; empty: none."""
+        if address:
+            self.num_own[address] += change
 
     def choose(self, methods: Collection[str], current: str = "") -> str:
         """Returns the address of the drafter that a session should have; that of now if nobody is better.

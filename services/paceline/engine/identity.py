@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
@@ -11,12 +10,8 @@ from paceline.engine.backends.choice import choose_platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
 from paceline.engine.loading import choose_dtype
+from paceline.fingerprint import fingerprint
 from paceline.vocabulary import vocab_hash
-
-# Of each weight file so many pieces of so many bytes are hashed: other weights of the same shape differ everywhere.
-NUM_SAMPLES = 1024
-SAMPLE_BYTES = 4096
-HASH_CHARS = 32
 
 
 def model_identity(
@@ -58,16 +53,7 @@ def weights_hash(folder: Path, dtype: str, tensor_parallel_size: int = 1, device
         ConfigError: The folder holds no weights that can be served.
     """
     checkpoint = Checkpoint(folder)
-    digest = hashlib.sha256(str(choose_dtype(dtype, checkpoint, choose_platform(device))).encode())
+    told = [str(choose_dtype(dtype, checkpoint, choose_platform(device))).encode()]
     if tensor_parallel_size > 1:
-        digest.update(f"tensor parallel {tensor_parallel_size}".encode())
-    digest.update((folder / "config.json").read_bytes())
-    for path in checkpoint.paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        stride = max(SAMPLE_BYTES, size // NUM_SAMPLES)
-        with path.open("rb") as file:
-            for start in range(0, size, stride):
-                file.seek(start)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:HASH_CHARS]
+        told.append(f"tensor parallel {tensor_parallel_size}".encode())
+    return fingerprint([*told, (folder / "config.json").read_bytes()], checkpoint.paths)

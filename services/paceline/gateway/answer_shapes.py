@@ -35,7 +35,15 @@ HEALTH = _shape(
     **dict.fromkeys(("verifiers", "drafters", "sessions"), _Count),
 )
 _CONTEXT_LEN = Annotated[int, Field(ge=1)] | None
-MODEL = _shape("Model", id=str, object=Literal["model"], created=_Count, owned_by=str, max_model_len=_CONTEXT_LEN)
+MODEL = _shape(
+    "Model",
+    id=str,
+    object=Literal["model"],
+    created=_Count,
+    owned_by=str,
+    max_model_len=_CONTEXT_LEN,
+    exact=bool | None,
+)
 MODELS = _shape("ModelList", object=Literal["list"], data=conlist(MODEL))
 VERSION = _shape("Version", version=str)
 LOAD = _shape("Load", server_load=_Count)
@@ -53,7 +61,7 @@ _SPECULATION = _shape(
     **dict.fromkeys(("mean_acceptance_length", "draft_acceptance_rate", "mean_batch_size"), float),
     acceptance_histogram=list[_Count],
     **{f"num_{each}": _Count for each in _COUNTED},
-    lossy=bool,
+    **dict.fromkeys(("lossy", "exact"), bool),
 )
 _METRICS = _shape("Metrics", speculative_decoding=_SPECULATION | None)
 

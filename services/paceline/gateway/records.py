@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.core.errors import UnavailableError
+from paceline.core.messages import law_only
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.suspicion import Suspicion
 from paceline.obs.tracing import traceparent_of
@@ -118,6 +119,11 @@ class SessionTrail:
     def mixed(self) -> bool:
         """Whether verifiers of different arithmetic have computed it."""
         return AND in self.record.arithmetic
+
+    @property
+    def law_only(self) -> bool:
+        """Whether a verifier has computed it that promises the law of a text and not its tokens."""
+        return any(map(law_only, self.record.arithmetic.split(AND)))
 
     def may_go_to(self, verifier: Replica) -> bool:
         """Whether a verifier may go on with it: the weights are those it began with.

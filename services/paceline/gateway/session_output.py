@@ -35,7 +35,7 @@ class Ending:
         num_cached_tokens: Of these, found in the verifier's prefix cache.
         num_generated_tokens: Tokens of the answer, a stop token included.
         speculation: What speculation did; where the gateway ended the session at a stop string the verifier
-            reports nothing, and this is None, or of a lossy session all that is known: that it is.
+            reports nothing, and this is None, or what is known all the same: that it was lossy, mixed or in law only.
         timings: Where the time went, as far as the verifier told.
     """
 
@@ -69,4 +69,5 @@ def sum_of_records(records: Sequence[SpeculationRecord | None]) -> SpeculationRe
         num_hits=sum(record.num_hits for record in known),
         num_misses=sum(record.num_misses for record in known),
         lossy=any(record.lossy for record in known),
+        law_only=any(record.law_only for record in known),
     )

@@ -259,7 +259,9 @@ class Sessions:
                 if stopped:
                     break
         client.end(num_generated)
-        ending = _ending(request, num_generated, result, stopped=stopped, lossy=lossy, mixed=trail.mixed)
+        record = SpeculationRecord() if result is None else result.speculation
+        record = replace(record, lossy=lossy, mixed=trail.mixed, law_only=trail.law_only)
+        ending = _ending(request, num_generated, result, stopped=stopped, record=record)
         stopwatch.ended(ending)
         yield ending
 
@@ -292,8 +294,7 @@ def _ending(
     result: GenerateResult | None,
     *,
     stopped: bool,
-    lossy: bool,
-    mixed: bool,
+    record: SpeculationRecord,
 ) -> Ending:
     num_prompt_tokens = len(request.prompt_token_ids)
     if result is None:
@@ -301,13 +302,13 @@ def _ending(
             finish_reason=FinishReason.STOP,
             num_prompt_tokens=num_prompt_tokens,
             num_generated_tokens=num_generated,
-            speculation=SpeculationRecord(lossy=lossy, mixed=mixed) if lossy or mixed else None,
+            speculation=None if record == SpeculationRecord() else record,
         )
     return Ending(
         finish_reason=FinishReason.STOP if stopped else result.finish_reason,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=result.num_cached_tokens,
         num_generated_tokens=num_generated,
-        speculation=replace(result.speculation, lossy=lossy, mixed=mixed),
+        speculation=record,
         timings=result.timings,
     )

@@ -34,9 +34,6 @@ class Drafters:
         on_messages: Called with what a drafter says.
         metrics: Where sessions are counted by drafter, and streams that are lost.
         tls: Certificate to show; None: plain text.
-
-    Attributes:
-        pairing: Who gets whom.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class Drafters:
         self._metrics = metrics
         self._tls = tls
         self._links: dict[str, DrafterLink] = {}
-        self.pairing = Pairing()
+        self._pairing = Pairing()
         self._spare = ""
 
     def know(self, replicas: Sequence[Replica]) -> None:
@@ -77,23 +74,23 @@ class Drafters:
         self._know(KnownDrafter(address=address) for address in addresses)
 
     def _know(self, drafters: Iterable[KnownDrafter]) -> None:
-        self.pairing.know(replace(each, down_s=self._down_s(each.address)) for each in drafters)
-        self._spare = self.pairing.spare()
+        self._pairing.know(replace(each, down_s=self._down_s(each.address)) for each in drafters)
+        self._spare = self._pairing.spare()
         self._dial(self._spare)
 
     def choose(self, methods: Collection[str], current: str = "") -> str:
         """See `Pairing.choose`; nobody waits for the stream that is dialled."""
         if self._own:
             return self._own if methods else ""
-        address = self.pairing.choose(methods, current)
+        address = self._pairing.choose(methods, current)
         self._dial(address)
         return address
 
     def count(self, address: str, change: int) -> None:
         """So many sessions more have this drafter; empty: none."""
         if address and address != self._own:
-            self.pairing.count(address, change)
-            record_served_by(self._metrics, address, self.pairing.num_own[address])
+            self._pairing.count(address, change)
+            record_served_by(self._metrics, address, self._pairing.num_own[address])
 
     def say(self, address: str, messages: Sequence[ToDrafter]) -> None:
         """Sends messages of one step, if there is a stream."""
@@ -124,7 +121,7 @@ class Drafters:
         await asyncio.gather(*(link.close() for link in self._links.values()))
 
     def _is_unused(self, address: str) -> bool:
-        return not self.pairing.num_own[address] and address != self._spare
+        return not self._pairing.num_own[address] and address != self._spare
 
     def _down_s(self, address: str) -> float:
         link = self._links.get(address)

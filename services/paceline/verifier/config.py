@@ -30,6 +30,7 @@ from paceline.model_service import ModelServiceConfig
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
 GOODPUT, FIXED = "goodput", "fixed"
 TIER, IN_VERIFIER = "tier", "verifier"
+PACELINE, VLLM = "paceline", "vllm"
 DEFAULT_DRAFT_TOKENS = 12
 # More than any model has.
 MOST_LAYERS = 1024
@@ -44,6 +45,14 @@ class VerifierConfig(ModelServiceConfig):
 
     model: Path = setting(help="Checkpoint folder of the target model, in Hugging Face layout.")
     model_name: str = setting("", help="Name users ask for; empty: the folder's name.")
+    engine: str = setting(
+        PACELINE,
+        help="What computes the model: our own engine, or vLLM where it is installed in the same Python.",
+        choices=(PACELINE, VLLM),
+    )
+    vllm_arg: tuple[str, ...] = setting(
+        (), help="More for vLLM, as `vllm serve` takes it, such as --vllm-arg=--quantization=fp8."
+    )
     port: int = 8101
     metrics_port: int = 8102
     spare_cpus: str = setting(
@@ -114,6 +123,8 @@ class VerifierConfig(ModelServiceConfig):
     def __post_init__(self) -> None:
         """Checks the addresses that others are told."""
         ModelServiceConfig.__post_init__(self)
+        if self.vllm_arg and self.engine != VLLM:
+            raise ConfigError(f"--vllm-arg needs --engine {VLLM}")
         if self.tensor_parallel_rendezvous:
             check_address("--tensor-parallel-rendezvous", self.tensor_parallel_rendezvous)
             if self.tensor_parallel_size == 1:

@@ -7,15 +7,14 @@ hear is taken by `take_outgoing`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import ToDrafter
-from paceline.core.pairing import Pairing
 from paceline.core.params import TIER_METHODS
 from paceline.core.step_drafts import StepDrafts
 from paceline.core.step_time import StepMode
@@ -26,13 +25,25 @@ from paceline.vllm.step_clock import StepClock
 from paceline.vllm.step_message import RowTokens, StepMessage
 
 
+class Matchmaker(Protocol):
+    """Pairs sessions with drafters; see `paceline.core.pairing.Pairing`."""
+
+    def choose(self, methods: Collection[str], current: str = "") -> str:
+        """The address of the drafter that a session should have; empty: none."""
+        ...
+
+    def count(self, address: str, change: int) -> None:
+        """So many sessions more have this drafter; empty: none."""
+        ...
+
+
 class ChainScheduler:
     """The tier's part of vLLM's steps.
 
     Args:
         name: Begins the names of its sessions at drafters.
         policy: Which guesses a step verifies.
-        pairing: Who drafts for whom.
+        drafters: Who drafts for whom.
         methods: Of drafters that may be called.
         vocab_size: Of the target.
         max_model_len: Most tokens of a session, prompt and output.
@@ -44,7 +55,7 @@ class ChainScheduler:
         *,
         name: str,
         policy: DraftPolicy,
-        pairing: Pairing,
+        drafters: Matchmaker,
         methods: Sequence[str],
         vocab_size: int,
         max_model_len: int,
@@ -53,9 +64,10 @@ class ChainScheduler:
         self.report = StepReport()
         self._name = name
         self._policy = policy
-        self._pairing = pairing
+        self._drafters = drafters
         self._methods = methods
         self._max_model_len, self._max_chain = max_model_len, max_chain
+        self._vocab_size = vocab_size
         self._tier = DrafterTier(vocab_size)
         self._drafts = StepDrafts(policy)
         self._clock = StepClock(policy)
@@ -118,18 +130,21 @@ class ChainScheduler:
     def _open(self, row: RowTokens) -> ChainSession:
         if row.base_len:
             raise KeyError(f"session {row.session} goes on and was never opened")
-        address = self._pairing.choose(self._methods)
+        # A prompt with ids beyond the vocabulary (pictures have such) means nothing to a drafter.
+        drafted = min(row.token_ids) >= 0 and max(row.token_ids) < self._vocab_size
+        methods = self._methods if drafted else ()
+        address = self._drafters.choose(methods)
         session = self._sessions[self._id(row.session)] = ChainSession(
             self._id(row.session),
             row.token_ids,
             max_model_len=self._max_model_len,
             max_chain=self._max_chain,
+            methods=methods,
             drafter_address=address,
             calibrations=self._calibrations_for(address),
             price=self._policy.price,
         )
-        if address:
-            self._pairing.count(address, +1)
+        self._drafters.count(address, +1)
         self._tier.connect(session)
         return session
 
@@ -159,15 +174,8 @@ class ChainScheduler:
         if session is None:
             return
         self._tier.part(session)
-        if session.link.address:
-            self._pairing.count(session.link.address, -1)
+        self._drafters.count(session.link.address, -1)
         del self._sessions[session.session_id]
-
-    def close_all(self) -> None:
-        """The proposer begins anew: what it told is void."""
-        for session in list(self._sessions.values()):
-            self._close(session)
-        self._rows = []
 
     def receive(self, event: DraftsArrived) -> None:
         """Takes in what a drafter said."""
@@ -182,12 +190,11 @@ class ChainScheduler:
         changed = [
             (session, address)
             for session in self._sessions.values()
-            if (address := self._pairing.choose(self._methods, session.link.address)) != session.link.address
+            if (address := self._drafters.choose(session.methods, session.link.address)) != session.link.address
         ]
         for session, address in changed:
-            if session.link.address:
-                self._pairing.count(session.link.address, -1)
-            self._pairing.count(address, +1)
+            self._drafters.count(session.link.address, -1)
+            self._drafters.count(address, +1)
             session.calibrations = self._calibrations_for(address)
             self._tier.pair(session, address, now_s)
         return len(changed)

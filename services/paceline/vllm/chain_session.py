@@ -24,6 +24,7 @@ class ChainSession(VerifierSession):
         token_ids: Its tokens so far.
         max_model_len: Most tokens, prompt and output.
         max_chain: Most guesses in a step.
+        methods: Of drafters that may draft for it.
         drafter_address: Who drafts for it; empty: nobody.
         calibrations: Of its drafter.
         price: What its drafter is told at first.
@@ -41,6 +42,7 @@ class ChainSession(VerifierSession):
         *,
         max_model_len: int,
         max_chain: int,
+        methods: Sequence[str],
         drafter_address: str,
         calibrations: Calibrations,
         price: float,
@@ -58,6 +60,7 @@ class ChainSession(VerifierSession):
         self.own_survivals: list[float] = []
         self.verifies: tuple[Node, ...] = ()
         self.reads = False
+        self.methods = methods
         self._max_model_len = max_model_len
         self._max_chain = max_chain
 

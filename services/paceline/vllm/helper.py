@@ -1,7 +1,7 @@
 """The helper process of a proposer: drafters, sessions and controller, apart from vLLM.
 
-`python -m paceline.vllm.helper --job JSON --fd N`; N is its end of a socket pair. It ends when the other end is closed,
-so it never outlives its vLLM. Whatever breaks in here costs guesses, and never a token.
+`python -m paceline.vllm.helper --fd N`: N is its end of a socket pair, and its environment holds the job. It ends when
+the other end is closed, so it never outlives its vLLM. Whatever breaks in here costs guesses, and never a token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paceline.store.view import RegistryView
 from paceline.supervision import Supervisor, Work
 from paceline.tier.drafters import Drafters
 from paceline.vllm.chain_scheduler import ChainScheduler
-from paceline.vllm.settings import HelperJob
+from paceline.vllm.settings import JOB_VARIABLE, HelperJob
 from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, Frames, StepMessage, chains_bytes, step_from
 from paceline.vocabulary import vocab_hash
 
@@ -77,7 +77,7 @@ class Helper:
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
             policy=Goodput(max_nodes=job.max_chain),
-            pairing=self._drafters.pairing,
+            drafters=self._drafters,
             methods=(DRAFT_MODEL,),
             vocab_size=job.vocab_size,
             max_model_len=job.max_model_len,
@@ -255,7 +255,10 @@ async def _metrics_at(path: Path, registry: CollectorRegistry) -> AsyncIterator[
 
     _make_way(path)
     async with await asyncio.start_unix_server(show, path):
-        yield
+        try:
+            yield
+        finally:
+            _make_way(path)
 
 
 def _make_way(path: Path) -> None:
@@ -276,13 +279,12 @@ def _identity(job: HelperJob) -> ModelIdentity:
 def main() -> None:
     """Entry point of the helper process."""
     parser = argparse.ArgumentParser(PROG)
-    parser.add_argument("--job", required=True)
     parser.add_argument("--fd", required=True, type=int)
     arguments = parser.parse_args()
     setup_logging("vllm-helper")
     to_proposer = socket.socket(fileno=arguments.fd)
     to_proposer.setblocking(False)
-    run(serve(HelperJob.from_json(arguments.job), to_proposer), prog=PROG)
+    run(serve(HelperJob.from_json(os.environ[JOB_VARIABLE]), to_proposer), prog=PROG)
 
 
 if __name__ == "__main__":

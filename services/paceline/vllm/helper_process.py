@@ -5,14 +5,13 @@ Its start and its end are a thread's of their own: a step of vLLM never waits fo
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from paceline.vllm.helper_socket import HelperLostError, HelperSocket
 from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, StepMessage, step_bytes
@@ -36,6 +35,7 @@ class HelperProcess:
     Args:
         command: The helper's command line, given the number of its socket.
         cpus: The CPUs that it is to run on; asked at each start, none for all.
+        environ: The helper's whole environment; None: this process's.
         most_unread_bytes: It is killed when it leaves more unread.
         most_answer_bytes: Longer than any answer.
     """
@@ -46,8 +46,11 @@ class HelperProcess:
         cpus: Callable[[], Collection[int]] = frozenset,
         most_unread_bytes: int = UNREAD_BYTES,
         most_answer_bytes: int = ANSWER_BYTES,
+        *,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self._command = command
+        self._environ = environ
         self._cpus = cpus
         self._most_unread_bytes = most_unread_bytes
         self._most_answer_bytes = most_answer_bytes
@@ -200,15 +203,20 @@ class HelperProcess:
         with theirs:
             try:
                 process = subprocess.Popen(
-                    self._command(theirs.fileno()), stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
+                    self._command(theirs.fileno()),
+                    env=self._environ,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    process_group=0,
                 )
             except OSError:
                 ours.close()
                 raise
-        # It runs on, only slower, where CPUs cannot be chosen.
-        with contextlib.suppress(OSError):
+        try:
             if cpus := self._cpus():
                 os.sched_setaffinity(process.pid, cpus)
+        except OSError as error:
+            _log.warning("the CPUs of the helper process cannot be chosen, it runs on all: %s", error)
         return _Life(process, HelperSocket(ours, self._most_unread_bytes, self._most_answer_bytes))
 
 

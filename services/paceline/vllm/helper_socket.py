@@ -11,7 +11,8 @@ from paceline.vllm.step_message import ChainsMessage, Frames, chains_from
 
 # The answer of a large step; a helper that floods us costs no more than this at a call that does not wait.
 READ_BYTES = 1 << 14
-MOST_STANDSTILL_S = 10.0
+# A helper that starts on a busy machine may take some seconds.
+MOST_STANDSTILL_S = 30.0
 # select, whose time is exact, takes no higher number of a file.
 MOST_SELECT_FILES = 1024
 
@@ -55,7 +56,7 @@ class HelperSocket:
         """Sends as much as the helper takes at once; the rest goes with later calls.
 
         Raises:
-            HelperLostError: It has left too much unread, or has read nothing for 10 s.
+            HelperLostError: It has left too much unread, or has read nothing for 30 s.
             OSError: It is gone.
         """
         if self._unsent:

@@ -22,7 +22,7 @@ from paceline.vllm.cpus import free_cpus, parse_cpus
 from paceline.vllm.helper_process import UNREAD_BYTES, HelperProcess
 from paceline.vllm.places import metrics_socket, tokenizer_folder
 from paceline.vllm.rows import Observed, RowSessions
-from paceline.vllm.settings import SECTION, HelperJob, TierSettings, settings_of
+from paceline.vllm.settings import JOB_VARIABLE, SECTION, HelperJob, TierSettings, settings_of
 from paceline.vllm.step_message import ChainsMessage, StepMessage
 from paceline.vllm.versions import check_version, installed_version
 
@@ -193,12 +193,13 @@ def _job(vllm_config: Any, settings: TierSettings) -> HelperJob:
 
 def _helper(job: HelperJob) -> HelperProcess:
     chosen = parse_cpus(f"{SECTION}.cpus", job.settings.cpus) if job.settings.cpus else None
-    text = job.to_json()
     return HelperProcess(
-        lambda file: (sys.executable, "-m", HELPER_MODULE, "--job", text, "--fd", str(file)),
+        lambda file: (sys.executable, "-m", HELPER_MODULE, "--fd", str(file)),
         lambda: free_cpus(os.environ) if chosen is None else chosen,
         # The longest session may lie unread twice, so that it can be opened.
         max(UNREAD_BYTES, 4 * TOKEN_BYTES * job.max_model_len),
+        # The registry's URL may hold a password, and everybody may read command lines.
+        environ={**os.environ, JOB_VARIABLE: job.to_json()},
     )
 
 

@@ -67,8 +67,6 @@ class _Session:
     def extend(self, row: NDArray[np.int32], length: int) -> NDArray[np.int32]:
         """Takes in the tokens of a row up to a length; returns those that were new."""
         added = row[self.length : length]
-        if not len(added):
-            return added
         if length > len(self.tokens):
             larger = np.empty(length + max(length // 2, TAIL_TOKENS), np.int32)
             larger[: self.length] = self.tokens[: self.length]
@@ -119,7 +117,7 @@ class RowSessions:
         rows, places = [], []
         for place, session in enumerate(found):
             if session is not None:
-                rows.append(self._row(session, token_ids[place], lengths[place], not sampled_token_ids[place], now_s))
+                rows.append(self._row(session, token_ids[place], lengths[place], sampled_token_ids[place], now_s))
                 places.append(place)
         return Observed(rows, places, self._sweep(len(found), now_s))
 
@@ -172,13 +170,19 @@ class RowSessions:
         self._sessions[session.number] = session
         return session
 
-    def _row(self, session: _Session, row: NDArray[np.int32], length: int, reads: bool, now_s: float) -> RowTokens:
+    def _row(
+        self, session: _Session, row: NDArray[np.int32], length: int, sampled: Sequence[int], now_s: float
+    ) -> RowTokens:
         base_len = session.length
-        added = session.extend(row, length)
         session.seen_s = now_s
         verified = session.handed if session.handed_in_call == self._call - 1 else 0
-        token_ids = array("q", added.astype(np.int64).tobytes())
-        return RowTokens(session.number, base_len, token_ids, reads, verified)
+        added: Sequence[int] = sampled
+        if length > base_len:
+            new = session.extend(row, length)
+            # What was sampled stands at the row's end: mostly it is all that is new.
+            if length - base_len != len(sampled):
+                added = array("q", new.astype(np.int64).tobytes())
+        return RowTokens(session.number, base_len, added, not sampled, verified)
 
     def _sweep(self, num_rows: int, now_s: float) -> list[int]:
         """Closes sessions that no row has had for a while, and the oldest of too many."""

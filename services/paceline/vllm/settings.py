@@ -13,6 +13,8 @@ from paceline.config import check_address, from_mapping, setting
 from paceline.core.errors import ConfigError
 
 SECTION = "paceline"
+# Holds the `HelperJob` of a helper process.
+JOB_VARIABLE = "PACELINE_VLLM_JOB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class HelperJob:
     metrics_socket: Path
 
     def to_json(self) -> str:
-        """For the helper's command line."""
+        """For the helper's environment."""
         return json.dumps(dataclasses.asdict(self), default=str)
 
     @classmethod

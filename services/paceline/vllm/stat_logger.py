@@ -119,9 +119,9 @@ def _add(to: Metric, family: Metric, engine: str) -> None:
 
 
 def _stat_logger_class() -> type:
-    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+    from vllm.v1.metrics.loggers import AggregateStatLoggerBase  # type: ignore[import-not-found]
 
-    class TierStatLogger(AggregateStatLoggerBase):  # type: ignore[misc, unused-ignore]
+    class TierStatLogger(AggregateStatLoggerBase):  # type: ignore[misc]
         """Records nothing of vLLM's own; the tier's metrics are read when somebody asks."""
 
         def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:

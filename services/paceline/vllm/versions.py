@@ -10,7 +10,7 @@ TESTED = ("0.32.0",)
 
 def installed_version() -> str:
     """The version of the vLLM around us."""
-    import vllm
+    import vllm  # type: ignore[import-not-found]
 
     return str(vllm.__version__)
 

@@ -70,6 +70,10 @@ def test_no_drafters_is_plain_decoding() -> None:
         ({"drafter": {"replicas": 1, "max_replicas": 2}}, "drafter.replicas and drafter.max_replicas exclude"),
         ({"drafter": {"min_replicas": 3, "max_replicas": 2}}, "drafter.min_replicas must be at most max_replicas 2"),
         (
+            {"verifier": {"tensor_parallel_size": 2, "engine": "vllm"}},
+            "verifier.tensor_parallel_size is for our own engine; with engine: vllm write gpus: 2",
+        ),
+        (
             {"verifier": {"tensor_parallel_size": 2, "strategy": "STRICT_SPREAD"}},
             "verifier.strategy STRICT_SPREAD: with tensor_parallel_size",
         ),

@@ -140,6 +140,19 @@ def test_gpus_are_asked_for_as_many_as_the_model_is_spread_over(everything: Rend
     assert {mount["mountPath"] for mount in everything.container("verifier")["volumeMounts"]} >= {"/dev/shm"}
 
 
+def test_vllm_gets_its_arguments_as_they_are_written() -> None:
+    arguments = ["--quantization=fp8", '--compilation-config={"level": 3, "cache_dir": "/tmp"}']
+    verifier = {"engine": "vllm", "image": "vllm:1", "gpu": True, "tensorParallelSize": 2, "vllmArgs": arguments}
+    rendered = render({"verifier": verifier})
+    container = rendered.container("verifier")
+    assert container["image"] == "vllm:1"
+    assert container["command"] == ["paceline", "verifier"]
+    passed = ("--tensor-parallel-size=2", *arguments)
+    assert container["args"] == ["--engine=vllm", *(f"--vllm-arg={each}" for each in passed)]
+    assert "PACELINE_TENSOR_PARALLEL_SIZE" not in rendered.variables("verifier")
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+
+
 def test_secrets_are_made_or_named_in_the_values(everything: Rendered) -> None:
     made = {secret["metadata"]["name"] for secret in everything.of_kind("Secret")}
     assert made == {"paceline-redis", "paceline-gateway-keys"}

@@ -33,12 +33,12 @@ class Vllm:
         plain_s: float = 0.010,
         guess_s: float = 0.0002,
     ) -> None:
-        pairing = Pairing()
-        pairing.know([KnownDrafter(address=DRAFTER)])
+        self.pairing = Pairing()
+        self.pairing.know([KnownDrafter(address=DRAFTER)])
         self.tier = ChainScheduler(
             name="v",
             policy=FixedGamma(gamma=MAX_CHAIN) if policy is None else policy,
-            pairing=pairing,
+            drafters=self.pairing,
             methods=(DRAFT_MODEL,),
             vocab_size=VOCAB,
             max_model_len=MAX_LEN,
@@ -152,6 +152,16 @@ def test_tokens_beyond_the_vocabulary_are_never_in_a_chain() -> None:
     assert sum(vllm.tier.take_report().late_by.values()) > 0
 
 
+def test_a_prompt_with_ids_beyond_the_vocabulary_is_told_to_nobody() -> None:
+    vllm = Vllm()
+    vllm.reach_drafter()
+    vllm.tier.commit(StepMessage(1, 0.0, False, [RowTokens(1, 0, [1, VOCAB, 2])]), 0.0)
+    vllm.tier.pair_anew(1.0)
+    vllm.carry()
+    assert not vllm.drafter.heard
+    assert vllm.tier.chains() == [[]]
+
+
 def test_of_a_tree_the_best_chain_is_verified(vllm: Vllm) -> None:
     session = next(iter(vllm.drafter.sessions))
     tree = vllm.tier._sessions[session].tree
@@ -194,7 +204,7 @@ def test_a_session_goes_to_another_drafter_when_its_own_is_gone() -> None:
     vllm.begin(1)
     vllm.reach_drafter()
     vllm.run(MEASURED + 1)
-    vllm.tier._pairing.know([KnownDrafter(address=DRAFTER, down_s=10.0), KnownDrafter(address="d:2")])
+    vllm.pairing.know([KnownDrafter(address=DRAFTER, down_s=10.0), KnownDrafter(address="d:2")])
     vllm.tier.change_link(LinkChanged(address="d:2", up=True), vllm.now_s)
     assert vllm.tier.pair_anew(vllm.now_s) == 1
     vllm.carry()

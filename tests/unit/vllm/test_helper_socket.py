@@ -57,18 +57,18 @@ def test_a_helper_that_leaves_too_much_unread_is_lost(peer: tuple[HelperSocket, 
         stream.send(LARGE)
 
 
-def test_a_helper_that_reads_nothing_for_ten_seconds_is_lost(
+def test_a_helper_that_reads_nothing_for_half_a_minute_is_lost(
     peer: tuple[HelperSocket, socket.socket], clock: Clock
 ) -> None:
     stream, theirs = peer
     stream.send(LARGE)
-    clock.now_s += 9
+    clock.now_s += 29
     theirs.recv(1 << 20)
     stream.send(b"more")
-    clock.now_s += 9
+    clock.now_s += 29
     stream.send(b"more")
     clock.now_s += 2
-    with pytest.raises(HelperLostError, match="read nothing for 10 s"):
+    with pytest.raises(HelperLostError, match="read nothing for 30 s"):
         stream.send(b"more")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.vllm import Proposer, proposer
-from paceline.vllm.helper_process import MOST_MISSES
+from paceline.vllm.helper_process import MOST_MISSES, HelperProcess
 from paceline.vllm.proposer import MOST_WAIT_S
 from tests.support.scripted_helper import VARIABLE
 from tests.support.vllm_batch import VllmBatch, vllm_config
@@ -28,13 +28,15 @@ SLACK_S = 5.0
 class Engine:
     """A batch, and a proposer that is asked after each step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: str) -> None:
         self.batch = VllmBatch(max_model_len=60_000)
-        self.proposer = Proposer(vllm_config(str(folder), vocab_size=100_000, max_model_len=60_000))
+        config = vllm_config(str(folder), vocab_size=100_000, max_model_len=60_000)
+        config.additional_config["paceline"].update(settings)
+        self.proposer = Proposer(config)
         self.proposer.load_model("target")
 
     @property
-    def helper(self) -> proposer.HelperProcess:
+    def helper(self) -> HelperProcess:
         assert self.proposer._helper is not None
         return self.proposer._helper
 
@@ -69,12 +71,12 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
 
-    def start_engine(script: str) -> Engine:
+    def start_engine(script: str, **settings: str) -> Engine:
         monkeypatch.setenv(VARIABLE, script)
-        started.append(Engine(tmp_path))
+        started.append(Engine(tmp_path, **settings))
         started[-1].batch.admit("a", [10, 11, 12])
         return started[-1]
 
@@ -105,8 +107,9 @@ def test_near_the_largest_length_chains_are_cut(start: Callable[[str], Engine]) 
     assert guesses[1] == [59_997, 59_998]
 
 
-def test_drafters_rest_until_the_helper_says_otherwise(start: Callable[[str], Engine]) -> None:
-    engine = start("reads_nothing")
+@pytest.mark.parametrize("script", ["rests", "reads_nothing"])
+def test_nobody_waits_until_the_helper_says_so(start: Callable[[str], Engine], script: str) -> None:
+    engine = start(script)
     engine.until(lambda _: engine.helper.connected)
     assert not engine.helper.awaits
     assert engine.step() == [[]]
@@ -165,6 +168,20 @@ def test_what_vllm_hands_over_wrongly_is_counted_and_told_once(
     assert sum("without guesses" in record.message for record in caplog.records) == 1
 
 
+def test_the_helper_runs_on_the_cpus_that_were_chosen_for_it(start: Callable[..., Engine]) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    engine = start("answers", cpus=str(cpu))
+    engine.until(any)
+    assert os.sched_getaffinity(engine.pid) == {cpu}
+
+
+def test_cpus_that_do_not_exist_are_told_of_and_the_helper_works(
+    start: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    start("answers", cpus="8191").until(any)
+    assert "cannot be chosen" in caplog.text
+
+
 def test_other_ranks_have_no_helper_and_no_guesses(tmp_path: Path) -> None:
     other = Proposer(vllm_config(str(tmp_path), rank=1, tensor_parallel_size=2))
     other.load_model()
@@ -213,9 +230,3 @@ def test_a_wrong_setting_ends_the_start_with_its_message(tmp_path: Path, section
     config.additional_config = {"paceline": section}
     with pytest.raises(ConfigError, match=said):
         Proposer(config)
-
-
-def test_a_tokenizer_that_is_nowhere_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match="neither a folder nor in the local cache"):
-        Proposer(vllm_config("nobody/nothing"))

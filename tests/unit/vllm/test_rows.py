@@ -151,7 +151,7 @@ def test_a_session_that_no_row_has_for_five_seconds_closes_and_its_row_is_opened
 
 def test_of_too_many_sessions_without_a_row_the_oldest_close_at_once() -> None:
     story = Story()
-    closed = []
+    closed: list[int] = []
     for number in range(70):
         story.batch.admit("a", [number, number])
         closed += story.step().closed
@@ -230,3 +230,12 @@ def test_what_lies_behind_the_end_of_a_row_is_never_looked_at() -> None:
     story.batch.admit("a", [1, 2])
     story.batch.token_ids[0, 3:] = np.iinfo(np.int32).max
     assert list(story.step(a=[3]).rows[0].token_ids) == [1, 2, 3]
+
+
+def test_many_tokens_that_are_no_sample_are_taken_from_the_row() -> None:
+    story = Story()
+    story.batch.admit("a", range(200))
+    story.step()
+    story.batch.step(lambda _: range(150))
+    row = story.step(a=[1, 2]).rows[0]
+    assert (row.base_len, list(row.token_ids)) == (201, [*range(150), 1, 2])

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
-from paceline.cluster.spec import FleetSpec
+from paceline.cluster.spec import PACELINE, VLLM, FleetSpec
 from paceline.config import ENVIRONMENT_PREFIX, from_mapping, setting
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
@@ -60,6 +60,10 @@ class VerifierSettings(TierSettings):
     """Settings of the verifiers."""
 
     tensor_parallel_size: int = setting(1, help="Ranks of a replica, all on one host.", low=1, high=64)
+    engine: str = setting(PACELINE, help="What computes the target: our own engine, or vLLM.", choices=(PACELINE, VLLM))
+    python: Path | None = setting(
+        None, help="On every node, the Python of verifiers, where vLLM and this package are installed."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +169,8 @@ def parse_spec(document: Any) -> RayFleetSpec:
         drafter=most_drafters > 0,
         num_drafters=most_drafters,
         gateway_arg=gateway.settings.args,
+        verifier_engine=verifier.settings.engine,
+        verifier_python=verifier.settings.python,
         verifier_arg=verifier.settings.args,
         drafter_arg=drafter.settings.args,
     )
@@ -251,6 +257,12 @@ def _check_gateway(settings: GatewaySettings) -> None:
 def _check_verifier(settings: VerifierSettings) -> None:
     if settings.replicas < 1:
         raise ConfigError(f"verifier.replicas must be at least 1, got {settings.replicas}")
+    if settings.tensor_parallel_size > 1 and settings.engine == VLLM:
+        ranks = settings.tensor_parallel_size
+        raise ConfigError(
+            f"verifier.tensor_parallel_size is for our own engine; with engine: {VLLM} write gpus: {ranks} and "
+            f"args: [--vllm-arg=--tensor-parallel-size={ranks}]"
+        )
     if settings.tensor_parallel_size > 1 and settings.strategy.startswith("STRICT"):
         raise ConfigError(
             f"verifier.strategy {settings.strategy}: with tensor_parallel_size the ranks of each replica are kept on "

@@ -134,7 +134,7 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     lossy: builtins.bool
-    """A lossy acceptance rule had a part in them."""
+    """Their law is not the target's; see SpeculationRecord."""
     offset: builtins.int
     """Generated tokens of the session before these."""
     running: builtins.bool

@@ -1,0 +1,109 @@
+"""A proposer, its real helper process and a real drafter, beside a batch that behaves as vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.vllm.places import metrics_socket
+from paceline.vllm.proposer import Proposer
+from tests.integration.conftest import running_drafter
+from tests.support.fuzzing import until
+from tests.support.vllm_batch import VllmBatch, vllm_config
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB, MAX_LEN = 512, 4096
+PATIENCE_S = 60.0
+# As long as a step of a small target.
+STEP_S = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "services"), str(ROOT)]))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0+cpu"))
+
+
+class Engine:
+    """A batch that accepts every guess, so that drafting pays, and a proposer that is asked after each step."""
+
+    def __init__(self, model: Path, address: str) -> None:
+        self.batch = VllmBatch(max_model_len=MAX_LEN)
+        config = vllm_config(str(model), vocab_size=VOCAB, max_model_len=MAX_LEN)
+        config.additional_config["paceline"] = {"drafters": [address], "learned_dir": "none"}
+        self.instance_id = config.instance_id
+        self.proposer = Proposer(config)
+        self.proposer.load_model("target")
+        self._guesses: dict[str, list[int]] = {}
+
+    def until(self, done: Callable[[list[list[int]]], object]) -> list[list[int]]:
+        end_s = time.monotonic() + PATIENCE_S
+        while True:
+            time.sleep(STEP_S)
+            sampled = self.batch.step(lambda name: [*self._guesses.get(name, []), len(self.batch.texts[name]) % 7])
+            guesses = self.proposer.propose(sampled, self.batch.lengths, self.batch.token_ids)
+            self._guesses = dict(zip(self.batch.rows, guesses, strict=True))
+            if done(guesses):
+                return guesses
+            assert time.monotonic() < end_s
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    started: list[Engine] = []
+    yield started
+    for engine in started:
+        engine.proposer.close()
+
+
+async def test_a_drafter_of_the_tier_drafts_for_rows_of_vllm(tiny_pair, engines, tmp_path) -> None:
+    target, draft = tiny_pair
+    async with running_drafter(draft) as (address, host):
+        engine = Engine(target, address)
+        engines.append(engine)
+        engine.batch.admit("a", [1, 2, 3])
+        engine.batch.admit("b", [4, 5])
+        guesses = await asyncio.to_thread(engine.until, all)
+        assert all(0 <= token < VOCAB for chain in guesses for token in chain)
+        assert host.num_sessions == 2
+        engine.batch.remove("a")
+        # One of them is over; it is closed once it has not been seen for a while.
+        await asyncio.to_thread(engine.until, lambda _: host.num_sessions == 1)
+        shown = await asyncio.to_thread(_metrics, metrics_socket(engine.instance_id, 0))
+        assert "paceline:gamma_bucket" in shown
+        assert 'paceline:draft_nodes_total{fate="accepted",source="draft_model"}' in shown
+        engine.proposer.close()
+        # Its sessions end with its stream.
+        await until(lambda: not host.num_sessions)
+
+
+async def test_without_drafters_vllm_goes_on_and_they_are_found_when_they_come(tiny_pair, engines) -> None:
+    target, draft = tiny_pair
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    engine = Engine(target, f"127.0.0.1:{port}")
+    engines.append(engine)
+    engine.batch.admit("a", [1, 2, 3])
+    await asyncio.to_thread(engine.until, lambda _: len(engine.batch.texts["a"]) > 40)
+    assert not engine.proposer.failures
+    async with running_drafter(draft, port=port):
+        await asyncio.to_thread(engine.until, all)
+    end = len(engine.batch.texts["a"]) + 40
+    guesses = await asyncio.to_thread(engine.until, lambda _: len(engine.batch.texts["a"]) > end)
+    assert guesses == [[]]
+
+
+def _metrics(path: Path) -> str:
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.connect(str(path))
+        return b"".join(iter(lambda: stream.recv(1 << 16), b"")).decode()
