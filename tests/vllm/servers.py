@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 from loadtest.peers.environments import child_environ
@@ -93,6 +95,12 @@ class Process:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
+def _answered(check: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
+    """What a check says; the caller may be in an event loop of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, check()).result()
+
+
 class Drafter:
     """Draws from the demo drafter at one address, in as many lives as a test wants; dead at first.
 
@@ -116,7 +124,7 @@ class Drafter:
         env = child_environment(os.environ, num_threads=1)
         self._process = Process(argv, env, TIER_CPUS, self._log)
         check = grpc_health(self.address, "drafter")
-        self._process.until(lambda: asyncio.run(check()))
+        self._process.until(lambda: _answered(check))
 
     def kill(self) -> None:
         assert self._process is not None, "it runs"

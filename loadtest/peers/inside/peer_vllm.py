@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import vllm
+import vllm  # type: ignore[import-not-found]
 
 if TYPE_CHECKING:
     from loadtest.peers.inside import protocol
