@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 TEMPERATURE = 0.8
 # The first token of a text is never guessed: vLLM asks for guesses when it has one.
-LENGTH, PROMPTS = 4, 3
+LENGTH, PROMPTS = 3, 2
 SAMPLES, CHOICES, REQUESTS_AT_ONCE = 768, 16, 2
 DETECTED = 1e-4
 LEAST_EXPECTED = 8
@@ -23,20 +23,19 @@ LEAST_EXPECTED = 8
 Counts = Counter[tuple[int, ...]]
 
 
-async def sampled(url: str, prompts: Sequence[Sequence[int]], seed: int) -> list[list[tuple[int, ...]]]:
-    """Short continuations of each prompt, drawn one by one; seeds differ from one to the next."""
+async def sampled(url: str, prompts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
+    """Short continuations of each prompt; without a seed, since rows with one are slow on a CPU."""
     gate = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async with client() as http:
 
-        async def some(prompt: Sequence[int], first: int) -> list[tuple[int, ...]]:
-            settings = {"temperature": TEMPERATURE, "n": CHOICES, "seed": first}
+        async def some(prompt: Sequence[int]) -> list[tuple[int, ...]]:
+            settings = {"temperature": TEMPERATURE, "n": CHOICES}
             async with gate:
                 return [tuple(text) for text in await choices(http, url, ask(prompt, LENGTH, **settings))]
 
-        firsts = range(seed, seed + SAMPLES, CHOICES)
-        drawn = await asyncio.gather(*(some(prompt, first) for prompt in prompts for first in firsts))
-    each = len(firsts)
+        each = SAMPLES // CHOICES
+        drawn = await asyncio.gather(*(some(prompt) for prompt in prompts for _ in range(each)))
     return [[text for texts in drawn[at : at + each] for text in texts] for at in range(0, len(drawn), each)]
 
 
@@ -69,9 +68,9 @@ def test_two_samples_of_one_law_are_told_from_those_of_two() -> None:
 
 async def test_tokens_have_the_law_of_plain_vllms(plain, steady, prompts) -> None:
     chosen = prompts[:PROMPTS]
-    expected = await sampled(plain.url, chosen, 0)
+    expected = await sampled(plain.url, chosen)
     before = await metrics(steady.url)
-    found = await sampled(steady.url, chosen, 10 * SAMPLES)
+    found = await sampled(steady.url, chosen)
     after = await metrics(steady.url)
     # At least one guess for every other text, and some right and some wrong ones.
     drafted, accepted = after[DRAFTED] - before[DRAFTED], after[ACCEPTED] - before[ACCEPTED]
