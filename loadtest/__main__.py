@@ -33,7 +33,6 @@ BENCHES = {
     "single": "one stream: a drafter tier on its own core, and equal hardware",
     "stall": "time between tokens while the drafter is stopped for 5 s",
     "step": "a plain step inside the running verifier against its packed linears alone",
-    "tensor": "steps of one rank against those of several that compute the model together",
     "tracing": "tokens/s without traces and at sampling ratios of 0, 0.1 and 1",
     "turns": "two source trees, or settings, by turns: speed, steps and texts of each against the first",
     "vllm": "vLLM's load client, unmodified, against the fleet: it reads our acceptance from /metrics",

@@ -14,16 +14,13 @@ from paceline.fingerprint import fingerprint
 from paceline.vocabulary import vocab_hash
 
 
-def model_identity(
-    folder: Path, name: str = "", dtype: str = "auto", tensor_parallel_size: int = 1, device: str = "auto"
-) -> ModelIdentity:
+def model_identity(folder: Path, name: str = "", dtype: str = "auto", device: str = "auto") -> ModelIdentity:
     """Reads what must agree between verifier, drafter and gateway, without loading weights.
 
     Args:
         folder: Checkpoint folder.
         name: Name for users; empty: the folder's.
         dtype: Weight type asked for, see `load_decoder`.
-        tensor_parallel_size: Ranks that compute it together.
         device: Where, see `load_decoder`.
 
     Raises:
@@ -39,21 +36,17 @@ def model_identity(
         vocab_size=config.vocab_size,
         context_len=config.context_len,
         eos_token_ids=config.eos_token_ids,
-        weights_hash=weights_hash(path, dtype, tensor_parallel_size, device),
+        weights_hash=weights_hash(path, dtype, device),
         arithmetic=choose_platform(device).arithmetic,
     )
 
 
-def weights_hash(folder: Path, dtype: str, tensor_parallel_size: int = 1, device: str = "auto") -> str:
+def weights_hash(folder: Path, dtype: str, device: str = "auto") -> str:
     """Returns a fingerprint of all that decides a model's logits: configuration, weights (sampled) and their type.
-
-    The number of ranks counts too: sums are split among them, so the last bits of logits differ.
 
     Raises:
         ConfigError: The folder holds no weights that can be served.
     """
     checkpoint = Checkpoint(folder)
-    told = [str(choose_dtype(dtype, checkpoint, choose_platform(device))).encode()]
-    if tensor_parallel_size > 1:
-        told.append(f"tensor parallel {tensor_parallel_size}".encode())
-    return fingerprint([*told, (folder / "config.json").read_bytes()], checkpoint.paths)
+    served_in = str(choose_dtype(dtype, checkpoint, choose_platform(device))).encode()
+    return fingerprint([served_in, (folder / "config.json").read_bytes()], checkpoint.paths)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from prometheus_client import CollectorRegistry
 
@@ -91,7 +91,7 @@ def _engine(config: VerifierConfig) -> AbstractContextManager[ServedEngine]:
         return vllm_engine(config)
     from paceline.verifier.own_engine import own_engine
 
-    return own_engine(config)
+    return nullcontext(own_engine(config))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from paceline.core.draft_scheduler import DraftLimits
@@ -26,12 +24,10 @@ from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
 from paceline.engine.memory import log_memory
 from paceline.engine.process import StepThreads, parse_cpus, prepare_process, until_quiet
-from paceline.engine.ranks import Ranks
 from paceline.engine.target import TargetEngine
 from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
 from paceline.verifier.learned import learned_file
 from paceline.verifier.make_sources import make_sources
-from paceline.verifier.ranks import Join, other_ranks
 from paceline.verifier.served import ServedEngine
 from paceline.verifier.warm_up import GREEDY, SAMPLED, warm_up
 
@@ -43,17 +39,14 @@ QUIET_MOST_S = 10.0
 LEAST_STEPS = 2
 
 
-@contextmanager
-def own_engine(config: VerifierConfig) -> Iterator[ServedEngine]:
-    """Prepares this process for our engine; ranks that it starts end with the block.
+def own_engine(config: VerifierConfig) -> ServedEngine:
+    """Prepares this process for our engine.
 
     Raises:
         ConfigError: A setting or the checkpoint makes serving impossible.
     """
     speculation = speculation_from(config.speculative_config)
-    own_identity = model_identity(
-        config.model, config.model_name, config.dtype, config.tensor_parallel_size, config.device
-    )
+    own_identity = model_identity(config.model, config.model_name, config.dtype, config.device)
     head = speculation.head
     identity = replace(
         own_identity,
@@ -63,15 +56,14 @@ def own_engine(config: VerifierConfig) -> Iterator[ServedEngine]:
         methods=speculation.methods,
         acceptance_rules=speculation.rules.names(speculation.methods),
     )
-    with other_ranks(config, identity.weights_hash) as (own, join):
-        prepare_process(own.cpus, spare_cpus=own.spare_cpus)
-        yield ServedEngine(
-            identity=identity,
-            own_drafter=LOCAL if speculation.own_draft is not None else "",
-            rules=speculation.rules,
-            make=lambda: make_engine(own, identity, speculation, join),
-            learned=learned_file(own, identity, os.environ),
-        )
+    prepare_process(config.cpus, spare_cpus=config.spare_cpus)
+    return ServedEngine(
+        identity=identity,
+        own_drafter=LOCAL if speculation.own_draft is not None else "",
+        rules=speculation.rules,
+        make=lambda: make_engine(config, identity, speculation),
+        learned=learned_file(config, identity, os.environ),
+    )
 
 
 def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
@@ -91,13 +83,10 @@ def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
 
 
 def make_engine(
-    config: VerifierConfig,
-    identity: ModelIdentity,
-    speculation: Speculation,
-    join: Join,
+    config: VerifierConfig, identity: ModelIdentity, speculation: Speculation
 ) -> TargetEngine | ColocatedEngine:
-    """Loads the model, once the ranks that share it are there, and the draft model if it runs here."""
-    target = make_target_engine(config, identity, speculation, join())
+    """Loads the model, and the draft model if it runs here."""
+    target = make_target_engine(config, identity, speculation)
     if speculation.own_draft is None:
         return target
     checkpoint = DraftCheckpoint(
@@ -119,11 +108,9 @@ def make_engine(
     return ColocatedEngine(target, draft, wants_states=wants_states, clock=time.monotonic)
 
 
-def make_target_engine(
-    config: VerifierConfig, identity: ModelIdentity, speculation: Speculation, ranks: Ranks | None
-) -> TargetEngine:
+def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Speculation) -> TargetEngine:
     """Loads the model and runs a few steps, so that the first request finds everything compiled."""
-    decoder = load_decoder(config.model, config.dtype, config.device, config.threads, ranks)
+    decoder = load_decoder(config.model, config.dtype, config.device, config.threads)
     policy = speculation.draft_policy()
     engine = TargetEngine(
         decoder=decoder,

@@ -36,7 +36,6 @@ MANAGED = {
     "port",
     "redis_url",
     "replica_id",
-    "tensor_parallel_size",
     "tls_cert",
     "tls_dir",
     "tls_key",

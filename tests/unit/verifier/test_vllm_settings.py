@@ -34,7 +34,6 @@ CONFIG = VerifierConfig(model=Path("/models/m"), engine=VLLM, redis_url="redis:/
     [
         ({"num_kv_blocks": 64}, "--num-kv-blocks is for our own engine.*--kv-cache-memory-bytes"),
         ({"spare_cpus": "1"}, "--spare-cpus is for our own engine"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size is for our own.*--vllm-arg=--tensor-parallel-size"),
         ({"max_num_batched_tokens": 64}, "--max-num-batched-tokens is for our own engine"),
     ],
 )

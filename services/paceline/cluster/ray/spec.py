@@ -41,7 +41,7 @@ class TierSettings:
 
     replicas: int = setting(1, help="Replicas.", low=0, high=MAX_REPLICAS)
     cpus: float = setting(1.0, help="CPUs of a replica; whole ones are its threads.", low=0.01, high=4096)
-    gpus: float = setting(0.0, help="GPUs of a replica, of each rank if it has several.", low=0, high=64)
+    gpus: float = setting(0.0, help="GPUs of a replica.", low=0, high=64)
     accelerator_type: str = setting("", help="Kind of the GPUs as Ray calls it, such as H100 or L4.")
     strategy: str = setting("SPREAD", help="How Ray places the replicas over hosts.", choices=STRATEGIES)
     args: tuple[str, ...] = setting((), help="More flags of the service, such as --max-num-seqs=8.")
@@ -59,7 +59,6 @@ class GatewaySettings(TierSettings):
 class VerifierSettings(TierSettings):
     """Settings of the verifiers."""
 
-    tensor_parallel_size: int = setting(1, help="Ranks of a replica, all on one host.", low=1, high=64)
     engine: str = setting(PACELINE, help="What computes the target: our own engine, or vLLM.", choices=(PACELINE, VLLM))
     python: Path | None = setting(
         None, help="On every node, the Python of verifiers, where vLLM and this package are installed."
@@ -257,17 +256,6 @@ def _check_gateway(settings: GatewaySettings) -> None:
 def _check_verifier(settings: VerifierSettings) -> None:
     if settings.replicas < 1:
         raise ConfigError(f"verifier.replicas must be at least 1, got {settings.replicas}")
-    if settings.tensor_parallel_size > 1 and settings.engine == VLLM:
-        ranks = settings.tensor_parallel_size
-        raise ConfigError(
-            f"verifier.tensor_parallel_size is for our own engine; with engine: {VLLM} write gpus: {ranks} and "
-            f"args: [--vllm-arg=--tensor-parallel-size={ranks}]"
-        )
-    if settings.tensor_parallel_size > 1 and settings.strategy.startswith("STRICT"):
-        raise ConfigError(
-            f"verifier.strategy {settings.strategy}: with tensor_parallel_size the ranks of each replica are kept on "
-            "one host, and nothing is promised of where the replicas are; leave it out"
-        )
 
 
 def _check_drafter(settings: DrafterSettings, section: Mapping[str, Any]) -> None:

@@ -27,9 +27,6 @@ NOT_FOR_VLLM = {
     "num_kv_blocks": "--vllm-arg=--kv-cache-memory-bytes=...",
     "max_num_batched_tokens": "--vllm-arg=--max-num-batched-tokens=...",
     "spare_cpus": "nothing; vLLM's threads stay where they are",
-    "tensor_parallel_size": "--vllm-arg=--tensor-parallel-size=...",
-    "tensor_parallel_rendezvous": "vLLM's own arguments for several hosts",
-    "tensor_parallel_silence_s": "nothing",
 }
 # vLLM's arguments that follow from our settings, and these.
 DECIDED = {
