@@ -32,7 +32,9 @@ def main() -> None:
     path = [str(ROOT / "services"), str(ROOT), str(write_metadata(METADATA))]
     env = child_environ(os.environ) | {"PYTHONPATH": os.pathsep.join(path)}
     os.chdir(ROOT)
-    pytest = [str(python), "-m", "pytest", "-o", "testpaths=tests/vllm", "-m", "vllm", *sys.argv[1:]]
+    # Warnings of vLLM and of what it imports are not ours.
+    ours = ["-o", "testpaths=tests/vllm", "-m", "vllm", "-W", "default"]
+    pytest = [str(python), "-m", "pytest", *ours, *sys.argv[1:]]
     os.execve(pytest[0], pytest, env)
 
 
