@@ -174,14 +174,24 @@ class GenerateRequest:
     suspect: bool = False
     traceparent: str = ""
 
+    @property
+    def num_to_judge(self) -> int:
+        """Tokens of the prompt whose log probabilities are asked for: all but the first, before the first token."""
+        asked = self.sampling.prompt_logprobs is not None and not self.committed_token_ids
+        return len(self.prompt_token_ids) - 1 if asked else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionLogprobs:
-    """Log probabilities of a committed token and of the best alternatives, best first."""
+    """Log probabilities of the token at a position and of the best alternatives, best first.
+
+    `rank` is the token's own place among all, from 1 on; of equals the best.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +265,8 @@ class CommittedTokens:
     `lossy`: by a lossy acceptance rule; a gateway that ends the session itself gets no result to learn it from.
     `fates`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
 
-    Without tokens it is a sign of life; `running` says that the engine computes the session now.
+    Without tokens it is a sign of life; `running` says that the engine computes the session now. `prompt_logprobs` are
+    of the prompt's tokens from `prompt_offset` on; all of them come before the first token.
     """
 
     token_ids: tuple[int, ...]
@@ -265,3 +276,5 @@ class CommittedTokens:
     lossy: bool = False
     offset: int = 0
     running: bool = False
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_offset: int = 0

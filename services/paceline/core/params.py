@@ -67,6 +67,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -87,8 +88,9 @@ class SamplingParams:
             f"must be from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}",
         )
         _require("seed", 0 <= self.seed <= MAX_SEED, f"must be from 0 to 2**64-1, got {self.seed}")
-        if self.logprobs is not None:
-            _require_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        for field, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _require_range(field, count, 0, MAX_TOP_LOGPROBS)
 
     def _check_lists(self) -> None:
         _require(

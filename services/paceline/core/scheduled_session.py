@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.core.calibration import Calibrations
 from paceline.core.link import SessionLink
 from paceline.core.messages import (
@@ -49,6 +51,8 @@ class ScheduledSession(VerifierSession):
         prefilled_to: Committed tokens whose KV is there when the step under way ends.
         called_up_s: Of a suspect: when its turn came; None before.
         heard: Of a suspect: whether its gateway knows that.
+        num_judged: Prompt tokens, but for the first, whose log probabilities have been told.
+        judges_prompt: Whether some are still to be told.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class ScheduledSession(VerifierSession):
         self._logprobs: list[PositionLogprobs] = []
         self._begun = False
         self._num_cached = 0
+        self.num_judged = 0
+        self.judges_prompt = request.num_to_judge > 0
         self._submitted_s = self._committed_s = submitted_s
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
@@ -145,7 +151,7 @@ class ScheduledSession(VerifierSession):
 
     def admit(self, now_s: float) -> bool:
         """Takes cached and fresh pages for all tokens so far; False, and nothing taken, when there are too few."""
-        self.prefilled_to = self.pages.attach_cached_prefix()
+        self.prefilled_to = self.pages.attach_cached_prefix(self.num_judged if self.judges_prompt else None)
         if not self.pages.reserve(self.committed_len + 1):
             self.pages.release()
             return False
@@ -162,6 +168,15 @@ class ScheduledSession(VerifierSession):
         elif self._num_chosen >= self._last_len:
             self._finish = FinishReason.LENGTH
         return self._finish is not None
+
+    def tell_judged(self, logprobs: Sequence[PositionLogprobs]) -> CommittedTokens:
+        """What says how likely further tokens of the prompt were."""
+        first = self.num_judged + 1
+        self.num_judged += len(logprobs)
+        self.judges_prompt = self.num_judged < self.request.num_to_judge
+        return CommittedTokens(
+            token_ids=(), offset=self.num_generated, prompt_logprobs=tuple(logprobs), prompt_offset=first
+        )
 
     def hand_out(self, base_len: int, now_s: float) -> CommittedTokens:
         """The tokens committed since `base_len`, with the result if they are the last."""

@@ -18,6 +18,12 @@ class GatewayConfig:
         help="Checkpoint folder with the tokenizer of a served model; NAME=FOLDER to give it a name."
     )
     model_name: str = setting("", help="Name of the model if there is one only; empty: the folder's name.")
+    chat_template: Path | None = setting(
+        None, help="Jinja file that makes prompts of chats, instead of the template of each --model."
+    )
+    trust_request_chat_template: bool = setting(
+        False, help="Let requests bring chat templates of their own; one that loops for ever takes a thread for ever."
+    )
     generation_config: str = setting(
         "auto",
         help="Where the models' own sampling defaults come from: auto, the generation_config.json of each --model; "

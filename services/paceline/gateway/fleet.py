@@ -52,6 +52,7 @@ class Fleet:
         answers: Answers = nobody_answers,
         *,
         defaults: Mapping[str, ModelDefaults] | None = None,
+        trusts_templates: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Knows no replica until the first `refresh`.
@@ -61,11 +62,13 @@ class Fleet:
             codecs: Tokenizers by model name; only these models are served.
             answers: Asks a replica that has left the registry whether it still serves.
             defaults: Of models that have some, by name.
+            trusts_templates: Whether requests may bring chat templates of their own.
             clock: Monotonic seconds.
         """
         self._view = RegistryView(registry, answers=answers, clock=clock)
         self._codecs = dict(codecs)
         self._defaults = dict(defaults or {})
+        self._trusts_templates = trusts_templates
         self._warned_of: set[str] = set()
 
     @property
@@ -116,7 +119,12 @@ class Fleet:
             raise UnavailableError(
                 f"model {name!r}: this gateway's tokenizer is not the verifier's; start both with the same folder"
             )
-        return ServedModel(identity=identity, codec=codec, defaults=self._defaults.get(name, NO_DEFAULTS))
+        return ServedModel(
+            identity=identity,
+            codec=codec,
+            defaults=self._defaults.get(name, NO_DEFAULTS),
+            trusts_templates=self._trusts_templates,
+        )
 
     def addresses(self) -> list[str]:
         """Returns where the verifiers listen."""

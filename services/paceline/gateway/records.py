@@ -53,6 +53,7 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         "stop": list(request.stops),
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "skip_special_tokens": request.skip_special_tokens,
+        "return_token_ids": request.return_token_ids,
         "cache_salt": request.cache_salt,
     }
     if request.span.is_recording():

@@ -23,6 +23,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_BAD_WORD_CHARACTERS = 64
 MAX_CHOICES = 128
 MAX_SALT_CHARACTERS = 128
+MAX_TEMPLATE_CHARACTERS = 100_000
 SALT_CHARS = 32
 DEFAULT_MAX_TOKENS = 16
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
@@ -30,11 +31,15 @@ _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that can be asked for: what its verifiers say of it, its tokenizer, and what it has of defaults."""
+    """A model that can be asked for: what its verifiers say of it, its tokenizer, and what it has of defaults.
+
+    `trusts_templates` lets requests bring chat templates of their own.
+    """
 
     identity: ModelIdentity
     codec: TextCodec
     defaults: ModelDefaults = NO_DEFAULTS
+    trusts_templates: bool = False
 
     @property
     def context_len(self) -> int:
@@ -59,6 +64,9 @@ class SessionRequest:
         arithmetic: Of the verifiers that have computed its tokens; see `paceline.store.base.SessionRecord`.
         engine_deaths: Engines that died of it, one after another; see `paceline.gateway.suspicion`.
         token_fates: Whether to say how each token came about.
+        echo: What the answer's text begins with, the prompt; None: the answer has no prompt in it.
+        prompt_only: Nothing generated is wanted. One token is, for that is what a session ends with, and stays here.
+        return_token_ids: Whether the answer names the tokens of prompt and text.
         whole: The client gets the text in one piece, and nothing in it can end the session early.
         cache_salt: As the request names it; see `prefix_salt`.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
@@ -85,6 +93,9 @@ class SessionRequest:
     engine_deaths: int = 0
     cache_salt: str = ""
     token_fates: bool = False
+    echo: str | None = None
+    prompt_only: bool = False
+    return_token_ids: bool = False
     whole: bool = False
     finished: FinishReason | None = None
     traceparent: str = ""
@@ -98,7 +109,8 @@ class SessionRequest:
     @property
     def resumable(self) -> bool:
         """Whether another call can go on with it: all that the client is told is logged."""
-        return self.sampling.logprobs is None and not self.token_fates
+        sampling = self.sampling
+        return sampling.logprobs is None and sampling.prompt_logprobs is None and not self.token_fates
 
     @property
     def prefix_salt(self) -> str:

@@ -37,6 +37,7 @@ from paceline.obs.tracing import OFF, Tracer, incoming
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.wire import (
     identity_to_pb,
+    position_logprobs_to_pb,
     sampling_from_pb,
     speculation_from_pb,
     speculation_record_to_pb,
@@ -146,8 +147,6 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
     if not request.HasField("sampling"):
         room = room_for_output(model, prompt_len, None, unasked=DEFAULT_MAX_TOKENS, field="max_tokens")
         return SamplingParams(max_tokens=room, seed=new_seed(), **model.defaults.sampling)
-    if request.sampling.HasField("logprobs"):
-        raise InvalidRequestError("sampling.logprobs", "is served over HTTP only")
     given = request.sampling
     named = {field.name for field, _ in given.ListFields()}
     own = {name: value for name, value in model.defaults.sampling.items() if name not in named}
@@ -162,7 +161,12 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
 def _response(session_id: str, event: Piece | Ending) -> gateway_pb2.GatewayGenerateResponse:
     if isinstance(event, Piece):
         return gateway_pb2.GatewayGenerateResponse(
-            session_id=session_id, text=event.text, token_ids=event.token_ids, offset=event.offset
+            session_id=session_id,
+            text=event.text,
+            token_ids=event.token_ids,
+            offset=event.offset,
+            logprobs=map(position_logprobs_to_pb, event.logprobs),
+            prompt_logprobs=map(position_logprobs_to_pb, event.prompt_logprobs),
         )
     record = event.speculation or SpeculationRecord()
     return gateway_pb2.GatewayGenerateResponse(

@@ -14,7 +14,8 @@ class Piece:
     """New text and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
 
     `offset`: generated tokens before these. `digest`: of all up to these, see `paceline.core.token_digest`.
-    `tokens`, where the request asks for it, are those behind the text: their texts join to it.
+    `tokens`, where the request asks for it, are those behind the text: their texts join to it. The first piece has the
+    prompt's log probabilities, where they are asked for: of all its tokens but the first.
     """
 
     text: str
@@ -23,6 +24,7 @@ class Piece:
     tokens: tuple[TokenText, ...] = ()
     offset: int = 0
     digest: str = ""
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

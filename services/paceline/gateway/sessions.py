@@ -14,7 +14,13 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.core.errors import EndsEnginesError, OverloadedError, PacelineError, StaleEpochError, UnavailableError
-from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, SpeculationRecord
+from paceline.core.messages import (
+    CommittedTokens,
+    FinishReason,
+    GenerateResult,
+    PositionLogprobs,
+    SpeculationRecord,
+)
 from paceline.core.params import TYPICAL
 from paceline.gateway.callers import Caller
 from paceline.gateway.fairness import fits
@@ -231,20 +237,28 @@ class Sessions:
         num_generated = 0
         result: GenerateResult | None = None
         stopped = lossy = False
+        judged: list[PositionLogprobs] = []
         async with aclosing(self._committed(request, trail)) as steps:
             async for step in steps:
                 lossy |= step.lossy
+                if step.prompt_logprobs:
+                    # A verifier that goes on for another begins anew with them.
+                    judged[step.prompt_offset - 1 :] = step.prompt_logprobs
+                if not step.token_ids and step.result is None:
+                    continue
                 offset, num_known = num_generated, client.take(step.token_ids)
                 known = text_stream.feed(step.token_ids[:num_known])
                 fed = known
                 if not known.stopped:
                     fed = text_stream.feed(step.token_ids[num_known:], step.fates[num_known:])
-                num_new = 0 if known.stopped else fed.num_tokens
+                num_new = 0 if known.stopped or request.prompt_only else fed.num_tokens
                 num_generated += known.num_tokens + num_new
                 stopwatch.tokens(num_new)
                 text, result, stopped = "" if known.stopped else fed.text, step.result, fed.stopped
                 tokens = fed.tokens
-                if result is not None and not stopped:
+                if request.prompt_only:
+                    text, tokens, stopped = "", (), False
+                elif result is not None and not stopped:
                     rest = text_stream.finish()
                     text, tokens, stopped = text + rest.text, tokens + rest.tokens, rest.stopped
                 new = slice(num_known, num_known + num_new)
@@ -255,7 +269,9 @@ class Sessions:
                     tokens=tokens,
                     offset=offset + num_known,
                     digest=client.digest,
+                    prompt_logprobs=tuple(judged),
                 )
+                judged = []
                 if stopped:
                     break
         client.end(num_generated)
@@ -296,6 +312,8 @@ def _ending(
     mixed: bool,
 ) -> Ending:
     num_prompt_tokens = len(request.prompt_token_ids)
+    if request.prompt_only and result is not None:
+        result = replace(result, finish_reason=FinishReason.LENGTH)
     if result is None:
         return Ending(
             finish_reason=FinishReason.STOP,

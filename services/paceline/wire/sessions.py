@@ -105,12 +105,14 @@ def committed_to_pb(committed: CommittedTokens) -> verifier_pb2.VerifierGenerate
     """Encodes the tokens one step committed."""
     return verifier_pb2.VerifierGenerateResponse(
         token_ids=committed.token_ids,
-        logprobs=[_position_logprobs_to_pb(position) for position in committed.logprobs],
+        logprobs=[position_logprobs_to_pb(position) for position in committed.logprobs],
         result=None if committed.result is None else _result_to_pb(committed.result),
         lossy=committed.lossy,
         token_fates=[_FATE_TO_PB[fate] for fate in committed.fates],
         offset=committed.offset,
         running=committed.running,
+        prompt_logprobs=[position_logprobs_to_pb(position) for position in committed.prompt_logprobs],
+        prompt_offset=committed.prompt_offset,
     )
 
 
@@ -135,6 +137,8 @@ def committed_from_pb(message: verifier_pb2.VerifierGenerateResponse) -> Committ
         lossy=message.lossy,
         offset=message.offset,
         running=message.running,
+        prompt_logprobs=tuple(_position_logprobs_from_pb(position) for position in message.prompt_logprobs),
+        prompt_offset=message.prompt_offset,
     )
 
 
@@ -145,10 +149,12 @@ def _fate_from_pb(value: int) -> TokenFate:
     return fate
 
 
-def _position_logprobs_to_pb(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
+def position_logprobs_to_pb(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
+    """Encodes the log probabilities of a position."""
     return common_pb2.PositionLogprobs(
         chosen=common_pb2.TokenLogprob(token_id=position.token_id, logprob=position.logprob),
         top=[common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in position.top],
+        rank=position.rank,
     )
 
 
@@ -157,6 +163,7 @@ def _position_logprobs_from_pb(message: common_pb2.PositionLogprobs) -> Position
         token_id=message.chosen.token_id,
         logprob=message.chosen.logprob,
         top=tuple((entry.token_id, entry.logprob) for entry in message.top),
+        rank=message.rank,
     )
 
 

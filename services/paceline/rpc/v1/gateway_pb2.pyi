@@ -149,6 +149,8 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     RESULT_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session, the same in every message."""
     text: builtins.str
@@ -163,6 +165,16 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
     def result(self) -> Global___GatewayGenerateResult:
         """Set in the last message only."""
 
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
+        """One entry per token, if `sampling.logprobs` asked for them."""
+
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
+        """Of the prompt's tokens from the second on, in the first message with tokens, if `sampling.prompt_logprobs` asked for
+        them.
+        """
+
     def __init__(
         self,
         *,
@@ -171,9 +183,11 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         result: Global___GatewayGenerateResult | None = ...,
         offset: builtins.int = ...,
+        logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
+        prompt_logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["offset", b"offset", "result", b"result", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "result", b"result", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
 
 Global___GatewayGenerateResponse: typing_extensions.TypeAlias = GatewayGenerateResponse
 

@@ -133,12 +133,16 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
     TOKEN_FATES_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_OFFSET_FIELD_NUMBER: builtins.int
     lossy: builtins.bool
     """A lossy acceptance rule had a part in them."""
     offset: builtins.int
     """Generated tokens of the session before these."""
     running: builtins.bool
     """The engine computes the session now; sent once, before its first tokens."""
+    prompt_offset: builtins.int
+    """Position in the prompt of the first of `prompt_logprobs`; 1 at least, for nothing says how likely the first token is."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Committed tokens, oldest first."""
@@ -155,6 +159,12 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
     def token_fates(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___TokenFate.ValueType]:
         """One entry per token: how each came about. None: not known."""
 
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
+        """Of the prompt's tokens from `prompt_offset` on, if they were asked for: all of them come before the first token, in
+        messages of their own, and none of them in a session that goes on after committed tokens.
+        """
+
     def __init__(
         self,
         *,
@@ -165,9 +175,11 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
         token_fates: collections.abc.Iterable[Global___TokenFate.ValueType] | None = ...,
         offset: builtins.int = ...,
         running: builtins.bool = ...,
+        prompt_logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
+        prompt_offset: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "lossy", b"lossy", "offset", b"offset", "result", b"result", "running", b"running", "token_fates", b"token_fates", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "lossy", b"lossy", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "result", b"result", "running", b"running", "token_fates", b"token_fates", "token_ids", b"token_ids"]) -> None: ...
 
 Global___VerifierGenerateResponse: typing_extensions.TypeAlias = VerifierGenerateResponse
 
