@@ -353,3 +353,44 @@ async def test_a_session_record_is_written_in_the_background(tmp_path: Path) -> 
     assert logged.token_ids[:2] == (5, 6)
     assert (record.model, record.verifier_id, record.seed) == (MODEL, "verifier-0", 9)
     assert (record.prompt_len, record.committed_len, record.state) == (2, 7, "length")
+
+
+async def test_an_echoed_prompt_comes_before_the_text_and_its_likelihoods_before_all(fleet: ScriptedFleet) -> None:
+    asked: Any = {"model": MODEL, "prompt": "the fox", "max_tokens": 4, "seed": 0, "echo": True, "logprobs": 1}
+    whole = (await fleet.openai.completions.create(**asked)).choices[0]
+    [request] = fleet.verifier.requests
+    prompt = request.prompt_token_ids
+    text = whole.text.removeprefix("the fox")
+    assert len(text) == 4
+    assert whole.logprobs is not None
+    assert whole.logprobs.token_logprobs == [None, *[-0.25] * (len(prompt) - 1), *[-0.5] * 4]
+    assert "".join(whole.logprobs.tokens or ()) == whole.text
+    assert whole.logprobs.text_offset == [
+        len("".join(whole.logprobs.tokens[:index])) for index in range(len(prompt) + 4)
+    ]
+    stream = await fleet.openai.completions.create(**asked, stream=True)
+    chunks = [chunk.choices[0] async for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    streamed = [each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.token_logprobs or ()]
+    assert streamed == whole.logprobs.token_logprobs
+
+
+async def test_of_a_prompt_alone_nothing_generated_is_told(fleet: ScriptedFleet) -> None:
+    answer = await fleet.openai.completions.create(
+        model=MODEL, prompt="the fox", max_tokens=0, echo=True, logprobs=0, extra_body={"return_token_ids": True}
+    )
+    told: Any = answer.choices[0]
+    assert (told.text, told.finish_reason, told.token_ids) == ("the fox", "length", [])
+    assert len(told.logprobs.tokens) == len(told.prompt_token_ids) == answer.usage.prompt_tokens
+    assert answer.usage.completion_tokens == 0
+
+
+async def test_prompt_log_probabilities_come_by_token_ids_with_ranks(fleet: ScriptedFleet) -> None:
+    message = {"role": "user", "content": "x"}
+    chat = (await fleet.http.post("/v1/chat/completions", json={"messages": [message], "prompt_logprobs": 2})).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    nothing, first, *_ = chat["prompt_logprobs"]
+    assert nothing is None
+    token_id = fleet.verifier.requests[0].prompt_token_ids[1]
+    assert first[str(token_id)]["logprob"] == -0.25
+    assert [each["rank"] for each in first.values()] == [1, 2]

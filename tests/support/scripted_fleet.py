@@ -143,6 +143,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         letters = following(
             generate.sampling.seed, generate.prompt_token_ids, generate.committed_token_ids, self._letter_ids
         )
+        for judged in _judged(generate, script.step_len):
+            yield judged
         while True:
             if script.fail_after is not None and at >= script.fail_after and script.error is not None:
                 raise script.error
@@ -188,6 +190,17 @@ def _logprobs(generate: GenerateRequest, tokens: list[int]) -> tuple[PositionLog
         PositionLogprobs(token_id=token, logprob=-0.5, top=tuple((token + k, -0.5 - k) for k in range(num_top)))
         for token in tokens
     )
+
+
+def _judged(generate: GenerateRequest, step_len: int) -> Iterator[CommittedTokens]:
+    """Log probabilities of the prompt, so many in a message."""
+    num_top = generate.sampling.prompt_logprobs or 0
+    for start in range(1, 1 + generate.num_to_judge, step_len):
+        logprobs = tuple(
+            PositionLogprobs(token_id=token, logprob=-0.25, top=((token, -0.25), (token + 1, -2.0))[:num_top])
+            for token in generate.prompt_token_ids[start : start + step_len]
+        )
+        yield CommittedTokens(token_ids=(), prompt_logprobs=logprobs, prompt_offset=start)
 
 
 def _result(generate: GenerateRequest, reason: FinishReason, at: int) -> GenerateResult:

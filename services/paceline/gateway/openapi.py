@@ -33,6 +33,13 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
   `max_new_tokens`, or to the end of the context.
 * `truncate_prompt_tokens` keeps the last tokens of a prompt or of a rendered chat: 1 up to less than the context, or -1
   for as many as fit into the context beside `max_tokens`.
+* `echo` begins the text with the prompt, and with `logprobs` these with the prompt's; `prompt_logprobs` tells of the
+  prompt's tokens by themselves. With either of them, `max_tokens` of a text completion may be 0. Log probabilities
+  are those of the model, before any of the sampling fields, and the first token of a prompt has none.
+* `return_token_ids` adds `prompt_token_ids` and `token_ids`; in a stream, the first once, with the first tokens.
+* `continue_final_message` ends a chat's prompt with the last message, which the answer goes on with; it excludes
+  `add_generation_prompt`. `chat_template` needs a gateway with `--trust-request-chat-template`.
+* Images, audio and video in messages are refused by the name of their field.
 * `bad_words` are not generated, neither at the begin of a text nor after a space, as the tokenizer writes them there.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with

@@ -121,11 +121,13 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"prompt": "a" * 4_000_000}, "prompt", "4000000 bytes"),
         ({"prompt": "half \ud800"}, "prompt", "Unicode"),
         ({"model": 5}, "model", "valid string"),
-        ({"echo": True}, "echo", "not supported"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"suffix": "end"}, "suffix", "not supported"),
         ({"best_of": 3}, "best_of", "not supported"),
         ({"best_of": True}, "best_of", "not supported"),
-        ({"echo": 0}, "echo", "not supported"),
+        ({"echo": 0}, "echo", "valid boolean"),
         # Whole numbers that no float can hold.
         ({"logprobs": 10**400}, "logprobs", "from 0 to 20"),
         ({"temperature": 10**400}, "temperature", "must be"),
@@ -503,3 +505,59 @@ def test_a_long_body_is_read_as_a_short_one_is(padding: str, text: str) -> None:
             return error.problem.partition(" at line")[0]
 
     assert outcome(padding + text) == outcome(text)
+
+
+def test_a_prompt_alone_asks_for_one_token_that_nobody_sees() -> None:
+    [session] = completion(body(echo=True, max_tokens=0, logprobs=2))
+    assert (session.echo, session.prompt_only, session.sampling.max_tokens) == ("the fox", True, 1)
+    assert (session.sampling.logprobs, session.sampling.prompt_logprobs) == (2, 2)
+    assert not session.resumable
+    [read] = completion(body(max_tokens=0, prompt_logprobs=3))
+    assert (read.echo, read.prompt_only, read.sampling.logprobs, read.sampling.prompt_logprobs) == (None, True, None, 3)
+
+
+def test_each_sample_of_each_prompt_begins_with_its_own_prompt() -> None:
+    sessions = completion(body(prompt=["the fox", "a dog"], n=2, echo=True))
+    assert [session.echo for session in sessions] == ["the fox", "the fox", "a dog", "a dog"]
+    [of_tokens] = completion(body(prompt=list(sessions[0].prompt_token_ids), echo=True))
+    assert of_tokens.echo == "the fox"
+    [cut] = completion(body(prompt="the fox", echo=True, truncate_prompt_tokens=1))
+    assert "the fox".endswith(str(cut.echo))
+    assert cut.echo != "the fox"
+
+
+def text_of(session: SessionRequest) -> str:
+    return CODEC.decode(session.prompt_token_ids, special_tokens=True)
+
+
+def test_a_last_message_that_is_gone_on_with_ends_the_prompt() -> None:
+    messages = [*USER, {"role": "assistant", "content": "the fox"}]
+    [ended] = chat(chat_body(messages=messages))
+    [continued] = chat(chat_body(messages=messages, continue_final_message=True))
+    [closed] = chat(chat_body(messages=messages, add_generation_prompt=False))
+    assert text_of(continued).endswith("the fox")
+    assert text_of(ended).startswith(text_of(closed))
+    assert text_of(closed).startswith(text_of(continued))
+    assert len({text_of(each) for each in (ended, continued, closed)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_of_a_chat_is_named(fields: dict[str, Any], param: str) -> None:
+    assert refusal(chat_body(**fields), of_chat=True).param == param
+
+
+def test_a_template_of_the_request_is_used_where_that_is_allowed() -> None:
+    trusting = replace(MODEL, trusts_templates=True)
+    [session] = chat(chat_body(chat_template="{{ messages[0].content }} and no more"), model=trusting)
+    assert text_of(session).endswith(" and no more")
+    for template, problem in (("{% for %}", "cannot be compiled"), ("x" * 100_001, "at most 100000")):
+        with pytest.raises(InvalidRequestError, match=problem) as caught:
+            chat(chat_body(chat_template=template), model=trusting)
+        assert to_http(caught.value).param == "chat_template"
