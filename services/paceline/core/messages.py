@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 from paceline.core.acceptance import SparseDraft
@@ -158,8 +160,8 @@ class GenerateRequest:
     """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
 
     A `whole` text is handed to the client in one piece, so that nobody waits for single tokens. Prompts share cached
-    pages only under the same `cache_salt`. An engine died while it ran a `suspect`. `traceparent` is the W3C trace
-    context it runs in, and travels as metadata of the call.
+    pages only under the same `cache_salt`. An engine died while it ran a `suspect`. Sessions of lower `priority` come
+    first. `traceparent` is the W3C trace context it runs in, and travels as metadata of the call.
     """
 
     session_id: str
@@ -172,6 +174,7 @@ class GenerateRequest:
     whole: bool = False
     cache_salt: str = ""
     suspect: bool = False
+    priority: int = 0
     traceparent: str = ""
 
     @property
@@ -223,6 +226,24 @@ class SpeculationRecord:
         """Tokens a round commits: 1 + accepted / rounds, vLLM's definition."""
         return 1.0 + self.num_accepted_draft_tokens / max(1, self.num_spec_steps)
 
+    @classmethod
+    def sum(cls, records: Sequence[SpeculationRecord]) -> SpeculationRecord:
+        """Returns the record of several sessions, or of one that moved; batch sizes are weighted by steps."""
+        num_steps = sum(record.num_steps for record in records)
+        histograms = zip_longest(*(record.acceptance_histogram for record in records), fillvalue=0)
+        return cls(
+            num_steps=num_steps,
+            num_spec_steps=sum(record.num_spec_steps for record in records),
+            num_draft_tokens=sum(record.num_draft_tokens for record in records),
+            num_accepted_draft_tokens=sum(record.num_accepted_draft_tokens for record in records),
+            acceptance_histogram=tuple(map(sum, histograms)),
+            mean_batch_size=sum(r.mean_batch_size * r.num_steps for r in records) / max(1, num_steps),
+            num_hits=sum(record.num_hits for record in records),
+            num_misses=sum(record.num_misses for record in records),
+            lossy=any(record.lossy for record in records),
+            mixed=any(record.mixed for record in records),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
@@ -262,7 +283,8 @@ class TokenFate(enum.Enum):
 class CommittedTokens:
     """Tokens of one session as one step committed them; the last message of a session carries its result.
 
-    `lossy`: by a lossy acceptance rule; a gateway that ends the session itself gets no result to learn it from.
+    `lossy`: by a lossy acceptance rule. `speculation` is the session's record under this epoch so far, as a gateway
+    that ends the session itself, or that loses its verifier, gets no result; None: it is not told.
     `fates`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
 
     Without tokens it is a sign of life; `running` says that the engine computes the session now. `prompt_logprobs` are
@@ -278,3 +300,4 @@ class CommittedTokens:
     running: bool = False
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     prompt_offset: int = 0
+    speculation: SpeculationRecord | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paceline.core.errors import InvalidRequestError
 
 MAX_SEED = 2**64 - 1
+MAX_PRIORITY = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
@@ -187,6 +188,19 @@ class SpeculationParams:
         if not self.enabled:
             return 0
         return MAX_DRAFT_TOKENS if self.max_draft_tokens is None else self.max_draft_tokens
+
+
+def check_priority(priority: int) -> None:
+    """Refuses a priority that does not fit into 32 bits.
+
+    Raises:
+        InvalidRequestError: It does not.
+    """
+    _require(
+        "priority",
+        -MAX_PRIORITY <= priority <= MAX_PRIORITY,
+        f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}",
+    )
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -15,6 +15,7 @@ from paceline.core.messages import (
     GenerateRequest,
     GenerateResult,
     PositionLogprobs,
+    SpeculationRecord,
     Timings,
     TokenFate,
 )
@@ -34,7 +35,7 @@ class ScheduledSession(VerifierSession):
 
     Args:
         request: What to run.
-        serial: Tells it from an earlier session of the same id.
+        serial: Tells it from an earlier session of the same id; grows with every session.
         drafter_address: Who drafts for it, unless it wants no speculation; empty: nobody.
         pool: Pages.
         calibrations: Of its sources.
@@ -96,6 +97,11 @@ class ScheduledSession(VerifierSession):
         self._submitted_s = self._committed_s = submitted_s
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among all: lower ones get places and pages first, and keep them longest."""
+        return self.request.priority, self.serial
 
     @property
     def is_decoding(self) -> bool:
@@ -184,13 +190,15 @@ class ScheduledSession(VerifierSession):
             self._first_token_s = now_s
         self._committed_s = now_s
         logprobs, self._logprobs = tuple(self._logprobs), []
+        record = self.tally.record(lossy=self.lossy)
         return CommittedTokens(
             token_ids=tuple(self.tokens[base_len:]),
             offset=base_len - self.prompt_len,
             fates=self._fates,
             logprobs=logprobs,
-            result=self._result(now_s),
+            result=self._result(record, now_s),
             lossy=self.lossy,
+            speculation=record,
         )
 
     def close(self) -> None:
@@ -219,7 +227,7 @@ class ScheduledSession(VerifierSession):
             price=self.link.price,
         )
 
-    def _result(self, now_s: float) -> GenerateResult | None:
+    def _result(self, record: SpeculationRecord, now_s: float) -> GenerateResult | None:
         if self._finish is None:
             return None
         admitted_s = self._submitted_s if self._admitted_s is None else self._admitted_s
@@ -229,7 +237,7 @@ class ScheduledSession(VerifierSession):
             num_prompt_tokens=self.prompt_len,
             num_cached_tokens=self._num_cached,
             num_generated_tokens=self.committed_len - self._resumed_len,
-            speculation=self.tally.record(lossy=self.lossy),
+            speculation=record,
             timings=Timings(
                 queue_ns=int((admitted_s - self._submitted_s) * NS_PER_S),
                 prefill_ns=int((first_s - admitted_s) * NS_PER_S),

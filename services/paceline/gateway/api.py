@@ -18,6 +18,7 @@ from paceline.core.params import (
     MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_METHOD_CHARS,
+    MAX_PRIORITY,
     MAX_SEED,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
@@ -165,6 +166,7 @@ class CommonBody(Fields):
     )
     prompt_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
     return_token_ids: bool = False
+    priority: int = _told(0, minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
     cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
     seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)
     stream: bool = False

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams
+from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams, check_priority
 from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatFields, ChatMessage, CommonBody, CompletionBody, TextPart
 from paceline.gateway.chat import ChatTemplate
 from paceline.gateway.fields import UnknownFields, read_fields
@@ -129,6 +129,7 @@ def _sessions(
         method=body.speculation.method,
     )
     bad_words = bad_word_tokens(model, body.bad_words)
+    check_priority(body.priority)
     sessions: list[SessionRequest] = []
     for prompt in prompts:
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
@@ -146,6 +147,7 @@ def _sessions(
                     include_stop_str_in_output=body.include_stop_str_in_output,
                     skip_special_tokens=body.skip_special_tokens,
                     cache_salt=check_salt(body.cache_salt),
+                    priority=body.priority,
                     return_token_ids=body.return_token_ids,
                     token_fates=body.speculation.token_fates,
                     whole=not body.stream and not stops,

@@ -52,6 +52,7 @@ class Fleet:
         answers: Answers = nobody_answers,
         *,
         defaults: Mapping[str, ModelDefaults] | None = None,
+        aliases: Mapping[str, str] | None = None,
         trusts_templates: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,12 +63,14 @@ class Fleet:
             codecs: Tokenizers by model name; only these models are served.
             answers: Asks a replica that has left the registry whether it still serves.
             defaults: Of models that have some, by name.
+            aliases: Further names, and whose.
             trusts_templates: Whether requests may bring chat templates of their own.
             clock: Monotonic seconds.
         """
         self._view = RegistryView(registry, answers=answers, clock=clock)
         self._codecs = dict(codecs)
         self._defaults = dict(defaults or {})
+        self._aliases = dict(aliases or {})
         self._trusts_templates = trusts_templates
         self._warned_of: set[str] = set()
 
@@ -83,8 +86,8 @@ class Fleet:
 
     @property
     def model_names(self) -> list[str]:
-        """Names of the models that can be asked for, with or without a verifier at the moment."""
-        return sorted(self._codecs)
+        """Names that can be asked for, with or without a verifier at the moment."""
+        return sorted({*self._codecs, *self._aliases})
 
     def verifiers(self, name: str) -> list[Replica]:
         """Returns the verifiers of a model that take sessions and speak this gateway's tokens."""
@@ -96,6 +99,7 @@ class Fleet:
 
     def identity(self, name: str) -> ModelIdentity | None:
         """Returns what the verifier of the model with the longest context says of it; None if none is known."""
+        name = self._aliases.get(name, name)
         known = [each.identity for each in able_verifiers(self.replicas, name) if each.identity is not None]
         same = [each.identity for each in self.verifiers(name) if each.identity is not None]
         return max(same or known, key=lambda identity: identity.context_len, default=None)
@@ -108,7 +112,8 @@ class Fleet:
             UnavailableError: It is, but no verifier is there, or one for other tokens than ours.
         """
         if not name and len(self._codecs) == 1:
-            name = self.model_names[0]
+            [name] = self._codecs
+        asked, name = name, self._aliases.get(name, name)
         codec = self._codecs.get(name)
         if codec is None:
             raise ModelNotFoundError(f"model: {name[:80]!r} is not served here; served: {', '.join(self.model_names)}")
@@ -124,6 +129,7 @@ class Fleet:
             codec=codec,
             defaults=self._defaults.get(name, NO_DEFAULTS),
             trusts_templates=self._trusts_templates,
+            asked_name=asked,
         )
 
     def addresses(self) -> list[str]:

@@ -33,13 +33,20 @@ _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 class ServedModel:
     """A model that can be asked for: what its verifiers say of it, its tokenizer, and what it has of defaults.
 
-    `trusts_templates` lets requests bring chat templates of their own.
+    `trusts_templates` lets requests bring chat templates of their own. `asked_name` is the one of its names that it was
+    asked for by; empty: the verifiers' own.
     """
 
     identity: ModelIdentity
     codec: TextCodec
     defaults: ModelDefaults = NO_DEFAULTS
     trusts_templates: bool = False
+    asked_name: str = ""
+
+    @property
+    def shown_name(self) -> str:
+        """What answers call it."""
+        return self.asked_name or self.identity.name
 
     @property
     def context_len(self) -> int:
@@ -69,6 +76,7 @@ class SessionRequest:
         return_token_ids: Whether the answer names the tokens of prompt and text.
         whole: The client gets the text in one piece, and nothing in it can end the session early.
         cache_salt: As the request names it; see `prefix_salt`.
+        priority: Lower ones get places at their verifier first.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
         traceparent: Trace context of the recorded request that it began with, if another call has it now.
         span: The request span.
@@ -92,6 +100,7 @@ class SessionRequest:
     arithmetic: str = ""
     engine_deaths: int = 0
     cache_salt: str = ""
+    priority: int = 0
     token_fates: bool = False
     echo: str | None = None
     prompt_only: bool = False

@@ -21,13 +21,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
 from paceline.credentials import load_tls
 from paceline.gateway.access import Access, GuardedApp
-from paceline.gateway.config import GatewayConfig
+from paceline.gateway.config import GatewayConfig, model_aliases
 from paceline.gateway.connection import BoundedConnection, Connections
 from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.console.frames import OwnCounts
 from paceline.gateway.door_access import DoorTls, guard, load_door_tls
 from paceline.gateway.fair_shares import Shares
 from paceline.gateway.fleet import Fleet
+from paceline.gateway.front import with_front
 from paceline.gateway.generation_config import ModelDefaults
 from paceline.gateway.grpc_door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
 from paceline.gateway.http import create_app
@@ -147,7 +148,14 @@ async def _serve(
     workers: Workers,
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
-    fleet = Fleet(store, codecs, Probe(tls), defaults=defaults, trusts_templates=config.trust_request_chat_template)
+    fleet = Fleet(
+        store,
+        codecs,
+        Probe(tls),
+        defaults=defaults,
+        aliases=model_aliases(config.served_model_name, sorted(codecs)),
+        trusts_templates=config.trust_request_chat_template,
+    )
     supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     client = VerifierClient(config.verifier_silence_s, tls)
@@ -288,7 +296,10 @@ async def _doors(
     with listening_socket(config.host, config.port) as listener:
         grpc_server = await _start_grpc(config, servicer, access, limits, tls)
         try:
-            async with _http_server(GuardedApp(app, access), listener, limits.max_connections, tls):
+            guarded = with_front(
+                GuardedApp(app, access), allowed_origins=config.allowed_origins, access_log=config.access_log
+            )
+            async with _http_server(guarded, listener, limits.max_connections, tls):
                 http = f"{config.host}:{listener.getsockname()[1]}"
                 yield Addresses(http=http, grpc=grpc_server.address), grpc_server
                 # Health says no and new requests are refused, but both doors stay open to say so.

@@ -128,6 +128,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
             cache_salt=check_salt(request.cache_salt),
+            priority=request.priority,
             api_key=current_caller().name,
         )
 

@@ -275,7 +275,10 @@ class Sessions:
                 if stopped:
                     break
         client.end(num_generated)
-        ending = _ending(request, num_generated, result, stopped=stopped, lossy=lossy, mixed=trail.mixed)
+        record = trail.speculation or (None if result is None else result.speculation)
+        if record is not None or lossy or trail.mixed:
+            record = replace(record or SpeculationRecord(), lossy=lossy, mixed=trail.mixed)
+        ending = _ending(request, num_generated, result, record, stopped=stopped)
         stopwatch.ended(ending)
         yield ending
 
@@ -306,10 +309,9 @@ def _ending(
     request: SessionRequest,
     num_generated: int,
     result: GenerateResult | None,
+    record: SpeculationRecord | None,
     *,
     stopped: bool,
-    lossy: bool,
-    mixed: bool,
 ) -> Ending:
     num_prompt_tokens = len(request.prompt_token_ids)
     if request.prompt_only and result is not None:
@@ -319,13 +321,13 @@ def _ending(
             finish_reason=FinishReason.STOP,
             num_prompt_tokens=num_prompt_tokens,
             num_generated_tokens=num_generated,
-            speculation=SpeculationRecord(lossy=lossy, mixed=mixed) if lossy or mixed else None,
+            speculation=record,
         )
     return Ending(
         finish_reason=FinishReason.STOP if stopped else result.finish_reason,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=result.num_cached_tokens,
         num_generated_tokens=num_generated,
-        speculation=replace(result.speculation, lossy=lossy, mixed=mixed),
+        speculation=record,
         timings=result.timings,
     )

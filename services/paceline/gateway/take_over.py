@@ -105,6 +105,7 @@ class Resumption:
             offset=offset,
             digest=digest,
             cache_salt=parameters.cache_salt,
+            priority=parameters.priority,
             return_token_ids=parameters.return_token_ids,
             finished=finished,
             traceparent=parameters.traceparent,
@@ -122,6 +123,7 @@ class _Parameters:
     skip_special_tokens: bool
     return_token_ids: bool
     cache_salt: str
+    priority: int
     traceparent: str
 
     @classmethod
@@ -141,6 +143,7 @@ class _Parameters:
                 skip_special_tokens=bool(values.get("skip_special_tokens", True)),
                 return_token_ids=bool(values.get("return_token_ids", False)),
                 cache_salt=check_salt(values.get("cache_salt", "")),
+                priority=int(values.get("priority", 0)),
                 traceparent=str(values.get("traceparent", "")),
             )
         except (ValueError, TypeError, LookupError, AttributeError, InvalidRequestError) as error:

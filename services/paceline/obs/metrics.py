@@ -84,7 +84,6 @@ FIELDS_OF_OTHERS = frozenset(
         "include_reasoning",
         "kv_transfer_params",
         "mm_processor_kwargs",
-        "priority",
         "reasoning",
         "reasoning_content",
         "refusal",

@@ -11,7 +11,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     TokenFate,
 )
-from paceline.core.params import SpeculationParams
+from paceline.core.params import SpeculationParams, check_priority
 from paceline.rpc.v1 import common_pb2, verifier_pb2
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
@@ -49,6 +49,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
         InvalidRequestError: A whole number does not fit into 32 bits.
     """
     check_uint32("prompt_token_ids", request.prompt_token_ids)
+    check_priority(request.priority)
     return verifier_pb2.VerifierGenerateRequest(
         session_id=request.session_id,
         epoch=request.epoch,
@@ -60,6 +61,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
         whole=request.whole,
         cache_salt=request.cache_salt,
         suspect=request.suspect,
+        priority=request.priority,
     )
 
 
@@ -97,6 +99,7 @@ def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest, trac
         whole=message.whole,
         cache_salt=message.cache_salt,
         suspect=message.suspect,
+        priority=message.priority,
         traceparent=traceparent,
     )
 
@@ -113,6 +116,7 @@ def committed_to_pb(committed: CommittedTokens) -> verifier_pb2.VerifierGenerate
         running=committed.running,
         prompt_logprobs=[position_logprobs_to_pb(position) for position in committed.prompt_logprobs],
         prompt_offset=committed.prompt_offset,
+        speculation=None if committed.speculation is None else speculation_record_to_pb(committed.speculation),
     )
 
 
@@ -139,6 +143,7 @@ def committed_from_pb(message: verifier_pb2.VerifierGenerateResponse) -> Committ
         running=message.running,
         prompt_logprobs=tuple(_position_logprobs_from_pb(position) for position in message.prompt_logprobs),
         prompt_offset=message.prompt_offset,
+        speculation=speculation_record_from_pb(message.speculation) if message.HasField("speculation") else None,
     )
 
 

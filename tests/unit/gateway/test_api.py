@@ -293,7 +293,7 @@ def test_fields_of_messages_and_parts_that_nobody_knows_are_named_with_their_pla
     assert unknown.header == "priority, messages[0].mood, messages[0].content[0].cache_control, " + (
         "messages[1].reasoning_content"
     )
-    assert unknown.counts == {"priority": 1, "other": 1, "cache_control": 1, "reasoning_content": 1}
+    assert unknown.counts == {"thinking": 1, "other": 1, "cache_control": 1, "reasoning_content": 1}
 
 
 def test_the_names_of_ignored_fields_are_bounded_and_fit_for_a_header() -> None:
