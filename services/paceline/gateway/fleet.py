@@ -85,6 +85,11 @@ class Fleet:
         return self._view.error
 
     @property
+    def own_names(self) -> list[str]:
+        """Names of the models, as their verifiers announce them."""
+        return sorted(self._codecs)
+
+    @property
     def model_names(self) -> list[str]:
         """Names that can be asked for, with or without a verifier at the moment."""
         return sorted({*self._codecs, *self._aliases})

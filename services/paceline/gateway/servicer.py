@@ -102,7 +102,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Any) -> gateway_pb2.ListModelsResponse:
         """Names the models that a verifier serves at the moment."""
         del request, context
-        identities = [self._fleet.identity(name) for name in self._fleet.model_names]
+        identities = [self._fleet.identity(name) for name in self._fleet.own_names]
         return gateway_pb2.ListModelsResponse(
             models=[identity_to_pb(identity) for identity in identities if identity is not None]
         )
