@@ -56,11 +56,11 @@ def test_a_continuation_is_as_likely_as_its_tokens_are(model, served) -> None:
     [(total, greedy)] = model.loglikelihood(
         [Instance("loglikelihood", {}, (context, continuation), 0)], disable_tqdm=True
     )
+    # Its tokens begin with none of the tokenizer's own.
+    tokens, begins = model.tok_encode(context + continuation), len(model.tok_encode(context))
     client = OpenAI(base_url=served.v1, api_key="none")
-    echoed = client.completions.create(
-        model=served.model, prompt=context + continuation, echo=True, max_tokens=0, logprobs=1
-    ).choices[0]
-    alone = client.completions.create(model=served.model, prompt=context, echo=True, max_tokens=0, logprobs=0)
-    begins = len(alone.choices[0].logprobs.tokens)
-    assert total == pytest.approx(sum(echoed.logprobs.token_logprobs[begins:]), abs=1e-4)
-    assert isinstance(greedy, bool)
+    asked = {"model": served.model, "prompt": tokens, "echo": True, "max_tokens": 0, "logprobs": 1}
+    told = client.completions.create(**asked).choices[0].logprobs
+    assert total == pytest.approx(sum(told.token_logprobs[begins:]), abs=1e-4)
+    best = [max(each.values()) for each in told.top_logprobs[begins:]]
+    assert greedy == (best == told.token_logprobs[begins:])

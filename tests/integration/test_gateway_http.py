@@ -364,10 +364,9 @@ async def test_an_echoed_prompt_comes_before_the_text_and_its_likelihoods_before
     assert len(text) == 4
     assert whole.logprobs is not None
     assert whole.logprobs.token_logprobs == [None, *[-0.25] * (len(prompt) - 1), *[-0.5] * 4]
-    assert "".join(whole.logprobs.tokens or ()) == whole.text
-    assert whole.logprobs.text_offset == [
-        len("".join(whole.logprobs.tokens[:index])) for index in range(len(prompt) + 4)
-    ]
+    begin, *others = whole.logprobs.tokens or ()
+    assert (begin, "".join(others)) == ("<|begin|>", whole.text), "special tokens have no text"
+    assert whole.logprobs.text_offset == [0, *(len("".join(others[:index])) for index in range(len(others)))]
     stream = await fleet.openai.completions.create(**asked, stream=True)
     chunks = [chunk.choices[0] async for chunk in stream]
     assert "".join(chunk.text for chunk in chunks) == whole.text
@@ -394,3 +393,20 @@ async def test_prompt_log_probabilities_come_by_token_ids_with_ranks(fleet: Scri
     token_id = fleet.verifier.requests[0].prompt_token_ids[1]
     assert first[str(token_id)]["logprob"] == -0.25
     assert [each["rank"] for each in first.values()] == [1, 2]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_record_is_there_although_a_stop_string_ended_the_session(
+    fleet: ScriptedFleet, streamed: bool
+) -> None:
+    fleet.verifier.script = Script(records=True)
+    text = fleet.letters(0, 12)
+    asked: Any = {"model": MODEL, "prompt": "x", "max_tokens": 100, "seed": 0, "stop": text[7:9]}
+    if streamed:
+        chunks = [chunk async for chunk in await fleet.openai.completions.create(**asked, stream=True)]
+        answer: Any = chunks[-1]
+    else:
+        answer = await fleet.openai.completions.create(**asked)
+    record = answer.metrics["speculative_decoding"]
+    # Three steps of three tokens: the last one has the stop string.
+    assert (record["num_steps"], record["num_draft_tokens"], record["acceptance_histogram"]) == (3, 12, [0, 0, 3])

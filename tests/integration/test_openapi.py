@@ -30,6 +30,9 @@ OUTSIDE_SCHEMAS = (
     "is only allowed with",
     "the chat template refuses them",
     "half of a surrogate pair",
+    "is not allowed here",
+    "must not be true with continue_final_message",
+    "as continue_final_message is set",
 )
 OPERATIONS = [f"{method.upper()} {path}" for path, methods in openapi_document()["paths"].items() for method in methods]
 CASES = [

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class Script:
         own_fate: Says that the last token of each step came about so, and that those before it are accepted drafts;
             None: says nothing.
         gap: Says that so many tokens more were committed before each step than were.
+        records: Tells with each step what speculation has done: four draft tokens a step, of which two matched.
     """
 
     tokens: tuple[int, ...] | None = None
@@ -83,6 +84,20 @@ class Script:
     lossy: bool = False
     own_fate: TokenFate | None = None
     gap: int = 0
+    records: bool = False
+
+    def record(self, num_steps: int) -> SpeculationRecord | None:
+        """Returns what it tells after so many steps."""
+        if not self.records:
+            return None
+        return SpeculationRecord(
+            num_steps=num_steps,
+            num_spec_steps=num_steps,
+            num_draft_tokens=4 * num_steps,
+            num_accepted_draft_tokens=2 * num_steps,
+            acceptance_histogram=(0, 0, num_steps),
+            mean_batch_size=1.0,
+        )
 
     def fates(self, num_tokens: int) -> tuple[TokenFate, ...]:
         """Returns what a step says of its tokens."""
@@ -145,7 +160,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         )
         for judged in _judged(generate, script.step_len):
             yield judged
-        while True:
+        for num_steps in count(1):
             if script.fail_after is not None and at >= script.fail_after and script.error is not None:
                 raise script.error
             if script.pause_after is not None and at >= script.pause_after:
@@ -161,6 +176,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
                 result=None if reason is None else _result(generate, reason, at),
                 lossy=script.lossy,
                 offset=at - len(tokens) + script.gap,
+                speculation=script.record(num_steps),
             )
             if reason is not None:
                 return

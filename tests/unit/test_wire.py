@@ -142,6 +142,7 @@ def committed_tokens(draw: st.DrawFn) -> CommittedTokens:
         running=draw(st.booleans()),
         prompt_logprobs=tuple(draw(st.lists(logprobs, max_size=3))),
         prompt_offset=draw(uint32),
+        speculation=draw(st.none() | records),
         fates=draw(st.just(()) | st.tuples(*[st.sampled_from(TokenFate)] * len(tokens))),
     )
 
