@@ -300,12 +300,12 @@ async def test_health_and_metrics_answer(fleet: ScriptedFleet) -> None:
         "sessions": 0,
     }
     metrics = (await fleet.http.get("/metrics")).text
-    assert "vllm:generation_tokens_total 10.0" in metrics
-    assert "vllm:spec_decode_num_drafts_total 3.0" in metrics
-    assert "vllm:spec_decode_num_draft_tokens_total 9.0" in metrics
-    assert "vllm:spec_decode_num_accepted_tokens_total 6.0" in metrics
-    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 3.0' in metrics
-    assert "vllm:time_to_first_token_seconds_count 1.0" in metrics
+    assert 'vllm:generation_tokens_total{model_name="tiny"} 10.0' in metrics
+    assert 'vllm:spec_decode_num_drafts_total{model_name="tiny"} 3.0' in metrics
+    assert 'vllm:spec_decode_num_draft_tokens_total{model_name="tiny"} 9.0' in metrics
+    assert 'vllm:spec_decode_num_accepted_tokens_total{model_name="tiny"} 6.0' in metrics
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"} 3.0' in metrics
+    assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in metrics
 
 
 async def test_every_request_that_fails_is_counted_by_the_type_of_its_error(fleet: ScriptedFleet) -> None:
@@ -322,7 +322,9 @@ async def test_every_request_that_fails_is_counted_by_the_type_of_its_error(flee
 async def gauges(fleet: ScriptedFleet) -> tuple[str, str]:
     """Sessions that run and that wait, as a scraper sees them."""
     lines = (await fleet.http.get("/metrics")).text.splitlines()
-    values = dict(line.split() for line in lines if line.startswith("vllm:num_requests"))
+    values = dict(
+        line.replace(f'{{model_name="{MODEL}"}}', "").split() for line in lines if line.startswith("vllm:num")
+    )
     return values["vllm:num_requests_running"], values["vllm:num_requests_waiting"]
 
 

@@ -43,7 +43,7 @@ from paceline.gateway.take_over import Resumption
 from paceline.gateway.text import TextCodec
 from paceline.gateway.verifier_client import VerifierClient
 from paceline.gateway.workers import Workers
-from paceline.obs.families import service_registry, tell_replica
+from paceline.obs.families import MODEL_NAME, service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
@@ -159,7 +159,7 @@ async def _serve(
     supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     client = VerifierClient(config.verifier_silence_s, tls)
-    metrics = GatewayMetrics(registry)
+    metrics = GatewayMetrics(registry, codecs)
     placer = _placer(config, fleet, client, metrics, tracer)
     sessions = Sessions(
         fleet=fleet,
@@ -265,7 +265,10 @@ def _console(
             replica_id=replica_id,
             num_sessions=sessions.num_running,
             sessions_at={name: count for name, count in placer.in_flight.items() if count and name in verifiers},
-            tokens=registry.get_sample_value("vllm:generation_tokens_total") or 0.0,
+            tokens=sum(
+                registry.get_sample_value("vllm:generation_tokens_total", {MODEL_NAME: name}) or 0.0
+                for name in fleet.own_names
+            ),
         )
 
     return ConsoleFeed(lambda: fleet.replicas, own_counts) if config.console else None

@@ -157,7 +157,7 @@ class Sessions:
         Raises:
             PacelineError: The session could not be run to its end.
         """
-        with Stopwatch(self._metrics, self._clock) as stopwatch:
+        with Stopwatch(self._metrics.of(request.model.identity.name), self._clock) as stopwatch:
             async with aclosing(self._events(request, stopwatch)) as events:
                 async for event in events:
                     yield event
@@ -188,7 +188,6 @@ class Sessions:
 
     def _change_running(self, change: int) -> None:
         self._num_running += change
-        self._metrics.num_requests_running.set(self._num_running)
         if self._num_running:
             self._idle.clear()
         else:
@@ -233,7 +232,7 @@ class Sessions:
         """
         text_stream = TextStream(request)
         client = KnownTokens(request.offset, request.digest)
-        self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+        self._metrics.of(request.model.identity.name).prompt_tokens.inc(len(request.prompt_token_ids))
         num_generated = 0
         result: GenerateResult | None = None
         stopped = lossy = False

@@ -105,7 +105,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
             rules=speculation.rules,
             learned=learned_file(own, identity, os.environ),
             make_engine=lambda: make_engine(own, identity, speculation, join),
-            metrics=VerifierMetrics(registry),
+            metrics=VerifierMetrics(registry, identity.name),
             tls=tls,
             tracer=tracer,
         )
