@@ -45,6 +45,8 @@ class Stopwatch:
     def ended(self, ending: Ending) -> None:
         """Counts a session that ended well."""
         self._metrics.e2e_request_latency.observe(self._clock() - self._started_s)
+        self._metrics.request_prompt_tokens.observe(ending.num_prompt_tokens)
+        self._metrics.request_generation_tokens.observe(ending.num_generated_tokens)
         self._metrics.request_success.labels(ending.finish_reason.value).inc()
         if ending.speculation is not None:
             self._metrics.speculation.add_session(

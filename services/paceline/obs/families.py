@@ -70,11 +70,11 @@ class Meter:
 
     Args:
         registry: Where they are shown.
-        model_name: The model.
+        model_name: The model; empty: none, and nothing that vLLM has is made.
         made: Metrics of all models so far, by name.
     """
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, made: dict[str, Any] | None = None) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str = "", made: dict[str, Any] | None = None) -> None:
         self._registry = registry
         self._model_name = model_name
         self._of_models: dict[str, Any] = {} if made is None else made

@@ -46,6 +46,7 @@ LATENCY_BUCKETS_S = (
 ROUND_TRIP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0)
 STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1.0)
 GAMMA_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 # Why sessions go on without their drafter: its stream is lost, it broke the protocol, it is silent, or it has gone.
@@ -201,6 +202,12 @@ class ModelMetrics:
         self.inter_token_latency = _latency(
             meter, "vllm:inter_token_latency_seconds", "Between tokens, shared evenly within a step."
         )
+        self.request_prompt_tokens = meter.histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a session that ended well.", buckets=TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = meter.histogram(
+            "vllm:request_generation_tokens", "Tokens that such a session generated.", buckets=TOKEN_BUCKETS
+        )
         self.e2e_request_latency = _latency(meter, "vllm:e2e_request_latency_seconds", "From the request to its end.")
         self.num_requests_running = meter.gauge("vllm:num_requests_running", "Sessions under way.")
         self.num_requests_waiting = meter.gauge("vllm:num_requests_waiting", "Those of them without a token yet.")
@@ -222,7 +229,7 @@ class GatewayMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry, models: Iterable[str]) -> None:
-        meter = Meter(registry, "")
+        meter = Meter(registry)
         self._models = {name: ModelMetrics(meter.of_model(name)) for name in models}
         errors = [kind.__name__ for kind in REQUEST_ERRORS]
         reasons = [kind.__name__ for kind in FAILOVER_REASONS]
