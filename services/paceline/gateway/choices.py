@@ -22,6 +22,7 @@ from paceline.gateway.requests import (
     ServedModel,
     SessionRequest,
     bad_word_tokens,
+    check_judged,
     check_prompt,
     check_salt,
     check_stops,
@@ -130,6 +131,9 @@ def _sessions(
     )
     bad_words = bad_word_tokens(model, body.bad_words)
     check_priority(body.priority)
+    if prompt_logprobs is not None:
+        num_tokens = body.n * sum(len(prompt.token_ids) for prompt in prompts)
+        check_judged(num_tokens, prompt_logprobs, field="prompt_logprobs")
     sessions: list[SessionRequest] = []
     for prompt in prompts:
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)

@@ -24,6 +24,8 @@ MAX_BAD_WORD_CHARACTERS = 64
 MAX_CHOICES = 128
 MAX_SALT_CHARACTERS = 128
 MAX_TEMPLATE_CHARACTERS = 100_000
+# Of one request; each is a hundred bytes here and in the answer.
+MAX_PROMPT_LOGPROBS = 500_000
 SALT_CHARS = 32
 DEFAULT_MAX_TOKENS = 16
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
@@ -195,6 +197,24 @@ def check_salt(salt: str) -> str:
         raise InvalidRequestError("cache_salt", f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(salt)}")
     utf8_len("cache_salt", salt)
     return salt
+
+
+def check_judged(num_tokens: int, prompt_logprobs: int, *, field: str) -> None:
+    """Refuses log probabilities of prompts that would fill the memory: they are held until all of them are there.
+
+    Args:
+        num_tokens: Of all prompts and samples.
+        prompt_logprobs: Alternatives asked for at each.
+        field: Name of the request field, for the error.
+
+    Raises:
+        InvalidRequestError: There would be too many.
+    """
+    num_entries = num_tokens * (1 + max(0, prompt_logprobs))
+    if num_entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            field, f"asks for {num_entries} log probabilities, at most {MAX_PROMPT_LOGPROBS} are told at once"
+        )
 
 
 def up_to_end(

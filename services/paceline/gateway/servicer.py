@@ -20,6 +20,7 @@ from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     ServedModel,
     SessionRequest,
+    check_judged,
     check_prompt,
     check_salt,
     check_stops,
@@ -155,6 +156,8 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
     if not given.HasField("seed"):
         sampling = replace(sampling, seed=new_seed())
     room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")
+    if sampling.prompt_logprobs is not None:
+        check_judged(prompt_len, sampling.prompt_logprobs, field="sampling.prompt_logprobs")
     sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
     return sampling
 

@@ -561,3 +561,12 @@ def test_a_template_of_the_request_is_used_where_that_is_allowed() -> None:
         with pytest.raises(InvalidRequestError, match=problem) as caught:
             chat(chat_body(chat_template=template), model=trusting)
         assert to_http(caught.value).param == "chat_template"
+
+
+def test_more_likelihoods_of_prompts_than_are_told_at_once_are_refused() -> None:
+    roomy = replace(MODEL, identity=replace(MODEL.identity, context_len=1000))
+    prompts = [[LETTER] * 300] * 128
+    assert len(completion(body(prompt=prompts, prompt_logprobs=2), model=roomy)) == 128
+    with pytest.raises(InvalidRequestError, match="asks for 806400 log probabilities") as caught:
+        completion(body(prompt=prompts, prompt_logprobs=20), model=roomy)
+    assert to_http(caught.value).param == "prompt_logprobs"
