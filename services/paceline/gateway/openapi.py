@@ -43,8 +43,8 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
 * `bad_words` are not generated, neither at the begin of a text nor after a space, as the tokenizer writes them there.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
-  `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}. Tokens of all prompts, times `n`, times
-  1 + `prompt_logprobs` (or `logprobs` with `echo`) are up to {max_prompt_logprobs:,}.
+  `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}. Tokens of all prompts, times `n`,
+  times 1 + `prompt_logprobs` (or `logprobs` with `echo`) are up to {max_prompt_logprobs:,}.
 * `speculation.token_fates` asks how each token came about: `accepted` is a draft token that matched; the target's own
   is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
   stands there once, also one without text of its own; text then waits for the end of its token.

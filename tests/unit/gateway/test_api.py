@@ -289,8 +289,8 @@ def test_fields_of_messages_and_parts_that_nobody_knows_are_named_with_their_pla
     unknown = UnknownFields(strict=False)
     part = {"type": "text", "text": "the fox", "cache_control": {"type": "ephemeral"}}
     messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "reasoning_content": "hm"}]
-    chat(chat_body(messages=messages, priority=1), unknown)
-    assert unknown.header == "priority, messages[0].mood, messages[0].content[0].cache_control, " + (
+    chat(chat_body(messages=messages, thinking=1), unknown)
+    assert unknown.header == "thinking, messages[0].mood, messages[0].content[0].cache_control, " + (
         "messages[1].reasoning_content"
     )
     assert unknown.counts == {"thinking": 1, "other": 1, "cache_control": 1, "reasoning_content": 1}
