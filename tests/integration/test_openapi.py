@@ -30,6 +30,9 @@ OUTSIDE_SCHEMAS = (
     "is only allowed with",
     "the chat template refuses them",
     "half of a surrogate pair",
+    "is not allowed here",
+    "must not be true with continue_final_message",
+    "as continue_final_message is set",
 )
 OPERATIONS = [f"{method.upper()} {path}" for path, methods in openapi_document()["paths"].items() for method in methods]
 CASES = [
@@ -100,8 +103,8 @@ async def test_the_description_is_served(tmp_path: Path) -> None:
 
 
 # What makes an answer hold all that it can.
-ALL = {"n": 2, "seed": 0, "max_tokens": 7, "speculation": {"token_fates": True}}
-TEXT = ("/v1/completions", "Completion", {**ALL, "prompt": "x", "logprobs": 2})
+ALL = {"n": 2, "seed": 0, "max_tokens": 7, "speculation": {"token_fates": True}, "return_token_ids": True}
+TEXT = ("/v1/completions", "Completion", {**ALL, "prompt": "the x", "logprobs": 2, "echo": True})
 CHAT = (
     "/v1/chat/completions",
     "ChatCompletion",
@@ -139,12 +142,22 @@ async def test_answers_that_hold_all_they_can_are_as_described(
 ) -> None:
     async with scripted_fleet(tmp_path) as fleet:
         fleet.verifier.script = Script(own_fate=TokenFate.BONUS)
-        whole = (await fleet.http.post(path, json=body)).json()
+        whole = (await fleet.http.post(path, json={**body, "prompt_logprobs": 2})).json()
         check(name, whole)
+        assert "decoded_token" in properties(whole)
         chunks = await events(fleet, path, {**body, "stream": True, "stream_options": {usage: True}})
         for chunk in chunks:
             check(f"{name}Chunk", chunk)
-        asked = {"token_fates", "fate", "top_logprobs", "usage", "speculative_decoding", "finish_reason"}
+        asked = {
+            "token_ids",
+            "prompt_token_ids",
+            "token_fates",
+            "fate",
+            "top_logprobs",
+            "usage",
+            "speculative_decoding",
+            "finish_reason",
+        }
         assert asked <= properties(whole)
         assert asked <= properties(chunks)
 

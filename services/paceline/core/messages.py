@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 from paceline.core.acceptance import SparseDraft
@@ -173,8 +175,8 @@ class GenerateRequest:
     """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
 
     A `whole` text is handed to the client in one piece, so that nobody waits for single tokens. Prompts share cached
-    pages only under the same `cache_salt`. An engine died while it ran a `suspect`. `traceparent` is the W3C trace
-    context it runs in, and travels as metadata of the call.
+    pages only under the same `cache_salt`. An engine died while it ran a `suspect`. Sessions of lower `priority` come
+    first. `traceparent` is the W3C trace context it runs in, and travels as metadata of the call.
     """
 
     session_id: str
@@ -187,16 +189,27 @@ class GenerateRequest:
     whole: bool = False
     cache_salt: str = ""
     suspect: bool = False
+    priority: int = 0
     traceparent: str = ""
+
+    @property
+    def num_to_judge(self) -> int:
+        """Tokens of the prompt whose log probabilities are asked for: all but the first, before the first token."""
+        asked = self.sampling.prompt_logprobs is not None and not self.committed_token_ids
+        return len(self.prompt_token_ids) - 1 if asked else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionLogprobs:
-    """Log probabilities of a committed token and of the best alternatives, best first."""
+    """Log probabilities of the token at a position and of the best alternatives, best first.
+
+    `rank` is the token's own place among all, from 1 on; of equals the best.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +242,25 @@ class SpeculationRecord:
     def mean_acceptance_length(self) -> float:
         """Tokens a round commits: 1 + accepted / rounds, vLLM's definition."""
         return 1.0 + self.num_accepted_draft_tokens / max(1, self.num_spec_steps)
+
+    @classmethod
+    def sum(cls, records: Sequence[SpeculationRecord]) -> SpeculationRecord:
+        """Returns the record of several sessions, or of one that moved; batch sizes are weighted by steps."""
+        num_steps = sum(record.num_steps for record in records)
+        histograms = zip_longest(*(record.acceptance_histogram for record in records), fillvalue=0)
+        return cls(
+            num_steps=num_steps,
+            num_spec_steps=sum(record.num_spec_steps for record in records),
+            num_draft_tokens=sum(record.num_draft_tokens for record in records),
+            num_accepted_draft_tokens=sum(record.num_accepted_draft_tokens for record in records),
+            acceptance_histogram=tuple(map(sum, histograms)),
+            mean_batch_size=sum(r.mean_batch_size * r.num_steps for r in records) / max(1, num_steps),
+            num_hits=sum(record.num_hits for record in records),
+            num_misses=sum(record.num_misses for record in records),
+            lossy=any(record.lossy for record in records),
+            mixed=any(record.mixed for record in records),
+            law_only=any(record.law_only for record in records),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,10 +301,12 @@ class TokenFate(enum.Enum):
 class CommittedTokens:
     """Tokens of one session as one step committed them; the last message of a session carries its result.
 
-    `lossy`: see `SpeculationRecord`; a gateway that ends the session itself gets no result to learn it from.
+    `lossy`: see `SpeculationRecord`. `speculation` is the session's record under this epoch so far, as a gateway that
+    ends the session itself, or that loses its verifier, gets no result; None: it is not told.
     `fates`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
 
-    Without tokens it is a sign of life; `running` says that the engine computes the session now.
+    Without tokens it is a sign of life; `running` says that the engine computes the session now. `prompt_logprobs` are
+    of the prompt's tokens from `prompt_offset` on; all of them come before the first token.
     """
 
     token_ids: tuple[int, ...]
@@ -282,3 +316,6 @@ class CommittedTokens:
     lossy: bool = False
     offset: int = 0
     running: bool = False
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_offset: int = 0
+    speculation: SpeculationRecord | None = None

@@ -64,7 +64,7 @@ async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracer: Tra
     host = DraftHost(
         identity=identity,
         make_engine=lambda: make_engine(config, identity),
-        metrics=DrafterMetrics(registry),
+        metrics=DrafterMetrics(registry, identity.name),
         tracer=tracer,
     )
     await serve_model(

@@ -66,7 +66,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
             rules=served.rules,
             learned=served.learned,
             make_engine=served.make,
-            metrics=VerifierMetrics(registry),
+            metrics=VerifierMetrics(registry, served.identity.name),
             tls=tls,
             tracer=tracer,
         )

@@ -52,6 +52,7 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         bad_words=[common_pb2.BadWord(token_ids=word) for word in params.bad_words],
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
         seed=params.seed,
     )
 
@@ -78,6 +79,7 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         seed=message.seed,
     )
 

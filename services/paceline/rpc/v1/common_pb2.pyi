@@ -67,6 +67,7 @@ class SamplingParams(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     BAD_WORDS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """Upper bound on generated tokens, at least 1."""
     temperature: builtins.float
@@ -93,6 +94,10 @@ class SamplingParams(google.protobuf.message.Message):
     """Number of best alternatives whose log probability is reported; absent: no log probabilities at all."""
     seed: builtins.int
     """Key of the noise; the same seed gives the same tokens. Absent: a gateway draws one, the other services take 0."""
+    prompt_logprobs: builtins.int
+    """Number of best alternatives whose log probability is reported at every position of the prompt, at most 20; absent:
+    no log probabilities of the prompt at all.
+    """
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """Added to the logits of single tokens."""
@@ -128,13 +133,16 @@ class SamplingParams(google.protobuf.message.Message):
         seed: builtins.int | None = ...,
         allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         bad_words: collections.abc.Iterable[Global___BadWord] | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "min_p", b"min_p", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
     @typing.overload
@@ -310,15 +318,18 @@ Global___TokenLogprob: typing_extensions.TypeAlias = TokenLogprob
 
 @typing.final
 class PositionLogprobs(google.protobuf.message.Message):
-    """Log probabilities of one committed token and of the best alternatives at its position."""
+    """Log probabilities of the token at one position and of the best alternatives there."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHOSEN_FIELD_NUMBER: builtins.int
     TOP_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Place of the token among all, by its logit; 1 is the best."""
     @property
     def chosen(self) -> Global___TokenLogprob:
-        """The committed token."""
+        """The token that stands there."""
 
     @property
     def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -329,9 +340,10 @@ class PositionLogprobs(google.protobuf.message.Message):
         *,
         chosen: Global___TokenLogprob | None = ...,
         top: collections.abc.Iterable[Global___TokenLogprob] | None = ...,
+        rank: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chosen", b"chosen"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "top", b"top"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "rank", b"rank", "top", b"top"]) -> None: ...
 
 Global___PositionLogprobs: typing_extensions.TypeAlias = PositionLogprobs
 

@@ -39,6 +39,10 @@ def check_under_vllm(request: GenerateRequest, *, drafts: bool) -> None:
     rule = request.speculation.acceptance
     if rule not in ("", REJECTION):
         raise InvalidRequestError("speculation.acceptance", f"{rule} is not served under vLLM, only {REJECTION}")
+    if sampling.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs", "are not served under vLLM, only by Paceline's engine")
+    if request.priority:
+        raise InvalidRequestError("priority", "is not served under vLLM, which takes requests as they come")
     if not drafts:
         return
     unknown = "vLLM does not know it while it speculates; a verifier with num_speculative_tokens 0 does"
