@@ -179,6 +179,7 @@ class TargetEngine:
             # Steps are not interrupted, so it may have come one ago.
             submitted_s=self._clock() if event.arrived_s is None else event.arrived_s,
             price=self._policy.price,
+            grammar=event.grammar,
         )
 
     def _calibrations_for(
