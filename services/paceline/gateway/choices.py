@@ -29,6 +29,7 @@ from paceline.gateway.requests import (
     sample_seed,
     tokens_kept,
 )
+from paceline.gateway.structured import grammar_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +112,12 @@ def _sessions(
         method=body.speculation.method,
     )
     bad_words = bad_word_tokens(model, body.bad_words)
+    grammar = grammar_of(body)
     sessions: list[SessionRequest] = []
     for prompt in prompts:
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
         for seed in _seeds(body):
-            sampling = _sampling(body, model, max_tokens, logprobs, seed, bad_words)
+            sampling = _sampling(body, model, max_tokens, logprobs, seed, bad_words, grammar)
             sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
             sessions.append(
                 SessionRequest(
@@ -142,6 +144,7 @@ def _sampling(
     logprobs: int | None,
     seed: int,
     bad_words: tuple[tuple[int, ...], ...],
+    grammar: str,
 ) -> SamplingParams:
     given = {name: value for name in MODEL_SAMPLING if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:
@@ -156,6 +159,7 @@ def _sampling(
         stop_token_ids=tuple(body.stop_token_ids),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=bad_words,
+        grammar=grammar,
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         seed=seed,
