@@ -138,7 +138,7 @@ def test_a_text_whose_end_is_ignored_is_filled_with_end_tokens(run, tokenizer):
 
 
 def test_a_stop_token_is_chosen_only_where_the_grammar_may_end(run, tokenizer):
-    comma = tokenizer.encode(",").ids[0]
+    (comma,) = tokenizer.encode(",", add_special_tokens=False).ids
     sessions = run(replace(GREEDY, stop_token_ids=(comma,)))
     for session in sessions:
         text = tokenizer.decode([token_id for token_id in session.token_ids if token_id != comma])
