@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-import jsonschema
+import jsonschema_rs
 from tokenizers import Tokenizer
 
 from loadtest.client import Ask, BatchResult, run_batch, same_texts
@@ -169,7 +169,7 @@ def _num_valid(texts: Sequence[str]) -> int:
     """How many answers are whole.
 
     Raises:
-        jsonschema.ValidationError: One is whole and does not follow its schema.
+        jsonschema_rs.ValidationError: One is whole and does not follow its schema.
     """
     count = 0
     for number, text in enumerate(texts):
@@ -177,7 +177,7 @@ def _num_valid(texts: Sequence[str]) -> int:
             value = json.loads(text)
         except ValueError:
             continue
-        jsonschema.validate(value, schema_of(number))
+        jsonschema_rs.Draft202012Validator(schema_of(number)).validate(value)
         count += 1
     return count
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
+import jsonschema_rs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -90,7 +90,7 @@ class Bench:
             self.num_accepted += session.result.speculation.num_accepted_draft_tokens
             if session.result.finish_reason is FinishReason.STOP:
                 text = self.tokenizer.decode(session.token_ids, skip_special_tokens=True)
-                jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+                jsonschema_rs.Draft202012Validator(schema).validate(json.loads(text))
                 self.num_finished += 1
             else:
                 assert len(session.token_ids) == LONGEST
