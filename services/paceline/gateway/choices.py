@@ -32,6 +32,7 @@ from paceline.gateway.requests import (
     sample_seed,
     tokens_kept,
 )
+from paceline.gateway.structured import grammar_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +135,12 @@ def _sessions(
     if prompt_logprobs is not None:
         num_tokens = body.n * sum(len(prompt.token_ids) for prompt in prompts)
         check_judged(num_tokens, prompt_logprobs, field="prompt_logprobs")
+    grammar = grammar_of(body)
     sessions: list[SessionRequest] = []
     for prompt in prompts:
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
         for seed in _seeds(body):
-            sampling = _sampling(body, model, max_tokens, (logprobs, prompt_logprobs), seed, bad_words)
+            sampling = _sampling(body, model, max_tokens, (logprobs, prompt_logprobs), seed, bad_words, grammar)
             sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
             sessions.append(
                 SessionRequest(
@@ -167,6 +169,7 @@ def _sampling(
     logprobs: tuple[int | None, int | None],
     seed: int,
     bad_words: tuple[tuple[int, ...], ...],
+    grammar: str,
 ) -> SamplingParams:
     given = {name: value for name in MODEL_SAMPLING if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:
@@ -181,6 +184,7 @@ def _sampling(
         stop_token_ids=tuple(body.stop_token_ids),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=bad_words,
+        grammar=grammar,
         ignore_eos=body.ignore_eos,
         logprobs=logprobs[0],
         prompt_logprobs=logprobs[1],

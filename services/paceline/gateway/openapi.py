@@ -41,6 +41,9 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
   `add_generation_prompt`. `chat_template` needs a gateway with `--trust-request-chat-template`.
 * Images, audio and video in messages are refused by the name of their field.
 * `bad_words` are not generated, neither at the begin of a text nor after a space, as the tokenizer writes them there.
+* `response_format`, `structured_outputs` (`json`, `regex`, `choice`, `grammar` or `json_object`, with
+  `whitespace_pattern`) and vLLM's older `guided_*` ask for a text of a form; one of them at most. What cannot be
+  compiled within a second is refused with its place.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}. Tokens of all prompts, times `n`,

@@ -64,6 +64,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
             methods=served.identity.methods,
             own_drafter=served.own_drafter,
             rules=served.rules,
+            grammars=served.grammars,
             learned=served.learned,
             make_engine=served.make,
             metrics=VerifierMetrics(registry, served.identity.name),

@@ -20,6 +20,7 @@ from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
+from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
 from paceline.engine.memory import log_memory
@@ -61,9 +62,18 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         identity=identity,
         own_drafter=LOCAL if speculation.own_draft is not None else "",
         rules=speculation.rules,
+        grammars=_grammars(config, identity),
         make=lambda: make_engine(config, identity, speculation),
         learned=learned_file(config, identity, os.environ),
     )
+
+
+def _grammars(config: VerifierConfig, identity: ModelIdentity) -> Grammars | None:
+    try:
+        return Grammars(config.model, identity.vocab_size, identity.eos_token_ids)
+    except ConfigError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:

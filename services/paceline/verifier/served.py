@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from paceline.core.messages import ModelIdentity
 from paceline.core.rules import Rules
+from paceline.engine.grammar import Grammars
 from paceline.learned import FORGOTTEN, LearnedFile
 from paceline.verifier.verifier_host import TargetStepper
 
@@ -19,6 +20,7 @@ class ServedEngine:
         identity: Of the model as it is served.
         own_drafter: What names a drafter inside the engine; empty: the verifier pairs sessions with drafters.
         rules: Acceptance rules that are served.
+        grammars: Compiles the grammars of requests; None: none are served.
         make: Loads the model; called in the engine thread.
         learned: Where it keeps what it learns.
     """
@@ -26,5 +28,6 @@ class ServedEngine:
     identity: ModelIdentity
     own_drafter: str = ""
     rules: Rules
+    grammars: Grammars | None = None
     make: Callable[[], TargetStepper]
     learned: LearnedFile = FORGOTTEN
