@@ -149,14 +149,7 @@ async def _serve(
     workers: tuple[Workers, Workers],
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
-    fleet = Fleet(
-        store,
-        codecs,
-        Probe(tls),
-        defaults=defaults,
-        aliases=model_aliases(config.served_model_name, sorted(codecs)),
-        trusts_templates=config.trust_request_chat_template,
-    )
+    fleet = _fleet(config, store, codecs, defaults, Probe(tls))
     supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     client = VerifierClient(config.verifier_silence_s, tls)
@@ -203,6 +196,23 @@ async def _serve(
         tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)
         on_ready(addresses)
         await stop.wait()
+
+
+def _fleet(
+    config: GatewayConfig,
+    store: Store,
+    codecs: Mapping[str, TextCodec],
+    defaults: Mapping[str, ModelDefaults],
+    probe: Probe,
+) -> Fleet:
+    return Fleet(
+        store,
+        codecs,
+        probe,
+        defaults=defaults,
+        aliases=model_aliases(config.served_model_name, sorted(codecs)),
+        trusts_templates=config.trust_request_chat_template,
+    )
 
 
 def _reader(
