@@ -165,7 +165,7 @@ class CommonBody(Fields):
     structured_outputs: dict[str, Any] | None = None
     guided_json: SkipValidation[dict[str, Any] | str | None] = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: list[str] | None = _told(None, minItems=1)
     guided_grammar: str | None = None
     truncate_prompt_tokens: int | None = _told(
         None, anyOf=[{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]
