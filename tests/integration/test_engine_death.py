@@ -278,17 +278,17 @@ async def verifier_process(folder: Path) -> AsyncIterator[tuple[subprocess.Popen
     port = free_port("127.0.0.1")
     arguments = ("--model", folder, "--port", port, "--metrics-port", 0, "--redis-url", "memory://")
     bounds = ("--engine-stall-s", 1, "--num-kv-blocks", 64, "--max-num-batched-tokens", 32)
-    process = subprocess.Popen(
+    started = subprocess.Popen(
         [sys.executable, "-c", SERVE, *map(str, (*arguments, *bounds))],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{root / 'services'}:{root}"},
     )
-    try:
-        yield process, f"127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    with started as process:
+        try:
+            yield process, f"127.0.0.1:{port}"
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("stopping", [False, True], ids=["while it serves", "while it stops"])

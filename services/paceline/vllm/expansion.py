@@ -17,10 +17,14 @@ TRIED = 0.5
 def mend_expansion() -> bool:
     """Replaces the fault where it shows; tells whether it did."""
     try:
+        from vllm.platforms import current_platform  # type: ignore[import-not-found]
         from vllm.v1.sample import rejection_sampler  # type: ignore[import-not-found]
-    except ImportError:
-        return False
-    if not _is_wrong(rejection_sampler):
+
+        # On a CPU only: elsewhere it is a compiled kernel, which a call at start would compile.
+        if not current_platform.is_cpu() or not _is_wrong(rejection_sampler):
+            return False
+    except Exception as error:  # noqa: BLE001 - another vLLM may have other names, which must not end its start
+        _log.warning("whether this vLLM sets the temperatures of guessed tokens is not known: %r", error)
         return False
     rejection_sampler.expand_batch_to_tokens = expanded
     _log.warning("this vLLM leaves temperatures of guessed tokens unset on a CPU; Paceline sets them")
@@ -28,11 +32,7 @@ def mend_expansion() -> bool:
 
 
 def _is_wrong(rejection_sampler: Any) -> bool:
-    """Two tokens of one request must both have its temperature; asked on a CPU only, where nothing is compiled."""
-    from vllm.platforms import current_platform  # type: ignore[import-not-found]
-
-    if not current_platform.is_cpu():
-        return False
+    """Two tokens of one request must both have its temperature."""
     torch = rejection_sampler.torch
     spread = rejection_sampler.expand_batch_to_tokens(torch.tensor([TRIED]), torch.tensor([2]), 2)
     return bool((spread != TRIED).any())
