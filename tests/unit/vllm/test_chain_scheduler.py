@@ -128,6 +128,24 @@ def test_chains_follow_the_text_and_what_they_bring_is_counted(vllm: Vllm) -> No
     assert report.num_rows == 5
 
 
+def test_guesses_that_vllm_did_not_take_are_not_counted(vllm: Vllm) -> None:
+    vllm.tier.take_report()
+    vllm.chains.clear()
+    vllm.step()
+    report = vllm.tier.take_report()
+    assert (report.gammas, report.accepted, sum(report.verified_by.values())) == ([0], [], 0)
+    assert report.num_rows == 1
+
+
+def test_guesses_are_waited_for_but_not_while_a_prompt_is_read(vllm: Vllm) -> None:
+    vllm.drafter.hear = lambda messages: []  # its answer is on its way
+    vllm.step()
+    assert vllm.tier.patience_s(vllm.now_s) > 0.0
+    vllm.begin(2)
+    vllm.step(reading=[2])
+    assert vllm.tier.patience_s(vllm.now_s) == 0.0
+
+
 def test_a_wrong_drafter_costs_guesses_and_no_token() -> None:
     wrong = ToldDrafter([98] * len(TEXT))
     vllm = Vllm(drafter=wrong)

@@ -1,0 +1,70 @@
+"""What a step waits for, of sessions with drafters and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.core.link import Drafter, SessionLink
+from paceline.core.messages import GenerateRequest
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.session import VerifierSession
+from paceline.core.step_drafts import FIRST_STEP_S, StepDrafts
+from paceline.core.survivals import SessionSurvivals
+from paceline.core.wait_for_drafts import Prospect
+
+
+class Session(VerifierSession):
+    """A session with an empty tree, and a drafter if it has one."""
+
+    cap, may_wait, takes_chains = 4, True, False
+
+    def __init__(self, name: str, *, drafted: bool) -> None:
+        super().__init__(
+            GenerateRequest(
+                session_id=name,
+                epoch=0,
+                prompt_token_ids=(1, 2),
+                sampling=SamplingParams(max_tokens=50),
+                speculation=SpeculationParams(),
+            )
+        )
+        self.usual, self.own_survivals = SessionSurvivals(), []
+        self.link = SessionLink(self, "d" if drafted else "")
+        if drafted:
+            self.link.connect(Drafter())
+
+
+class Watched:
+    """A policy that always waits, and remembers what for."""
+
+    max_nodes = 4
+
+    def __init__(self) -> None:
+        self.seen: list[Prospect] = []
+
+    def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
+        del wait_s, step_s
+        self.seen.extend(prospects)
+        return True
+
+
+@pytest.fixture
+def policy() -> Watched:
+    return Watched()
+
+
+def test_a_session_that_is_to_get_no_nodes_gains_nothing_by_waiting(policy: Watched) -> None:
+    sessions = [Session("a", drafted=True), Session("b", drafted=False)]
+    assert StepDrafts(policy).worth_waiting(sessions, [0.002, None], idle_s=0.0) == 0.002
+    gains = [each.gain for each in policy.seen]
+    assert gains[0] > 0.0
+    assert gains[1] == 0.0
+
+
+def test_nobody_waits_longer_than_a_step_in_all(policy: Watched) -> None:
+    drafts, sessions = StepDrafts(policy), [Session("a", drafted=True)]
+    assert drafts.worth_waiting(sessions, [1.0], idle_s=0.0) == FIRST_STEP_S
+    assert drafts.worth_waiting(sessions, [1.0], idle_s=FIRST_STEP_S) == 0.0
+    assert drafts.worth_waiting(sessions, [None], idle_s=0.0) == 0.0
