@@ -15,7 +15,7 @@ Fields = dict[str, Any]
 _Count = Annotated[int, Field(ge=0)]
 
 
-def _shape(name: str, **fields: Any) -> type[BaseModel]:
+def _shape(name: str, /, **fields: Any) -> type[BaseModel]:
     """Returns the model of a JSON object that has these fields and no others."""
     return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
 
@@ -73,19 +73,52 @@ _TOKEN_FATES = _maybe(
 )
 _TEXT: Fields = {"text": str, "logprobs": _TEXT_LOGPROBS | None}
 _CHAT: Fields = {"logprobs": _CHAT_LOGPROBS | None}
-_MESSAGE = _shape("Message", role=Literal["assistant"], content=str)
-_DELTA = _shape("Delta", role=_maybe(Literal["assistant"], "Who speaks."), content=_maybe(str, "Further text."))
+_FUNCTION = _shape("CalledFunctionTold", name=str, arguments=str)
+_CALL = _shape("ToolCallTold", id=str, type=Literal["function"], function=_FUNCTION)
+_REASONING = dict.fromkeys(
+    ("reasoning_content", "reasoning"), _maybe(str, "What led up to the answer, where it is set apart; the same twice.")
+)
+_MESSAGE = _shape(
+    "Message",
+    role=Literal["assistant"],
+    content=str | None,
+    tool_calls=_maybe(conlist(_CALL), "Tools that are to be called."),
+    **_REASONING,
+)
+_FUNCTION_DELTA = _shape(
+    "CalledFunctionDelta", name=_maybe(str, "At the beginning of a call."), arguments=_maybe(str, "Further text.")
+)
+_CALL_DELTA = _shape(
+    "ToolCallDelta",
+    index=_Count,
+    id=_maybe(str, "At the beginning of a call."),
+    type=_maybe(Literal["function"], "At the beginning of a call."),
+    function=_FUNCTION_DELTA,
+)
+_DELTA = _shape(
+    "Delta",
+    role=_maybe(Literal["assistant"], "Who speaks."),
+    content=_maybe(str, "Further text."),
+    tool_calls=_maybe(conlist(_CALL_DELTA), "Further text of calls, or new ones."),
+    **_REASONING,
+)
 _MAYBE_USAGE = _maybe(_USAGE | None, "As asked for in `stream_options`.")
 _MAYBE_METRICS = _maybe(_METRICS, "At the end of a choice, and of a stream with usage.")
 
 
 def _whole(name: str, kind: Any, **body: Any) -> type[BaseModel]:
-    return _answer(name, kind, {"finish_reason": FinishReason, **body}, usage=_USAGE, metrics=_METRICS)
+    return _answer(
+        name, kind, {"finish_reason": FinishReason | Literal["tool_calls"], **body}, usage=_USAGE, metrics=_METRICS
+    )
 
 
 def _chunk(name: str, kind: Any, **body: Any) -> type[BaseModel]:
     return _answer(
-        name, kind, {"finish_reason": FinishReason | None, **body}, usage=_MAYBE_USAGE, metrics=_MAYBE_METRICS
+        name,
+        kind,
+        {"finish_reason": FinishReason | Literal["tool_calls"] | None, **body},
+        usage=_MAYBE_USAGE,
+        metrics=_MAYBE_METRICS,
     )
 
 

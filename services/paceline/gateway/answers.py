@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.messages import PositionLogprobs, SpeculationRecord
+from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
+from paceline.gateway.message_parts import Part
+from paceline.gateway.messages_read import Message, message_of
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.session_output import Ending, Piece, sum_of_records
 from paceline.gateway.text import TextCodec
@@ -20,6 +22,9 @@ Json = dict[str, Any]
 
 # JSON has no infinity; vLLM writes this for a token that cannot be.
 LEAST_LOGPROB = -9999.0
+
+
+TOOL_CALLS = "tool_calls"
 
 
 class CharacterCount:
@@ -45,6 +50,20 @@ class ChoiceState:
     num_generated_tokens: int = 0
     characters: CharacterCount = field(default_factory=CharacterCount)
     ending: Ending | None = None
+    message: Message | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended, as OpenAI says it; it has ended."""
+        assert self.ending is not None
+        calls = self.message is not None and self.message.calls and self.ending.finish_reason is FinishReason.STOP
+        return TOOL_CALLS if calls else self.ending.finish_reason.value
+
+    def read(self, piece: Piece) -> list[Part]:
+        """Returns what the text of a piece is made of; `message` is there."""
+        assert self.message is not None
+        self.message.read(piece.known_text)
+        return self.message.read(piece.text)
 
 
 class Answer:
@@ -64,19 +83,26 @@ class Answer:
         self._chat = chat
         self._samples_per_prompt = samples_per_prompt
         self._head: Json = {"id": request_id, "created": created_s, "model": model_name}
-        self._choices = [ChoiceState(request=each, num_generated_tokens=each.offset) for each in requests]
+        self._choices = [
+            ChoiceState(request=each, num_generated_tokens=each.offset, message=message_of(each)) for each in requests
+        ]
 
     def add_piece(self, index: int, piece: Piece) -> None:
         """Takes a piece of a choice for the whole."""
         choice = self._choices[index]
-        choice.texts.append(piece.text)
+        if choice.message is None:
+            choice.texts.append(piece.text)
+        else:
+            choice.read(piece)
         choice.logprobs += piece.logprobs
         choice.tokens += piece.tokens
         choice.num_generated_tokens += len(piece.token_ids)
 
-    def add_ending(self, index: int, ending: Ending) -> None:
-        """Takes the end of a choice."""
-        self._choices[index].ending = ending
+    def add_ending(self, index: int, ending: Ending) -> Json:
+        """Takes the end of a choice; returns what it adds to the message."""
+        choice = self._choices[index]
+        choice.ending = ending
+        return {} if choice.message is None else choice.message.delta(choice.message.finish())
 
     def opening_chunks(self) -> list[Json]:
         """Returns what a stream begins with: for a chat, who speaks; a stream that goes on has said it."""
@@ -91,16 +117,19 @@ class Answer:
         choice = self._choices[index]
         choice.num_generated_tokens += len(piece.token_ids)
         logprobs = self._logprobs(choice, piece.logprobs)
-        if not piece.text and not piece.tokens and logprobs is None:
+        delta = {"content": piece.text} if piece.text else {}
+        if choice.message is not None:
+            delta = choice.message.delta(choice.read(piece))
+        if not delta and not piece.tokens and logprobs is None:
             return None
-        chunk = self._chunk(index, {"content": piece.text}, logprobs, None)
+        chunk = self._chunk(index, delta or {"content": ""}, logprobs, None)
         chunk["choices"][0] |= _fates(choice, piece.tokens)
         return chunk
 
     def ending_chunk(self, index: int, ending: Ending) -> Json:
         """Returns the last chunk of a choice, with its speculation record."""
-        self.add_ending(index, ending)
-        chunk = self._chunk(index, {}, None, ending.finish_reason.value)
+        rest = self.add_ending(index, ending)
+        chunk = self._chunk(index, rest, None, self._choices[index].finish_reason)
         chunk["metrics"] = metrics(ending.speculation)
         return chunk
 
@@ -154,12 +183,13 @@ class Answer:
     def _whole_choice(self, index: int, choice: ChoiceState) -> Json:
         assert choice.ending is not None
         text = "".join(choice.texts)
-        body: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        said = {"content": text} if choice.message is None else choice.message.whole()
+        body: Json = {"message": {"role": "assistant", **said}} if self._chat else {"text": text}
         return {
             "index": index,
             **body,
             "logprobs": self._logprobs(choice, choice.logprobs),
-            "finish_reason": choice.ending.finish_reason.value,
+            "finish_reason": choice.finish_reason,
             **_fates(choice, choice.tokens),
         }
 

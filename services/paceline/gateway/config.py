@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.config import setting
 from paceline.core.errors import ConfigError
+from paceline.gateway.message_form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,13 @@ class GatewayConfig:
         "auto",
         help="Where the models' own sampling defaults come from: auto, the generation_config.json of each --model; "
         "vllm, nowhere, all are neutral; or a folder that holds such a file, for all models.",
+    )
+    tool_call_parser: str = setting(
+        AUTO,
+        help=f"How the models write tool calls: auto (as their chat templates tell), none, {', '.join(TOOL_FAMILIES)}.",
+    )
+    reasoning_parser: str = setting(
+        AUTO, help=f"How the models set reasoning apart: auto, none, {', '.join(REASONING_FAMILIES)}."
     )
     host: str = setting("127.0.0.1", help="Address to listen on.")
     port: int = setting(8000, help="HTTP port; 0 picks a free one.", low=0, high=65535)
@@ -88,6 +96,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         """Checks what goes together."""
+        check_families(self.tool_call_parser, self.reasoning_parser)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together; give both or neither")
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from paceline.core.errors import ModelNotFoundError, UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
+from paceline.gateway.message_form import AUTO, Families
 from paceline.gateway.requests import ServedModel
 from paceline.gateway.routing import able_verifiers
 from paceline.gateway.text import TextCodec
@@ -52,6 +53,8 @@ class Fleet:
         answers: Answers = nobody_answers,
         *,
         defaults: Mapping[str, ModelDefaults] | None = None,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Knows no replica until the first `refresh`.
@@ -61,11 +64,17 @@ class Fleet:
             codecs: Tokenizers by model name; only these models are served.
             answers: Asks a replica that has left the registry whether it still serves.
             defaults: Of models that have some, by name.
+            tool_call_parser: How models write calls: a family, `auto` or `none`.
+            reasoning_parser: How they write reasoning, likewise.
             clock: Monotonic seconds.
         """
         self._view = RegistryView(registry, answers=answers, clock=clock)
         self._codecs = dict(codecs)
         self._defaults = dict(defaults or {})
+        self._families = {
+            name: Families.of(tool_call_parser, reasoning_parser, codec.template_source)
+            for name, codec in self._codecs.items()
+        }
         self._warned_of: set[str] = set()
 
     @property
@@ -116,7 +125,12 @@ class Fleet:
             raise UnavailableError(
                 f"model {name!r}: this gateway's tokenizer is not the verifier's; start both with the same folder"
             )
-        return ServedModel(identity=identity, codec=codec, defaults=self._defaults.get(name, NO_DEFAULTS))
+        return ServedModel(
+            identity=identity,
+            codec=codec,
+            defaults=self._defaults.get(name, NO_DEFAULTS),
+            families=self._families[name],
+        )
 
     def addresses(self) -> list[str]:
         """Returns where the verifiers listen."""

@@ -73,6 +73,9 @@ class Families:
         )
 
 
+NO_FAMILIES = Families()
+
+
 def check_families(tool_calls: str, reasoning: str) -> None:
     """Checks the values of the two flags.
 

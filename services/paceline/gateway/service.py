@@ -147,7 +147,14 @@ async def _serve(
     workers: Workers,
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
-    fleet = Fleet(store, codecs, Probe(tls), defaults=defaults)
+    fleet = Fleet(
+        store,
+        codecs,
+        Probe(tls),
+        defaults=defaults,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
     supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     client = VerifierClient(config.verifier_silence_s, tls)

@@ -14,6 +14,7 @@ class Piece:
     """New text and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
 
     `offset`: generated tokens before these. `digest`: of all up to these, see `paceline.core.token_digest`.
+    `known_text`: that of tokens which a client has that goes on with a stream; it has this text, too.
     `tokens`, where the request asks for it, are those behind the text: their texts join to it.
     """
 
@@ -23,6 +24,7 @@ class Piece:
     tokens: tuple[TokenText, ...] = ()
     offset: int = 0
     digest: str = ""
+    known_text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -255,6 +255,7 @@ class Sessions:
                     tokens=tokens,
                     offset=offset + num_known,
                     digest=client.digest,
+                    known_text=known.text if num_known else "",
                 )
                 if stopped:
                     break

@@ -14,6 +14,7 @@ from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionN
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.known_tokens import check_known
+from paceline.gateway.message_form import MessageForm
 from paceline.gateway.requests import SessionRequest, check_salt, check_stops, up_to_end
 from paceline.store.base import LoggedSession, SessionState, Store
 
@@ -107,6 +108,7 @@ class Resumption:
             cache_salt=parameters.cache_salt,
             finished=finished,
             traceparent=parameters.traceparent,
+            form=parameters.form,
         )
 
 
@@ -121,6 +123,7 @@ class _Parameters:
     skip_special_tokens: bool
     cache_salt: str
     traceparent: str
+    form: MessageForm | None
 
     @classmethod
     def read(cls, params_json: str) -> _Parameters:
@@ -139,6 +142,7 @@ class _Parameters:
                 skip_special_tokens=bool(values.get("skip_special_tokens", True)),
                 cache_salt=check_salt(values.get("cache_salt", "")),
                 traceparent=str(values.get("traceparent", "")),
+                form=MessageForm.from_json(values.get("form")),
             )
         except (ValueError, TypeError, LookupError, AttributeError, InvalidRequestError) as error:
             raise SessionNotFoundError(f"session_id: its record cannot be read ({type(error).__name__})") from error

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.messages import TokenFate
-from paceline.gateway.detokenizer import Detokenizer
+from paceline.gateway.detokenizer import Decodes, Detokenizer
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.stops import StopMatcher
 from paceline.gateway.token_texts import TokenText, TokenTexts
@@ -43,7 +43,12 @@ class TextStream:
         hidden = () if self._include_stop else (*sampling.stop_token_ids, *eos_token_ids)
         self._hidden_ids = frozenset(hidden)
         codec = request.model.codec
-        decodes = codec if request.skip_special_tokens else codec.with_special_tokens
+        shown = () if request.form is None else request.form.shown
+        decodes: Decodes
+        if not request.skip_special_tokens:
+            decodes = codec.with_special_tokens
+        else:
+            decodes = codec.showing(shown) if shown else codec
         self._detokenizer = Detokenizer(decodes, request.prompt_token_ids)
         self._matcher = StopMatcher(request.stops)
         self._token_texts = TokenTexts() if request.token_fates else None

@@ -1,7 +1,7 @@
 """Reasoning, calls and content in channels, as gpt-oss writes them: the harmony format, read from its text.
 
-`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`; a call of a tool is a message
-to it: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`; a call of a tool is a
+message to it: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
 """
 
 from __future__ import annotations

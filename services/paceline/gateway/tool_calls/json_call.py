@@ -160,7 +160,7 @@ def _call(text: str) -> list[CallBegin | CallArguments] | None:
     inner = found.get("function")
     found = inner if isinstance(inner, dict) else found
     name = found.get("name")
-    arguments = next((found[key] for key in ARGUMENTS if key in found), {})
+    arguments: Any = next((found[key] for key in ARGUMENTS if key in found), {})
     if not isinstance(name, str) or not name:
         return None
     if isinstance(arguments, dict):
