@@ -32,6 +32,7 @@ BENCHES = {
     "single": "one stream: a drafter tier on its own core, and equal hardware",
     "stall": "time between tokens while the drafter is stopped for 5 s",
     "step": "a plain step inside the running verifier against its packed linears alone",
+    "structured": "schema-bound answers with forced tokens as guesses and without, and the time of a mask",
     "tensor": "steps of one rank against those of several that compute the model together",
     "tracing": "tokens/s without traces and at sampling ratios of 0, 0.1 and 1",
     "turns": "two source trees, or settings, by turns: speed, steps and texts of each against the first",

@@ -6,7 +6,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -21,7 +21,10 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=600.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What to ask the gateway for; `speculation` None leaves the defaults to it, and a `traceparent` has it traced."""
+    """What to ask the gateway for; `speculation` None leaves the defaults to it, and a `traceparent` has it traced.
+
+    `more` are further fields of the body; they count for more than what is written here.
+    """
 
     prompt: str
     max_tokens: int = 128
@@ -30,6 +33,7 @@ class Ask:
     seed: int = 1
     speculation: dict[str, Any] | None = None
     traceparent: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -50,7 +54,7 @@ class Ask:
         }
         if self.speculation is not None:
             body["speculation"] = self.speculation
-        return body
+        return {**body, **self.more}
 
 
 def asks_of(count: int, max_tokens: int, temperature: float = 0.0) -> list[Ask]:

@@ -63,8 +63,13 @@ _NOT_SERVED: tuple[Json, ...] = (
     {"suffix": "end"},
     {"tools": [{}]},
     {"use_beam_search": True},
-    {"response_format": {"type": "json_object"}},
-    {"structured_outputs": {"choice": ["x"]}},
+    {"response_format": {"type": "yaml"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "multipleOf": 999983}}}},
+    {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+    {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"regex": "(" * 1000}},
+    {"guided_grammar": "start: " + "a " * 50_000},
+    {"guided_json": {"$ref": "http://127.0.0.1/schema.json"}},
     {"stream_options": {"include_usage": True}},
 )
 _BAD_CHATS: tuple[Any, ...] = (

@@ -22,6 +22,10 @@ load_all_checks()
 # Refusals of valid bodies are judged below: limits of the model and between fields are told in words only.
 NOT_ASKED = {"positive_data_acceptance"}
 OUTSIDE_SCHEMAS = (
+    # What no schema of a body says: whether another schema, a pattern or a grammar in it can be compiled.
+    '"param": "guided_',
+    '"param": "response_format',
+    '"param": "structured_outputs',
     "the context",
     "must be from 0 to max_tokens",
     "is outside the vocabulary",

@@ -26,6 +26,7 @@ from paceline.core.target_events import (
 from paceline.engine.decoder import Decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
+from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
 from paceline.engine.source_interface import AnySource
@@ -78,9 +79,11 @@ class EnginePair:
         rules: Rules | None = None,
         sources: Callable[[Decoder], list[AnySource]] | None = None,
         decoder: Decoder | None = None,
+        grammars: Grammars | None = None,
         **heads: Any,
     ) -> None:
         self.clock = Clock()
+        self.grammars = grammars
         self.target_folder, self.head, self.num_draft_blocks = target, eagle3_model, num_draft_blocks
         self.drafter_folder, self.width, self.dtype = drafter, width, dtype
         identity = model_identity(target, "target")
@@ -165,6 +168,7 @@ class EnginePair:
                 ),
                 serial=len(self.names),
                 drafter_address=DRAFTER,
+                grammar=self.grammars.compile(sampling.grammar) if self.grammars and sampling.grammar else None,
             )
         )
 

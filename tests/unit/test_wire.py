@@ -60,6 +60,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         min_tokens=draw(st.integers(0, max_tokens)),
         stop_token_ids=draw(token_ids),
         allowed_token_ids=draw(token_ids),
+        grammar=draw(st.text(max_size=9)),
         bad_words=tuple(draw(st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1).map(tuple), max_size=3))),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.none() | st.integers(0, 20)),

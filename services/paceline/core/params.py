@@ -15,14 +15,15 @@ MAX_ALLOWED_TOKEN_IDS = 4096
 # Each of the words is written in two ways, with a space before it and without.
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 512
+MAX_GRAMMAR_CHARS = 131_072
 MAX_DRAFT_TOKENS = 64
 # Ways to draft: in the drafter tier a model of its own, or a head on the target's hidden states; inside the verifier
-# look-up in the session's own text, or in recent outputs of others too, heads on the target's hidden states, and some
-# of the target's own layers.
+# look-up in the session's own text, or in recent outputs of others too, what a grammar leaves no choice of, heads on
+# the target's hidden states, and some of the target's own layers.
 DRAFT_MODEL, EAGLE3, NGRAM, SUFFIX = "draft_model", "eagle3", "ngram", "suffix"
-MEDUSA, LAYER_SKIP = "medusa", "layer_skip"
+GRAMMAR, MEDUSA, LAYER_SKIP = "grammar", "medusa", "layer_skip"
 TIER_METHODS = (DRAFT_MODEL, EAGLE3)
-METHODS = (*TIER_METHODS, NGRAM, SUFFIX, MEDUSA, LAYER_SKIP)
+METHODS = (*TIER_METHODS, NGRAM, SUFFIX, GRAMMAR, MEDUSA, LAYER_SKIP)
 MAX_METHOD_CHARS = 64
 # Acceptance rules: which draft tokens become committed tokens.
 COUPLED, REJECTION, BLOCK, TYPICAL = "coupled", "rejection", "block", "typical"
@@ -46,7 +47,8 @@ class SamplingParams:
     """How the target's logits become tokens; the same seed gives the same tokens.
 
     No token but those of `allowed_token_ids` is chosen, if there are any; an end token has to be one of them, too.
-    No output holds the tokens of a bad word one after another.
+    No output holds the tokens of a bad word one after another. The text follows the `grammar` (llguidance's own JSON,
+    or Lark; empty: none): it ends only where that may end, and for sure where that has ended, whatever `min_tokens`.
 
     Raises:
         InvalidRequestError: A field is outside its limits; the error names field and limit.
@@ -65,6 +67,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
     ignore_eos: bool = False
     logprobs: int | None = None
     seed: int = 0
@@ -118,6 +121,10 @@ class SamplingParams:
                 1 <= len(word) <= MAX_BAD_WORD_TOKENS,
                 f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens, got {len(word)}",
             )
+        length = len(self.grammar)
+        _require(
+            "grammar", length <= MAX_GRAMMAR_CHARS, f"must have at most {MAX_GRAMMAR_CHARS} characters, got {length}"
+        )
 
     def check_vocabulary(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Checks the fields that name tokens.

@@ -1,6 +1,6 @@
 """From the target's logits to log weights: the reference for the compiled loops of `paceline.engine`.
 
-Order and meaning are vLLM's: logit bias, allowed tokens, bad words, minimum tokens, repetition, frequency and
+Order and meaning are vLLM's: logit bias, allowed tokens, bad words, grammar, minimum tokens, repetition, frequency and
 presence penalty, temperature, min-p, top-k, top-p; ties go to the lowest id (vLLM keeps all of them). Arithmetic, so
 that a compiled loop can repeat it bit by bit: logits are widened to float64 and stay there; temperature multiplies
 by 1 / temperature; min-p compares log weights; top-p adds integer masses (see `fixed_point_mass`), so no
@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidRequestError, PacelineError
+from paceline.core.grammar import Allowed
 from paceline.core.noise import exact_exp, exact_log
 from paceline.core.params import SamplingParams
 
@@ -37,13 +38,18 @@ class UnusableLogitsError(PacelineError, ArithmeticError):
     """A row of logits leaves no token to choose: it holds NaN or +inf, or every id is masked."""
 
 
+class NoTokenLeftError(InvalidRequestError, UnusableLogitsError):
+    """What a request asks for leaves no token to choose at some place of its output."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowHistory:
-    """The prefix that a row's processors see."""
+    """The prefix that a row's processors see, and what the request's grammar, if it has one, lets follow it."""
 
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
     eos_token_ids: Sequence[int] = ()
+    allowed: Allowed | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +150,10 @@ def _biased(weights: FloatArray, params: SamplingParams, history: RowHistory) ->
         weights[token_id] += bias
     weights[barred(params, len(weights))] = -np.inf
     weights[ends_of_bad_words(params.bad_words, history.output_token_ids)] = -np.inf
-    if len(history.output_token_ids) < params.min_tokens:
+    if history.allowed is not None:
+        weights[np.unpackbits(history.allowed.bits, bitorder="little")[: len(weights)] == 0] = -np.inf
+    ended = history.allowed is not None and history.allowed.ended
+    if len(history.output_token_ids) < params.min_tokens and not ended:
         weights[list(masked_until_min_tokens(params, history.eos_token_ids))] = -np.inf
     return weights
 

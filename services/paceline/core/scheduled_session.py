@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from paceline.core.calibration import Calibrations
+from paceline.core.grammar import OutputGrammar
 from paceline.core.link import SessionLink
 from paceline.core.messages import (
     CommittedTokens,
@@ -42,6 +43,7 @@ class ScheduledSession(VerifierSession):
         lossy: Whether that rule may choose what the target would not.
         submitted_s: When it was submitted.
         price: Of the last step.
+        grammar: What its output follows; None: none.
 
     Attributes:
         own_survivals: Of the guesses that sources in the verifier have made since the last commit, best first.
@@ -65,8 +67,9 @@ class ScheduledSession(VerifierSession):
         lossy: bool = False,
         submitted_s: float,
         price: float = 0.0,
+        grammar: OutputGrammar | None = None,
     ) -> None:
-        super().__init__(request, calibrations, acceptance)
+        super().__init__(request, calibrations, acceptance, grammar)
         self.serial = serial
         self.traced = bool(request.traceparent)
         self.lossy = lossy

@@ -281,13 +281,14 @@ class Scheduler(Generic[SessionT]):
         self.report.num_hits += hit
         self.report.num_misses += not hit
 
-    def give_up(self, part: Part[SessionT]) -> None:
+    def give_up(self, part: Part[SessionT], *, is_asked_for: bool = False) -> None:
         """The step gave a session nothing to choose from; it ends.
 
         Whether a page of its own or one from the cache is at fault cannot be told: what others go on to compute from
-        the same pages is not relied on either.
+        the same pages is not relied on either. Pages are above doubt where it is what the request asks for that leaves
+        nothing.
         """
-        doubtful = set(part.session.pages.blocks)
+        doubtful: set[int] = set() if is_asked_for else set(part.session.pages.blocks)
         for each in self._running:
             if not doubtful.isdisjoint(each.pages.blocks):
                 each.pages.forget()

@@ -8,11 +8,12 @@ epochs are dropped, and nothing is ever rolled back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.core.acceptance import SparseDraft
 from paceline.core.calibration import Calibrations
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
+from paceline.core.grammar import OutputGrammar
 from paceline.core.messages import (
     Commit,
     DraftNodes,
@@ -76,12 +77,18 @@ class VerifierSession:
         calibrations: Of the sources that draft for it; they learn from every commit. Others take effect with the
             next `open`.
         acceptance: Name of the rule that judges guesses.
+        grammar: What its output follows, moved on by whoever chooses its tokens; None: none.
     """
 
     def __init__(
-        self, request: GenerateRequest, calibrations: Calibrations | None = None, acceptance: str = COUPLED
+        self,
+        request: GenerateRequest,
+        calibrations: Calibrations | None = None,
+        acceptance: str = COUPLED,
+        grammar: OutputGrammar | None = None,
     ) -> None:
         self.request = request
+        self.grammar = grammar
         self.acceptance = acceptance
         self.calibrations = Calibrations() if calibrations is None else calibrations
         self.session_id = request.session_id
@@ -114,7 +121,8 @@ class VerifierSession:
             epoch=self.epoch,
             token_ids=tuple(self.tokens),
             prompt_len=self.prompt_len,
-            sampling=self.request.sampling,
+            # Of no use to a drafter, and up to 128 KiB.
+            sampling=replace(self.request.sampling, grammar=""),
             price=price,
             room=room,
             acceptance=self.acceptance,
@@ -124,7 +132,9 @@ class VerifierSession:
 
     def _new_tree(self) -> DraftTree:
         chain = self.acceptance in CHAIN_RULES
-        return DraftTree(len(self.tokens), self.calibrations.probability, chain=chain)
+        # A chain is judged by the law its guesses were drawn from: one that is dropped unjudged would bend that.
+        can_follow = None if self.grammar is None or chain else self.grammar.permits
+        return DraftTree(len(self.tokens), self.calibrations.probability, chain=chain, can_follow=can_follow)
 
     def commit(self, token_ids: Sequence[int], chances: Sequence[float] | None = None) -> Pruning:
         """Appends newly committed tokens, learns what they say of the guesses, and prunes the tree.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.errors import PacelineError, RemoteProtocolError
+from paceline.core.grammar import GrammarState
 from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, ToVerifier
 
 
@@ -14,13 +15,15 @@ from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, 
 class Submit:
     """A session to run, and who drafts for it (empty: nobody); its outputs carry the serial.
 
-    It waits since `arrived_s`; None: since the engine knows it.
+    It waits since `arrived_s`; None: since the engine knows it. `grammar` is that of its sampling parameters, compiled,
+    before the first token of the output; it is nobody else's.
     """
 
     request: GenerateRequest
     serial: int
     drafter_address: str = ""
     arrived_s: float | None = None
+    grammar: GrammarState | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

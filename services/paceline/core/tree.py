@@ -83,7 +83,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraftOutcome:
-    """What became of the guesses of one message: `late` ones fell off, `stale` ones have no known parent."""
+    """What became of the guesses of one message: `late` ones fell off, `stale` ones have no parent to hang below."""
 
     num_added: int
     num_late: int
@@ -107,13 +107,20 @@ class DraftTree:
         probability: From a source and its confidence in a guess to the probability that the guess matches; None
             takes every source at its word.
         chain: A node has one child: what is guessed beside the first is dropped, whatever it is.
+        can_follow: Whether tokens may follow those committed at all; None: any may. Guesses that may not are dropped.
     """
 
     def __init__(
-        self, committed_len: int, probability: Callable[[str, float], float] | None = None, *, chain: bool = False
+        self,
+        committed_len: int,
+        probability: Callable[[str, float], float] | None = None,
+        *,
+        chain: bool = False,
+        can_follow: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
         self._probability = probability
         self._chain = chain
+        self._can_follow = can_follow
         self._index: dict[int, Node] = {}
         self.root = self._bare_root(committed_len)
         self.num_nodes = 0
@@ -149,6 +156,19 @@ class DraftTree:
         """Survivals of the best `limit` nodes, best first."""
         log_weights = sorted(map(_log_weight, self.nodes()), reverse=True)
         return [math.exp(log_weight - self.root.log_weight) for log_weight in log_weights[:limit]]
+
+    def path(self, node: Node) -> list[int]:
+        """Tokens from below the root down to a node."""
+        path: list[int] = []
+        while node is not self.root:
+            path.append(node.token_id)
+            assert node.parent is not None, "every live node hangs below the root"
+            node = node.parent
+        return path[::-1]
+
+    def permits(self, parent: Node, token_id: int) -> bool:
+        """Whether a guess may be right at all."""
+        return self._can_follow is None or self._can_follow([*self.path(parent), token_id])
 
     def probability(self, source: str, confidence: float) -> float:
         """Probability that a source's guess matches if its parent does."""
@@ -230,7 +250,9 @@ class DraftTree:
         return GraftOutcome(num_added=num_added, num_late=num_late, num_stale=num_stale)
 
     def _takes(self, parent: Node, guess: NodeGuess) -> bool:
-        return not self._chain or not parent.children or guess.token_id in parent.children
+        if guess.token_id in parent.children:
+            return True
+        return not (self._chain and parent.children) and self.permits(parent, guess.token_id)
 
     def _remember(self, guess: NodeGuess, position: int) -> None:
         """The guess came late but was right: its children may still be of use."""

@@ -49,6 +49,8 @@ def grow_best_first(
     nominate(1.0, tree.root, state)
     while heap and len(survivals) < limit:
         negated, _, parent, token_id, confidence, below = heapq.heappop(heap)
+        if not tree.permits(parent, token_id):
+            continue
         survivals.append(-negated)
         nominate(-negated, tree.suggest(parent, token_id, confidence, source), below)
     return survivals

@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import LocalProtocolError
+from paceline.core.grammar import FIELD, Allowed, OutputGrammar
 from paceline.core.messages import PositionLogprobs
 from paceline.core.noise import split_uint64
 from paceline.core.params import SamplingParams
 from paceline.core.processors import (
     MAX_VOCAB_SIZE,
+    NoTokenLeftError,
     Truncation,
     barred,
     ends_of_bad_words,
@@ -37,6 +39,7 @@ Ints = npt.NDArray[np.int64]
 
 _NO_IDS = np.empty(0, np.int64)
 _NO_VALUES = np.empty(0)
+_ALL = Allowed(np.empty(0, np.uint8))
 _NO_PENALTIES = (1.0, 0.0, 0.0)
 
 
@@ -139,6 +142,7 @@ class RowSampler:
         eos_token_ids: tuple[int, ...],
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int] = (),
+        grammar: OutputGrammar | None = None,
     ) -> None:
         if not 0 < vocab_size <= MAX_VOCAB_SIZE:
             raise LocalProtocolError(f"the vocabulary must hold from 1 to {MAX_VOCAB_SIZE} ids, not {vocab_size}")
@@ -158,6 +162,9 @@ class RowSampler:
         self._bad_words = params.bad_words
         # As many outputs as may begin a bad word.
         self._tail: deque[int] = deque(output_token_ids, max(map(len, params.bad_words), default=1) - 1)
+        self._grammar = grammar
+        if grammar is not None:
+            grammar.push(output_token_ids)
         self._penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._seen: _SeenTokens | None = None
         if self._penalties != _NO_PENALTIES:
@@ -169,6 +176,8 @@ class RowSampler:
         """Appends one output token to the history."""
         self._num_outputs += 1
         self._tail.append(token_id)
+        if self._grammar is not None:
+            self._grammar.push((token_id,))
         if self._seen is not None:
             self._seen.add(token_id, 1)
 
@@ -261,7 +270,7 @@ class RowSampler:
         self._require_row(logits)
         buffers = _BUFFERS.of(self._vocab_size)
         largest = row_kernels.load_row(
-            logits, _NO_IDS, _NO_VALUES, _NO_IDS, _NO_IDS, _NO_IDS, _NO_PENALTIES, 1.0,
+            logits, _NO_IDS, _NO_VALUES, _NO_IDS, _ALL.bits, _NO_IDS, _NO_IDS, _NO_PENALTIES, 1.0,
             buffers.scores, buffers.chunk_max,
         )  # fmt: skip
         require_usable(largest)
@@ -278,11 +287,12 @@ class RowSampler:
             )
 
     def _has_processors(self, path: Sequence[int]) -> bool:
-        return self._seen is not None or len(self._bias_ids) > 0 or len(self._masked(path)) > 0
+        ruled = self._grammar is not None or self._seen is not None
+        return ruled or len(self._bias_ids) > 0 or len(self._masked(path)) > 0
 
-    def _masked(self, path: Sequence[int]) -> Ints:
-        """Returns the ids that a row behind a path may not choose."""
-        at_first = self._num_outputs + len(path) < self._min_tokens
+    def _masked(self, path: Sequence[int], *, must_end: bool = False) -> Ints:
+        """Returns the ids that a row behind a path may not choose, its grammar aside."""
+        at_first = self._num_outputs + len(path) < self._min_tokens and not must_end
         masked_ids = self._barred_at_first if at_first else self._barred_ids
         if not self._bad_words:
             return masked_ids
@@ -299,11 +309,13 @@ class RowSampler:
     def _load(self, logits: Logits, buffers: _Buffers, path: Sequence[int]) -> float:
         """Fills the buffers with processed scores and returns the largest."""
         seen_ids, seen_counts = (_NO_IDS, _NO_IDS) if self._seen is None else self._seen.arrays()
+        allowed = _ALL if self._grammar is None else self._grammar.after(path)
         largest = row_kernels.load_row(
             logits,
             self._bias_ids,
             self._biases,
-            self._masked(path),
+            self._masked(path, must_end=allowed.ended),
+            allowed.bits,
             seen_ids,
             seen_counts,
             self._penalties,
@@ -311,6 +323,8 @@ class RowSampler:
             buffers.scores,
             buffers.chunk_max,
         )
+        if largest == -math.inf and self._grammar is not None:
+            raise NoTokenLeftError(FIELD, "leaves no token to choose beside what else the request rules out")
         require_usable(largest)
         return largest
 

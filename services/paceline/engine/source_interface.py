@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from paceline.core.grammar import OutputGrammar
 from paceline.core.pages import SessionPages, SlotPool
 from paceline.core.tree import DraftTree
 from paceline.engine.kv import KVCache
@@ -34,6 +35,11 @@ class Followed(Protocol):
     @property
     def greedy(self) -> bool:
         """Whether its target chooses without noise."""
+        ...
+
+    @property
+    def grammar(self) -> OutputGrammar | None:
+        """What its output follows; None: none."""
         ...
 
     @property
@@ -90,8 +96,8 @@ class LocalSource(Protocol[FollowerT]):
         """Called once, before any session: the target's KV and states, and slots for rows of its own."""
         ...
 
-    def follow(self, session: Followed) -> FollowerT:
-        """Goes to work on a session."""
+    def follow(self, session: Followed) -> FollowerT | None:
+        """Goes to work on a session; None: it has nothing to guess for it."""
         ...
 
     def grow(self, turns: Sequence[Turn[FollowerT]]) -> Sequence[Sequence[float]]:

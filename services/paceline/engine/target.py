@@ -15,7 +15,7 @@ import torch
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import TIER_METHODS
@@ -179,6 +179,7 @@ class TargetEngine:
             # Steps are not interrupted, so it may have come one ago.
             submitted_s=self._clock() if event.arrived_s is None else event.arrived_s,
             price=self._policy.price,
+            grammar=event.grammar,
         )
 
     def _calibrations_for(
@@ -296,7 +297,7 @@ class TargetEngine:
         try:
             verdict = session.judge(part.nodes, lambda node: logits[logit_index[id(node)]])
         except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
-            self.scheduler.give_up(part)
+            self.scheduler.give_up(part, is_asked_for=isinstance(error, InvalidRequestError))
             return session.serial, _blame(session.session_id, error)
         outcome = self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self._clock())
         if not session.ended:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.core.calibration import Calibrations
+from paceline.core.grammar import GrammarState, OutputGrammar
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
 from paceline.core.rules import Rule, Verdict, token_fates
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.source_record import Gain
-from paceline.core.tree import Node
+from paceline.core.tree import DraftTree, Node
 from paceline.engine.sampler import RowSampler
 from paceline.engine.source_interface import AnySource, Follower
 
@@ -23,33 +24,24 @@ from paceline.engine.source_interface import AnySource, Follower
 class _Rows:
     """The target's rows of one round, as the acceptance rule sees them; see `paceline.core.rules.TargetRows`."""
 
-    root: Node
+    tree: DraftTree
     logits: Callable[[Node], np.ndarray]
     sampler: RowSampler
     seed: int
 
     def choose(self, node: Node) -> int:
         """The target's choice, by the coupled noise."""
-        return self.sampler.choose(self.logits(node), node.position + 1, self._path(node))
+        return self.sampler.choose(self.logits(node), node.position + 1, self.tree.path(node))
 
     def law(self, node: Node) -> np.ndarray:
         """Processed probabilities, `[vocab]`."""
-        return self.sampler.law(self.logits(node), self._path(node))
+        return self.sampler.law(self.logits(node), self.tree.path(node))
 
     def uniforms(self, count: int) -> list[float]:
         """One for each guess, and the last for the token that follows."""
-        base_len = self.root.position + 1
+        base_len = self.tree.committed_len
         places = [uniforms(self.seed, VERDICT_STREAM, base_len + place, base_len) for place in range(count)]
         return [*(each for each, _ in places[:-1]), places[0][1]]
-
-    def _path(self, node: Node) -> list[int]:
-        """Tokens from below the root down to the node."""
-        path: list[int] = []
-        while node is not self.root:
-            path.append(node.token_id)
-            assert node.parent is not None, "every verified node hangs below the root"
-            node = node.parent
-        return path[::-1]
 
 
 class TargetSession(ScheduledSession):
@@ -67,6 +59,7 @@ class TargetSession(ScheduledSession):
         rule: What judges guesses.
         submitted_s: When it was submitted.
         price: Of the last step.
+        grammar: Of its sampling parameters, before the first token of the output; None: it has none.
 
     Attributes:
         gains: What costly sources add to its steps, by source.
@@ -87,21 +80,28 @@ class TargetSession(ScheduledSession):
         rule: Rule,
         submitted_s: float,
         price: float = 0.0,
+        grammar: GrammarState | None = None,
     ) -> None:
         sampling = request.sampling
         eos = () if sampling.ignore_eos else identity.eos_token_ids
+        stop_ids = frozenset((*sampling.stop_token_ids, *eos))
         super().__init__(
             request,
             serial,
             pool,
             drafter_address=drafter_address,
             calibrations=calibrations,
-            stop_ids=frozenset((*sampling.stop_token_ids, *eos)),
+            stop_ids=stop_ids,
             max_model_len=max_model_len,
             acceptance=rule.name,
             lossy=rule.lossy,
             submitted_s=submitted_s,
             price=price,
+            grammar=None
+            if grammar is None
+            else OutputGrammar(
+                grammar, vocab_size=identity.vocab_size, stop_ids=stop_ids, eos_token_ids=identity.eos_token_ids
+            ),
         )
         self._rule = rule
         self._sampler = RowSampler(
@@ -110,9 +110,12 @@ class TargetSession(ScheduledSession):
             identity.eos_token_ids,
             request.prompt_token_ids,
             request.committed_token_ids,
+            self.grammar,
         )
         self.gains: dict[str, Gain] = {}
-        self.followers: dict[str, Follower] = {source.name: source.follow(self) for source in sources}
+        self.followers: dict[str, Follower] = {
+            source.name: follower for source in sources if (follower := source.follow(self)) is not None
+        }
 
     def rank(self, logits: np.ndarray, position: int, count: int, path: Sequence[int]) -> tuple[list[int], list[float]]:
         """The best guesses at a position; see `RowSampler.rank`."""
@@ -135,7 +138,7 @@ class TargetSession(ScheduledSession):
             UnusableLogitsError: The model gave nothing to choose from.
         """
         root = self.tree.root
-        rows = _Rows(root=root, logits=logits, sampler=self._sampler, seed=self.request.sampling.seed)
+        rows = _Rows(tree=self.tree, logits=logits, sampler=self._sampler, seed=self.request.sampling.seed)
         verdict = self._rule.judge(root, verified, rows)
         node: Node | None = root
         kept: list[int] = []

@@ -61,10 +61,6 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": ("",),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -75,11 +71,9 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "regex": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -90,6 +84,18 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
 # Of these, what chats have.
 OF_CHATS = frozenset({"parallel_tool_calls", "reasoning_effort", "tool_choice", "tools"})
 MAX_EFFORT_CHARACTERS = 32
+# Those that may ask for a grammar, which takes up to a second to compile.
+GRAMMAR_FIELDS = frozenset(
+    {
+        "tool_choice",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    }
+)
 # More than these are refused before they are looked at one by one.
 _LIMITS = {
     "logit_bias": MAX_LOGIT_BIAS_ENTRIES,
@@ -169,6 +175,14 @@ class CommonBody(Fields):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
+    response_format: dict[str, Any] | None = _told(
+        None, properties={"type": {"enum": ["text", "json_object", "json_schema"]}}, required=["type"]
+    )
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: SkipValidation[dict[str, Any] | str | None] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = _told(None, minItems=1)
+    guided_grammar: str | None = None
     truncate_prompt_tokens: int | None = _told(
         None, anyOf=[{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]
     )

@@ -15,6 +15,7 @@ from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, Spe
 from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatFields, ChatMessage, CommonBody, CompletionBody, TextPart
 from paceline.gateway.fields import UnknownFields, read_fields
 from paceline.gateway.generation_config import MODEL_SAMPLING
+from paceline.gateway.grammars import grammar_of_json_schema
 from paceline.gateway.message_form import QWEN3_CODER, MessageForm, begins_thinking
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
@@ -31,6 +32,7 @@ from paceline.gateway.requests import (
     sample_seed,
     tokens_kept,
 )
+from paceline.gateway.structured import grammar_of
 from paceline.gateway.tools import Json, Toolbox, ToolCall
 
 # Enough to see whether it ends within reasoning.
@@ -66,6 +68,7 @@ def completion_sessions(body: CompletionBody, model: ServedModel, request_id: st
         wanted_field="max_tokens",
         unasked=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
+        grammar=grammar_of(body),
     )
 
 
@@ -88,8 +91,9 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
     toolbox = Toolbox.read(body.tools, body.tool_choice, body.parallel_tool_calls, unknown)
     token_ids = chat_tokens(body, model, unknown, keep_last, tools=toolbox.tools, extra=_effort(body))
     token_ids = check_prompt(model, token_ids, field="messages")
-    if toolbox.enforced:
-        raise InvalidRequestError("tool_choice", "required and named are not supported by this server")
+    # Calls that have to be made leave no room for content of another form.
+    enforced = grammar_of_json_schema(toolbox.schema, field="tools", exact=False) if toolbox.enforced else ""
+    grammar = enforced or grammar_of(body)
     return _sessions(
         body,
         model,
@@ -99,17 +103,18 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
         wanted_field=field,
         unasked=model.defaults.max_new_tokens,
         logprobs=top_logprobs if body.logprobs else None,
-        form=_form(model, toolbox, token_ids),
+        grammar=grammar,
+        form=_form(model, toolbox, token_ids, grammar),
     )
 
 
-def _form(model: ServedModel, toolbox: Toolbox, prompt: Sequence[int]) -> MessageForm | None:
-    """Returns how answers to a chat are read; None: all of them is content."""
+def _form(model: ServedModel, toolbox: Toolbox, prompt: Sequence[int], grammar: str) -> MessageForm | None:
+    """Returns how answers to a chat are read; None: all of them is content, as under any other grammar."""
     families = model.families
-    if not families.reasoning and not toolbox.parsed:
-        return None
     if toolbox.enforced:
         return MessageForm(enforced=True, named=toolbox.named)
+    if grammar or not (families.reasoning or toolbox.parsed):
+        return None
     calls = families.tool_calls if toolbox.parsed else ""
     if not families.reasoning and not calls:
         return None
@@ -142,6 +147,7 @@ def _sessions(
     wanted_field: str,
     unasked: int | None,
     logprobs: int | None,
+    grammar: str,
     form: MessageForm | None = None,
 ) -> list[SessionRequest]:
     stops = check_stops(_stop_strings(body.stop))
@@ -156,7 +162,7 @@ def _sessions(
     for prompt in prompts:
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
         for seed in _seeds(body):
-            sampling = _sampling(body, model, max_tokens, logprobs, seed, bad_words)
+            sampling = _sampling(body, model, max_tokens, logprobs, seed, bad_words, grammar)
             sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
             sessions.append(
                 SessionRequest(
@@ -184,6 +190,7 @@ def _sampling(
     logprobs: int | None,
     seed: int,
     bad_words: tuple[tuple[int, ...], ...],
+    grammar: str,
 ) -> SamplingParams:
     given = {name: value for name in MODEL_SAMPLING if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:
@@ -198,6 +205,7 @@ def _sampling(
         stop_token_ids=tuple(body.stop_token_ids),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=bad_words,
+        grammar=grammar,
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         seed=seed,

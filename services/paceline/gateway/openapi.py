@@ -34,6 +34,9 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
 * `truncate_prompt_tokens` keeps the last tokens of a prompt or of a rendered chat: 1 up to less than the context, or -1
   for as many as fit into the context beside `max_tokens`.
 * `bad_words` are not generated, neither at the begin of a text nor after a space, as the tokenizer writes them there.
+* `response_format`, `structured_outputs` (`json`, `regex`, `choice`, `grammar` or `json_object`, with
+  `whitespace_pattern`) and vLLM's older `guided_*` ask for a text of a form; one of them at most. What cannot be
+  compiled within a second is refused with its place.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}.

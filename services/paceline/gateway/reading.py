@@ -14,6 +14,7 @@ from prometheus_client import Counter
 from starlette.requests import Request
 
 from paceline.core.errors import PacelineError
+from paceline.gateway.api import GRAMMAR_FIELDS
 from paceline.gateway.body import parse_json_object, read_body
 from paceline.gateway.callers import current_caller
 from paceline.gateway.fair_shares import Shares
@@ -38,6 +39,7 @@ class BodyReader:
         timeout_s: Time for all of it, in seconds.
         reading: Bytes of all bodies that are read at the moment, at either door.
         workers: Understand large ones.
+        grammar_workers: Understand those with grammars, for which nobody else should have to wait.
         strict_fields: Whether unknown fields are refused instead of ignored.
         ignored_fields: Counts those that were ignored.
     """
@@ -46,6 +48,7 @@ class BodyReader:
     timeout_s: float
     reading: Shares
     workers: Workers
+    grammar_workers: Workers
     strict_fields: bool
     ignored_fields: Family[Counter]
 
@@ -67,14 +70,23 @@ class BodyReader:
                 max_bytes=self.max_bytes,
                 timeout_s=self.timeout_s,
             )
-            work = partial(_understood, raw, understand, unknown)
             try:
-                understood = work() if len(raw) <= MAX_INLINE_BYTES else await self.workers.run(work)
+                understood = await self._understood(raw, understand, unknown)
             except PacelineError:
                 self._tell(unknown, exchange)
                 raise
             self._tell(unknown, exchange)
             return understood
+
+    async def _understood(
+        self, raw: bytearray, understand: Callable[[dict[str, Any], UnknownFields], ReadT], unknown: UnknownFields
+    ) -> ReadT:
+        small = len(raw) <= MAX_INLINE_BYTES
+        fields = parse_json_object(raw) if small else await self.workers.run(partial(parse_json_object, raw))
+        work = partial(understand, fields, unknown)
+        if not GRAMMAR_FIELDS.isdisjoint(fields):
+            return await self.grammar_workers.run(work)
+        return work() if small else await self.workers.run(work)
 
     def _tell(self, unknown: UnknownFields, exchange: Exchange) -> None:
         """Names and counts what was ignored; not while a thread may still be at it, after a cancellation."""
@@ -83,9 +95,3 @@ class BodyReader:
         exchange.headers[IGNORED_FIELDS] = unknown.header
         for label, count in unknown.counts.items():
             self.ignored_fields.labels(label).inc(count)
-
-
-def _understood(
-    raw: bytearray, understand: Callable[[dict[str, Any], UnknownFields], ReadT], unknown: UnknownFields
-) -> ReadT:
-    return understand(parse_json_object(raw), unknown)

@@ -130,7 +130,8 @@ async def serve(
         replica_id=replica_id,
         registry=registry,
     ) as tracer:
-        with stalls_watched(registry), Workers() as workers:
+        with stalls_watched(registry), Workers() as texts, Workers() as grammars:
+            workers = texts, grammars
             await _serve(config, store, codecs, defaults or {}, stop, on_ready, replica_id, registry, tracer, workers)
 
 
@@ -144,7 +145,7 @@ async def _serve(
     replica_id: str,
     registry: CollectorRegistry,
     tracer: Tracer,
-    workers: Workers,
+    workers: tuple[Workers, Workers],
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
     fleet = Fleet(
@@ -182,7 +183,7 @@ async def _serve(
         tracer=tracer,
         supervisor=supervisor,
     )
-    servicer = GatewayServicer(sessions, fleet, resumption, workers, tracer)
+    servicer = GatewayServicer(sessions, fleet, resumption, *workers, tracer)
 
     follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
 
@@ -203,12 +204,15 @@ async def _serve(
         await stop.wait()
 
 
-def _reader(config: GatewayConfig, limits: DoorLimits, workers: Workers, metrics: GatewayMetrics) -> BodyReader:
+def _reader(
+    config: GatewayConfig, limits: DoorLimits, workers: tuple[Workers, Workers], metrics: GatewayMetrics
+) -> BodyReader:
     return BodyReader(
         max_bytes=config.max_body_bytes,
         timeout_s=config.body_timeout_s,
         reading=limits.reading,
-        workers=workers,
+        workers=workers[0],
+        grammar_workers=workers[1],
         strict_fields=config.strict_fields,
         ignored_fields=metrics.ignored_fields,
     )

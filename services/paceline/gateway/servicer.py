@@ -14,6 +14,7 @@ from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.callers import current_caller
 from paceline.gateway.fleet import Fleet
+from paceline.gateway.grammars import grammar_of_lark
 from paceline.gateway.reading import MAX_INLINE_BYTES
 from paceline.gateway.request_trace import RequestTrace, traced_request
 from paceline.gateway.requests import (
@@ -50,10 +51,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """Serves `paceline.rpc.v1.Gateway`."""
 
     def __init__(
-        self, sessions: Sessions, fleet: Fleet, resumption: Resumption, workers: Workers, tracer: Tracer = OFF
+        self,
+        sessions: Sessions,
+        fleet: Fleet,
+        resumption: Resumption,
+        workers: Workers,
+        grammar_workers: Workers,
+        tracer: Tracer = OFF,
     ) -> None:
         self._sessions = sessions
         self._workers = workers
+        self._grammar_workers = grammar_workers
         self._tracer = tracer
         self._fleet = fleet
         self._resumption = resumption
@@ -107,6 +115,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         )
 
     async def _read(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
+        if request.sampling.grammar:
+            return await self._grammar_workers.run(partial(self._session, request))
         if request.ByteSize() <= MAX_INLINE_BYTES:
             return self._session(request)
         return await self._workers.run(partial(self._session, request))
@@ -152,6 +162,9 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
     named = {field.name for field, _ in given.ListFields()}
     own = {name: value for name, value in model.defaults.sampling.items() if name not in named}
     sampling = replace(sampling_from_pb(given), **own)
+    if sampling.grammar:
+        grammar = grammar_of_lark(sampling.grammar, field="sampling.grammar")
+        sampling = replace(sampling, grammar=grammar)
     if not given.HasField("seed"):
         sampling = replace(sampling, seed=new_seed())
     room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")

@@ -26,6 +26,7 @@ from paceline.drafting.colocated import LOCAL, ColocatedEngine
 from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
+from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
 from paceline.engine.process import StepThreads, parse_cpus, prepare_process, until_quiet
@@ -91,6 +92,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
         methods=speculation.methods,
         acceptance_rules=speculation.rules.names(speculation.methods),
     )
+    grammars = _grammars(config, identity)
     with other_ranks(config, identity.weights_hash) as (own, join):
         prepare_process(own.cpus, spare_cpus=own.spare_cpus)
         host = TargetHost(
@@ -103,6 +105,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
             methods=speculation.methods,
             own_drafter=LOCAL if speculation.own_draft is not None else "",
             rules=speculation.rules,
+            grammars=grammars,
             learned=learned_file(own, identity, os.environ),
             make_engine=lambda: make_engine(own, identity, speculation, join),
             metrics=VerifierMetrics(registry),
@@ -120,6 +123,14 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
             background=host.background,
             tls=tls,
         )
+
+
+def _grammars(config: VerifierConfig, identity: ModelIdentity) -> Grammars | None:
+    try:
+        return Grammars(config.model, identity.vocab_size, identity.eos_token_ids)
+    except ConfigError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:

@@ -14,6 +14,7 @@ from paceline.core.params import (
     COUPLED,
     DRAFT_MODEL,
     EAGLE3,
+    GRAMMAR,
     MAX_DRAFT_TOKENS,
     MEDUSA,
     METHODS,
@@ -27,7 +28,7 @@ from paceline.json_file import parse_object
 from paceline.learned import NOWHERE
 from paceline.model_service import ModelServiceConfig
 
-DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}"
+DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}+{GRAMMAR}"
 GOODPUT, FIXED = "goodput", "fixed"
 TIER, IN_VERIFIER = "tier", "verifier"
 DEFAULT_DRAFT_TOKENS = 12
@@ -74,7 +75,7 @@ class VerifierConfig(ModelServiceConfig):
         "{}",
         help=(
             f"JSON with vLLM's keys: method ({', '.join(METHODS)}, or several joined by +; default "
-            "draft_model+ngram), num_speculative_tokens (most draft tokens verified per "
+            f"{DEFAULT_METHODS}), num_speculative_tokens (most draft tokens verified per "
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
             "(goodput, or fixed for comparison), placement (tier, or verifier: the draft model or head runs inside "
             "the verifier, for comparison), medusa_model and eagle3_model (folders of the heads of these methods), "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.errors import ConfigError
-from paceline.core.params import LAYER_SKIP, MEDUSA, NGRAM, SUFFIX
+from paceline.core.params import GRAMMAR, LAYER_SKIP, MEDUSA, NGRAM, SUFFIX
 from paceline.drafting.early_exit import EarlyExitSource
+from paceline.drafting.forced import GrammarSource
 from paceline.drafting.medusa import MedusaSource
 from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import Decoder
@@ -26,6 +27,8 @@ def make_sources(speculation: Speculation, decoder: Decoder) -> list[AnySource]:
         ConfigError: Heads or layers do not fit the target; says why.
     """
     sources: list[AnySource] = [TextSource(method) for method in speculation.methods if method in (NGRAM, SUFFIX)]
+    if GRAMMAR in speculation.methods:
+        sources.append(GrammarSource())
     if MEDUSA in speculation.methods:
         assert speculation.medusa_model is not None, "checked with the other settings"
         sources.append(MedusaSource(MedusaHeads.load(speculation.medusa_model, decoder)))

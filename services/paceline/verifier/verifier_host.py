@@ -7,13 +7,21 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from paceline.core.admission import QueueClock, check_wait
-from paceline.core.errors import EngineDiedError, OverloadedError, StaleEpochError, UnavailableError
+from paceline.core.errors import (
+    EngineDiedError,
+    InvalidRequestError,
+    OverloadedError,
+    StaleEpochError,
+    UnavailableError,
+)
+from paceline.core.grammar import GrammarState
 from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.rules import Rules
@@ -29,6 +37,7 @@ from paceline.core.target_events import (
 )
 from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread, Stepper
+from paceline.engine.grammar import Grammars
 from paceline.learned import FORGOTTEN, Learned, LearnedFile
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer
@@ -87,6 +96,7 @@ class TargetHost:
         methods: Ways to draft that are served.
         own_drafter: What names a drafter inside the engine; empty: drafters of the tier draft.
         rules: Acceptance rules that are served.
+        grammars: Compiles the grammars of requests; None: none are served.
         learned: Where it keeps what its engine learns.
         grace_s: Time that sessions get to finish when the verifier stops.
         stream_interval_s: Longest time for which tokens of a session gather while many sessions run.
@@ -106,6 +116,7 @@ class TargetHost:
         methods: Sequence[str],
         own_drafter: str = "",
         rules: Rules,
+        grammars: Grammars | None = None,
         learned: LearnedFile = FORGOTTEN,
         grace_s: float,
         stream_interval_s: float,
@@ -123,6 +134,9 @@ class TargetHost:
         self._queue_clock = QueueClock()
         self._methods = tuple(methods)
         self._rules = rules
+        self._grammars = grammars
+        # Of its own, as a grammar may take long and nobody else is to wait for it.
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._learned = learned
         self._grace_s = grace_s
         self._own_drafter = own_drafter
@@ -177,6 +191,7 @@ class TargetHost:
 
     async def close(self) -> None:
         """Ends streams to drafters and the engine."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         await self.drafters.close()
         await self.engine.close()
 
@@ -234,9 +249,10 @@ class TargetHost:
             check_request(
                 request, self.identity, max_model_len=self._max_model_len, methods=self._methods, rules=self._rules
             )
+            grammar = await self._compiled(request.sampling.grammar)
             self._admit(request)
             request = trace.hand_on(request)
-            with self._running(request, trace) as outbox:
+            with self._running(request, grammar, trace) as outbox:
                 while True:
                     committed = await outbox.take()
                     if committed.result is not None:
@@ -246,6 +262,13 @@ class TargetHost:
                         return
                     if committed.running and request.suspect:
                         self._tell_heard_of(request)
+
+    async def _compiled(self, grammar: str) -> GrammarState | None:
+        if not grammar:
+            return None
+        if self._grammars is None:
+            raise InvalidRequestError("grammar", "is not served with this model's tokenizer")
+        return await asyncio.wrap_future(self._compiling.submit(self._grammars.compile, grammar))
 
     def _tell_heard_of(self, request: GenerateRequest) -> None:
         known = self._under_way.get(request.session_id)
@@ -270,7 +293,7 @@ class TargetHost:
             check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
 
     @contextmanager
-    def _running(self, request: GenerateRequest, trace: SessionTrace) -> Iterator[Outbox]:
+    def _running(self, request: GenerateRequest, grammar: GrammarState | None, trace: SessionTrace) -> Iterator[Outbox]:
         serial = next(self._serials)
         self._fence(request)
         outbox = self._outboxes.open(serial, whole=request.whole, offset=len(request.committed_token_ids))
@@ -289,6 +312,7 @@ class TargetHost:
                     serial=serial,
                     drafter_address=mine.drafter_address,
                     arrived_s=time.monotonic(),
+                    grammar=grammar,
                 )
             )
             yield outbox

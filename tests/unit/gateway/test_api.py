@@ -86,7 +86,7 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         (
             {"speculation": {"method": "magic"}},
             "speculation.method",
-            "draft_model, eagle3, ngram, suffix, medusa, layer_skip",
+            "draft_model, eagle3, ngram, suffix, grammar, medusa, layer_skip",
         ),
         ({"speculation": {"method": "ngram+" * 1000}}, "speculation.method", "at most 64 characters"),
         ({"n": 0}, "n", "greater than or equal to 1"),
@@ -131,7 +131,7 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"temperature": 10**400}, "temperature", "must be"),
         ({"speculation": {"max_draft_tokens": -(10**400)}}, "speculation.max_draft_tokens", "from 0 to 64"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs", "not supported"),
+        ({"structured_outputs": {"backend": "x"}}, "structured_outputs.backend", "not supported"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens", "from 0 to 64"),
@@ -172,14 +172,14 @@ def test_a_bad_completion_field_is_named_with_its_limit(fields: dict[str, Any], 
         ({"logprobs": 2}, "logprobs", "valid boolean"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
         ({"n": 1000}, "n", "at most 128"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "must be one of"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "set by the server"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is required"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
-            "messages[0].tool_calls",
-            "not supported",
+            "messages[0].tool_calls[0].function",
+            "is required",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
@@ -286,10 +286,10 @@ def test_nulls_are_absent_at_every_depth_and_the_own_message_of_a_server_goes_ba
 def test_fields_of_messages_and_parts_that_nobody_knows_are_named_with_their_place() -> None:
     unknown = UnknownFields(strict=False)
     part = {"type": "text", "text": "the fox", "cache_control": {"type": "ephemeral"}}
-    messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "reasoning_content": "hm"}]
+    messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "refusal_reason": "hm"}]
     chat(chat_body(messages=messages, priority=1), unknown)
     assert unknown.header == "priority, messages[0].mood, messages[0].content[0].cache_control, " + (
-        "messages[1].reasoning_content"
+        "messages[1].refusal_reason"
     )
     assert unknown.counts == {"priority": 1, "other": 1, "cache_control": 1, "reasoning_content": 1}
 

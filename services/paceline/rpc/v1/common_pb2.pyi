@@ -67,6 +67,7 @@ class SamplingParams(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     BAD_WORDS_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """Upper bound on generated tokens, at least 1."""
     temperature: builtins.float
@@ -93,6 +94,10 @@ class SamplingParams(google.protobuf.message.Message):
     """Number of best alternatives whose log probability is reported; absent: no log probabilities at all."""
     seed: builtins.int
     """Key of the noise; the same seed gives the same tokens. Absent: a gateway draws one, the other services take 0."""
+    grammar: builtins.str
+    """Grammar that the text follows, in llguidance's own JSON or as Lark, at most 131072 characters; empty: none. End
+    tokens are chosen only where it may end, and nothing else where it has ended.
+    """
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """Added to the logits of single tokens."""
@@ -128,9 +133,10 @@ class SamplingParams(google.protobuf.message.Message):
         seed: builtins.int | None = ...,
         allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         bad_words: collections.abc.Iterable[Global___BadWord] | None = ...,
+        grammar: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -209,7 +215,7 @@ class SpeculationParams(google.protobuf.message.Message):
     default.
     """
     method: builtins.str
-    """Ways to draft, joined by "+": "draft_model", "ngram", "suffix"; empty: all that the verifier serves."""
+    """Ways to draft, joined by "+": "draft_model", "ngram", "grammar" and others; empty: all that the verifier serves."""
     def __init__(
         self,
         *,

@@ -31,6 +31,7 @@ _TWO_52_BITS = np.uint64(0x4330000000000000)
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+Bits = npt.NDArray[np.uint8]
 Logits = npt.NDArray[np.float32]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -75,6 +76,7 @@ def load_row(
     bias_ids: Ints,
     biases: Floats,
     masked_ids: Ints,
+    allowed: Bits,
     seen_ids: Ints,
     seen_counts: Ints,
     penalties: tuple[float, float, float],
@@ -84,8 +86,8 @@ def load_row(
 ) -> float:
     """Fills `scores` and `chunk_max` from one row; returns the largest score (NaN if any is).
 
-    `penalties` = (repetition, frequency, presence); `seen_counts` holds output counts, 0 for ids of the
-    prompt alone.
+    `allowed` holds one bit an id, as `paceline.core.grammar.Bits`; empty: all are. `penalties` = (repetition,
+    frequency, presence); `seen_counts` holds output counts, 0 for ids of the prompt alone.
     """
     for token_id in range(len(logits)):
         scores[token_id] = np.float64(logits[token_id])
@@ -93,6 +95,12 @@ def load_row(
         scores[bias_ids[entry]] += biases[entry]
     for entry in range(len(masked_ids)):
         scores[masked_ids[entry]] = -np.inf
+    for place in range(len(allowed)):
+        byte = allowed[place]
+        if byte != 255:
+            for token_id in range(8 * place, min(8 * place + 8, len(logits))):
+                if not (byte >> (token_id - 8 * place)) & 1:
+                    scores[token_id] = -np.inf
     repetition, frequency, presence = penalties
     for entry in range(len(seen_ids)):
         token_id, count = seen_ids[entry], seen_counts[entry]

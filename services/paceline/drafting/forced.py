@@ -1,0 +1,71 @@
+"""Method `grammar`: where a session's grammar leaves one way to go on, that way is a guess.
+
+No model and no forward pass: the scaffolding of JSON costs no steps even without a drafter. The text of such a guess is
+sure, its cut into tokens is not, as a model may spell the same text with other tokens: how often it is right,
+calibration learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.grammar import OutputGrammar
+from paceline.core.pages import SlotPool
+from paceline.core.params import GRAMMAR
+from paceline.core.tree import DraftTree, Node, best_first
+from paceline.engine.kv import KVCache
+from paceline.engine.source_interface import Followed, Turn
+
+# Guesses of others below which it looks for more, the best ones.
+MOST_LEAVES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarFollower:
+    """The source at work on one session."""
+
+    grammar: OutputGrammar
+
+    def close(self) -> None:
+        """See `Follower`; it keeps nothing."""
+
+
+class GrammarSource:
+    """The source; see the module docstring and `paceline.engine.source_interface.LocalSource`."""
+
+    name = GRAMMAR
+
+    def attach(self, cache: KVCache, scratch: SlotPool) -> None:
+        """See `LocalSource`; grammars are all it reads."""
+
+    def follow(self, session: Followed) -> GrammarFollower | None:
+        """See `LocalSource`."""
+        return None if session.grammar is None else GrammarFollower(session.grammar)
+
+    def grow(self, turns: Sequence[Turn[GrammarFollower]]) -> list[list[float]]:
+        """See `LocalSource`."""
+        return [_grow(turn) for turn in turns]
+
+
+def _grow(turn: Turn[GrammarFollower]) -> list[float]:
+    """Hangs what is forced below the root and below the best leaves; returns the survivals of what came of itself."""
+    tree, grammar = turn.tree, turn.follower.grammar
+    survivals = _hang(tree, tree.root, grammar.forced(), turn)
+    leaves = [node for node in best_first(tree, turn.limit) if not node.children]
+    for leaf in leaves[:MOST_LEAVES]:
+        _hang(tree, leaf, grammar.forced(tree.path(leaf)), turn)
+    return survivals
+
+
+def _hang(tree: DraftTree, node: Node, token_ids: Sequence[int], turn: Turn[GrammarFollower]) -> list[float]:
+    """Hangs a chain below a node, as far as it is worth it; returns its survivals by this source alone."""
+    survivals: list[float] = []
+    survival = 1.0
+    for token_id in token_ids[: turn.limit - tree.depth(node)]:
+        survival *= tree.probability(GRAMMAR, 1.0)
+        if survival < turn.least:
+            break
+        node = tree.suggest(node, token_id, 1.0, GRAMMAR)
+        survivals.append(survival)
+    return survivals

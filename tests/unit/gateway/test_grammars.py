@@ -1,0 +1,135 @@
+"""What clients ask of an answer's form becomes a grammar, or is refused within a second by its name and place."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import InvalidRequestError
+from paceline.gateway.api import CompletionBody, parse_body
+from paceline.gateway.fields import UnknownFields
+from paceline.gateway.grammars import grammar_of_choices, grammar_of_json_schema, grammar_of_lark, grammar_of_regex
+from paceline.gateway.structured import grammar_of
+
+NESTED: dict[str, Any] = {"type": "string"}
+for _ in range(400):
+    NESTED = {"type": "array", "items": NESTED}
+
+
+def asked(**fields: Any) -> str:
+    return grammar_of(parse_body(CompletionBody, {"prompt": "x", **fields}, UnknownFields(strict=False)))
+
+
+def refusal(**fields: Any) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        asked(**fields)
+    return caught.value
+
+
+def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": schema_format({"type": "object", "properties": {"a": {"const": None}}})},
+        {"response_format": schema_format({"type": "object"}, strict=True, description=None)},
+        {"structured_outputs": {"json": {"type": "integer"}}},
+        {"structured_outputs": {"json": '{"type": "integer"}', "regex": None}},
+        {"structured_outputs": {"json": {"type": "array"}, "whitespace_pattern": "[ ]?"}},
+        {"structured_outputs": {"regex": "a+b"}},
+        {"structured_outputs": {"choice": ["yes", 'no "quoted"', "völlig egal"]}},
+        {"structured_outputs": {"grammar": 'start: "a" | "b"'}},
+        {"structured_outputs": {"grammar": 'root ::= "a" | "b"'}},
+        {"structured_outputs": {"json_object": True}},
+        {"guided_json": {"type": "integer"}},
+        {"guided_regex": "[0-9]+"},
+        {"guided_choice": ["a"]},
+        {"guided_grammar": 'start: "a"'},
+    ],
+)
+def test_every_way_to_ask_makes_a_grammar(fields: dict[str, Any]) -> None:
+    assert asked(**fields)
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}])
+def test_whoever_asks_for_nothing_gets_none(fields: dict[str, Any]) -> None:
+    assert asked(**fields) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "problem"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "must be one of text"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be an object"),
+        ({"response_format": schema_format(3)}, "response_format.json_schema.schema", "an object"),
+        (
+            {"response_format": schema_format({"properties": {"a": {"items": {"type": "foo"}}}})},
+            "response_format.json_schema.schema",
+            "properties.a.items: Invalid type: foo",
+        ),
+        ({"guided_json": {"type": "object", "anyOf": [{}, {"not": {}}]}}, "guided_json", "anyOf[1]: Unimplemented"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "must be a string"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "from 1 to"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]", "must not be empty"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "excludes"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "excludes response_format"),
+        ({"guided_grammar": "start: foo"}, "guided_grammar", 'unknown name: "foo"'),
+        ({"guided_json": "{"}, "guided_json", "no JSON"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_name_and_place(fields: dict[str, Any], field: str, problem: str) -> None:
+    error = refusal(**fields)
+    assert error.field == field
+    assert problem in error.problem
+
+
+def test_a_schema_that_no_grammar_holds_is_followed_loosely_where_it_is_not_strict() -> None:
+    schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    assert "oneOf" in refusal(response_format=schema_format(schema)).problem
+    assert asked(response_format=schema_format(schema, strict=False))
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "megabytes": {"guided_json": {"enum": ["x" * 100] * 20_000}},
+    "nested": {"guided_json": NESTED},
+    "a remainder": {"guided_json": {"type": "integer", "multipleOf": 999_983}},
+    "remainders": {"guided_json": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}},
+    "products": {
+        "guided_json": {
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{i}_{j}": {"type": "integer"}}} for j in range(6)]} for i in range(8)
+            ]
+        }
+    },
+    "many patterns": {"guided_json": {"properties": {f"k{i}": {"pattern": f"^(.*a.{{{i}}}b)*$"} for i in range(900)}}},
+    "repetition": {"guided_regex": "(((a{1,999}){1,999}){1,999}){1,999}"},
+    "alternatives": {"guided_regex": "|".join(f"(.*w{index}.*)" for index in range(8000))},
+    "lark": {"guided_grammar": "start: " + " | ".join(f"r{i}" for i in range(4000)) + "".join(
+        f"\nr{i}: /[a-z]{{{i % 50 + 1},}}x{i}/ start" for i in range(4000))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_takes_a_bounded_time(name: str) -> None:
+    grammar_of_regex("a")  # The process that compiles is there.
+    started_s = time.monotonic()
+    with suppress(InvalidRequestError):
+        assert asked(**HOSTILE[name])
+    # A guard against minutes, far above the bound.
+    assert time.monotonic() - started_s < 20
+    assert grammar_of_regex("b"), "the next one is served"
+
+
+def test_what_takes_too_long_is_refused_and_the_next_one_served() -> None:
+    with pytest.raises(InvalidRequestError, match="schema: takes more than"):
+        grammar_of_json_schema({"type": "integer", "multipleOf": 999_979}, field="schema")
+    assert grammar_of_choices(["a", "b"])
+    assert grammar_of_lark('start: "c"')
