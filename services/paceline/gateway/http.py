@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 import paceline
 from paceline.core.errors import ModelNotFoundError, PacelineError
+from paceline.gateway.anthropic_door.endpoint import CountTokensEndpoint, MessagesDoor
 from paceline.gateway.completions import CompletionEndpoint
 from paceline.gateway.console.feed import ConsoleFeed
 from paceline.gateway.console.pages import console_routes
@@ -25,6 +26,7 @@ from paceline.gateway.reading import BodyReader
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.take_over import Resumption
 from paceline.gateway.tokenizing import TokenizerEndpoint, detokenized, tokenized
+from paceline.gateway.translated import TranslatedEndpoint
 from paceline.obs.tracing import OFF, Tracer
 from paceline.supervision import Supervisor
 
@@ -79,6 +81,8 @@ def create_app(
         Route("/v1/chat/completions", CompletionEndpoint(*endpoints, chat=True), methods=["POST"]),
         Route("/tokenize", TokenizerEndpoint(sessions, reader, tokenized), methods=["POST"]),
         Route("/detokenize", TokenizerEndpoint(sessions, reader, detokenized), methods=["POST"]),
+        Route("/v1/messages", TranslatedEndpoint(sessions, reader, tracer, MessagesDoor()), methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokensEndpoint(sessions, reader), methods=["POST"]),
         *(console_routes(console) if console is not None else ()),
         *_model_routes(fleet, started_s),
         Route("/livez", livez),

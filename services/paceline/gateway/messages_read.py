@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.gateway.message_form import MessageReader, call_id
+from paceline.gateway.message_form import MessageForm, MessageReader, call_id
 from paceline.gateway.message_parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.gateway.requests import SessionRequest
 
@@ -95,6 +95,11 @@ class Message:
         if self.calls:
             said["tool_calls"] = [call.to_json() for call in self.calls]
         return said
+
+
+def any_message_of(request: SessionRequest) -> Message:
+    """Returns the empty message of a session, whose text may be all of it."""
+    return Message((request.form or MessageForm()).reader(), request.session_id)
 
 
 def message_of(request: SessionRequest) -> Message | None:

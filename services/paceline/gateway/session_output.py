@@ -39,6 +39,7 @@ class Ending:
         speculation: What speculation did; where the gateway ended the session at a stop string the verifier
             reports nothing, and this is None, or of a lossy session all that is known: that it is.
         timings: Where the time went, as far as the verifier told.
+        stop: The stop string that ended it; None: something else did.
     """
 
     finish_reason: FinishReason
@@ -47,6 +48,7 @@ class Ending:
     num_cached_tokens: int = 0
     speculation: SpeculationRecord | None = None
     timings: Timings = field(default_factory=Timings)
+    stop: str | None = None
 
 
 Event = Piece | Ending

@@ -261,6 +261,7 @@ class Sessions:
                     break
         client.end(num_generated)
         ending = _ending(request, num_generated, result, stopped=stopped, lossy=lossy, mixed=trail.mixed)
+        ending = replace(ending, stop=text_stream.stop) if stopped else ending
         stopwatch.ended(ending)
         yield ending
 

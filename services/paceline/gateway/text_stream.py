@@ -33,7 +33,11 @@ class Fed:
 
 
 class TextStream:
-    """Text of one session; stop tokens count as tokens but have no text, unless the request asks for it."""
+    """Text of one session; stop tokens count as tokens but have no text, unless the request asks for it.
+
+    Attributes:
+        stop: The stop string that ended it; None: none has.
+    """
 
     def __init__(self, request: SessionRequest) -> None:
         """Starts an empty answer."""
@@ -55,6 +59,7 @@ class TextStream:
         self._one_by_one = bool(request.stops) or request.token_fates
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
+        self.stop: str | None = None
 
     def feed(self, token_ids: Sequence[int], fates: Sequence[TokenFate] = ()) -> Fed:
         """Takes the tokens of one step, and how they came about as far as that is known: a fate a token, or none."""
@@ -101,4 +106,5 @@ class TextStream:
         passed = self._matcher.feed(text)
         if passed.stop is None:
             return passed.text, False
+        self.stop = passed.stop
         return passed.text + (passed.stop if self._include_stop else ""), True
