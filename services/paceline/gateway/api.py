@@ -87,6 +87,7 @@ MAX_EFFORT_CHARACTERS = 32
 # Those that may ask for a grammar, which takes up to a second to compile.
 GRAMMAR_FIELDS = frozenset(
     {
+        "text",
         "tool_choice",
         "response_format",
         "structured_outputs",

@@ -87,6 +87,9 @@ class GatewayConfig:
     refresh_s: float = setting(0.5, help="Pause between two readings of the registry.", unit="s", low=0.05)
     record_interval_s: float = setting(0.5, help="Pause between two writings of session records.", unit="s", low=0.05)
     record_ttl_s: float = setting(600.0, help="Life of a session record after its last change.", unit="s", low=1)
+    response_ttl_s: float = setting(
+        86_400.0, help="Life of a response of /v1/responses that is kept.", unit="s", low=1, high=31 * 86_400
+    )
     console: bool = setting(
         True, help="Serve the console at /: live figures of the fleet, and a playground; --no-console does not."
     )

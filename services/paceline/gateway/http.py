@@ -23,6 +23,8 @@ from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
 from paceline.gateway.readiness import readiness, report
 from paceline.gateway.reading import BodyReader
+from paceline.gateway.responses.endpoint import response_routes
+from paceline.gateway.responses.keeping import ResponseShelf
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.take_over import Resumption
 from paceline.gateway.tokenizing import TokenizerEndpoint, detokenized, tokenized
@@ -40,6 +42,7 @@ def create_app(
     resumption: Resumption,
     registry: CollectorRegistry,
     reader: BodyReader,
+    shelf: ResponseShelf,
     started_s: int,
     console: ConsoleFeed | None = None,
     tracer: Tracer = OFF,
@@ -53,6 +56,7 @@ def create_app(
         resumption: Takes over sessions whose streams broke off.
         registry: Metrics to show.
         reader: Reads request bodies.
+        shelf: Keeps responses.
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
         tracer: Records spans of requests, if it does.
@@ -83,6 +87,7 @@ def create_app(
         Route("/detokenize", TokenizerEndpoint(sessions, reader, detokenized), methods=["POST"]),
         Route("/v1/messages", TranslatedEndpoint(sessions, reader, tracer, MessagesDoor()), methods=["POST"]),
         Route("/v1/messages/count_tokens", CountTokensEndpoint(sessions, reader), methods=["POST"]),
+        *response_routes(sessions, resumption, reader, tracer, shelf),
         *(console_routes(console) if console is not None else ()),
         *_model_routes(fleet, started_s),
         Route("/livez", livez),
