@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequ
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -33,6 +33,9 @@ from paceline.obs.attributes import CHAT
 from paceline.obs.tracing import TRACEPARENT, Tracer
 
 Json = dict[str, Any]
+
+
+TellingT = TypeVar("TellingT", bound="Telling")
 
 
 class Telling(Protocol):
@@ -66,7 +69,7 @@ class Asked:
     context: Any = None
 
 
-class Door(Protocol):
+class Door(Protocol[TellingT]):
     """An API."""
 
     id_prefix: str
@@ -80,13 +83,13 @@ class Door(Protocol):
     def error(self, error: HttpError, request_id: str) -> Json:
         """Returns what an error looks like."""
 
-    def telling(self, asked: Asked, request: SessionRequest, message: Message, own_id: str) -> Telling:
+    def telling(self, asked: Asked, request: SessionRequest, message: Message, own_id: str) -> TellingT:
         """Returns what tells the answer of a session."""
 
-    async def begun(self, asked: Asked, telling: Telling, request: SessionRequest) -> None:
+    async def begun(self, asked: Asked, telling: TellingT, request: SessionRequest) -> None:
         """The session is about to run."""
 
-    async def ended(self, asked: Asked, telling: Telling, request: SessionRequest) -> None:
+    async def ended(self, asked: Asked, telling: TellingT, request: SessionRequest) -> None:
         """It has ended well."""
 
 
@@ -99,7 +102,7 @@ class _Order:
 class TranslatedEndpoint:
     """POST of another API."""
 
-    def __init__(self, sessions: Sessions, reader: BodyReader, tracer: Tracer, door: Door) -> None:
+    def __init__(self, sessions: Sessions, reader: BodyReader, tracer: Tracer, door: Door[Any]) -> None:
         self._sessions = sessions
         self._reader = reader
         self._tracer = tracer

@@ -69,10 +69,10 @@ class MessagesDoor:
         del asked
         return MessageTelling(own_id, request.model.identity.name, len(request.prompt_token_ids), message)
 
-    async def begun(self, asked: Asked, telling: Any, request: SessionRequest) -> None:
+    async def begun(self, asked: Asked, telling: MessageTelling, request: SessionRequest) -> None:
         """Nothing is kept."""
 
-    async def ended(self, asked: Asked, telling: Any, request: SessionRequest) -> None:
+    async def ended(self, asked: Asked, telling: MessageTelling, request: SessionRequest) -> None:
         """Nothing is kept."""
 
 

@@ -119,7 +119,7 @@ class ResponseTelling:
         """Begins an item with text, unless the last one is of its kind."""
         if self._output and self._output[-1]["type"] == kind:
             return
-        beside = {"role": "assistant"} if kind == "message" else {"summary": []}
+        beside: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
         yield from self._begin({"type": kind, **beside, "content": []}, prefix)
         self._output[-1]["content"].append(dict(content))
         yield {"type": "response.content_part.added", **self._place(), "content_index": 0, "part": content}
@@ -147,7 +147,7 @@ class ResponseTelling:
         else:
             part = dict(item["content"][0])
             kind = "output_text" if item["type"] == "message" else "reasoning_text"
-            logprobs = {"logprobs": []} if kind == "output_text" else {}
+            logprobs: Json = {"logprobs": []} if kind == "output_text" else {}
             place = {**self._place(), "content_index": 0}
             yield {"type": f"response.{kind}.done", **place, "text": part["text"], **logprobs}
             yield {"type": "response.content_part.done", **place, "part": part}
