@@ -34,6 +34,10 @@ OUTSIDE_SCHEMAS = (
     "is only allowed with",
     "the chat template refuses them",
     "half of a surrogate pair",
+    ".content: is required",
+    "tool_choice: needs tools",
+    "is none of the tools",
+    "tools: ",
 )
 OPERATIONS = [f"{method.upper()} {path}" for path, methods in openapi_document()["paths"].items() for method in methods]
 CASES = [

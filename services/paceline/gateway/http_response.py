@@ -111,13 +111,17 @@ class Exchange:
             return
         described = to_http(error, self._request_id)
         if self._begun:
-            told = b"data: " + to_json(self._shape(described, self._request_id)) + b"\n\n"
+            told = b"data: " + self._told(described) + b"\n\n"
             await self.write(b"event: error\n" + told if self._named else told + DONE, last=True)
             return
-        body = to_json(self._shape(described, self._request_id))
+        body = self._told(described)
         headers = {**JSON_HEADERS, **described.headers(), "content-length": str(len(body))}
         await self.begin(described.status, headers)
         await self.write(body, last=True)
+
+    def _told(self, error: HttpError) -> bytes:
+        """Returns an error in bytes; escapes keep broken text of the request out of the answer."""
+        return json.dumps(self._shape(error, self._request_id)).encode()
 
     @property
     def _request_id(self) -> str:

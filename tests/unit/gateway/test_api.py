@@ -286,12 +286,12 @@ def test_nulls_are_absent_at_every_depth_and_the_own_message_of_a_server_goes_ba
 def test_fields_of_messages_and_parts_that_nobody_knows_are_named_with_their_place() -> None:
     unknown = UnknownFields(strict=False)
     part = {"type": "text", "text": "the fox", "cache_control": {"type": "ephemeral"}}
-    messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "refusal_reason": "hm"}]
+    messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "refusal": "hm"}]
     chat(chat_body(messages=messages, priority=1), unknown)
     assert unknown.header == "priority, messages[0].mood, messages[0].content[0].cache_control, " + (
-        "messages[1].refusal_reason"
+        "messages[1].refusal"
     )
-    assert unknown.counts == {"priority": 1, "other": 1, "cache_control": 1, "reasoning_content": 1}
+    assert unknown.counts == {"priority": 1, "other": 1, "cache_control": 1, "refusal": 1}
 
 
 def test_the_names_of_ignored_fields_are_bounded_and_fit_for_a_header() -> None:
