@@ -1,7 +1,7 @@
-# Every target sets up what it needs in .venv; no root rights. Outside this folder: pip's cache, and the widened demo
-# target in the user's cache folder.
+# Every target sets up what it needs in .venv; no root rights. Outside this folder: pip's cache, and in the user's cache
+# folder the widened demo target and environments of other engines.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test up demo bench chaos load locust k8s-test clean
+.PHONY: help venv protos check style test up demo bench chaos load locust clients-test k8s-test vllm-test clean
 SHELL := /bin/bash
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ PROTOS := $(wildcard protos/paceline/rpc/v1/*.proto)
 GENERATED := services/paceline/rpc
 
 help: ## this list
-	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 venv: $(STAMP) ## set up .venv
 
@@ -74,8 +74,14 @@ load: $(STAMP) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=max SPE
 locust: $(STAMP) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
 	$(BIN)/paceline bench locust $(ARGS)
 
+clients-test: $(STAMP) ## tests of real clients (OpenAI's, LangChain, LiteLLM, lm-eval), in an environment of their own
+	$(BIN)/python -m tests.support.client_suite $(ARGS)
+
 k8s-test: $(STAMP) ## build the images and start the chart's cpu-demo with podman; ARGS=--keep-images for another run soon
 	$(BIN)/pytest tests/k8s -m podman $(ARGS)
+
+vllm-test: $(STAMP) ## the drafter tier under a real vLLM, in an environment of its own in the user's cache
+	$(BIN)/python -m tests.vllm $(ARGS)
 
 clean: ## remove environments and caches
 	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET, widened_demo_target
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FleetSpec
+from paceline.cluster.spec import CpuShare, FleetSpec, model_child, plan_endpoints
+from paceline.cluster.supervisor import Supervisor
 
 # `FleetSpec` settings of the demo pair as shipped, whose steps are short.
 DEMO_PAIR: dict[str, Any] = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER}
@@ -28,6 +33,30 @@ FREE_PORTS: dict[str, Any] = {
 def bench_fleet(**settings: Any) -> LocalFleet:
     """A fleet with the given `FleetSpec` settings, on free ports unless these are given too."""
     return LocalFleet(FleetSpec(**{**FREE_PORTS, **settings}), environ=os.environ, say=_say)
+
+
+@asynccontextmanager
+async def lone_drafter(checkpoint: Path, cpus: Sequence[int]) -> AsyncIterator[str]:
+    """A drafter without a fleet or a registry, at idle priority as `paceline up` starts one; its address.
+
+    Args:
+        checkpoint: Of the draft model.
+        cpus: It keeps to these, with a thread for each.
+
+    Raises:
+        ConfigError, UnavailableError: It did not start.
+    """
+    spec = FleetSpec(**FREE_PORTS)
+    endpoint = next(each for each in plan_endpoints(spec) if each.role == "drafter")
+    share = CpuShare(num_threads=len(cpus), cpus=tuple(cpus), lends=True)
+    supervisor = Supervisor(_say)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as logs:
+        child = model_child(spec, endpoint, share, checkpoint, "memory://", Path(logs), os.environ)
+        try:
+            await supervisor.start([child], spec.start_timeout_s)
+            yield endpoint.address
+        finally:
+            await supervisor.stop(spec.grace_s)
 
 
 def machine() -> str:

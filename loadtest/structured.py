@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (default 256)")
     parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8")
     parser.add_argument("--target", choices=("98m", "demo"), default="98m", help="the target (default 98m)")
-    add_round_flags(parser, 3, 8)
+    add_round_flags(parser, 2, 4)
     raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
 
 
@@ -202,4 +202,8 @@ def mask_times_us(texts: Sequence[str]) -> dict[str, float]:
                 # What was cut off within a character is written as another one.
                 break
             grammar.push((token_id,))
-    return {"median": round(statistics.median(times), 1), "mean": round(statistics.fmean(times), 1), "most": max(times)}
+    return {
+        "median": round(statistics.median(times), 1),
+        "mean": round(statistics.fmean(times), 1),
+        "most": round(max(times), 1),
+    }

@@ -18,6 +18,7 @@ from paceline.engine.decoder import Decoder
 from paceline.engine.loading import load_decoder
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 from paceline.verifier import __main__ as service
+from paceline.verifier import own_engine
 
 Response = verifier_pb2.VerifierGenerateResponse
 NOT_A_MESSAGE = b"\xff" * 64
@@ -37,7 +38,7 @@ def main() -> None:
         decoder.forward = _faulty_forward(decoder.forward, orders)  # type: ignore[method-assign]  # that is the fault
         return decoder
 
-    service.load_decoder = load_faulty  # type: ignore[attr-defined]  # the name that the service calls
+    own_engine.load_decoder = load_faulty  # type: ignore[attr-defined]  # the name that it calls
     verifier_pb2_grpc.add_VerifierServicer_to_server = lambda servicer, server: _add(servicer, server, orders)
     service.main()
 

@@ -36,6 +36,7 @@ LLAMA_SETTINGS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",  # it would be downloaded
 )
 READY = ".ready"
+INCLUDES = "-r "
 # Ours would lead a peer astray, or (bytecode) make every start of it slower.
 DROPPED_PREFIXES = ("PACELINE_", "PYTHON", "OMP_", "KMP_", "VIRTUAL_ENV", "LD_PRELOAD")
 
@@ -67,7 +68,7 @@ def environment(name: str, environ: Mapping[str, str], say: Callable[[str], None
         CommandFailedError: It cannot be made; the message is one line.
     """
     requirements = REQUIREMENTS / f"{name}.txt"
-    recipe = f"{requirements.read_text(encoding='utf-8')}{sys.version}{LLAMA_SETTINGS if name == 'llama-cpp' else ''}"
+    recipe = f"{recipe_of(requirements)}{sys.version}{LLAMA_SETTINGS if name == 'llama-cpp' else ''}"
     folder = peers_folder(environ) / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     python = folder / "bin" / "python"
     with locked(folder):
@@ -76,6 +77,13 @@ def environment(name: str, environ: Mapping[str, str], say: Callable[[str], None
             _make(name, folder, requirements, child_environ(environ))
             (folder / READY).touch()
     return python
+
+
+def recipe_of(requirements: Path) -> str:
+    """The text of a list of requirements, and of those that it includes."""
+    lines = requirements.read_text(encoding="utf-8").splitlines(keepends=True)
+    included = (line.removeprefix(INCLUDES).strip() for line in lines if line.startswith(INCLUDES))
+    return "".join([*lines, *(recipe_of(requirements.with_name(name)) for name in included)])
 
 
 def nicely(command: list[str | Path]) -> list[str | Path]:

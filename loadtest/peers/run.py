@@ -87,6 +87,7 @@ class PeerFigure:
     mode: str = "plain"
     streams: int = 0
     draft_length: int | None = None
+    temperature: float = 0.0
     decode_tokens_per_s: float = 0.0
     total_tokens_per_s: float = 0.0
     num_tokens: int = 0
@@ -186,14 +187,23 @@ def _measure_peer(
             cores=sorted(os.sched_getaffinity(0)) if bench.cores is None else bench.cores,
             cases=cases,
         )
-        figures += _run_job(name, python, job, environ, bench.quiet_s, done)
+        figures += run_job(name, python, job, environ, bench.quiet_s, done)
     return figures
 
 
-def _run_job(
+def run_job(
     name: str, python: Path, job: Job, environ: Mapping[str, str], quiet_s: float, done: Callable[[int], Any]
 ) -> list[PeerFigure]:
-    """Runs one process of a peer; what it had measured before it failed is kept."""
+    """Runs one process of a peer; what it had measured before it failed is kept.
+
+    Args:
+        name: Key of `PEERS`, or `OUR_ENGINE`.
+        python: Of the peer's environment.
+        job: What is measured.
+        environ: Names the cache folder and is what the process inherits.
+        quiet_s: Longest time from one figure to the next.
+        done: Is told how many more figures there are, or will not be.
+    """
     kind = _KINDS[name]
     env = child_environ(environ)
     if kind.preloaded is not None:
@@ -238,8 +248,9 @@ def figures_of(name: str, job: Job, answers: Sequence[dict[str, Any]], error: st
             "peer": name,
             "version": about.get("version", ""),
             "precision": about.get("precision", ""),
-            "mode": "plain" if job.draft_length is None else "draft",
+            "mode": job.mode,
             "streams": case.streams,
+            "temperature": job.temperature,
             "draft_length": job.draft_length,
         }
         if answer is None:

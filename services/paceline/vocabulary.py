@@ -32,3 +32,21 @@ def vocab_hash(folder: Path) -> str:
     tokens.update({int(token["id"]): str(token["content"]) for token in content.get("added_tokens") or []})
     digest = hashlib.sha256(json.dumps(sorted(tokens.items()), ensure_ascii=True).encode("ascii"))
     return digest.hexdigest()[:32]
+
+
+def eos_token_ids(folder: Path, found: object) -> tuple[int, ...]:
+    """Tokens that end a text: those of generation_config.json, or else `found`, which config.json names; may be none.
+
+    Raises:
+        ConfigError: It is neither a token id nor a list of them.
+    """
+    source, path = folder / "config.json", folder / "generation_config.json"
+    if path.is_file():
+        generation = read_object(path)
+        if generation.get("eos_token_id") is not None:
+            found, source = generation["eos_token_id"], path
+    token_ids = () if found is None else tuple(found) if isinstance(found, list | tuple) else (found,)
+    for token_id in token_ids:
+        if type(token_id) is not int or token_id < 0:
+            raise ConfigError(f"{source}: eos_token_id must be a token id or a list of them, got {found!r}")
+    return token_ids

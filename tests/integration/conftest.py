@@ -126,7 +126,7 @@ async def verifier_at(
             sources=[TextSource(method) for method in methods if method not in TIER_METHODS],
             rules=rules,
         ),
-        metrics=VerifierMetrics(CollectorRegistry()),
+        metrics=VerifierMetrics(CollectorRegistry(), "tiny"),
         tls=tls,
         tracer=tracer,
     )
@@ -161,7 +161,7 @@ async def running_drafter(
             limits=DraftLimits(width=2, max_rows=8, max_rows_per_session=2, max_num_batched_tokens=64, max_num_seqs=8),
             clock=time.monotonic,
         ),
-        metrics=DrafterMetrics(CollectorRegistry()),
+        metrics=DrafterMetrics(CollectorRegistry(), "tiny"),
         tracer=tracer,
     )
     await host.engine.start()

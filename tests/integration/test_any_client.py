@@ -50,11 +50,11 @@ async def test_a_message_of_ours_goes_back_in_as_the_official_client_got_it(flee
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_unknown_fields_are_ignored_named_and_counted(fleet: ScriptedFleet, streamed: bool) -> None:
-    unknown = {"priority": 1, "colour": {"a": [1]}, "speculation": {"mood": 1}}
+    unknown = {"thinking": 1, "colour": {"a": [1]}, "speculation": {"mood": 1}}
     answer = await fleet.http.post(COMPLETIONS, json={**PROMPT, **unknown, "stream": streamed})
     assert answer.status_code == 200
-    assert answer.headers[IGNORED] == "priority, colour, speculation.mood"
-    assert await counted(fleet) == {"priority": 1, "other": 2}
+    assert answer.headers[IGNORED] == "thinking, colour, speculation.mood"
+    assert await counted(fleet) == {"thinking": 1, "other": 2}
     plain = await fleet.http.post(COMPLETIONS, json=PROMPT)
     assert IGNORED not in plain.headers
     first, second = fleet.verifier.requests

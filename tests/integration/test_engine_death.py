@@ -262,11 +262,11 @@ async def test_a_session_that_cannot_be_made_ends_alone(tiny_pair, monkeypatch: 
 
 SERVE = """
 import sys
-from paceline.verifier import __main__ as verifier
+from paceline.verifier import __main__ as verifier, own_engine
 from tests.support.poison import Poison
 
-load = verifier.load_decoder
-verifier.load_decoder = lambda *arguments: Poison().into(load(*arguments))
+load = own_engine.load_decoder
+own_engine.load_decoder = lambda *arguments: Poison().into(load(*arguments))
 verifier.main(sys.argv[1:])
 """
 

@@ -345,6 +345,31 @@ def test_logprobs_belong_to_the_committed_tokens_with_and_without_drafts(pair_fo
     assert all(len(entry.top) == 3 and entry.logprob <= 0 for entry in rows[0])
 
 
+@pytest.mark.parametrize("rows", [16, 48, 128])
+def test_a_prompt_is_as_likely_in_chunks_beside_drafts_and_after_a_cached_prefix_as_alone(pair_folders, rows):
+    prompt = [*range(3, 103)]
+    sampling = SamplingParams(max_tokens=20, temperature=0.7, seed=2, logprobs=2, prompt_logprobs=2)
+    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4), max_num_batched_tokens=rows)
+    pair.submit("cached", prompt, SAMPLINGS["greedy"])
+    for _ in range(8):
+        pair.round()
+    pair.submit("judged", prompt, sampling)
+    pair.run()
+    messages = pair.sessions["judged"].messages
+    judged = [entry for message in messages for entry in message.prompt_logprobs]
+    assert [entry.token_id for entry in judged] == prompt[1:]
+    first = next(index for index, message in enumerate(messages) if message.token_ids)
+    assert not any(message.prompt_logprobs for message in messages[first:])
+    # One token after another, each chosen from the row whose likelihoods are told.
+    alone = EnginePair(*pair_folders)
+    for place in (1, 17, 63, 99):
+        forced = SamplingParams(max_tokens=1, logprobs=2, allowed_token_ids=(prompt[place],))
+        alone.submit(f"{place}", prompt[:place], forced, SpeculationParams(enabled=False))
+        alone.run()
+        [entry] = alone.sessions[f"{place}"].messages[-1].logprobs
+        assert entry == judged[place - 1]
+
+
 def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(pair_folders, plain):
     pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
     pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])

@@ -192,10 +192,17 @@ async def test_without_a_seed_every_request_draws_its_own(tmp_path: Path) -> Non
         assert first.sampling.seed != second.sampling.seed
 
 
-async def test_logprobs_are_refused_by_name_rather_than_dropped(tmp_path: Path) -> None:
+async def test_log_probabilities_come_with_their_tokens_and_those_of_the_prompt_before_all(tmp_path: Path) -> None:
     async with scripted_fleet(tmp_path) as fleet:
         request = gateway_pb2.GatewayGenerateRequest(
-            prompt="x", sampling=common_pb2.SamplingParams(max_tokens=2, logprobs=2)
+            prompt="the fox", sampling=common_pb2.SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1)
         )
-        with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.logprobs"):
-            [response async for response in fleet.stub.Generate(request)]
+        _, *messages = [response async for response in fleet.stub.Generate(request)]
+        assert [each.chosen.token_id for message in messages for each in message.logprobs] == [
+            token_id for message in messages for token_id in message.token_ids
+        ]
+        assert {len(each.top) for message in messages for each in message.logprobs} == {2}
+        first, *others = messages
+        prompt = fleet.verifier.requests[0].prompt_token_ids
+        assert tuple(each.chosen.token_id for each in first.prompt_logprobs) == prompt[1:]
+        assert not any(message.prompt_logprobs for message in others)

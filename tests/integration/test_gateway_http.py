@@ -33,6 +33,7 @@ SPECULATION = {
     "num_hits": 2,
     "num_misses": 1,
     "lossy": False,
+    "exact": True,
 }
 
 
@@ -300,12 +301,12 @@ async def test_health_and_metrics_answer(fleet: ScriptedFleet) -> None:
         "sessions": 0,
     }
     metrics = (await fleet.http.get("/metrics")).text
-    assert "vllm:generation_tokens_total 10.0" in metrics
-    assert "vllm:spec_decode_num_drafts_total 3.0" in metrics
-    assert "vllm:spec_decode_num_draft_tokens_total 9.0" in metrics
-    assert "vllm:spec_decode_num_accepted_tokens_total 6.0" in metrics
-    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 3.0' in metrics
-    assert "vllm:time_to_first_token_seconds_count 1.0" in metrics
+    assert 'vllm:generation_tokens_total{model_name="tiny"} 10.0' in metrics
+    assert 'vllm:spec_decode_num_drafts_total{model_name="tiny"} 3.0' in metrics
+    assert 'vllm:spec_decode_num_draft_tokens_total{model_name="tiny"} 9.0' in metrics
+    assert 'vllm:spec_decode_num_accepted_tokens_total{model_name="tiny"} 6.0' in metrics
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"} 3.0' in metrics
+    assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in metrics
 
 
 async def test_every_request_that_fails_is_counted_by_the_type_of_its_error(fleet: ScriptedFleet) -> None:
@@ -322,7 +323,9 @@ async def test_every_request_that_fails_is_counted_by_the_type_of_its_error(flee
 async def gauges(fleet: ScriptedFleet) -> tuple[str, str]:
     """Sessions that run and that wait, as a scraper sees them."""
     lines = (await fleet.http.get("/metrics")).text.splitlines()
-    values = dict(line.split() for line in lines if line.startswith("vllm:num_requests"))
+    values = dict(
+        line.replace(f'{{model_name="{MODEL}"}}', "").split() for line in lines if line.startswith("vllm:num")
+    )
     return values["vllm:num_requests_running"], values["vllm:num_requests_waiting"]
 
 
@@ -353,3 +356,60 @@ async def test_a_session_record_is_written_in_the_background(tmp_path: Path) -> 
     assert logged.token_ids[:2] == (5, 6)
     assert (record.model, record.verifier_id, record.seed) == (MODEL, "verifier-0", 9)
     assert (record.prompt_len, record.committed_len, record.state) == (2, 7, "length")
+
+
+async def test_an_echoed_prompt_comes_before_the_text_and_its_likelihoods_before_all(fleet: ScriptedFleet) -> None:
+    asked: Any = {"model": MODEL, "prompt": "the fox", "max_tokens": 4, "seed": 0, "echo": True, "logprobs": 1}
+    whole = (await fleet.openai.completions.create(**asked)).choices[0]
+    [request] = fleet.verifier.requests
+    prompt = request.prompt_token_ids
+    text = whole.text.removeprefix("the fox")
+    assert len(text) == 4
+    assert whole.logprobs is not None
+    assert whole.logprobs.token_logprobs == [None, *[-0.25] * (len(prompt) - 1), *[-0.5] * 4]
+    begin, *others = whole.logprobs.tokens or ()
+    assert (begin, "".join(others)) == ("<|begin|>", whole.text), "special tokens have no text"
+    assert whole.logprobs.text_offset == [0, *(len("".join(others[:index])) for index in range(len(others)))]
+    stream = await fleet.openai.completions.create(**asked, stream=True)
+    chunks = [chunk.choices[0] async for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    streamed = [each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.token_logprobs or ()]
+    assert streamed == whole.logprobs.token_logprobs
+
+
+async def test_of_a_prompt_alone_nothing_generated_is_told(fleet: ScriptedFleet) -> None:
+    answer = await fleet.openai.completions.create(
+        model=MODEL, prompt="the fox", max_tokens=0, echo=True, logprobs=0, extra_body={"return_token_ids": True}
+    )
+    told: Any = answer.choices[0]
+    assert (told.text, told.finish_reason, told.token_ids) == ("the fox", "length", [])
+    assert len(told.logprobs.tokens) == len(told.prompt_token_ids) == answer.usage.prompt_tokens
+    assert answer.usage.completion_tokens == 0
+
+
+async def test_prompt_log_probabilities_come_by_token_ids_with_ranks(fleet: ScriptedFleet) -> None:
+    message = {"role": "user", "content": "x"}
+    chat = (await fleet.http.post("/v1/chat/completions", json={"messages": [message], "prompt_logprobs": 2})).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    nothing, first, *_ = chat["prompt_logprobs"]
+    assert nothing is None
+    token_id = fleet.verifier.requests[0].prompt_token_ids[1]
+    assert first[str(token_id)]["logprob"] == -0.25
+    assert [each["rank"] for each in first.values()] == [1, 2]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_record_is_there_although_a_stop_string_ended_the_session(
+    fleet: ScriptedFleet, streamed: bool
+) -> None:
+    fleet.verifier.script = Script(records=True)
+    text = fleet.letters(0, 12)
+    asked: Any = {"model": MODEL, "prompt": "x", "max_tokens": 100, "seed": 0, "stop": text[7:9]}
+    if streamed:
+        chunks = [chunk async for chunk in await fleet.openai.completions.create(**asked, stream=True)]
+        answer: Any = chunks[-1]
+    else:
+        answer = await fleet.openai.completions.create(**asked)
+    record = answer.metrics["speculative_decoding"]
+    # Three steps of three tokens: the last one has the stop string.
+    assert (record["num_steps"], record["num_draft_tokens"], record["acceptance_histogram"]) == (3, 12, [0, 0, 3])

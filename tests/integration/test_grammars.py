@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -138,12 +139,22 @@ def test_a_text_whose_end_is_ignored_is_filled_with_end_tokens(run, tokenizer):
 
 
 def test_a_stop_token_is_chosen_only_where_the_grammar_may_end(run, tokenizer):
-    (comma,) = tokenizer.encode(",", add_special_tokens=False).ids
-    sessions = run(replace(GREEDY, stop_token_ids=(comma,)))
-    for session in sessions:
-        text = tokenizer.decode([token_id for token_id in session.token_ids if token_id != comma])
-        if session.result.finish_reason is FinishReason.STOP:
-            jsonschema_rs.Draft202012Validator(SCHEMA).validate(json.loads(text))
+    (stop,) = tokenizer.encode("a", add_special_tokens=False).ids
+    grammar = LLMatcher.grammar_from_regex("[ab]{2,6}!")
+    for seed in range(3):
+        sampling = replace(GREEDY, temperature=1.0, seed=seed, grammar=grammar, stop_token_ids=(stop,))
+        for session in run(sampling):
+            assert session.result.finish_reason is FinishReason.STOP
+            text = tokenizer.decode(session.token_ids[:-1])
+            assert re.fullmatch("[ab]{2,6}!", text), text
+            assert stop not in session.token_ids[:-1]
+
+
+def test_a_stop_token_that_the_grammar_cannot_do_without_is_refused_by_the_name_of_the_grammar(run, tokenizer):
+    (stop,) = tokenizer.encode("!", add_special_tokens=False).ids
+    sampling = replace(GREEDY, grammar=LLMatcher.grammar_from_regex("7!7"), stop_token_ids=(stop,))
+    (session,) = run(sampling, count=1)
+    assert "grammar: leaves no token to choose" in str(session.error)
 
 
 def test_bad_words_that_leave_nothing_end_the_session_with_the_name_of_the_grammar(run, tokenizer):

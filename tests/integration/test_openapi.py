@@ -22,6 +22,7 @@ load_all_checks()
 # Refusals of valid bodies are judged below: limits of the model and between fields are told in words only.
 NOT_ASKED = {"positive_data_acceptance"}
 OUTSIDE_SCHEMAS = (
+    "prompt_logprobs: is not available with stream",
     # What no schema of a body says: whether another schema, a pattern or a grammar in it can be compiled.
     '"param": "guided_',
     '"param": "response_format',
@@ -38,6 +39,9 @@ OUTSIDE_SCHEMAS = (
     "tool_choice: needs tools",
     "is none of the tools",
     "tools: ",
+    "is not allowed here",
+    "must not be true with continue_final_message",
+    "as continue_final_message is set",
 )
 OPERATIONS = [f"{method.upper()} {path}" for path, methods in openapi_document()["paths"].items() for method in methods]
 CASES = [
@@ -108,8 +112,8 @@ async def test_the_description_is_served(tmp_path: Path) -> None:
 
 
 # What makes an answer hold all that it can.
-ALL = {"n": 2, "seed": 0, "max_tokens": 7, "speculation": {"token_fates": True}}
-TEXT = ("/v1/completions", "Completion", {**ALL, "prompt": "x", "logprobs": 2})
+ALL = {"n": 2, "seed": 0, "max_tokens": 7, "speculation": {"token_fates": True}, "return_token_ids": True}
+TEXT = ("/v1/completions", "Completion", {**ALL, "prompt": "the x", "logprobs": 2, "echo": True})
 CHAT = (
     "/v1/chat/completions",
     "ChatCompletion",
@@ -147,12 +151,22 @@ async def test_answers_that_hold_all_they_can_are_as_described(
 ) -> None:
     async with scripted_fleet(tmp_path) as fleet:
         fleet.verifier.script = Script(own_fate=TokenFate.BONUS)
-        whole = (await fleet.http.post(path, json=body)).json()
+        whole = (await fleet.http.post(path, json={**body, "prompt_logprobs": 2})).json()
         check(name, whole)
+        assert "decoded_token" in properties(whole)
         chunks = await events(fleet, path, {**body, "stream": True, "stream_options": {usage: True}})
         for chunk in chunks:
             check(f"{name}Chunk", chunk)
-        asked = {"token_fates", "fate", "top_logprobs", "usage", "speculative_decoding", "finish_reason"}
+        asked = {
+            "token_ids",
+            "prompt_token_ids",
+            "token_fates",
+            "fate",
+            "top_logprobs",
+            "usage",
+            "speculative_decoding",
+            "finish_reason",
+        }
         assert asked <= properties(whole)
         assert asked <= properties(chunks)
 

@@ -74,6 +74,26 @@ async def test_a_session_moves_on_when_its_verifier_fails_in_mid_stream(fleet: S
     assert text_of(await post(fleet)) == fleet.letters(0, 10)
 
 
+async def test_the_record_of_a_session_that_moved_is_that_of_both_verifiers(fleet: ScriptedFleet) -> None:
+    for verifier in fleet.verifiers:
+        verifier.script = Script(records=True)
+    fleet.verifier.script = Script(records=True, fail_after=6, error=ZeroDivisionError("a bug"))
+    record = (await post(fleet)).json()["metrics"]["speculative_decoding"]
+    assert num_asked(fleet) == 2
+    # Two steps at the first, then two more for the four tokens that were missing.
+    assert (record["num_steps"], record["num_draft_tokens"], record["acceptance_histogram"]) == (4, 16, [0, 0, 4])
+
+
+async def test_a_prompt_judged_in_part_is_judged_anew_by_the_next_and_told_once(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(fail_after=0, error=ZeroDivisionError("a bug"))
+    [choice] = (await post(fleet, prompt="the lazy fox", echo=True, logprobs=1, return_token_ids=True)).json()[
+        "choices"
+    ]
+    assert num_asked(fleet) == 2
+    likely = choice["logprobs"]["token_logprobs"]
+    assert likely == [None, *[-0.25] * (len(choice["prompt_token_ids"]) - 1), *[-0.5] * 10]
+
+
 async def test_attempts_have_an_end_where_every_verifier_fails(fleet: ScriptedFleet) -> None:
     all_fail_with(fleet, ZeroDivisionError("a bug"))
     answer = await post(fleet)

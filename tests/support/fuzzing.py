@@ -19,6 +19,7 @@ _BORDERS = (0, 1, 2, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1)
 _UINT32 = st.one_of(st.integers(0, 300), st.sampled_from(_BORDERS))
 _SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_INT32: st.one_of(st.integers(-2, 300), st.sampled_from((-(2**31), 2**31 - 1))),
+    FieldDescriptor.TYPE_SINT32: st.one_of(st.integers(-2, 300), st.sampled_from((-(2**31), 2**31 - 1))),
     FieldDescriptor.TYPE_UINT32: _UINT32,
     FieldDescriptor.TYPE_UINT64: st.one_of(_UINT32, st.sampled_from((2**63, 2**64 - 1))),
     FieldDescriptor.TYPE_FLOAT: st.one_of(st.floats(0, 2, width=32), st.floats(width=32)),

@@ -22,6 +22,7 @@ from paceline.core.messages import (
     LaggingSession,
     NodeGuess,
     OpenSession,
+    PositionLogprobs,
     ToDrafter,
     ToVerifier,
 )
@@ -140,6 +141,9 @@ class VerifierLoop:
         self._pass_on()
         self.now_s += seconds
         batch_size = plan.batch_size
+        for part in [part for part in plan.parts if part.judged]:
+            told = [PositionLogprobs(token_id=position + 1, logprob=-1.0) for position in part.judged]
+            self._hear([(part.session.serial, part.session.tell_judged(told))])
         for part in [part for part in plan.parts if part.commits]:
             tokens = walk(part.session.tree.root, part.nodes, lambda node: node.position + 1)
             for count, token in enumerate(tokens, start=1):

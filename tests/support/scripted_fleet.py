@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class Script:
         own_fate: Says that the last token of each step came about so, and that those before it are accepted drafts;
             None: says nothing.
         gap: Says that so many tokens more were committed before each step than were.
+        records: Tells with each step what speculation has done: four draft tokens a step, of which two matched.
     """
 
     tokens: tuple[int, ...] | None = None
@@ -83,6 +84,20 @@ class Script:
     lossy: bool = False
     own_fate: TokenFate | None = None
     gap: int = 0
+    records: bool = False
+
+    def record(self, num_steps: int) -> SpeculationRecord | None:
+        """Returns what it tells after so many steps."""
+        if not self.records:
+            return None
+        return SpeculationRecord(
+            num_steps=num_steps,
+            num_spec_steps=num_steps,
+            num_draft_tokens=4 * num_steps,
+            num_accepted_draft_tokens=2 * num_steps,
+            acceptance_histogram=(0, 0, num_steps),
+            mean_batch_size=1.0,
+        )
 
     def fates(self, num_tokens: int) -> tuple[TokenFate, ...]:
         """Returns what a step says of its tokens."""
@@ -143,7 +158,9 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         letters = following(
             generate.sampling.seed, generate.prompt_token_ids, generate.committed_token_ids, self._letter_ids
         )
-        while True:
+        for judged in _judged(generate, script.step_len):
+            yield judged
+        for num_steps in count(1):
             if script.fail_after is not None and at >= script.fail_after and script.error is not None:
                 raise script.error
             if script.pause_after is not None and at >= script.pause_after:
@@ -159,6 +176,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
                 result=None if reason is None else _result(generate, reason, at),
                 lossy=script.lossy,
                 offset=at - len(tokens) + script.gap,
+                speculation=script.record(num_steps),
             )
             if reason is not None:
                 return
@@ -188,6 +206,17 @@ def _logprobs(generate: GenerateRequest, tokens: list[int]) -> tuple[PositionLog
         PositionLogprobs(token_id=token, logprob=-0.5, top=tuple((token + k, -0.5 - k) for k in range(num_top)))
         for token in tokens
     )
+
+
+def _judged(generate: GenerateRequest, step_len: int) -> Iterator[CommittedTokens]:
+    """Log probabilities of the prompt, so many in a message."""
+    num_top = generate.sampling.prompt_logprobs or 0
+    for start in range(1, 1 + generate.num_to_judge, step_len):
+        logprobs = tuple(
+            PositionLogprobs(token_id=token, logprob=-0.25, top=((token, -0.25), (token + 1, -2.0))[:num_top])
+            for token in generate.prompt_token_ids[start : start + step_len]
+        )
+        yield CommittedTokens(token_ids=(), prompt_logprobs=logprobs, prompt_offset=start)
 
 
 def _result(generate: GenerateRequest, reason: FinishReason, at: int) -> GenerateResult:

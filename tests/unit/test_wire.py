@@ -64,6 +64,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         bad_words=tuple(draw(st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1).map(tuple), max_size=3))),
         ignore_eos=draw(st.booleans()),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        prompt_logprobs=draw(st.none() | st.integers(0, 20)),
         seed=draw(uint64),
     )
 
@@ -125,6 +126,7 @@ logprobs = st.builds(
     token_id=uint32,
     logprob=float32,
     top=st.lists(st.tuples(uint32, float32), max_size=3).map(tuple),
+    rank=uint32,
 )
 
 
@@ -139,6 +141,9 @@ def committed_tokens(draw: st.DrawFn) -> CommittedTokens:
         lossy=draw(st.booleans()),
         offset=draw(uint32),
         running=draw(st.booleans()),
+        prompt_logprobs=tuple(draw(st.lists(logprobs, max_size=3))),
+        prompt_offset=draw(uint32),
+        speculation=draw(st.none() | records),
         fates=draw(st.just(()) | st.tuples(*[st.sampled_from(TokenFate)] * len(tokens))),
     )
 

@@ -2,7 +2,7 @@
 {{- define "paceline.engine" -}}
 {{- $values := get .root.Values .tier -}}
 {{- $ports := include "paceline.ports" .tier | fromJson -}}
-{{- $gpus := $values.tensorParallelSize | default 1 | int -}}
+{{- $vllm := eq ($values.engine | default "paceline") "vllm" -}}
 metadata:
   labels:
     {{- include "paceline.selector" . | nindent 4 }}
@@ -14,6 +14,15 @@ spec:
     - name: {{ .tier }}
       image: {{ include "paceline.image" . }}
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      {{- if $vllm }}
+      # vLLM's own images start its server.
+      command: [paceline, verifier]
+      args:
+        - --engine=vllm
+        {{- range $values.vllmArgs }}
+        - {{ printf "--vllm-arg=%s" . | quote }}
+        {{- end }}
+      {{- end }}
       {{- include "paceline.container" . | nindent 6 }}
       env:
         - name: PACELINE_MODEL
@@ -24,9 +33,9 @@ spec:
         - name: PACELINE_GRACE_S
           value: {{ $values.graceSeconds | quote }}
         {{- end }}
-        {{- if gt $gpus 1 }}
-        - name: PACELINE_TENSOR_PARALLEL_SIZE
-          value: {{ $gpus | quote }}
+        {{- if $vllm }}
+        # The user of the pod has none in vLLM's images, and vLLM keeps there what it compiles.
+        - {name: HOME, value: /tmp}
         {{- end }}
         - name: PACELINE_DEVICE
           value: {{ ternary "cuda" "cpu" $values.gpu }}
@@ -72,19 +81,19 @@ spec:
             command: [paceline, drain, --timeout-s={{ $values.drainSeconds }}]
       {{- $resources := deepCopy $values.resources }}
       {{- if $values.gpu }}
-      {{- $_ := set $resources "limits" (merge (dict $values.gpuResource $gpus) ($resources.limits | default dict)) }}
+      {{- $_ := set $resources "limits" (merge ($resources.limits | default dict) (dict $values.gpuResource 1)) }}
       {{- end }}
       resources:
         {{- toYaml $resources | nindent 8 }}
       volumeMounts:
         {{- include "paceline.mounts" . | nindent 8 }}
-        {{- if gt $gpus 1 }}
+        {{- if $vllm }}
         - {name: shm, mountPath: /dev/shm}
         {{- end }}
   volumes:
     {{- include "paceline.volumes" . | nindent 4 }}
-    {{- if gt $gpus 1 }}
-    # Where the processes of a model that is spread over GPUs exchange what they compute.
+    {{- if $vllm }}
+    # Where vLLM's processes exchange what they compute.
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: 8Gi}
     {{- end }}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm  # type: ignore[import-not-found]
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 else:
     import protocol
 
+SOURCES = str(Path(__file__).parents[3] / "services")
 CONTEXT_STEP = 512
 """A context in such steps leaves room to draft past the end, and lets jobs share compiled code."""
 
@@ -21,13 +24,6 @@ class Vllm:
 
     def __init__(self, job: protocol.Job) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, job.cores))
-        settings: dict[str, Any] = {}
-        if job.draft_length is not None:
-            settings["speculative_config"] = {
-                "method": "draft_model",
-                "model": job.draft,
-                "num_speculative_tokens": job.draft_length,
-            }
         self._engine = vllm.LLM(
             model=job.target,
             dtype="bfloat16",
@@ -35,8 +31,9 @@ class Vllm:
             max_model_len=(job.longest // CONTEXT_STEP + 1) * CONTEXT_STEP,
             enable_prefix_caching=False,
             disable_log_stats=True,
-            **settings,
+            **_speculation(job),
         ).llm_engine
+        self._temperature = job.temperature
         self._num_requests = 0
 
     def about(self) -> protocol.About:
@@ -45,13 +42,15 @@ class Vllm:
 
     def run(self, prompts: protocol.TokenIds, max_new_tokens: int) -> protocol.Wave:
         """All prompts as requests of one engine."""
-        greedy = vllm.SamplingParams(temperature=0.0, max_tokens=max_new_tokens, ignore_eos=True, detokenize=False)
+        sampling = vllm.SamplingParams(
+            temperature=self._temperature, max_tokens=max_new_tokens, ignore_eos=True, detokenize=False
+        )
         clock = protocol.WaveClock(len(prompts), max_new_tokens)
         names = []
         for prompt in prompts:
             self._num_requests += 1
             names.append(str(self._num_requests))
-            self._engine.add_request(names[-1], {"prompt_token_ids": list(prompt)}, greedy)
+            self._engine.add_request(names[-1], {"prompt_token_ids": list(prompt)}, sampling)
         outputs: dict[str, Any] = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
@@ -62,6 +61,29 @@ class Vllm:
 
     def close(self) -> None:
         """The engine ends with the process."""
+
+
+def _speculation(job: protocol.Job) -> dict[str, Any]:
+    """What makes an engine speculate as the job wants it."""
+    if job.draft_length is None:
+        return {}
+    if not job.drafters:
+        draft = {"method": "draft_model", "model": job.draft, "num_speculative_tokens": job.draft_length}
+        return {"speculative_config": draft}
+    # For the proposer here, and for the process that it starts.
+    sys.path.insert(0, SOURCES)
+    os.environ["PYTHONPATH"] = SOURCES
+    tier = {
+        "drafters": list(job.drafters),
+        "cpus": ",".join(map(str, job.drafter_cores)),
+        "learned_dir": job.learned_dir,
+    }
+    proposer = {
+        "method": "custom_class",
+        "model": "paceline.vllm.Proposer",
+        "num_speculative_tokens": job.draft_length,
+    }
+    return {"speculative_config": proposer, "additional_config": {"paceline": tier}}
 
 
 if __name__ == "__main__":

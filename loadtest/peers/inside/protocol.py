@@ -36,7 +36,19 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """All that one process of a peer measures: one engine, with one draft length or none."""
+    """All that one process of a peer measures: one engine, with one draft length or none.
+
+    Attributes:
+        target, draft: Checkpoint folders.
+        draft_length: Most guesses of a step; None decodes plainly.
+        prompts: Token ids.
+        cores: The CPUs of the engine.
+        drafters: Addresses of drafters of ours that draft instead of the draft model inside; none for all peers but
+            vLLM.
+        drafter_cores: The CPUs beside them, for what speaks to them.
+        learned_dir: Where what is learned of drafters is kept.
+        temperature: Of all requests; other than 0 for vLLM alone.
+    """
 
     target: str
     draft: str
@@ -46,6 +58,17 @@ class Job:
     passes: int
     cores: Sequence[int]
     cases: Sequence[Case]
+    drafters: Sequence[str] = field(default_factory=list)
+    drafter_cores: Sequence[int] = field(default_factory=list)
+    learned_dir: str = "none"
+    temperature: float = 0.0
+
+    @property
+    def mode(self) -> str:
+        """How guesses come about: `plain` (none do), `draft` (by the engine) or `tier` (by drafters of ours)."""
+        if self.draft_length is None:
+            return "plain"
+        return "tier" if self.drafters else "draft"
 
     @property
     def most_streams(self) -> int:
@@ -101,7 +124,7 @@ class Peer(Protocol):
         """What is being measured."""
 
     def run(self, prompts: TokenIds, max_new_tokens: int) -> Wave:
-        """Decodes all prompts at once, greedily, for exactly `max_new_tokens` each."""
+        """Decodes all prompts at once, at the job's temperature, for exactly `max_new_tokens` each."""
 
     def close(self) -> None:
         """Stops what was started."""

@@ -26,6 +26,8 @@ from paceline.credentials import PROBE, folder_of, load_tls
 from paceline.json_file import parse_object
 
 PORT_STRIDE = 10
+# Engines of a verifier.
+PACELINE, VLLM = "paceline", "vllm"
 # Of the time that a fleet has to end, how much running requests get; the rest is for goodbyes.
 GRACE_SHARE = 0.75
 _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks free ones."
@@ -78,6 +80,12 @@ class FleetSpec:
     pin: bool = setting(True, help="Keep each verifier and drafter to CPUs of its own, if there are enough.")
     lend: bool = setting(
         True, help="Let verifiers use the drafters' CPUs while these rest; --no-lend is as on machines of their own."
+    )
+    verifier_engine: str = setting(
+        PACELINE, help="What computes the target: our own engine, or vLLM.", choices=(PACELINE, VLLM)
+    )
+    verifier_python: Path | None = setting(
+        None, help="Python of the verifiers, where vLLM and this package are installed; without it this one."
     )
     verifier_arg: tuple[str, ...] = setting((), help="More for verifiers, such as --verifier-arg=--max-num-seqs=8.")
     drafter_arg: tuple[str, ...] = setting((), help="More for drafters, such as --drafter-arg=--draft-width=1.")
@@ -201,7 +209,7 @@ def plan_store_port(spec: FleetSpec, endpoints: Sequence[Endpoint] = ()) -> int:
 def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare], list[CpuShare]]:
     """Shares CPUs out among verifiers and drafters: a drafter gets one, verifiers the rest in equal parts.
 
-    With `lend`, the CPUs of drafters are lent in turn to the verifiers.
+    With `lend`, the CPUs of drafters are lent in turn to the verifiers, unless vLLM is in them.
 
     Returns:
         Shares of the verifiers and of the drafters.
@@ -214,7 +222,9 @@ def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare
     pinned = iter(available if spec.pin and num_drafters and needed <= len(available) else ())
     own = [tuple(islice(pinned, verifier_threads)) for _ in range(spec.num_verifiers)]
     drafting = [tuple(islice(pinned, drafter_threads)) for _ in range(num_drafters)]
-    lent = [cpu for cpus in drafting for cpu in cpus] if spec.lend else []
+    # vLLM's threads stay where they are.
+    lend = spec.lend and spec.verifier_engine == PACELINE
+    lent = [cpu for cpus in drafting for cpu in cpus] if lend else []
     verifiers = [
         CpuShare(num_threads=verifier_threads, cpus=cpus, spare_cpus=tuple(lent[index :: spec.num_verifiers]))
         for index, cpus in enumerate(own)
@@ -273,6 +283,7 @@ def model_child(
             spare_cpus=",".join(map(str, share.spare_cpus)),
             idle_priority=share.lends,
             speculative_config=spec.speculative_config if verifies else "",
+            engine=spec.verifier_engine if verifies and spec.verifier_engine != PACELINE else "",
         ),
         *(spec.verifier_arg if verifies else spec.drafter_arg),
     ]
@@ -330,9 +341,10 @@ def gateway_scheme(spec: FleetSpec) -> str:
 
 def _service(spec: FleetSpec, endpoint: Endpoint, module: str) -> list[str]:
     drafts = endpoint.role == DRAFTER
+    python = spec.verifier_python if endpoint.role == VERIFIER and spec.verifier_python else sys.executable
     traces = spec.otlp_traces_endpoint
     return [
-        *(sys.executable, "-m", module or f"paceline.{endpoint.role}"),
+        *(str(python), "-m", module or f"paceline.{endpoint.role}"),
         *flags(
             host=endpoint.host,
             port=endpoint.port,

@@ -84,10 +84,11 @@ class Child:
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process and all its children."""
+        """Sends a signal to the process and its children; SIGTERM to it alone, which ends them when they are done."""
         if self._process.poll() is None:
+            send = os.kill if number is signal.SIGTERM else os.killpg
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+                send(self._process.pid, number)
 
     async def until_healthy(self, timeout_s: float) -> None:
         """Returns when the process does its work.

@@ -8,6 +8,7 @@ can be done.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from paceline.core.errors import OverloadedError
 
@@ -37,6 +38,20 @@ class QueueClock:
         # The time since the last end counts, so that a stall makes the queue longer.
         span_s = now_s - self._ends_s[0]
         return ahead * span_s / len(self._ends_s)
+
+
+def num_ahead(priority: int, others: Sequence[int], *, num_places: int) -> int:
+    """Returns how many sessions have to end before a new one gets a place.
+
+    Args:
+        priority: Its own.
+        others: Of those under way; some of them have the places, whatever their priority.
+        num_places: How many places there are.
+    """
+    if len(others) < num_places:
+        return 0
+    before_it = sum(1 for other in others if other <= priority)
+    return max(1, before_it + 1 - num_places)
 
 
 def check_wait(wait_s: float, most_s: float | None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 from paceline.core.acceptance import SparseDraft
@@ -12,6 +14,15 @@ from paceline.core.params import COUPLED, DRAFT_MODEL, EAGLE3, SamplingParams, S
 # Roles of replicas, in the registry and in certificates.
 GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
 REPLICA_ROLES = (GATEWAY, VERIFIER, DRAFTER)
+
+
+# How the arithmetic of engines begins that promise the law of a text and not its tokens.
+VLLM_ARITHMETIC = "vllm "
+
+
+def law_only(arithmetic: str) -> bool:
+    """Whether an engine of this arithmetic promises the law of a text, and not its tokens."""
+    return arithmetic.startswith(VLLM_ARITHMETIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +34,8 @@ class ModelIdentity:
     the hidden states that a verifier hands out, or that a drafter drafts from; empty: none.
 
     Attributes:
-        arithmetic: Device's kind and versions that decide the last bits of logits.
+        arithmetic: Device's kind and versions that decide the last bits of logits; of an engine that is not ours, its
+            name first.
         methods: Ways to draft that a verifier serves; none: not told.
         acceptance_rules: Rules that a verifier serves, its default first; none: not told.
     """
@@ -43,6 +55,11 @@ class ModelIdentity:
     def draft_method(self) -> str:
         """The method that a drafter of this model serves."""
         return EAGLE3 if self.states_hash else DRAFT_MODEL
+
+    @property
+    def exact(self) -> bool:
+        """Whether the same seed brings the same text, whatever is drafted and whoever is served beside it."""
+        return not law_only(self.arithmetic)
 
     def drafts_for(self, target: ModelIdentity) -> bool:
         """Whether it speaks a target's vocabulary, and needs no hidden states but those that its verifier hands out."""
@@ -158,8 +175,8 @@ class GenerateRequest:
     """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
 
     A `whole` text is handed to the client in one piece, so that nobody waits for single tokens. Prompts share cached
-    pages only under the same `cache_salt`. An engine died while it ran a `suspect`. `traceparent` is the W3C trace
-    context it runs in, and travels as metadata of the call.
+    pages only under the same `cache_salt`. An engine died while it ran a `suspect`. Sessions of lower `priority` come
+    first. `traceparent` is the W3C trace context it runs in, and travels as metadata of the call.
     """
 
     session_id: str
@@ -172,24 +189,36 @@ class GenerateRequest:
     whole: bool = False
     cache_salt: str = ""
     suspect: bool = False
+    priority: int = 0
     traceparent: str = ""
+
+    @property
+    def num_to_judge(self) -> int:
+        """Tokens of the prompt whose log probabilities are asked for: all but the first, before the first token."""
+        asked = self.sampling.prompt_logprobs is not None and not self.committed_token_ids
+        return len(self.prompt_token_ids) - 1 if asked else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionLogprobs:
-    """Log probabilities of a committed token and of the best alternatives, best first."""
+    """Log probabilities of the token at a position and of the best alternatives, best first.
+
+    `rank` is the token's own place among all, from 1 on; of equals the best.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationRecord:
     """What speculation did for one session; a round is a step that verified at least one draft token.
 
-    `lossy` marks a text that a lossy acceptance rule had a part in, `mixed` one that verifiers of different arithmetic
-    have computed.
+    `lossy` marks a text whose law is not the target's, by a lossy acceptance rule or by penalties that were counted
+    anew; `mixed` one that verifiers of different arithmetic have computed; `law_only` one of an engine that promises
+    its law and not its tokens.
     """
 
     num_steps: int = 0
@@ -202,6 +231,7 @@ class SpeculationRecord:
     num_misses: int = 0
     lossy: bool = False
     mixed: bool = False
+    law_only: bool = False
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -212,6 +242,25 @@ class SpeculationRecord:
     def mean_acceptance_length(self) -> float:
         """Tokens a round commits: 1 + accepted / rounds, vLLM's definition."""
         return 1.0 + self.num_accepted_draft_tokens / max(1, self.num_spec_steps)
+
+    @classmethod
+    def sum(cls, records: Sequence[SpeculationRecord]) -> SpeculationRecord:
+        """Returns the record of several sessions, or of one that moved; batch sizes are weighted by steps."""
+        num_steps = sum(record.num_steps for record in records)
+        histograms = zip_longest(*(record.acceptance_histogram for record in records), fillvalue=0)
+        return cls(
+            num_steps=num_steps,
+            num_spec_steps=sum(record.num_spec_steps for record in records),
+            num_draft_tokens=sum(record.num_draft_tokens for record in records),
+            num_accepted_draft_tokens=sum(record.num_accepted_draft_tokens for record in records),
+            acceptance_histogram=tuple(map(sum, histograms)),
+            mean_batch_size=sum(r.mean_batch_size * r.num_steps for r in records) / max(1, num_steps),
+            num_hits=sum(record.num_hits for record in records),
+            num_misses=sum(record.num_misses for record in records),
+            lossy=any(record.lossy for record in records),
+            mixed=any(record.mixed for record in records),
+            law_only=any(record.law_only for record in records),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,10 +301,12 @@ class TokenFate(enum.Enum):
 class CommittedTokens:
     """Tokens of one session as one step committed them; the last message of a session carries its result.
 
-    `lossy`: by a lossy acceptance rule; a gateway that ends the session itself gets no result to learn it from.
+    `lossy`: see `SpeculationRecord`. `speculation` is the session's record under this epoch so far, as a gateway that
+    ends the session itself, or that loses its verifier, gets no result; None: it is not told.
     `fates`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
 
-    Without tokens it is a sign of life; `running` says that the engine computes the session now.
+    Without tokens it is a sign of life; `running` says that the engine computes the session now. `prompt_logprobs` are
+    of the prompt's tokens from `prompt_offset` on; all of them come before the first token.
     """
 
     token_ids: tuple[int, ...]
@@ -265,3 +316,6 @@ class CommittedTokens:
     lossy: bool = False
     offset: int = 0
     running: bool = False
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_offset: int = 0
+    speculation: SpeculationRecord | None = None

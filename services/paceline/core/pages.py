@@ -207,14 +207,18 @@ class SessionPages:
         """Physical slot of an absolute position that has been reserved."""
         return self.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
-    def attach_cached_prefix(self) -> int:
+    def attach_cached_prefix(self, most: int | None = None) -> int:
         """Takes over the longest cached prefix; at least one token is always left to compute.
+
+        Args:
+            most: Tokens of it at most, as the rows of those behind are wanted; None: any number.
 
         Returns:
             Tokens that need no computing.
         """
         self._trusted = True
-        self.blocks, self._hashes = self._pool.match_prefix(self.tokens, self._before)
+        known = self.tokens if most is None else self.tokens[: most + 1]
+        self.blocks, self._hashes = self._pool.match_prefix(known, self._before)
         self.num_computed = self.num_cached = len(self.blocks) * BLOCK_SIZE
         return self.num_cached
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paceline.core.errors import InvalidRequestError
 
 MAX_SEED = 2**64 - 1
+MAX_PRIORITY = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 64
@@ -70,6 +71,7 @@ class SamplingParams:
     grammar: str = ""
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,8 +92,9 @@ class SamplingParams:
             f"must be from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}",
         )
         _require("seed", 0 <= self.seed <= MAX_SEED, f"must be from 0 to 2**64-1, got {self.seed}")
-        if self.logprobs is not None:
-            _require_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        for field, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _require_range(field, count, 0, MAX_TOP_LOGPROBS)
 
     def _check_lists(self) -> None:
         _require(
@@ -192,6 +195,19 @@ class SpeculationParams:
         if not self.enabled:
             return 0
         return MAX_DRAFT_TOKENS if self.max_draft_tokens is None else self.max_draft_tokens
+
+
+def check_priority(priority: int) -> None:
+    """Refuses a priority that does not fit into 32 bits.
+
+    Raises:
+        InvalidRequestError: It does not.
+    """
+    _require(
+        "priority",
+        -MAX_PRIORITY <= priority <= MAX_PRIORITY,
+        f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}",
+    )
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

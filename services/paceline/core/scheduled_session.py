@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.core.calibration import Calibrations
 from paceline.core.grammar import OutputGrammar
 from paceline.core.link import SessionLink
@@ -14,6 +16,7 @@ from paceline.core.messages import (
     GenerateRequest,
     GenerateResult,
     PositionLogprobs,
+    SpeculationRecord,
     Timings,
     TokenFate,
 )
@@ -33,7 +36,7 @@ class ScheduledSession(VerifierSession):
 
     Args:
         request: What to run.
-        serial: Tells it from an earlier session of the same id.
+        serial: Tells it from an earlier session of the same id; grows with every session.
         drafter_address: Who drafts for it, unless it wants no speculation; empty: nobody.
         pool: Pages.
         calibrations: Of its sources.
@@ -51,6 +54,8 @@ class ScheduledSession(VerifierSession):
         prefilled_to: Committed tokens whose KV is there when the step under way ends.
         called_up_s: Of a suspect: when its turn came; None before.
         heard: Of a suspect: whether its gateway knows that.
+        num_judged: Prompt tokens, but for the first, whose log probabilities have been told.
+        judges_prompt: Whether some are still to be told.
     """
 
     def __init__(
@@ -90,9 +95,16 @@ class ScheduledSession(VerifierSession):
         self._logprobs: list[PositionLogprobs] = []
         self._begun = False
         self._num_cached = 0
+        self.num_judged = 0
+        self.judges_prompt = request.num_to_judge > 0
         self._submitted_s = self._committed_s = submitted_s
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among all: lower ones get places and pages first, and keep them longest."""
+        return self.request.priority, self.serial
 
     @property
     def is_decoding(self) -> bool:
@@ -148,7 +160,7 @@ class ScheduledSession(VerifierSession):
 
     def admit(self, now_s: float) -> bool:
         """Takes cached and fresh pages for all tokens so far; False, and nothing taken, when there are too few."""
-        self.prefilled_to = self.pages.attach_cached_prefix()
+        self.prefilled_to = self.pages.attach_cached_prefix(self.num_judged if self.judges_prompt else None)
         if not self.pages.reserve(self.committed_len + 1):
             self.pages.release()
             return False
@@ -166,19 +178,30 @@ class ScheduledSession(VerifierSession):
             self._finish = FinishReason.LENGTH
         return self._finish is not None
 
+    def tell_judged(self, logprobs: Sequence[PositionLogprobs]) -> CommittedTokens:
+        """What says how likely further tokens of the prompt were."""
+        first = self.num_judged + 1
+        self.num_judged += len(logprobs)
+        self.judges_prompt = self.num_judged < self.request.num_to_judge
+        return CommittedTokens(
+            token_ids=(), offset=self.num_generated, prompt_logprobs=tuple(logprobs), prompt_offset=first
+        )
+
     def hand_out(self, base_len: int, now_s: float) -> CommittedTokens:
         """The tokens committed since `base_len`, with the result if they are the last."""
         if self._first_token_s is None:
             self._first_token_s = now_s
         self._committed_s = now_s
         logprobs, self._logprobs = tuple(self._logprobs), []
+        record = self.tally.record(lossy=self.lossy)
         return CommittedTokens(
             token_ids=tuple(self.tokens[base_len:]),
             offset=base_len - self.prompt_len,
             fates=self._fates,
             logprobs=logprobs,
-            result=self._result(now_s),
+            result=self._result(record, now_s),
             lossy=self.lossy,
+            speculation=record,
         )
 
     def close(self) -> None:
@@ -207,7 +230,7 @@ class ScheduledSession(VerifierSession):
             price=self.link.price,
         )
 
-    def _result(self, now_s: float) -> GenerateResult | None:
+    def _result(self, record: SpeculationRecord, now_s: float) -> GenerateResult | None:
         if self._finish is None:
             return None
         admitted_s = self._submitted_s if self._admitted_s is None else self._admitted_s
@@ -217,7 +240,7 @@ class ScheduledSession(VerifierSession):
             num_prompt_tokens=self.prompt_len,
             num_cached_tokens=self._num_cached,
             num_generated_tokens=self.committed_len - self._resumed_len,
-            speculation=self.tally.record(lossy=self.lossy),
+            speculation=record,
             timings=Timings(
                 queue_ns=int((admitted_s - self._submitted_s) * NS_PER_S),
                 prefill_ns=int((first_s - admitted_s) * NS_PER_S),

@@ -6,8 +6,9 @@ what the step took. It runs no model and reads no clock; the engine, and the pla
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Generic
 
 from paceline.core.draft_policy import DraftPolicy
@@ -20,6 +21,8 @@ from paceline.core.step_time import StepMode
 from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
 from paceline.core.tree import Node, NodeState
+
+_ORDER = attrgetter("order")
 
 
 class Scheduler(Generic[SessionT]):
@@ -49,7 +52,8 @@ class Scheduler(Generic[SessionT]):
         self._scratch = scratch
         self._limits = limits
         self._policy = policy
-        self._waiting: deque[SessionT] = deque()
+        # In their order.
+        self._waiting: list[SessionT] = []
         self._running: list[SessionT] = []
         self._sessions: dict[str, SessionT] = {}
         self._turns: Turns[SessionT] = Turns()
@@ -86,9 +90,9 @@ class Scheduler(Generic[SessionT]):
     # Events
 
     def submit(self, session: SessionT) -> None:
-        """Takes in a session; it waits for a place."""
+        """Takes in a session; it waits for a place, behind those of lower priority and those that came before it."""
         self._sessions[session.session_id] = session
-        self._waiting.append(session)
+        self._wait(session)
         self.tier.connect(session)
 
     def drop(self, session: SessionT) -> None:
@@ -168,7 +172,7 @@ class Scheduler(Generic[SessionT]):
         while self._waiting and len(self._running) < self._limits.max_num_seqs:
             if not self._waiting[0].admit(now_s):
                 return
-            self._running.append(self._waiting.popleft())
+            self._running.append(self._waiting.pop(0))
 
     def _with_pages(self, sessions: Sequence[SessionT]) -> Sequence[SessionT]:
         """Has pages for what those that decode have committed; without those that lost theirs to it."""
@@ -183,11 +187,15 @@ class Scheduler(Generic[SessionT]):
         return [session for session in sessions if session in self._running]
 
     def _preempt(self) -> None:
-        """Takes the pages of the youngest session; it will be computed anew when there is room."""
-        session = self._running.pop()
+        """Takes the pages of the last in order, the youngest of equals; it will be computed anew when there is room."""
+        session = max(self._running, key=_ORDER)
+        self._running.remove(session)
         session.pages.release()
-        self._waiting.appendleft(session)
+        self._wait(session)
         self.report.num_preempted += 1
+
+    def _wait(self, session: SessionT) -> None:
+        insort(self._waiting, session, key=_ORDER)
 
     def _plan_decoding(self, sessions: Sequence[SessionT], now_s: float) -> list[Part[SessionT]]:
         decoding = [session for session in sessions if session.is_decoding]

@@ -41,6 +41,14 @@ class Part(Generic[SessionT]):
         """Rows of the step."""
         return self.stop - self.start + len(self.nodes)
 
+    @property
+    def judged(self) -> range:
+        """Positions of the prompt whose rows say how likely the token after them was."""
+        session = self.session
+        if not session.judges_prompt:
+            return range(0)
+        return range(max(self.start, session.num_judged), min(self.stop, session.prompt_len - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(Generic[SessionT]):

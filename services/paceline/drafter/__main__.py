@@ -20,8 +20,9 @@ from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
 from paceline.engine.budget import draft_scratch_blocks
 from paceline.engine.drafter import DraftEngine
+from paceline.engine.memory import log_memory
 from paceline.engine.process import prepare_process, yield_cpus
-from paceline.model_service import log_memory, serve_model, traces_of
+from paceline.model_service import serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
@@ -63,7 +64,7 @@ async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracer: Tra
     host = DraftHost(
         identity=identity,
         make_engine=lambda: make_engine(config, identity),
-        metrics=DrafterMetrics(registry),
+        metrics=DrafterMetrics(registry, identity.name),
         tracer=tracer,
     )
     await serve_model(

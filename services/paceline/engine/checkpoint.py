@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,30 +55,14 @@ class Checkpoint:
         Raises:
             ConfigError: It is missing, or has another shape than the config asks for.
         """
-        tensor: torch.Tensor = self._shard(name).get_tensor(name)
-        if shape is not None:
-            self._check(name, tensor.shape, shape)
-        return tensor
-
-    def part(self, name: str, shape: tuple[int, ...], dim: int, first: int, last: int) -> torch.Tensor:
-        """Of a tensor of one or two dimensions what lies from `first` to `last` - 1 along one; reads nothing else.
-
-        Raises:
-            ConfigError: As `tensor`.
-        """
-        stored = self._shard(name).get_slice(name)
-        self._check(name, stored.get_shape(), shape)
-        tensor: torch.Tensor = stored[first:last] if dim == 0 else stored[:, first:last]
-        return tensor
-
-    def _shard(self, name: str) -> Any:
         if name not in self._shard_of:
             raise ConfigError(f"{self._folder} lacks the tensor {name!r} that its config.json asks for")
-        return self._shards[self._shard_of[name]]
-
-    def _check(self, name: str, found: Sequence[int], wanted: tuple[int, ...]) -> None:
-        if tuple(found) != wanted:
-            raise ConfigError(f"{self._folder}: tensor {name!r} is {list(found)}, config.json asks for {list(wanted)}")
+        tensor: torch.Tensor = self._shards[self._shard_of[name]].get_tensor(name)
+        if shape is not None and tensor.shape != shape:
+            raise ConfigError(
+                f"{self._folder}: tensor {name!r} is {list(tensor.shape)}, config.json asks for {list(shape)}"
+            )
+        return tensor
 
 
 def _shard_paths(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paceline.core.errors import ConfigError
 from paceline.engine.rope import RopeFrequencies, rope_frequencies
-from paceline.json_file import read_object
+from paceline.vocabulary import eos_token_ids
 
 LEAN_ARCHITECTURES: Final = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -63,7 +63,7 @@ class DecoderConfig:
             architecture=architecture_of(config, folder),
             vocab_size=_size(config, "vocab_size"),
             context_len=_context_len(config),
-            eos_token_ids=_eos_token_ids(config, folder),
+            eos_token_ids=eos_token_ids(folder, config.eos_token_id),
             num_layers=_size(config, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
@@ -145,17 +145,3 @@ def _context_len(config: PretrainedConfig) -> int:
     if window and (layer_types is None or "sliding_attention" in layer_types):
         return min(limit, int(window))
     return limit
-
-
-def _eos_token_ids(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
-    found, source = config.eos_token_id, folder / "config.json"
-    path = folder / "generation_config.json"
-    if path.is_file():
-        generation = read_object(path)
-        if generation.get("eos_token_id") is not None:
-            found, source = generation["eos_token_id"], path
-    token_ids = () if found is None else tuple(found) if isinstance(found, list | tuple) else (found,)
-    for token_id in token_ids:
-        if type(token_id) is not int or token_id < 0:
-            raise ConfigError(f"{source}: eos_token_id must be a token id or a list of them, got {found!r}")
-    return token_ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
@@ -11,24 +10,17 @@ from paceline.engine.backends.choice import choose_platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
 from paceline.engine.loading import choose_dtype
+from paceline.fingerprint import fingerprint
 from paceline.vocabulary import vocab_hash
 
-# Of each weight file so many pieces of so many bytes are hashed: other weights of the same shape differ everywhere.
-NUM_SAMPLES = 1024
-SAMPLE_BYTES = 4096
-HASH_CHARS = 32
 
-
-def model_identity(
-    folder: Path, name: str = "", dtype: str = "auto", tensor_parallel_size: int = 1, device: str = "auto"
-) -> ModelIdentity:
+def model_identity(folder: Path, name: str = "", dtype: str = "auto", device: str = "auto") -> ModelIdentity:
     """Reads what must agree between verifier, drafter and gateway, without loading weights.
 
     Args:
         folder: Checkpoint folder.
         name: Name for users; empty: the folder's.
         dtype: Weight type asked for, see `load_decoder`.
-        tensor_parallel_size: Ranks that compute it together.
         device: Where, see `load_decoder`.
 
     Raises:
@@ -44,30 +36,17 @@ def model_identity(
         vocab_size=config.vocab_size,
         context_len=config.context_len,
         eos_token_ids=config.eos_token_ids,
-        weights_hash=weights_hash(path, dtype, tensor_parallel_size, device),
+        weights_hash=weights_hash(path, dtype, device),
         arithmetic=choose_platform(device).arithmetic,
     )
 
 
-def weights_hash(folder: Path, dtype: str, tensor_parallel_size: int = 1, device: str = "auto") -> str:
+def weights_hash(folder: Path, dtype: str, device: str = "auto") -> str:
     """Returns a fingerprint of all that decides a model's logits: configuration, weights (sampled) and their type.
-
-    The number of ranks counts too: sums are split among them, so the last bits of logits differ.
 
     Raises:
         ConfigError: The folder holds no weights that can be served.
     """
     checkpoint = Checkpoint(folder)
-    digest = hashlib.sha256(str(choose_dtype(dtype, checkpoint, choose_platform(device))).encode())
-    if tensor_parallel_size > 1:
-        digest.update(f"tensor parallel {tensor_parallel_size}".encode())
-    digest.update((folder / "config.json").read_bytes())
-    for path in checkpoint.paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        stride = max(SAMPLE_BYTES, size // NUM_SAMPLES)
-        with path.open("rb") as file:
-            for start in range(0, size, stride):
-                file.seek(start)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:HASH_CHARS]
+    served_in = str(choose_dtype(dtype, checkpoint, choose_platform(device))).encode()
+    return fingerprint([served_in, (folder / "config.json").read_bytes()], checkpoint.paths)

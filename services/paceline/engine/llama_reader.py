@@ -77,10 +77,6 @@ class LlamaReader:
         ]
         return self._platform.linear(torch.cat(weights), torch.cat(biases))
 
-    def _closing(self, prefix: str, name: str, out_features: int, in_features: int) -> Linear:
-        """The linear at the end of a block, whose outputs are added to the residual stream."""
-        return self._fused(prefix, {name: out_features}, in_features)
-
     def layer(self, prefix: str, in_features: int) -> LlamaLayer:
         """One layer, whose queries, keys and values are made of `in_features` numbers."""
         config, shape = self._config, self._shape
@@ -93,7 +89,7 @@ class LlamaReader:
             key_norm=self._head_norm(f"{attention}.k_norm.weight"),
             post_norm=self.norm(f"{prefix}.post_attention_layernorm.weight", hidden),
             qkv=self._fused(attention, {"q_proj": query, "k_proj": kv, "v_proj": kv}, in_features),
-            out=self._closing(attention, "o_proj", hidden, query),
+            out=self._fused(attention, {"o_proj": hidden}, query),
             gate_up=self._fused(mlp, {"gate_proj": inner, "up_proj": inner}, hidden),
-            down=self._closing(mlp, "down_proj", hidden, inner),
+            down=self._fused(mlp, {"down_proj": hidden}, inner),
         )

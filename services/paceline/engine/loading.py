@@ -11,7 +11,7 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BlockPool, SessionPages
-from paceline.engine.backends.choice import choose_platform, platform_of
+from paceline.engine.backends.choice import choose_platform
 from paceline.engine.backends.interface import Platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import (
@@ -24,8 +24,6 @@ from paceline.engine.config import (
 from paceline.engine.decoder import Decoder
 from paceline.engine.llama_reader import LlamaReader
 from paceline.engine.packing import BatchBuilder
-from paceline.engine.ranks import Ranks
-from paceline.engine.sharded_backend import load_part
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +45,7 @@ def choose_dtype(dtype: str, checkpoint: Checkpoint, platform: Platform) -> torc
     return _DTYPES[dtype]
 
 
-def load_decoder(
-    folder: Path,
-    dtype: str = "auto",
-    device: str = "auto",
-    num_threads: int | None = None,
-    ranks: Ranks | None = None,
-) -> Decoder:
+def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_threads: int | None = None) -> Decoder:
     """Loads a checkpoint folder.
 
     Args:
@@ -62,12 +54,11 @@ def load_decoder(
             on a CPU that only emulates bfloat16).
         device: "cpu", "cuda" or "auto" (CUDA if there is one).
         num_threads: CPU threads of the linear layers, for the whole process; None leaves torch's choice.
-        ranks: Those that share the model, and say where this one computes; None: all of it is here.
 
     Raises:
         ConfigError: The folder or a setting makes serving impossible; says what to do.
     """
-    platform = choose_platform(device) if ranks is None else platform_of(ranks.device)
+    platform = choose_platform(device)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     described = read_transformers_config(folder)
@@ -79,18 +70,14 @@ def load_decoder(
             "this CPU emulates bfloat16: slow, and with several threads tokens may depend on the batch; "
             "--dtype auto takes float32, which is neither, for twice the memory"
         )
-    if ranks is None and architecture_of(described, folder) not in LEAN_ARCHITECTURES:
+    if architecture_of(described, folder) not in LEAN_ARCHITECTURES:
         from paceline.engine.backends.generic.backend import GenericBackend
 
         return Decoder(GenericBackend.load(folder, config, kind, platform))
     shape = LlamaShape.from_transformers(described, config.head_dim)
-    if ranks is None:
-        weights = LlamaReader(checkpoint, config, shape, kind, platform).read()
-        decoder = Decoder(platform.llama(config, shape, weights))
-    else:
-        decoder = Decoder(load_part(checkpoint, config, shape, kind, platform, ranks))
-    if ranks is None or ranks.rank == 0:
-        warm_up(decoder)
+    weights = LlamaReader(checkpoint, config, shape, kind, platform).read()
+    decoder = Decoder(platform.llama(config, shape, weights))
+    warm_up(decoder)
     return decoder
 
 

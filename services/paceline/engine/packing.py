@@ -30,6 +30,11 @@ class BatchBuilder:
         """Rows so far."""
         return len(self._token_ids)
 
+    @property
+    def num_wanted(self) -> int:
+        """Rows so far whose logits are wanted."""
+        return len(self._logit_rows)
+
     def add_prefix(
         self,
         sequence: SessionPages,
@@ -37,6 +42,7 @@ class BatchBuilder:
         stop: int,
         *,
         wants_logits: bool,
+        judged: range = range(0),
         features: np.ndarray | None = None,
     ) -> int | None:
         """Adds the committed tokens at positions `start` to `stop` - 1, whose slots are reserved.
@@ -46,6 +52,7 @@ class BatchBuilder:
             start: First position.
             stop: One more than the last.
             wants_logits: Whether the last row's logits are wanted.
+            judged: Positions whose logits are wanted before; in a row, as they are.
             features: [stop - start, width], for decoders that take them; all rows of a batch have them, or none.
 
         Returns:
@@ -54,6 +61,8 @@ class BatchBuilder:
         table = self._table(sequence)
         for position in range(start, stop):
             self._add(sequence.tokens[position], position, sequence.slot(position), table, position + 1, ())
+            if position in judged:
+                self._want_logits()
         if features is not None:
             self._features.append(features)
         return self._want_logits() if wants_logits else None

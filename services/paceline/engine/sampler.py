@@ -262,7 +262,7 @@ class RowSampler:
         return top_ids[:filled].tolist(), confidences.tolist()
 
     def logprobs(self, logits: Logits, token_id: int, count: int) -> PositionLogprobs:
-        """Returns log probabilities of the raw logits [vocab]: the token's and the `count` best.
+        """Returns log probabilities of the raw logits [vocab]: the token's, with its rank, and the `count` best.
 
         Raises:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.
@@ -278,7 +278,12 @@ class RowSampler:
         filled, total = noise_kernels.rank_plain(buffers.scores, buffers.chunk_max, largest, top_ids, top_scores)
         normaliser = largest + math.log(total)
         top = zip(top_ids[:filled].tolist(), (top_scores[:filled] - normaliser).tolist(), strict=True)
-        return PositionLogprobs(token_id=token_id, logprob=float(logits[token_id]) - normaliser, top=tuple(top))
+        return PositionLogprobs(
+            token_id=token_id,
+            logprob=float(logits[token_id]) - normaliser,
+            top=tuple(top),
+            rank=int(np.count_nonzero(logits > logits[token_id])) + 1,
+        )
 
     def _require_row(self, logits: Logits) -> None:
         if logits.shape != (self._vocab_size,) or logits.dtype != np.float32:

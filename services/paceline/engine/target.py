@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -282,27 +283,31 @@ class TargetEngine:
         # A prompt is worth more than what drafters would guess meanwhile: its step takes their CPUs, too.
         self._use_threads(StepMode.PLAIN if plan.is_mostly_prefill else plan.mode)
         builder = BatchBuilder()
-        logit_index = [_pack(builder, part) for part in plan.parts]
+        rows = [_pack(builder, part) for part in plan.parts]
         logits = self._decoder.forward(builder.build(), self._cache).cpu().numpy()
-        return [
-            self._judge(part, logits, index, plan.batch_size)
-            for part, index in zip(plan.parts, logit_index, strict=True)
-            if part.commits
-        ]
+        outcomes: list[Outcome] = []
+        for part, its in zip(plan.parts, rows, strict=True):
+            if its.judged or part.commits:
+                outcomes += self._judge(part, logits, its, plan.batch_size)
+        return outcomes
 
-    def _judge(
-        self, part: Part[TargetSession], logits: np.ndarray, logit_index: dict[int, int], batch_size: int
-    ) -> Outcome:
+    def _judge(self, part: Part[TargetSession], logits: np.ndarray, rows: _Rows, batch_size: int) -> list[Outcome]:
         session = part.session
+        outcomes: list[Outcome] = []
         try:
-            verdict = session.judge(part.nodes, lambda node: logits[logit_index[id(node)]])
+            if rows.judged:
+                judged = logits[rows.first_judged : rows.first_judged + len(rows.judged)]
+                outcomes.append((session.serial, session.judge_prompt(rows.judged, judged)))
+            if not part.commits:
+                return outcomes
+            verdict = session.judge(part.nodes, lambda node: logits[rows.index[id(node)]])
         except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
             self.scheduler.give_up(part, is_asked_for=isinstance(error, InvalidRequestError))
-            return session.serial, _blame(session.session_id, error)
-        outcome = self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self._clock())
+            return [(session.serial, _blame(session.session_id, error))]
+        outcomes.append(self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self._clock()))
         if not session.ended:
             self._sources.add(session)
-        return outcome
+        return outcomes
 
     def _move_accepted(self) -> None:
         """Puts the KV of accepted nodes in place, before anything else is written to scratch slots."""
@@ -333,22 +338,38 @@ class TargetEngine:
         return TargetOutput(committed=outcomes, to_drafters=to_drafters, broken_links=broken, report=report)
 
 
-def _pack(builder: BatchBuilder, part: Part[TargetSession]) -> dict[int, int]:
-    """Adds the rows of a session; returns where the logits of its root and nodes will be, by `id` of the node."""
-    pages = part.session.pages
-    root_index = builder.add_prefix(pages, part.start, part.stop, wants_logits=part.commits)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where a session's logits are in a step.
+
+    Attributes:
+        index: Of its root and nodes, by `id` of the node.
+        judged: Positions of the prompt whose logits are there, too.
+        first_judged: Where they begin.
+    """
+
+    index: dict[int, int]
+    judged: range
+    first_judged: int
+
+
+def _pack(builder: BatchBuilder, part: Part[TargetSession]) -> _Rows:
+    """Adds the rows of a session; returns where their logits will be."""
+    pages, judged = part.session.pages, part.judged
+    rows = _Rows({}, judged, builder.num_wanted)
+    root_index = builder.add_prefix(pages, part.start, part.stop, wants_logits=part.commits, judged=judged)
     if root_index is None:
-        return {}
-    logit_index = {id(part.session.tree.root): root_index}
+        return rows
+    rows.index[id(part.session.tree.root)] = root_index
     for node in part.nodes:
-        logit_index[id(node)] = builder.add_node(
+        rows.index[id(node)] = builder.add_node(
             pages,
             token_id=node.token_id,
             position=node.position,
             slot=part.slots[id(node)],
             ancestors=ancestor_slots(node, part.slots),
         )
-    return logit_index
+    return rows
 
 
 def _blame(session_id: str, error: Exception) -> PacelineError:

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.core.calibration import Calibrations
 from paceline.core.grammar import GrammarState, OutputGrammar
-from paceline.core.messages import GenerateRequest, ModelIdentity
+from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
 from paceline.core.rules import Rule, Verdict, token_fates
@@ -151,6 +151,25 @@ class TargetSession(ScheduledSession):
             node = node.children.get(token_id)
         self._fates = token_fates(root, verified, kept)
         return verdict if len(kept) == len(verdict.token_ids) else replace(verdict, token_ids=tuple(kept))
+
+    def judge_prompt(self, positions: range, logits: np.ndarray) -> CommittedTokens:
+        """Tells how likely the tokens of the prompt were that stand after some of its positions.
+
+        Args:
+            positions: Of the rows.
+            logits: Their logits, `[len(positions), vocab]`.
+
+        Raises:
+            UnusableLogitsError: The model gave nothing to choose from.
+        """
+        count = self.request.sampling.prompt_logprobs
+        assert count is not None, "asked for, or there would be no rows"
+        return self.tell_judged(
+            [
+                self._sampler.logprobs(row, self.tokens[position + 1], count)
+                for position, row in zip(positions, logits, strict=True)
+            ]
+        )
 
     def _take(self, token_id: int, row: np.ndarray) -> None:
         """Appends a token to the prefix; `row` is the one it was chosen from."""

@@ -45,7 +45,7 @@ async def serve_until_signal(config: GatewayConfig) -> None:
     stop = asyncio.Event()
     install_signal_handlers(stop)
     folders = model_folders(config.model, config.model_name)
-    codecs = {name: TextCodec.from_folder(folder) for name, folder in folders.items()}
+    codecs = {name: TextCodec.from_folder(folder, config.chat_template) for name, folder in folders.items()}
     defaults = {name: model_defaults(config.generation_config, folder) for name, folder in folders.items()}
     settle_heap()
     async with open_store(config.redis_url) as store:

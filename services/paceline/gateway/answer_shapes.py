@@ -35,7 +35,15 @@ HEALTH = _shape(
     **dict.fromkeys(("verifiers", "drafters", "sessions"), _Count),
 )
 _CONTEXT_LEN = Annotated[int, Field(ge=1)] | None
-MODEL = _shape("Model", id=str, object=Literal["model"], created=_Count, owned_by=str, max_model_len=_CONTEXT_LEN)
+MODEL = _shape(
+    "Model",
+    id=str,
+    object=Literal["model"],
+    created=_Count,
+    owned_by=str,
+    max_model_len=_CONTEXT_LEN,
+    exact=bool | None,
+)
 MODELS = _shape("ModelList", object=Literal["list"], data=conlist(MODEL))
 VERSION = _shape("Version", version=str)
 LOAD = _shape("Load", server_load=_Count)
@@ -53,7 +61,7 @@ _SPECULATION = _shape(
     **dict.fromkeys(("mean_acceptance_length", "draft_acceptance_rate", "mean_batch_size"), float),
     acceptance_histogram=list[_Count],
     **{f"num_{each}": _Count for each in _COUNTED},
-    lossy=bool,
+    **dict.fromkeys(("lossy", "exact"), bool),
 )
 _METRICS = _shape("Metrics", speculative_decoding=_SPECULATION | None)
 
@@ -63,15 +71,24 @@ _CHAT_LOGPROBS = _shape("ChatLogprobs", content=conlist(_POSITION))
 _TEXT_LOGPROBS = _shape(
     "CompletionLogprobs",
     tokens=list[str],
-    token_logprobs=list[float],
-    top_logprobs=list[dict[str, float]],
+    token_logprobs=list[float | None],
+    top_logprobs=list[dict[str, float] | None],
     text_offset=list[_Count],
 )
 _TOKEN_FATES = _maybe(
     conlist(_shape("TokenText", text=str, fate=TokenFate | None)),
     "Tokens behind the text, whose texts join to it; fate is null where it is not known.",
 )
-_TEXT: Fields = {"text": str, "logprobs": _TEXT_LOGPROBS | None}
+_TOKEN_IDS = _maybe(list[_Count], "Generated tokens, as `return_token_ids` asks for.")
+_PROMPT_LOGPROB = _shape("PromptLogprob", logprob=float, rank=Annotated[int, Field(ge=1)], decoded_token=str)
+_OF_PROMPT: Fields = {
+    "prompt_token_ids": _maybe(list[_Count], "The prompt's tokens, as `return_token_ids` asks for."),
+    "prompt_logprobs": _maybe(
+        list[dict[str, _PROMPT_LOGPROB] | None],  # type: ignore[valid-type]
+        "By token ids, at each position of the prompt: null at the first, which nothing stands before.",
+    ),
+}
+_TEXT: Fields = {"text": str, "logprobs": _TEXT_LOGPROBS | None, **_OF_PROMPT}
 _CHAT: Fields = {"logprobs": _CHAT_LOGPROBS | None}
 _FUNCTION = _shape("CalledFunctionTold", name=str, arguments=str)
 _CALL = _shape("ToolCallTold", id=str, type=Literal["function"], function=_FUNCTION)
@@ -106,28 +123,27 @@ _MAYBE_USAGE = _maybe(_USAGE | None, "As asked for in `stream_options`.")
 _MAYBE_METRICS = _maybe(_METRICS, "At the end of a choice, and of a stream with usage.")
 
 
-def _whole(name: str, kind: Any, **body: Any) -> type[BaseModel]:
-    return _answer(
-        name, kind, {"finish_reason": FinishReason | Literal["tool_calls"], **body}, usage=_USAGE, metrics=_METRICS
-    )
+_ENDS = FinishReason | Literal["tool_calls"]
 
 
-def _chunk(name: str, kind: Any, **body: Any) -> type[BaseModel]:
-    return _answer(
-        name,
-        kind,
-        {"finish_reason": FinishReason | Literal["tool_calls"] | None, **body},
-        usage=_MAYBE_USAGE,
-        metrics=_MAYBE_METRICS,
-    )
+def _whole(name: str, kind: Any, more: Fields, **body: Any) -> type[BaseModel]:
+    return _answer(name, kind, {"finish_reason": _ENDS, **body}, usage=_USAGE, metrics=_METRICS, **more)
+
+
+def _chunk(name: str, kind: Any, more: Fields, **body: Any) -> type[BaseModel]:
+    counts = {"usage": _MAYBE_USAGE, "metrics": _MAYBE_METRICS}
+    return _answer(name, kind, {"finish_reason": _ENDS | None, **body}, **counts, **more)
 
 
 def _answer(name: str, kind: Any, choice: Fields, **counts: Any) -> type[BaseModel]:
-    choices = conlist(_shape(f"{name}Choice", index=_Count, token_fates=_TOKEN_FATES, **choice))
+    fields: Fields = {"token_fates": _TOKEN_FATES, "token_ids": _TOKEN_IDS, **choice}
+    choices = conlist(_shape(f"{name}Choice", index=_Count, **fields))
     return _shape(name, id=str, object=kind, created=_Count, model=str, choices=choices, **counts)
 
 
-COMPLETION = _whole("Completion", Literal["text_completion"], **_TEXT)
-COMPLETION_CHUNK = _chunk("CompletionChunk", Literal["text_completion"], **_TEXT)
-CHAT_COMPLETION = _whole("ChatCompletion", Literal["chat.completion"], message=_MESSAGE, **_CHAT)
-CHAT_COMPLETION_CHUNK = _chunk("ChatCompletionChunk", Literal["chat.completion.chunk"], delta=_DELTA, **_CHAT)
+COMPLETION = _whole("Completion", Literal["text_completion"], {}, **_TEXT)
+COMPLETION_CHUNK = _chunk("CompletionChunk", Literal["text_completion"], {}, **_TEXT)
+CHAT_COMPLETION = _whole("ChatCompletion", Literal["chat.completion"], _OF_PROMPT, message=_MESSAGE, **_CHAT)
+CHAT_COMPLETION_CHUNK = _chunk(
+    "ChatCompletionChunk", Literal["chat.completion.chunk"], _OF_PROMPT, delta=_DELTA, **_CHAT
+)

@@ -22,6 +22,8 @@ Json = dict[str, Any]
 
 # JSON has no infinity; vLLM writes this for a token that cannot be.
 LEAST_LOGPROB = -9999.0
+# A token, and how likely it was; None: nothing says, as nothing stands before it.
+Judged = tuple[int, PositionLogprobs | None]
 
 
 TOOL_CALLS = "tool_calls"
@@ -45,7 +47,10 @@ class ChoiceState:
 
     request: SessionRequest
     texts: list[str] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    judged: list[Judged] = field(default_factory=list)
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    begun: bool = False
     tokens: list[TokenText] = field(default_factory=list)
     num_generated_tokens: int = 0
     characters: CharacterCount = field(default_factory=CharacterCount)
@@ -64,6 +69,17 @@ class ChoiceState:
         assert self.message is not None
         self.message.read(piece.known_text)
         return self.message.read(piece.text)
+
+    def begin(self, piece: Piece) -> tuple[str, list[Judged]]:
+        """Takes in a piece; returns the text and the tokens of the prompt, where the answer begins with them."""
+        if self.begun:
+            return "", []
+        self.begun, self.prompt_logprobs = True, piece.prompt_logprobs
+        request = self.request
+        if request.echo is None or request.resumed:
+            return "", []
+        first: list[Judged] = [] if request.sampling.logprobs is None else [(request.prompt_token_ids[0], None)]
+        return request.echo, [*first, *((each.token_id, each) for each in piece.prompt_logprobs if first)]
 
 
 class Answer:
@@ -90,11 +106,13 @@ class Answer:
     def add_piece(self, index: int, piece: Piece) -> None:
         """Takes a piece of a choice for the whole."""
         choice = self._choices[index]
+        echo, judged = choice.begin(piece)
         if choice.message is None:
-            choice.texts.append(piece.text)
+            choice.texts.append(echo + piece.text)
         else:
             choice.read(piece)
-        choice.logprobs += piece.logprobs
+        choice.judged += judged + _judged(piece)
+        choice.token_ids += piece.token_ids
         choice.tokens += piece.tokens
         choice.num_generated_tokens += len(piece.token_ids)
 
@@ -116,14 +134,19 @@ class Answer:
         """Returns the chunk of a piece; None if there is nothing to show."""
         choice = self._choices[index]
         choice.num_generated_tokens += len(piece.token_ids)
-        logprobs = self._logprobs(choice, piece.logprobs)
-        delta = {"content": piece.text} if piece.text else {}
+        first = not choice.begun
+        echo, judged = choice.begin(piece)
+        text, logprobs = echo + piece.text, self._logprobs(choice, judged + _judged(piece))
+        delta = {"content": text} if text else {}
         if choice.message is not None:
             delta = choice.message.delta(choice.read(piece))
-        if not delta and not piece.tokens and logprobs is None:
+        shows_ids = choice.request.return_token_ids and bool(piece.token_ids)
+        if not delta and not piece.tokens and logprobs is None and not shows_ids:
             return None
         chunk = self._chunk(index, delta or {"content": ""}, logprobs, None)
-        chunk["choices"][0] |= _fates(choice, piece.tokens)
+        chunk["choices"][0] |= _fates(choice, piece.tokens) | _token_ids(choice, piece.token_ids)
+        if first:
+            self._add_prompt(chunk["choices"][0], chunk, choice)
         return chunk
 
     def ending_chunk(self, index: int, ending: Ending) -> Json:
@@ -145,13 +168,26 @@ class Answer:
 
     def whole(self) -> Json:
         """Returns the response in one piece; all choices have ended."""
-        return {
+        whole: Json = {
             **self._head,
             "object": self._object_name(chunk=False),
             "choices": [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)],
             "usage": self.usage(),
             "metrics": self._metrics(),
         }
+        for shown, choice in zip(whole["choices"], self._choices, strict=True):
+            self._add_prompt(shown, whole, choice)
+        return whole
+
+    def _add_prompt(self, shown: Json, answer: Json, choice: ChoiceState) -> None:
+        """Adds what was asked of the prompt: to each choice, or for a chat, which has one prompt, to the answer."""
+        request = choice.request
+        place = answer if self._chat else shown
+        if request.return_token_ids and not request.resumed:
+            place["prompt_token_ids"] = list(request.prompt_token_ids)
+        if choice.ending is not None and request.sampling.prompt_logprobs is not None:
+            codec = request.model.codec
+            place["prompt_logprobs"] = [None, *(_by_token_id(codec, each) for each in choice.prompt_logprobs)]
 
     def usage(self) -> Json:
         """Returns the token counts; a prompt counts once, however many samples it has."""
@@ -188,18 +224,19 @@ class Answer:
         return {
             "index": index,
             **body,
-            "logprobs": self._logprobs(choice, choice.logprobs),
+            "logprobs": self._logprobs(choice, choice.judged),
             "finish_reason": choice.finish_reason,
             **_fates(choice, choice.tokens),
+            **_token_ids(choice, choice.token_ids),
         }
 
-    def _logprobs(self, choice: ChoiceState, positions: Sequence[PositionLogprobs]) -> Json | None:
-        if not positions:
+    def _logprobs(self, choice: ChoiceState, judged: Sequence[Judged]) -> Json | None:
+        if not judged:
             return None
         codec = choice.request.model.codec
         if self._chat:
-            return {"content": [_chat_position(codec, position) for position in positions]}
-        return _completion_logprobs(codec, choice, positions)
+            return {"content": [_chat_position(codec, each) for _, each in judged if each is not None]}
+        return _completion_logprobs(codec, choice, judged)
 
 
 def metrics(record: SpeculationRecord | None) -> Json:
@@ -219,6 +256,7 @@ def metrics(record: SpeculationRecord | None) -> Json:
             "num_hits": record.num_hits,
             "num_misses": record.num_misses,
             "lossy": record.lossy,
+            "exact": not record.law_only,
         }
     }
 
@@ -231,6 +269,28 @@ def _fates(choice: ChoiceState, tokens: Sequence[TokenText]) -> Json:
         "token_fates": [
             {"text": token.text, "fate": None if token.fate is None else token.fate.value} for token in tokens
         ]
+    }
+
+
+def _token_ids(choice: ChoiceState, token_ids: Sequence[int]) -> Json:
+    """Returns generated tokens, as a field of a choice, where that was asked for."""
+    return {"token_ids": list(token_ids)} if choice.request.return_token_ids else {}
+
+
+def _judged(piece: Piece) -> list[Judged]:
+    return [(each.token_id, each) for each in piece.logprobs]
+
+
+def _by_token_id(codec: TextCodec, position: PositionLogprobs) -> Json:
+    """Returns the alternatives at a position of the prompt, and the token that stands there, by their ids."""
+    ranked = [(*each, rank) for rank, each in enumerate(position.top, 1)]
+    return {
+        str(token_id): {
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "rank": rank,
+            "decoded_token": codec.token_bytes(token_id).decode(errors="replace"),
+        }
+        for token_id, logprob, rank in ((position.token_id, position.logprob, position.rank), *ranked)
     }
 
 
@@ -248,18 +308,18 @@ def _chat_token(codec: TextCodec, token_id: int, logprob: float) -> Json:
     }
 
 
-def _completion_logprobs(codec: TextCodec, choice: ChoiceState, positions: Sequence[PositionLogprobs]) -> Json:
-    spelled = [codec.token_bytes(position.token_id) for position in positions]
+def _completion_logprobs(codec: TextCodec, choice: ChoiceState, judged: Sequence[Judged]) -> Json:
+    spelled = [codec.token_bytes(token_id) for token_id, _ in judged]
     offsets: list[int] = []
-    for position, data in zip(positions, spelled, strict=True):
+    for (token_id, _), data in zip(judged, spelled, strict=True):
         # Where the character begins that the token is part of; special tokens stand in no text.
         offsets.append(choice.characters.num_whole)
-        if codec.is_visible(position.token_id):
+        if codec.is_visible(token_id):
             choice.characters.add(data)
     return {
         "tokens": [data.decode(errors="replace") for data in spelled],
-        "token_logprobs": [max(position.logprob, LEAST_LOGPROB) for position in positions],
-        "top_logprobs": [_top_by_text(codec, position) for position in positions],
+        "token_logprobs": [None if each is None else max(each.logprob, LEAST_LOGPROB) for _, each in judged],
+        "top_logprobs": [None if each is None else _top_by_text(codec, each) for _, each in judged],
         "text_offset": offsets,
     }
 

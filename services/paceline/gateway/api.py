@@ -18,6 +18,7 @@ from paceline.core.params import (
     MAX_DRAFT_TOKENS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_METHOD_CHARS,
+    MAX_PRIORITY,
     MAX_SEED,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
@@ -30,6 +31,7 @@ from paceline.gateway.requests import (
     MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
+    MAX_TEMPLATE_CHARACTERS,
 )
 from paceline.gateway.tools import MAX_TOOLS, Tool, ToolCall
 
@@ -50,14 +52,10 @@ NO_EFFECT = frozenset(
 )
 # Fields that would change the answer in ways not served here; with these values they ask for nothing.
 NOT_SERVED: Mapping[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
     "audio": (),
     "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": ("",),
@@ -68,10 +66,8 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "regex": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -187,6 +183,9 @@ class CommonBody(Fields):
     truncate_prompt_tokens: int | None = _told(
         None, anyOf=[{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]
     )
+    prompt_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+    return_token_ids: bool = False
+    priority: int = _told(0, minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
     cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
     seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)
     stream: bool = False
@@ -198,6 +197,8 @@ class CompletionBody(CommonBody):
     """Body of /v1/completions."""
 
     prompt: SkipValidation[_Prompt]
+    max_tokens: int | None = _told(None, minimum=0)
+    echo: bool = False
     logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
 
 
@@ -243,6 +244,10 @@ class ChatFields(Fields):
 
     messages: list[SkipValidation[ChatMessage]] = _told(minItems=1)
     tools: list[SkipValidation[Tool]] = _told([], maxItems=MAX_TOOLS)
+    # Where it is absent: unless the last message is to be gone on with.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = _told(None, maxLength=MAX_TEMPLATE_CHARACTERS)
     chat_template_kwargs: dict[str, Any] = _told({}, propertyNames={"not": {"enum": sorted(TEMPLATE_NAMES)}})
 
 
@@ -250,7 +255,8 @@ class ChatBody(CommonBody, ChatFields):
     """Body of /v1/chat/completions."""
 
     not_served: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        name: values for name, values in NOT_SERVED.items() if name not in OF_CHATS
+        **{name: values for name, values in NOT_SERVED.items() if name not in OF_CHATS},
+        "echo": (False,),
     }
 
     tool_choice: SkipValidation[Literal["none", "auto", "required"] | NamedTool | None] = None
@@ -275,10 +281,7 @@ class TokenizeChatBody(ChatFields):
     """Body of /tokenize with messages."""
 
     not_served = {  # noqa: RUF012
-        "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
-        "chat_template": (),
-        "continue_final_message": (False,),
         "return_token_strs": (False,),
     }
 
@@ -305,4 +308,6 @@ def parse_body(body_class: type[BodyT], fields: Mapping[str, Any], unknown: Unkn
     body = read_fields(body_class, fields, unknown)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options", "is only allowed with stream: true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs", "is not available with stream: true")
     return body

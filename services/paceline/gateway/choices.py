@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.core.errors import InvalidRequestError
-from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams, check_priority
 from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatFields, ChatMessage, CommonBody, CompletionBody, TextPart
+from paceline.gateway.chat import ChatTemplate
 from paceline.gateway.fields import UnknownFields, read_fields
 from paceline.gateway.generation_config import MODEL_SAMPLING
 from paceline.gateway.grammars import grammar_of_json_schema
@@ -20,9 +21,11 @@ from paceline.gateway.message_form import QWEN3_CODER, MessageForm, begins_think
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
+    MAX_TEMPLATE_CHARACTERS,
     ServedModel,
     SessionRequest,
     bad_word_tokens,
+    check_judged,
     check_prompt,
     check_salt,
     check_stops,
@@ -59,17 +62,31 @@ def completion_sessions(body: CompletionBody, model: ServedModel, request_id: st
         )
     keep_last = tokens_kept(model, body.truncate_prompt_tokens, body.max_tokens)
     prompts = [_encode_prompt(model, field, value, keep_last) for field, value in given]
-    return _sessions(
+    prompt_only = body.max_tokens == 0 and (body.echo or body.prompt_logprobs is not None)
+    sessions = _sessions(
         body,
         model,
         request_id,
         prompts,
-        wanted=body.max_tokens,
+        wanted=1 if prompt_only else body.max_tokens,
         wanted_field="max_tokens",
         unasked=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         grammar=grammar_of(body),
+        prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     )
+    sessions = [replace(session, prompt_only=prompt_only) for session in sessions] if prompt_only else sessions
+    if not body.echo:
+        return sessions
+    texts = [
+        value if isinstance(value, str) and keep_last is None else _text_of(model, prompt, body.skip_special_tokens)
+        for (_, value), prompt in zip(given, prompts, strict=True)
+    ]
+    return [replace(session, echo=texts[index // body.n]) for index, session in enumerate(sessions)]
+
+
+def _text_of(model: ServedModel, prompt: _Prompt, skip_special_tokens: bool) -> str:
+    return model.codec.decode(prompt.token_ids, special_tokens=not skip_special_tokens)
 
 
 def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: UnknownFields) -> list[SessionRequest]:
@@ -105,6 +122,7 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
         logprobs=top_logprobs if body.logprobs else None,
         grammar=grammar,
         form=_form(model, toolbox, token_ids, grammar),
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
@@ -149,6 +167,7 @@ def _sessions(
     logprobs: int | None,
     grammar: str,
     form: MessageForm | None = None,
+    prompt_logprobs: int | None,
 ) -> list[SessionRequest]:
     stops = check_stops(_stop_strings(body.stop))
     speculation = SpeculationParams(
@@ -158,11 +177,15 @@ def _sessions(
         method=body.speculation.method,
     )
     bad_words = bad_word_tokens(model, body.bad_words)
+    check_priority(body.priority)
+    if prompt_logprobs is not None:
+        num_tokens = body.n * sum(len(prompt.token_ids) for prompt in prompts)
+        check_judged(num_tokens, prompt_logprobs, field="prompt_logprobs")
     sessions: list[SessionRequest] = []
     for prompt in prompts:
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
         for seed in _seeds(body):
-            sampling = _sampling(body, model, max_tokens, logprobs, seed, bad_words, grammar)
+            sampling = _sampling(body, model, max_tokens, (logprobs, prompt_logprobs), seed, bad_words, grammar)
             sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
             sessions.append(
                 SessionRequest(
@@ -175,6 +198,8 @@ def _sessions(
                     include_stop_str_in_output=body.include_stop_str_in_output,
                     skip_special_tokens=body.skip_special_tokens,
                     cache_salt=check_salt(body.cache_salt),
+                    priority=body.priority,
+                    return_token_ids=body.return_token_ids,
                     token_fates=body.speculation.token_fates,
                     whole=not body.stream and not stops,
                     form=form,
@@ -187,7 +212,7 @@ def _sampling(
     body: CommonBody,
     model: ServedModel,
     max_tokens: int,
-    logprobs: int | None,
+    logprobs: tuple[int | None, int | None],
     seed: int,
     bad_words: tuple[tuple[int, ...], ...],
     grammar: str,
@@ -207,7 +232,8 @@ def _sampling(
         bad_words=bad_words,
         grammar=grammar,
         ignore_eos=body.ignore_eos,
-        logprobs=logprobs,
+        logprobs=logprobs[0],
+        prompt_logprobs=logprobs[1],
         seed=seed,
     )
 
@@ -298,7 +324,8 @@ def chat_tokens(
     Raises:
         InvalidRequestError: There is no template, it refuses the messages, or one of them is wrong or too long.
     """
-    if model.codec.chat_template is None:
+    template = _template(body, model)
+    if template is None and model.codec.chat_template is None:
         raise InvalidRequestError(
             "messages", f"model {model.identity.name!r} has no chat template; use /v1/completions"
         )
@@ -312,11 +339,34 @@ def chat_tokens(
             "messages",
             f"has {len(body.messages)} entries, more than the context of {model.context_len} tokens holds",
         )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequestError("add_generation_prompt", "must not be true with continue_final_message")
+    asks = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     messages = [_plain_message(message, f"messages[{index}]", unknown) for index, message in enumerate(body.messages)]
     variables = {**(extra or {}), **body.chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
     return model.codec.encode_chat(
-        messages, variables, field="messages", context_len=model.context_len, keep_last=keep_last
+        messages,
+        {**variables, "add_generation_prompt": asks},
+        field="messages",
+        context_len=model.context_len,
+        keep_last=keep_last,
+        template=template,
+        continue_last=body.continue_final_message,
     )
+
+
+def _template(body: ChatFields, model: ServedModel) -> ChatTemplate | None:
+    """Returns the chat template that a request brings; None: it brings none."""
+    if body.chat_template is None:
+        return None
+    if not model.trusts_templates:
+        raise InvalidRequestError("chat_template", "is not allowed here (--trust-request-chat-template allows it)")
+    if len(body.chat_template) > MAX_TEMPLATE_CHARACTERS:
+        raise InvalidRequestError("chat_template", f"must have at most {MAX_TEMPLATE_CHARACTERS} characters")
+    try:
+        return model.codec.template(body.chat_template)
+    except ConfigError as error:
+        raise InvalidRequestError("chat_template", str(error)) from error
 
 
 def _plain_message(given: Any, field: str, unknown: UnknownFields) -> Json:

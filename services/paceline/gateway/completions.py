@@ -124,7 +124,7 @@ class CompletionEndpoint:
             chat=self._chat,
             request_id=own_id,
             created_s=int(time.time()),
-            model_name=requests[0].model.identity.name,
+            model_name=requests[0].model.shown_name,
             requests=requests,
             samples_per_prompt=samples_per_prompt,
         )

@@ -19,6 +19,15 @@ class GatewayConfig:
         help="Checkpoint folder with the tokenizer of a served model; NAME=FOLDER to give it a name."
     )
     model_name: str = setting("", help="Name of the model if there is one only; empty: the folder's name.")
+    served_model_name: tuple[str, ...] = setting(
+        (), help="Further names that a model is asked for by; ALIAS=NAME where --model names several."
+    )
+    chat_template: Path | None = setting(
+        None, help="Jinja file that makes prompts of chats, instead of the template of each --model."
+    )
+    trust_request_chat_template: bool = setting(
+        False, help="Let requests bring chat templates of their own; one that loops for ever takes a thread for ever."
+    )
     generation_config: str = setting(
         "auto",
         help="Where the models' own sampling defaults come from: auto, the generation_config.json of each --model; "
@@ -53,6 +62,10 @@ class GatewayConfig:
     strict_fields: bool = setting(
         False, help="Refuse requests with unknown fields, instead of ignoring these and naming them in a header."
     )
+    allowed_origins: tuple[str, ...] = setting(
+        (), help="Origins whose pages may call the HTTP door (CORS), such as https://chat.example.com; * for all."
+    )
+    access_log: bool = setting(False, help="Log a line for each HTTP request when its answer has ended.")
     max_body_bytes: int = setting(
         4 * 1024 * 1024, help="Largest request body.", unit="bytes", low=1024, high=256 * 1024 * 1024
     )
@@ -102,6 +115,29 @@ class GatewayConfig:
         check_families(self.tool_call_parser, self.reasoning_parser)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together; give both or neither")
+
+
+def model_aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Returns the model behind each further name.
+
+    Args:
+        given: ALIAS, where there is one model, or ALIAS=NAME.
+        names: Those of the models.
+
+    Raises:
+        ConfigError: It is not said which model is meant, it is not served, or a name has two meanings.
+    """
+    aliases: dict[str, str] = {}
+    for each in given:
+        alias, separator, name = each.partition("=")
+        if not separator and len(names) > 1:
+            raise ConfigError(f"--served-model-name {each}: of several models, say which: {each}=NAME")
+        name = name if separator else names[0]
+        if not alias or name not in names:
+            raise ConfigError(f"--served-model-name {each}: must be ALIAS=NAME, NAME one of {', '.join(names)}")
+        if aliases.setdefault(alias, name) != name or (alias in names and alias != name):
+            raise ConfigError(f"--served-model-name {each}: {alias!r} is the name of another model as well")
+    return aliases
 
 
 def model_folders(models: Sequence[str], model_name: str) -> dict[str, Path]:

@@ -55,6 +55,8 @@ class Fleet:
         defaults: Mapping[str, ModelDefaults] | None = None,
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
+        aliases: Mapping[str, str] | None = None,
+        trusts_templates: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Knows no replica until the first `refresh`.
@@ -66,6 +68,8 @@ class Fleet:
             defaults: Of models that have some, by name.
             tool_call_parser: How models write calls: a family, `auto` or `none`.
             reasoning_parser: How they write reasoning, likewise.
+            aliases: Further names, and whose.
+            trusts_templates: Whether requests may bring chat templates of their own.
             clock: Monotonic seconds.
         """
         self._view = RegistryView(registry, answers=answers, clock=clock)
@@ -75,6 +79,8 @@ class Fleet:
             name: Families.of(tool_call_parser, reasoning_parser, codec.template_source)
             for name, codec in self._codecs.items()
         }
+        self._aliases = dict(aliases or {})
+        self._trusts_templates = trusts_templates
         self._warned_of: set[str] = set()
 
     @property
@@ -88,9 +94,14 @@ class Fleet:
         return self._view.error
 
     @property
-    def model_names(self) -> list[str]:
-        """Names of the models that can be asked for, with or without a verifier at the moment."""
+    def own_names(self) -> list[str]:
+        """Names of the models, as their verifiers announce them."""
         return sorted(self._codecs)
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names that can be asked for, with or without a verifier at the moment."""
+        return sorted({*self._codecs, *self._aliases})
 
     def verifiers(self, name: str) -> list[Replica]:
         """Returns the verifiers of a model that take sessions and speak this gateway's tokens."""
@@ -102,6 +113,7 @@ class Fleet:
 
     def identity(self, name: str) -> ModelIdentity | None:
         """Returns what the verifier of the model with the longest context says of it; None if none is known."""
+        name = self._aliases.get(name, name)
         known = [each.identity for each in able_verifiers(self.replicas, name) if each.identity is not None]
         same = [each.identity for each in self.verifiers(name) if each.identity is not None]
         return max(same or known, key=lambda identity: identity.context_len, default=None)
@@ -114,7 +126,8 @@ class Fleet:
             UnavailableError: It is, but no verifier is there, or one for other tokens than ours.
         """
         if not name and len(self._codecs) == 1:
-            name = self.model_names[0]
+            [name] = self._codecs
+        asked, name = name, self._aliases.get(name, name)
         codec = self._codecs.get(name)
         if codec is None:
             raise ModelNotFoundError(f"model: {name[:80]!r} is not served here; served: {', '.join(self.model_names)}")
@@ -130,6 +143,8 @@ class Fleet:
             codec=codec,
             defaults=self._defaults.get(name, NO_DEFAULTS),
             families=self._families[name],
+            trusts_templates=self._trusts_templates,
+            asked_name=asked,
         )
 
     def addresses(self) -> list[str]:

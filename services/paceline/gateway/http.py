@@ -133,6 +133,7 @@ def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:
         "created": started_s,
         "owned_by": OWNER,
         "max_model_len": None if identity is None else identity.context_len,
+        "exact": None if identity is None else identity.exact,
     }
 
 

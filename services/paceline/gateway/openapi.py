@@ -16,7 +16,7 @@ from paceline.gateway import answer_shapes as shapes
 from paceline.gateway.api import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from paceline.gateway.http_response import REQUEST_ID
 from paceline.gateway.reading import IGNORED_FIELDS
-from paceline.gateway.requests import DEFAULT_MAX_TOKENS, MAX_CHOICES
+from paceline.gateway.requests import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPT_LOGPROBS
 
 Json = dict[str, Any]
 
@@ -33,18 +33,26 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
   `max_new_tokens`, or to the end of the context.
 * `truncate_prompt_tokens` keeps the last tokens of a prompt or of a rendered chat: 1 up to less than the context, or -1
   for as many as fit into the context beside `max_tokens`.
+* `echo` begins the text with the prompt, and with `logprobs` these with the prompt's; `prompt_logprobs` tells of the
+  prompt's tokens by themselves. With either of them, `max_tokens` of a text completion may be 0. Log probabilities
+  are those of the model, before any of the sampling fields, and the first token of a prompt has none.
+* `return_token_ids` adds `prompt_token_ids` and `token_ids`; in a stream, the first once, with the first tokens.
+* `continue_final_message` ends a chat's prompt with the last message, which the answer goes on with; it excludes
+  `add_generation_prompt`. `chat_template` needs a gateway with `--trust-request-chat-template`.
+* Images, audio and video in messages are refused by the name of their field.
 * `bad_words` are not generated, neither at the begin of a text nor after a space, as the tokenizer writes them there.
 * `response_format`, `structured_outputs` (`json`, `regex`, `choice`, `grammar` or `json_object`, with
   `whitespace_pattern`) and vLLM's older `guided_*` ask for a text of a form; one of them at most. What cannot be
   compiled within a second is refused with its place.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
   field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
-  `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}.
+  `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}. Tokens of all prompts, times `n`,
+  times 1 + `prompt_logprobs` (or `logprobs` with `echo`) are up to {max_prompt_logprobs:,}.
 * `speculation.token_fates` asks how each token came about: `accepted` is a draft token that matched; the target's own
   is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
   stands there once, also one without text of its own; text then waits for the end of its token.
-* A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them. Calls that have
-  to be made are enforced by a grammar of the schemas of all tools, or of the one that is named.
+* A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them. Calls that
+  have to be made are enforced by a grammar of the schemas of all tools, or of the one that is named.
 * Special tokens spelled out in the messages of a chat stay text; a `prompt` is read as it stands, and may hold some.
 * A stream that fails after its first byte ends with an event that holds the error object.
 * Methods that a path does not have are answered with 405, unknown paths with 404, both with the error object.
@@ -80,7 +88,12 @@ _FROM_SERVER = ("400", "503")
 def openapi_document() -> Json:
     """Returns the description, OpenAPI 3.1."""
     _, schemas = models_json_schema([(each, "validation") for each in _MODELS], ref_template=_REFERENCE)
-    about = ABOUT.format(max_choices=MAX_CHOICES, ignored_fields=IGNORED_FIELDS, default_max_tokens=DEFAULT_MAX_TOKENS)
+    about = ABOUT.format(
+        max_choices=MAX_CHOICES,
+        max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
+        ignored_fields=IGNORED_FIELDS,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+    )
     posts = {
         "/v1/completions": _generation("createCompletion", *_COMPLETION),
         "/v1/chat/completions": _generation("createChatCompletion", *_CHAT),

@@ -29,6 +29,7 @@ from paceline.gateway.full_verifiers import ToldFull
 from paceline.gateway.records import SessionTrail
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.routing import Router
+from paceline.gateway.session_output import sum_of_records
 from paceline.gateway.verifier_client import RunningCall, VerifierClient
 from paceline.obs import attributes as names
 from paceline.obs.tracing import OFF, Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of
@@ -136,10 +137,13 @@ class Placer:
             assert verifier.identity is not None, "a verifier without identity is never chosen"
             running = self._client.running(verifier.address, generate, verifier.identity.vocab_size)
             known = len(trail.token_ids)
+            earlier = trail.speculation
             try:
                 async with aclosing(self._on_verifier(verifier, running, generate, trail, request.span)) as steps:
                     async for step in steps:
                         trail.extend(step.token_ids)
+                        if step.speculation is not None:
+                            trail.speculation = sum_of_records([earlier, step.speculation])
                         yield step
                 self._ejections.served(verifier.replica_id)
                 return
@@ -258,6 +262,7 @@ class Placer:
             whole=request.whole,
             cache_salt=request.prefix_salt,
             suspect=trail.suspicion.suspect,
+            priority=request.priority,
             max_wait_s=self._max_wait_of(request),
         )
 

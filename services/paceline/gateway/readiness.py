@@ -34,12 +34,12 @@ class Readiness:
 def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str]) -> Readiness:
     """Returns how the gateway is now; a dead registry or a failing task is shown, but does not stop it."""
     models: dict[str, str] = {}
-    for name in fleet.model_names:
+    for name in fleet.own_names:
         try:
             fleet.model(name)
         except UnavailableError as error:
             models[name] = str(error)
-    some = len(models) < len(fleet.model_names)
+    some = len(models) < len(fleet.own_names)
     if sessions.draining:
         status = "draining"
     elif not some:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.core.errors import UnavailableError
+from paceline.core.messages import SpeculationRecord, law_only
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.suspicion import Suspicion
 from paceline.obs.tracing import traceparent_of
@@ -53,7 +54,9 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         "stop": list(request.stops),
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "skip_special_tokens": request.skip_special_tokens,
+        "return_token_ids": request.return_token_ids,
         "cache_salt": request.cache_salt,
+        "priority": request.priority,
     }
     if request.form is not None:
         parameters["form"] = request.form.to_json()
@@ -86,6 +89,7 @@ class SessionTrail:
         record: As of now, save for `committed_len`, which follows from the log.
         token_ids: Prompt and committed tokens.
         suspicion: Whether it ends the engines that run it.
+        speculation: What speculation did for it here, as far as verifiers told; not part of the record.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class SessionTrail:
         self.record = record
         self.token_ids = list(token_ids)
         self.suspicion = Suspicion(record.engine_deaths, has_tokens=len(token_ids) > record.prompt_len)
+        self.speculation: SpeculationRecord | None = None
         self._keeps_tokens = keeps_tokens
         self.on_taken_over = on_taken_over
         self._on_change = on_change
@@ -120,6 +125,11 @@ class SessionTrail:
     def mixed(self) -> bool:
         """Whether verifiers of different arithmetic have computed it."""
         return AND in self.record.arithmetic
+
+    @property
+    def law_only(self) -> bool:
+        """Whether a verifier has computed it that promises the law of a text and not its tokens."""
+        return any(map(law_only, self.record.arithmetic.split(AND)))
 
     def may_go_to(self, verifier: Replica) -> bool:
         """Whether a verifier may go on with it: the weights are those it began with.

@@ -24,6 +24,9 @@ MAX_STOP_CHARACTERS = 256
 MAX_BAD_WORD_CHARACTERS = 64
 MAX_CHOICES = 128
 MAX_SALT_CHARACTERS = 128
+MAX_TEMPLATE_CHARACTERS = 100_000
+# Of one request; each is a hundred bytes here and in the answer.
+MAX_PROMPT_LOGPROBS = 500_000
 SALT_CHARS = 32
 DEFAULT_MAX_TOKENS = 16
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
@@ -38,12 +41,21 @@ class ServedModel:
         codec: Its tokenizer.
         defaults: Its own, of sampling.
         families: How it writes calls and reasoning.
+        trusts_templates: Whether requests may bring chat templates of their own.
+        asked_name: The one of its names that it was asked for by; empty: the verifiers' own.
     """
 
     identity: ModelIdentity
     codec: TextCodec
     defaults: ModelDefaults = NO_DEFAULTS
     families: Families = NO_FAMILIES
+    trusts_templates: bool = False
+    asked_name: str = ""
+
+    @property
+    def shown_name(self) -> str:
+        """What answers call it."""
+        return self.asked_name or self.identity.name
 
     @property
     def context_len(self) -> int:
@@ -68,8 +80,12 @@ class SessionRequest:
         arithmetic: Of the verifiers that have computed its tokens; see `paceline.store.base.SessionRecord`.
         engine_deaths: Engines that died of it, one after another; see `paceline.gateway.suspicion`.
         token_fates: Whether to say how each token came about.
+        echo: What the answer's text begins with, the prompt; None: the answer has no prompt in it.
+        prompt_only: Nothing generated is wanted. One token is, for that is what a session ends with, and stays here.
+        return_token_ids: Whether the answer names the tokens of prompt and text.
         whole: The client gets the text in one piece, and nothing in it can end the session early.
         cache_salt: As the request names it; see `prefix_salt`.
+        priority: Lower ones get places at their verifier first.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
         traceparent: Trace context of the recorded request that it began with, if another call has it now.
         form: How its text becomes a message; None: as it is.
@@ -94,7 +110,11 @@ class SessionRequest:
     arithmetic: str = ""
     engine_deaths: int = 0
     cache_salt: str = ""
+    priority: int = 0
     token_fates: bool = False
+    echo: str | None = None
+    prompt_only: bool = False
+    return_token_ids: bool = False
     whole: bool = False
     finished: FinishReason | None = None
     traceparent: str = ""
@@ -109,7 +129,8 @@ class SessionRequest:
     @property
     def resumable(self) -> bool:
         """Whether another call can go on with it: all that the client is told is logged."""
-        return self.sampling.logprobs is None and not self.token_fates
+        sampling = self.sampling
+        return sampling.logprobs is None and sampling.prompt_logprobs is None and not self.token_fates
 
     @property
     def prefix_salt(self) -> str:
@@ -185,6 +206,24 @@ def check_salt(salt: str) -> str:
         raise InvalidRequestError("cache_salt", f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(salt)}")
     utf8_len("cache_salt", salt)
     return salt
+
+
+def check_judged(num_tokens: int, prompt_logprobs: int, *, field: str) -> None:
+    """Refuses log probabilities of prompts that would fill the memory: they are held until all of them are there.
+
+    Args:
+        num_tokens: Of all prompts and samples.
+        prompt_logprobs: Alternatives asked for at each.
+        field: Name of the request field, for the error.
+
+    Raises:
+        InvalidRequestError: There would be too many.
+    """
+    num_entries = num_tokens * (1 + max(0, prompt_logprobs))
+    if num_entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            field, f"asks for {num_entries} log probabilities, at most {MAX_PROMPT_LOGPROBS} are told at once"
+        )
 
 
 def up_to_end(

@@ -21,13 +21,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
 from paceline.credentials import load_tls
 from paceline.gateway.access import Access, GuardedApp
-from paceline.gateway.config import GatewayConfig
+from paceline.gateway.config import GatewayConfig, model_aliases
 from paceline.gateway.connection import BoundedConnection, Connections
 from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.console.frames import OwnCounts
 from paceline.gateway.door_access import DoorTls, guard, load_door_tls
 from paceline.gateway.fair_shares import Shares
 from paceline.gateway.fleet import Fleet
+from paceline.gateway.front import with_front
 from paceline.gateway.generation_config import ModelDefaults
 from paceline.gateway.grpc_door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
 from paceline.gateway.http import create_app
@@ -43,7 +44,7 @@ from paceline.gateway.take_over import Resumption
 from paceline.gateway.text import TextCodec
 from paceline.gateway.verifier_client import VerifierClient
 from paceline.gateway.workers import Workers
-from paceline.obs.families import service_registry, tell_replica
+from paceline.obs.families import MODEL_NAME, service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
@@ -149,18 +150,11 @@ async def _serve(
     workers: tuple[Workers, Workers],
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
-    fleet = Fleet(
-        store,
-        codecs,
-        Probe(tls),
-        defaults=defaults,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
-    )
+    fleet = _fleet(config, store, codecs, defaults, Probe(tls))
     supervisor = Supervisor(registry)
     records = RecordWriter(store, ttl_s=config.record_ttl_s, owner=replica_id)
     client = VerifierClient(config.verifier_silence_s, tls)
-    metrics = GatewayMetrics(registry)
+    metrics = GatewayMetrics(registry, codecs)
     placer = _placer(config, fleet, client, metrics, tracer)
     sessions = Sessions(
         fleet=fleet,
@@ -204,6 +198,25 @@ async def _serve(
         tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)
         on_ready(addresses)
         await stop.wait()
+
+
+def _fleet(
+    config: GatewayConfig,
+    store: Store,
+    codecs: Mapping[str, TextCodec],
+    defaults: Mapping[str, ModelDefaults],
+    probe: Probe,
+) -> Fleet:
+    return Fleet(
+        store,
+        codecs,
+        probe,
+        defaults=defaults,
+        aliases=model_aliases(config.served_model_name, sorted(codecs)),
+        trusts_templates=config.trust_request_chat_template,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
 
 
 def _reader(
@@ -270,7 +283,10 @@ def _console(
             replica_id=replica_id,
             num_sessions=sessions.num_running,
             sessions_at={name: count for name, count in placer.in_flight.items() if count and name in verifiers},
-            tokens=registry.get_sample_value("vllm:generation_tokens_total") or 0.0,
+            tokens=sum(
+                registry.get_sample_value("vllm:generation_tokens_total", {MODEL_NAME: name}) or 0.0
+                for name in fleet.own_names
+            ),
         )
 
     return ConsoleFeed(lambda: fleet.replicas, own_counts) if config.console else None
@@ -301,7 +317,10 @@ async def _doors(
     with listening_socket(config.host, config.port) as listener:
         grpc_server = await _start_grpc(config, servicer, access, limits, tls)
         try:
-            async with _http_server(GuardedApp(app, access), listener, limits.max_connections, tls):
+            guarded = with_front(
+                GuardedApp(app, access), allowed_origins=config.allowed_origins, access_log=config.access_log
+            )
+            async with _http_server(guarded, listener, limits.max_connections, tls):
                 http = f"{config.host}:{listener.getsockname()[1]}"
                 yield Addresses(http=http, grpc=grpc_server.address), grpc_server
                 # Health says no and new requests are refused, but both doors stay open to say so.

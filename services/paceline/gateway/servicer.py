@@ -21,6 +21,7 @@ from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     ServedModel,
     SessionRequest,
+    check_judged,
     check_prompt,
     check_salt,
     check_stops,
@@ -38,6 +39,7 @@ from paceline.obs.tracing import OFF, Tracer, incoming
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.wire import (
     identity_to_pb,
+    position_logprobs_to_pb,
     sampling_from_pb,
     speculation_from_pb,
     speculation_record_to_pb,
@@ -109,7 +111,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Any) -> gateway_pb2.ListModelsResponse:
         """Names the models that a verifier serves at the moment."""
         del request, context
-        identities = [self._fleet.identity(name) for name in self._fleet.model_names]
+        identities = [self._fleet.identity(name) for name in self._fleet.own_names]
         return gateway_pb2.ListModelsResponse(
             models=[identity_to_pb(identity) for identity in identities if identity is not None]
         )
@@ -137,6 +139,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
             cache_salt=check_salt(request.cache_salt),
+            priority=request.priority,
             api_key=current_caller().name,
         )
 
@@ -156,8 +159,6 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
     if not request.HasField("sampling"):
         room = room_for_output(model, prompt_len, None, unasked=DEFAULT_MAX_TOKENS, field="max_tokens")
         return SamplingParams(max_tokens=room, seed=new_seed(), **model.defaults.sampling)
-    if request.sampling.HasField("logprobs"):
-        raise InvalidRequestError("sampling.logprobs", "is served over HTTP only")
     given = request.sampling
     named = {field.name for field, _ in given.ListFields()}
     own = {name: value for name, value in model.defaults.sampling.items() if name not in named}
@@ -168,6 +169,8 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
     if not given.HasField("seed"):
         sampling = replace(sampling, seed=new_seed())
     room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")
+    if sampling.prompt_logprobs is not None:
+        check_judged(prompt_len, sampling.prompt_logprobs, field="sampling.prompt_logprobs")
     sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
     return sampling
 
@@ -175,7 +178,12 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
 def _response(session_id: str, event: Piece | Ending) -> gateway_pb2.GatewayGenerateResponse:
     if isinstance(event, Piece):
         return gateway_pb2.GatewayGenerateResponse(
-            session_id=session_id, text=event.text, token_ids=event.token_ids, offset=event.offset
+            session_id=session_id,
+            text=event.text,
+            token_ids=event.token_ids,
+            offset=event.offset,
+            logprobs=map(position_logprobs_to_pb, event.logprobs),
+            prompt_logprobs=map(position_logprobs_to_pb, event.prompt_logprobs),
         )
     record = event.speculation or SpeculationRecord()
     return gateway_pb2.GatewayGenerateResponse(

@@ -15,7 +15,8 @@ class Piece:
 
     `offset`: generated tokens before these. `digest`: of all up to these, see `paceline.core.token_digest`.
     `known_text`: that of tokens which a client has that goes on with a stream; it has this text, too.
-    `tokens`, where the request asks for it, are those behind the text: their texts join to it.
+    `tokens`, where the request asks for it, are those behind the text: their texts join to it. The first piece has the
+    prompt's log probabilities, where they are asked for: of all its tokens but the first.
     """
 
     text: str
@@ -25,6 +26,7 @@ class Piece:
     offset: int = 0
     digest: str = ""
     known_text: str = ""
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +38,8 @@ class Ending:
         num_prompt_tokens: Tokens of the prompt.
         num_cached_tokens: Of these, found in the verifier's prefix cache.
         num_generated_tokens: Tokens of the answer, a stop token included.
-        speculation: What speculation did; where the gateway ended the session at a stop string the verifier
-            reports nothing, and this is None, or of a lossy session all that is known: that it is.
+        speculation: What speculation did, at all verifiers that ran the session; None where none told, or what is known
+            all the same: that the text was lossy, mixed or in law only.
         timings: Where the time went, as far as the verifier told.
         stop: The stop string that ended it; None: something else did.
     """
@@ -57,20 +59,4 @@ Event = Piece | Ending
 def sum_of_records(records: Sequence[SpeculationRecord | None]) -> SpeculationRecord | None:
     """Returns the record of several sessions, batch sizes weighted by steps; None if nothing is known."""
     known = [record for record in records if record is not None]
-    if not known:
-        return None
-    num_steps = sum(record.num_steps for record in known)
-    longest = max(len(record.acceptance_histogram) for record in known)
-    return SpeculationRecord(
-        num_steps=num_steps,
-        num_spec_steps=sum(record.num_spec_steps for record in known),
-        num_draft_tokens=sum(record.num_draft_tokens for record in known),
-        num_accepted_draft_tokens=sum(record.num_accepted_draft_tokens for record in known),
-        acceptance_histogram=tuple(
-            sum(r.acceptance_histogram[k] for r in known if k < len(r.acceptance_histogram)) for k in range(longest)
-        ),
-        mean_batch_size=sum(r.mean_batch_size * r.num_steps for r in known) / max(1, num_steps),
-        num_hits=sum(record.num_hits for record in known),
-        num_misses=sum(record.num_misses for record in known),
-        lossy=any(record.lossy for record in known),
-    )
+    return SpeculationRecord.sum(known) if known else None

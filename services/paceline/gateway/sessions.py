@@ -14,7 +14,13 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.core.errors import EndsEnginesError, OverloadedError, PacelineError, StaleEpochError, UnavailableError
-from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, SpeculationRecord
+from paceline.core.messages import (
+    CommittedTokens,
+    FinishReason,
+    GenerateResult,
+    PositionLogprobs,
+    SpeculationRecord,
+)
 from paceline.core.params import TYPICAL
 from paceline.gateway.callers import Caller
 from paceline.gateway.fairness import fits
@@ -151,7 +157,7 @@ class Sessions:
         Raises:
             PacelineError: The session could not be run to its end.
         """
-        with Stopwatch(self._metrics, self._clock) as stopwatch:
+        with Stopwatch(self._metrics.of(request.model.identity.name), self._clock) as stopwatch:
             async with aclosing(self._events(request, stopwatch)) as events:
                 async for event in events:
                     yield event
@@ -182,7 +188,6 @@ class Sessions:
 
     def _change_running(self, change: int) -> None:
         self._num_running += change
-        self._metrics.num_requests_running.set(self._num_running)
         if self._num_running:
             self._idle.clear()
         else:
@@ -227,24 +232,32 @@ class Sessions:
         """
         text_stream = TextStream(request)
         client = KnownTokens(request.offset, request.digest)
-        self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+        self._metrics.of(request.model.identity.name).prompt_tokens.inc(len(request.prompt_token_ids))
         num_generated = 0
         result: GenerateResult | None = None
         stopped = lossy = False
+        judged: list[PositionLogprobs] = []
         async with aclosing(self._committed(request, trail)) as steps:
             async for step in steps:
                 lossy |= step.lossy
+                if step.prompt_logprobs:
+                    # A verifier that goes on for another begins anew with them.
+                    judged[step.prompt_offset - 1 :] = step.prompt_logprobs
+                if not step.token_ids and step.result is None:
+                    continue
                 offset, num_known = num_generated, client.take(step.token_ids)
                 known = text_stream.feed(step.token_ids[:num_known])
                 fed = known
                 if not known.stopped:
                     fed = text_stream.feed(step.token_ids[num_known:], step.fates[num_known:])
-                num_new = 0 if known.stopped else fed.num_tokens
+                num_new = 0 if known.stopped or request.prompt_only else fed.num_tokens
                 num_generated += known.num_tokens + num_new
                 stopwatch.tokens(num_new)
                 text, result, stopped = "" if known.stopped else fed.text, step.result, fed.stopped
                 tokens = fed.tokens
-                if result is not None and not stopped:
+                if request.prompt_only:
+                    text, tokens, stopped = "", (), False
+                elif result is not None and not stopped:
                     rest = text_stream.finish()
                     text, tokens, stopped = text + rest.text, tokens + rest.tokens, rest.stopped
                 new = slice(num_known, num_known + num_new)
@@ -256,11 +269,16 @@ class Sessions:
                     offset=offset + num_known,
                     digest=client.digest,
                     known_text=known.text if num_known else "",
+                    prompt_logprobs=tuple(judged),
                 )
+                judged = []
                 if stopped:
                     break
         client.end(num_generated)
-        ending = _ending(request, num_generated, result, stopped=stopped, lossy=lossy, mixed=trail.mixed)
+        record = trail.speculation or (None if result is None else result.speculation)
+        if record is not None or lossy or trail.mixed or trail.law_only:
+            record = replace(record or SpeculationRecord(), lossy=lossy, mixed=trail.mixed, law_only=trail.law_only)
+        ending = _ending(request, num_generated, result, record, stopped=stopped)
         ending = replace(ending, stop=text_stream.stop) if stopped else ending
         stopwatch.ended(ending)
         yield ending
@@ -292,24 +310,25 @@ def _ending(
     request: SessionRequest,
     num_generated: int,
     result: GenerateResult | None,
+    record: SpeculationRecord | None,
     *,
     stopped: bool,
-    lossy: bool,
-    mixed: bool,
 ) -> Ending:
     num_prompt_tokens = len(request.prompt_token_ids)
+    if request.prompt_only and result is not None:
+        result = replace(result, finish_reason=FinishReason.LENGTH)
     if result is None:
         return Ending(
             finish_reason=FinishReason.STOP,
             num_prompt_tokens=num_prompt_tokens,
             num_generated_tokens=num_generated,
-            speculation=SpeculationRecord(lossy=lossy, mixed=mixed) if lossy or mixed else None,
+            speculation=record,
         )
     return Ending(
         finish_reason=FinishReason.STOP if stopped else result.finish_reason,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=result.num_cached_tokens,
         num_generated_tokens=num_generated,
-        speculation=replace(result.speculation, lossy=lossy, mixed=mixed),
+        speculation=record,
         timings=result.timings,
     )

@@ -78,7 +78,7 @@ class Resumption:
             )
         parameters = _Parameters.read(record.params_json)
         sampling = parameters.sampling
-        if sampling.logprobs is not None:
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             raise InvalidRequestError("session_id", "names a session with log probabilities, which are not logged")
         if not 0 <= offset <= sampling.max_tokens:
             raise InvalidRequestError(
@@ -106,6 +106,8 @@ class Resumption:
             offset=offset,
             digest=digest,
             cache_salt=parameters.cache_salt,
+            priority=parameters.priority,
+            return_token_ids=parameters.return_token_ids,
             finished=finished,
             traceparent=parameters.traceparent,
             form=parameters.form,
@@ -121,7 +123,9 @@ class _Parameters:
     stops: tuple[str, ...]
     include_stop_str_in_output: bool
     skip_special_tokens: bool
+    return_token_ids: bool
     cache_salt: str
+    priority: int
     traceparent: str
     form: MessageForm | None
 
@@ -140,7 +144,9 @@ class _Parameters:
                 stops=check_stops(values["stop"]),
                 include_stop_str_in_output=bool(values.get("include_stop_str_in_output", False)),
                 skip_special_tokens=bool(values.get("skip_special_tokens", True)),
+                return_token_ids=bool(values.get("return_token_ids", False)),
                 cache_salt=check_salt(values.get("cache_salt", "")),
+                priority=int(values.get("priority", 0)),
                 traceparent=str(values.get("traceparent", "")),
                 form=MessageForm.from_json(values.get("form")),
             )

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.gateway.chat import ChatTemplate, Message
+from paceline.gateway.continued import up_to_mark, with_end_marked
 from paceline.gateway.detokenizer import Decodes
 from paceline.gateway.spellings import SpecialSpellings, token_ids
 from paceline.vocabulary import vocab_hash
@@ -42,14 +43,28 @@ class TextCodec:
         vocab_hash: What a verifier of the same model announces; empty for a tokenizer that came from no folder.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, vocab_hash: str = "") -> None:
-        """Takes over a tokenizer; truncation and padding are switched off."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        vocab_hash: str = "",
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """Takes over a tokenizer; truncation and padding are switched off.
+
+        Args:
+            tokenizer: Whose.
+            chat_template: How messages become a prompt; None: in no way.
+            vocab_hash: What a verifier of the same model announces.
+            special_tokens: What chat templates may name, `bos_token` and the like.
+        """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.chat_template = chat_template
         self.vocab_hash = vocab_hash
         self._tokenizer = tokenizer
-        self._spellings = None if chat_template is None else SpecialSpellings(tokenizer)
+        self._special_tokens = dict(special_tokens or {})
+        self._spellings = SpecialSpellings(tokenizer)
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.vocab_size = max(vocab.values(), default=-1) + 1
@@ -69,11 +84,15 @@ class TextCodec:
         return "" if self.chat_template is None else self.chat_template.source
 
     @classmethod
-    def from_folder(cls, folder: Path) -> TextCodec:
+    def from_folder(cls, folder: Path, chat_template: Path | None = None) -> TextCodec:
         """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja of a checkpoint folder.
 
+        Args:
+            folder: The folder.
+            chat_template: A template's file instead of the folder's own; None: there is none.
+
         Raises:
-            ConfigError: The folder holds no tokenizer, or one that cannot be read.
+            ConfigError: The folder holds no tokenizer, or one that cannot be read; so it is with the template.
         """
         path = folder / TOKENIZER_FILE
         if not path.is_file():
@@ -82,7 +101,19 @@ class TextCodec:
             tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing more precise
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
-        return cls(tokenizer, _chat_template(folder), vocab_hash(folder))
+        settings = _settings(folder)
+        source = _own_template(folder, settings) if chat_template is None else _read_template(chat_template)
+        special_tokens = _special_tokens(settings)
+        template = None if source is None else ChatTemplate(source, special_tokens)
+        return cls(tokenizer, template, vocab_hash(folder), special_tokens)
+
+    def template(self, source: str) -> ChatTemplate:
+        """Returns another chat template, that names the special tokens of this tokenizer.
+
+        Raises:
+            ConfigError: It has a syntax error.
+        """
+        return ChatTemplate(source, self._special_tokens)
 
     def encode(
         self, text: str, *, field: str, special_tokens: bool, context_len: int, keep_last: int | None = None
@@ -114,6 +145,8 @@ class TextCodec:
         field: str,
         context_len: int,
         keep_last: int | None = None,
+        template: ChatTemplate | None = None,
+        continue_last: bool = False,
     ) -> tuple[int, ...]:
         """Returns the prompt that asks for the next message of a chat, in tokens.
 
@@ -125,18 +158,24 @@ class TextCodec:
             field: Name of the request field, for the error.
             context_len: Chats that cannot fit into that many tokens are refused unread.
             keep_last: As of `encode`.
+            template: How; None: by the model's own, which must be there.
+            continue_last: Whether the prompt ends with the text of the last message.
 
         Raises:
             InvalidRequestError: The chat is too long, is not Unicode text, or the template refuses it.
         """
-        assert self.chat_template is not None, "callers look whether there is one"
-        assert self._spellings is not None, "it comes with the template"
+        template = template or self.chat_template
+        assert template is not None, "callers look whether there is one"
         num_bytes = sum(utf8_len(f"{field}[{index}].content", each["content"]) for index, each in enumerate(messages))
         num_bytes += sum(_num_bytes(f"{field}[{index}]", _beside_content(each)) for index, each in enumerate(messages))
         num_bytes += _num_bytes("tools", extra.get("tools"))
         self._check_length(field, num_bytes, context_len)
+        if continue_last:
+            messages = with_end_marked(messages, field)
         marked = self._spellings.marked([list(map(dict, messages)), dict(extra)], field)
-        rendered = self.chat_template.render(*(marked or (messages, extra)))
+        rendered = template.render(*(marked or (messages, extra)))
+        if continue_last:
+            rendered = up_to_mark(rendered)
         if marked is not None:
             return self._spellings.encode(rendered, field, context_len=context_len, keep_last=keep_last)
         return self.encode(rendered, field=field, special_tokens=False, context_len=context_len, keep_last=keep_last)
@@ -253,19 +292,25 @@ def _byte_alphabet() -> dict[str, bytes]:
     return table
 
 
-def _chat_template(folder: Path) -> ChatTemplate | None:
+def _settings(folder: Path) -> Mapping[str, Any]:
     path = folder / SETTINGS_FILE
     try:
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        settings: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    template_path = folder / TEMPLATE_FILE
-    source: str | None
-    if template_path.is_file():
-        source = template_path.read_text(encoding="utf-8")
-    else:
-        source = _template_source(settings.get("chat_template"))
-    return None if source is None else ChatTemplate(source, _special_tokens(settings))
+    return settings
+
+
+def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    path = folder / TEMPLATE_FILE
+    return _read_template(path) if path.is_file() else _template_source(settings.get("chat_template"))
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {path} cannot be read: {error}") from error
 
 
 def _template_source(given: object) -> str | None:

@@ -48,6 +48,8 @@ class RunningCall:
         unheard: Whether the verifier was lost after it had taken the session, and before it said anything of it.
         num_heard: Messages that came.
         num_generated: Generated tokens of the session so far, those that it began with among them.
+        num_to_judge: Tokens of the prompt whose log probabilities are to come before the first generated token.
+        num_judged: Those that have come.
         ended_by: Why we ended it ourselves; None while it runs.
     """
 
@@ -60,6 +62,8 @@ class RunningCall:
     unheard: bool = False
     num_heard: int = 0
     num_generated: int = 0
+    num_to_judge: int = 0
+    num_judged: int = 0
     ended_by: PacelineError | None = None
 
     def check(self) -> None:
@@ -80,6 +84,7 @@ class RunningCall:
         """
         self.heard_s = now_s
         self.num_heard += 1
+        self._take_judged(committed)
         if committed.token_ids and committed.offset != self.num_generated:
             raise RemoteProtocolError(
                 f"VerifierGenerateResponse.offset: {self.num_generated} tokens are there, and {committed.offset} are "
@@ -92,6 +97,17 @@ class RunningCall:
             )
         self.ran |= committed.running or bool(committed.token_ids)
         self.num_generated += len(committed.token_ids)
+
+    def _take_judged(self, committed: CommittedTokens) -> None:
+        if committed.prompt_logprobs and committed.prompt_offset != self.num_judged + 1:
+            raise RemoteProtocolError(
+                f"VerifierGenerateResponse.prompt_offset: was to be {self.num_judged + 1}, is {committed.prompt_offset}"
+            )
+        self.num_judged += len(committed.prompt_logprobs)
+        if self.num_judged > self.num_to_judge or (committed.token_ids and self.num_judged < self.num_to_judge):
+            raise RemoteProtocolError(
+                f"VerifierGenerateResponse.prompt_logprobs: {self.num_judged} came of {self.num_to_judge} tokens"
+            )
 
 
 class VerifierClient:
@@ -127,6 +143,7 @@ class VerifierClient:
             vocab_size=vocab_size,
             heard_s=self._clock(),
             num_generated=len(request.committed_token_ids),
+            num_to_judge=request.num_to_judge,
         )
 
     async def generate(self, running: RunningCall, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
@@ -150,7 +167,7 @@ class VerifierClient:
             while True:
                 committed = await self._read(call, running)
                 running.take(committed, self._clock())
-                if committed.token_ids or committed.result is not None:
+                if committed.token_ids or committed.prompt_logprobs or committed.result is not None:
                     yield committed
                 if committed.result is not None:
                     await self._await_status(call)

@@ -5,9 +5,8 @@ It knows no service.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.metrics import MetricWrapperBase
@@ -15,6 +14,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from paceline import __version__
 
 MetricT = TypeVar("MetricT", bound=MetricWrapperBase)
+
+# Of metrics that vLLM has, too, and the label that its dashboards choose by.
+VLLM, MODEL_NAME = "vllm:", "model_name"
 
 
 def service_registry(role: str) -> CollectorRegistry:
@@ -44,31 +46,76 @@ class Family(Generic[MetricT]):
 
     Args:
         metric: With at least one label.
+        first: Values of its first labels, which all children have in common.
         known: Label values that are shown from the start: a counter that appears with its first event hides it.
     """
 
-    def __init__(self, metric: MetricT, known: Iterable[tuple[str, ...]] = ()) -> None:
+    def __init__(self, metric: MetricT, known: Iterable[tuple[str, ...]] = (), *, first: tuple[str, ...] = ()) -> None:
         self._metric = metric
+        self._first = first
         self._children: dict[tuple[str, ...], MetricT] = {}
         for values in known:
             self.labels(*values)
 
     def labels(self, *values: str) -> MetricT:
-        """Returns the child of these label values, in the order of the labels."""
+        """Returns the child of these values of the other labels, in the order of the labels."""
         child = self._children.get(values)
         if child is None:
-            child = self._children[values] = self._metric.labels(*values)
+            child = self._children[values] = self._metric.labels(*self._first, *values)
         return child
 
 
 class Meter:
-    """Makes the metrics of one registry."""
+    """Makes the metrics of one registry; those that vLLM has, too, tell of which model they are, as vLLM's do.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.counter = partial(Counter, registry=registry)
-        self.gauge = partial(Gauge, registry=registry)
-        self.histogram = partial(Histogram, registry=registry)
+    Args:
+        registry: Where they are shown.
+        model_name: The model; empty: none, and nothing that vLLM has is made.
+        made: Metrics of all models so far, by name.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model_name: str = "", made: dict[str, Any] | None = None) -> None:
+        self._registry = registry
+        self._model_name = model_name
+        self._of_models: dict[str, Any] = {} if made is None else made
+
+    def of_model(self, model_name: str) -> Meter:
+        """Returns one that makes the same metrics of another model."""
+        return Meter(self._registry, model_name, self._of_models)
+
+    def counter(self, name: str, documentation: str) -> Counter:
+        """Returns a counter."""
+        return self._single(Counter, name, documentation)
+
+    def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        """Returns a gauge, with labels of its own or without."""
+        return self._single(Gauge, name, documentation, labels)
+
+    def histogram(
+        self, name: str, documentation: str, labels: Sequence[str] = (), *, buckets: Sequence[float]
+    ) -> Histogram:
+        """Returns a histogram, with labels of its own or without."""
+        return self._single(Histogram, name, documentation, labels, buckets=buckets)
 
     def counters(self, name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> Family[Counter]:
         """Returns counters with labels; `known` are values of a single label that are shown from the start."""
-        return Family(self.counter(name, documentation, labels), known=((value,) for value in known))
+        first = (self._model_name,) if name.startswith(VLLM) else ()
+        metric = self._made(Counter, name, documentation, labels)
+        return Family(metric, known=((value,) for value in known), first=first)
+
+    def _single(
+        self, kind: type[MetricT], name: str, documentation: str, labels: Sequence[str] = (), **settings: Any
+    ) -> MetricT:
+        metric = self._made(kind, name, documentation, labels, **settings)
+        return metric.labels(self._model_name) if name.startswith(VLLM) else metric
+
+    def _made(
+        self, kind: type[MetricT], name: str, documentation: str, labels: Sequence[str], **settings: Any
+    ) -> MetricT:
+        if not name.startswith(VLLM):
+            return kind(name, documentation, labels, registry=self._registry, **settings)
+        known: MetricT | None = self._of_models.get(name)
+        if known is None:
+            names = (MODEL_NAME, *labels)
+            known = self._of_models[name] = kind(name, documentation, names, registry=self._registry, **settings)
+        return known

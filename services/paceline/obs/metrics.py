@@ -46,6 +46,7 @@ LATENCY_BUCKETS_S = (
 ROUND_TRIP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0)
 STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1.0)
 GAMMA_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 # Why sessions go on without their drafter: its stream is lost, it broke the protocol, it is silent, or it has gone.
@@ -84,7 +85,6 @@ FIELDS_OF_OTHERS = frozenset(
         "include_reasoning",
         "kv_transfer_params",
         "mm_processor_kwargs",
-        "priority",
         "reasoning",
         "reasoning_content",
         "refusal",
@@ -102,11 +102,11 @@ def rows_label(num_rows: int) -> str:
 class VerifierMetrics:
     """What a verifier counts."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        meter = Meter(registry)
-        self.speculation = SpeculationTotals(registry)
-        self.cache = CacheMetrics(registry)
-        self.sessions = SessionMetrics(registry)
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        meter = Meter(registry, model_name)
+        self.speculation = SpeculationTotals(meter)
+        self.cache = CacheMetrics(meter)
+        self.sessions = SessionMetrics(meter)
         nodes = "Draft nodes, by the source that guessed them first and by what became of them."
         seconds = "Time that sources inside the verifier took which are not free."
         turns = "Sessions that such sources were asked for, once a step."
@@ -145,8 +145,7 @@ class VerifierMetrics:
 class SessionMetrics:
     """What a verifier counts of sessions: how many there are, and where the time of those that ended went."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        meter = Meter(registry)
+    def __init__(self, meter: Meter) -> None:
         self.under_way = meter.gauge("paceline:sessions", "Sessions accepted and not ended.")
         self.num_running = meter.gauge("vllm:num_requests_running", "Sessions in steps.")
         self.num_waiting = meter.gauge("vllm:num_requests_waiting", "Sessions that wait for a place.")
@@ -171,8 +170,7 @@ class SessionMetrics:
 class CacheMetrics:
     """What every service with a model counts of its pages."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        meter = Meter(registry)
+    def __init__(self, meter: Meter) -> None:
         self.usage = meter.gauge("vllm:kv_cache_usage_perc", "Used part of the KV cache, from 0 to 1.")
         self.prefix_queries = meter.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self.prefix_hits = meter.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
@@ -181,8 +179,8 @@ class CacheMetrics:
 class DrafterMetrics:
     """What a drafter counts."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        meter = Meter(registry)
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        meter = Meter(registry, model_name)
         self.nodes_sent = meter.counter("paceline:drafter_nodes_sent", "Draft nodes sent.")
         self.num_sessions = meter.gauge("paceline:drafter_sessions", "Sessions drafted for.")
         self.num_streams = meter.gauge("paceline:drafter_streams", "Verifiers connected.")
@@ -191,31 +189,51 @@ class DrafterMetrics:
             "Committed tokens not yet in the draft KV cache when a step began, of the session with most.",
         )
         self.step = _step_seconds(meter, "Time of one draft step.")
-        self.cache = CacheMetrics(registry)
+        self.cache = CacheMetrics(meter)
 
 
-class GatewayMetrics:
-    """What a gateway counts."""
+class ModelMetrics:
+    """What a gateway counts of one model."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        meter = Meter(registry)
+    def __init__(self, meter: Meter) -> None:
         self.time_to_first_token = _latency(
             meter, "vllm:time_to_first_token_seconds", "From the request to its first token."
         )
         self.inter_token_latency = _latency(
             meter, "vllm:inter_token_latency_seconds", "Between tokens, shared evenly within a step."
         )
+        self.request_prompt_tokens = meter.histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a session that ended well.", buckets=TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = meter.histogram(
+            "vllm:request_generation_tokens", "Tokens that such a session generated.", buckets=TOKEN_BUCKETS
+        )
         self.e2e_request_latency = _latency(meter, "vllm:e2e_request_latency_seconds", "From the request to its end.")
-        self.num_requests_running = meter.gauge("vllm:num_requests_running", "Sessions admitted.")
+        self.num_requests_running = meter.gauge("vllm:num_requests_running", "Sessions under way.")
         self.num_requests_waiting = meter.gauge("vllm:num_requests_waiting", "Those of them without a token yet.")
         self.prompt_tokens = meter.counter("vllm:prompt_tokens", "Prompt tokens taken in.")
         self.generation_tokens = meter.counter("vllm:generation_tokens", "Tokens generated.")
-        ends, errors = [reason.value for reason in FinishReason], [kind.__name__ for kind in REQUEST_ERRORS]
-        reasons = [kind.__name__ for kind in FAILOVER_REASONS]
-        failovers = "Sessions that left a verifier for another, by reason."
+        ends = [reason.value for reason in FinishReason]
         self.request_success = meter.counters(
             "vllm:request_success", "Sessions ended well, by reason.", "finished_reason", known=ends
         )
+        self.speculation = SpeculationTotals(meter)
+
+
+class GatewayMetrics:
+    """What a gateway counts.
+
+    Args:
+        registry: Where it is shown.
+        models: Names of the models served.
+    """
+
+    def __init__(self, registry: CollectorRegistry, models: Iterable[str]) -> None:
+        meter = Meter(registry)
+        self._models = {name: ModelMetrics(meter.of_model(name)) for name in models}
+        errors = [kind.__name__ for kind in REQUEST_ERRORS]
+        reasons = [kind.__name__ for kind in FAILOVER_REASONS]
+        failovers = "Sessions that left a verifier for another, by reason."
         self.request_errors = meter.counters(
             "paceline:request_errors", "Requests ended by an error, by type.", "type", known=errors
         )
@@ -235,7 +253,10 @@ class GatewayMetrics:
             "paceline:registry_bad_entries", "Registry entries left out as they cannot be read."
         )
         self.store_up = meter.gauge("paceline:store_up", "Whether registry and records answer, 0 or 1.")
-        self.speculation = SpeculationTotals(registry)
+
+    def of(self, model_name: str) -> ModelMetrics:
+        """Returns what is counted of a model that is served."""
+        return self._models[model_name]
 
 
 def _latency(meter: Meter, name: str, documentation: str) -> Histogram:
@@ -249,8 +270,7 @@ def _step_seconds(meter: Meter, documentation: str) -> Family[Histogram]:
 class SpeculationTotals:
     """vLLM's speculative counters; the gateway has them too, because load clients scrape the HTTP port."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        meter = Meter(registry)
+    def __init__(self, meter: Meter) -> None:
         self.num_drafts = meter.counter("vllm:spec_decode_num_drafts", "Steps of a session with a draft.")
         self.num_draft_tokens = meter.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
         self.num_accepted_tokens = meter.counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import check_address, from_mapping, setting
+from paceline.config import from_mapping, setting
 from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
@@ -23,7 +23,6 @@ from paceline.core.params import (
     TYPICAL,
 )
 from paceline.core.rules import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules, Typical
-from paceline.engine.ranks import SILENCE_S
 from paceline.json_file import parse_object
 from paceline.learned import NOWHERE
 from paceline.model_service import ModelServiceConfig
@@ -31,11 +30,10 @@ from paceline.model_service import ModelServiceConfig
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}+{GRAMMAR}"
 GOODPUT, FIXED = "goodput", "fixed"
 TIER, IN_VERIFIER = "tier", "verifier"
+PACELINE, VLLM = "paceline", "vllm"
 DEFAULT_DRAFT_TOKENS = 12
 # More than any model has.
 MOST_LAYERS = 1024
-# More than the GPUs of any host.
-MOST_RANKS = 64
 NAME = "--speculative-config"
 
 
@@ -45,24 +43,18 @@ class VerifierConfig(ModelServiceConfig):
 
     model: Path = setting(help="Checkpoint folder of the target model, in Hugging Face layout.")
     model_name: str = setting("", help="Name users ask for; empty: the folder's name.")
+    engine: str = setting(
+        PACELINE,
+        help="What computes the model: our own engine, or vLLM where it is installed in the same Python.",
+        choices=(PACELINE, VLLM),
+    )
+    vllm_arg: tuple[str, ...] = setting(
+        (), help="More for vLLM, as `vllm serve` takes it, such as --vllm-arg=--quantization=fp8."
+    )
     port: int = 8101
     metrics_port: int = 8102
     spare_cpus: str = setting(
         "", help="CPUs of its drafters, such as 4-5; plain steps run a thread on each while drafters rest."
-    )
-    tensor_parallel_size: int = setting(
-        1,
-        help="Ranks that compute the model together; on the CPU they share --threads and --cpus.",
-        low=1,
-        high=MOST_RANKS,
-    )
-    tensor_parallel_rendezvous: str = setting(
-        "",
-        help="host:port of this machine where it, as rank 0, waits for the others (python -m paceline.verifier.rank); "
-        "empty: it starts them itself, on this machine.",
-    )
-    tensor_parallel_silence_s: float = setting(
-        SILENCE_S, help="Silence of a rank that ends all of them.", unit="s", low=1, high=3600
     )
     num_kv_blocks: int = 2048
     max_num_seqs: int = setting(64, help="Most sessions that run at once.", low=1, high=4096)
@@ -113,12 +105,10 @@ class VerifierConfig(ModelServiceConfig):
     )
 
     def __post_init__(self) -> None:
-        """Checks the addresses that others are told."""
+        """Checks the addresses that others are told, and what goes together."""
         ModelServiceConfig.__post_init__(self)
-        if self.tensor_parallel_rendezvous:
-            check_address("--tensor-parallel-rendezvous", self.tensor_parallel_rendezvous)
-            if self.tensor_parallel_size == 1:
-                raise ConfigError("--tensor-parallel-rendezvous needs a --tensor-parallel-size of at least 2")
+        if self.vllm_arg and self.engine != VLLM:
+            raise ConfigError(f"--vllm-arg needs --engine {VLLM}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,4 +183,7 @@ def joined(parts: Sequence[CommittedTokens]) -> CommittedTokens:
         lossy=any(part.lossy for part in parts),
         offset=parts[0].offset,
         running=any(part.running for part in parts),
+        prompt_logprobs=tuple(position for part in parts for position in part.prompt_logprobs),
+        speculation=next((part.speculation for part in reversed(parts) if part.speculation is not None), None),
+        prompt_offset=next((part.prompt_offset for part in parts if part.prompt_logprobs), 0),
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from paceline.core.admission import QueueClock, check_wait
+from paceline.core.admission import QueueClock, check_wait, num_ahead
 from paceline.core.errors import (
     EngineDiedError,
     InvalidRequestError,
@@ -68,6 +68,7 @@ class _UnderWay:
 
     serial: int
     epoch: int
+    priority: int
     methods: frozenset[str]
     drafter_address: str
 
@@ -289,7 +290,8 @@ class TargetHost:
             )
         # One that goes on here was taken long ago; it is never sent away.
         if not request.committed_token_ids:
-            ahead = self.num_sessions + 1 - self._num_places
+            others = [each.priority for each in self._under_way.values()]
+            ahead = num_ahead(request.priority, others, num_places=self._num_places)
             check_wait(self._queue_clock.wait_s(time.monotonic(), ahead=ahead), request.max_wait_s)
 
     @contextmanager
@@ -335,7 +337,11 @@ class TargetHost:
         wanted = frozenset(request.speculation.methods or self._methods) & frozenset(TIER_METHODS)
         methods = wanted if request.speculation.cap else frozenset()
         return _UnderWay(
-            serial=serial, epoch=request.epoch, methods=methods, drafter_address=self.drafters.choose(methods)
+            serial=serial,
+            epoch=request.epoch,
+            priority=request.priority,
+            methods=methods,
+            drafter_address=self.drafters.choose(methods),
         )
 
     def _fence(self, request: GenerateRequest) -> None:

@@ -64,9 +64,9 @@ class Helper:
         self._job = job
         self._socket = to_proposer
         self._frames = Frames()
-        self._metrics = VerifierMetrics(registry)
         self._tls = load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER)
         identity = _identity(job)
+        self._metrics = VerifierMetrics(registry, identity.name)
         self._drafters = Drafters(
             identity,
             on_change=self._link_changed,

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.vllm.cpus import free_cpus, parse_cpus
+from paceline.vllm.expansion import mend_expansion
 from paceline.vllm.helper_process import UNREAD_BYTES, HelperProcess
 from paceline.vllm.places import metrics_socket, tokenizer_folder
 from paceline.vllm.rows import Observed, RowSessions
@@ -68,6 +69,7 @@ class Proposer:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Starts the helper: the target is loaded, and vLLM's threads run where they will."""
+        mend_expansion()
         if self._helper is not None:
             self._helper.start()
 

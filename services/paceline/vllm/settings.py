@@ -23,7 +23,7 @@ class TierSettings:
 
     drafters: tuple[str, ...] = setting((), help="Addresses of drafters, host:port; they need no registry.")
     registry: str = setting("", help="URL of the registry that names drafters, such as redis://host:6379.")
-    tls_dir: str = setting("", help="Folder with tls.crt, tls.key and ca.crt to reach drafters; empty: plain text.")
+    tls_dir: str = setting("", help="Folder with the certificate to show to drafters; empty: plain text.")
     cpus: str = setting("", help="CPUs of the helper process, such as 4-5; empty: those that vLLM does not use.")
     learned_dir: str = setting("", help="As of paceline verifier.")
     untested: bool = setting(False, help="Go on with a version of vLLM that was not tested.")

@@ -28,6 +28,7 @@ from paceline.wire.sessions import (
     committed_to_pb,
     generate_request_from_pb,
     generate_request_to_pb,
+    position_logprobs_to_pb,
 )
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "identity_from_pb",
     "identity_to_pb",
     "in_parts",
+    "position_logprobs_to_pb",
     "sampling_from_pb",
     "sampling_to_pb",
     "speculation_from_pb",

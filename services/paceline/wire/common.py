@@ -53,6 +53,7 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         grammar=params.grammar,
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
         seed=params.seed,
     )
 
@@ -80,6 +81,7 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
         grammar=message.grammar,
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         seed=message.seed,
     )
 

@@ -11,7 +11,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     TokenFate,
 )
-from paceline.core.params import SpeculationParams
+from paceline.core.params import SpeculationParams, check_priority
 from paceline.rpc.v1 import common_pb2, verifier_pb2
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
@@ -49,6 +49,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
         InvalidRequestError: A whole number does not fit into 32 bits.
     """
     check_uint32("prompt_token_ids", request.prompt_token_ids)
+    check_priority(request.priority)
     return verifier_pb2.VerifierGenerateRequest(
         session_id=request.session_id,
         epoch=request.epoch,
@@ -60,6 +61,7 @@ def generate_request_to_pb(request: GenerateRequest) -> verifier_pb2.VerifierGen
         whole=request.whole,
         cache_salt=request.cache_salt,
         suspect=request.suspect,
+        priority=request.priority,
     )
 
 
@@ -97,6 +99,7 @@ def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest, trac
         whole=message.whole,
         cache_salt=message.cache_salt,
         suspect=message.suspect,
+        priority=message.priority,
         traceparent=traceparent,
     )
 
@@ -105,12 +108,15 @@ def committed_to_pb(committed: CommittedTokens) -> verifier_pb2.VerifierGenerate
     """Encodes the tokens one step committed."""
     return verifier_pb2.VerifierGenerateResponse(
         token_ids=committed.token_ids,
-        logprobs=[_position_logprobs_to_pb(position) for position in committed.logprobs],
+        logprobs=[position_logprobs_to_pb(position) for position in committed.logprobs],
         result=None if committed.result is None else _result_to_pb(committed.result),
         lossy=committed.lossy,
         token_fates=[_FATE_TO_PB[fate] for fate in committed.fates],
         offset=committed.offset,
         running=committed.running,
+        prompt_logprobs=[position_logprobs_to_pb(position) for position in committed.prompt_logprobs],
+        prompt_offset=committed.prompt_offset,
+        speculation=None if committed.speculation is None else speculation_record_to_pb(committed.speculation),
     )
 
 
@@ -135,6 +141,9 @@ def committed_from_pb(message: verifier_pb2.VerifierGenerateResponse) -> Committ
         lossy=message.lossy,
         offset=message.offset,
         running=message.running,
+        prompt_logprobs=tuple(_position_logprobs_from_pb(position) for position in message.prompt_logprobs),
+        prompt_offset=message.prompt_offset,
+        speculation=speculation_record_from_pb(message.speculation) if message.HasField("speculation") else None,
     )
 
 
@@ -145,10 +154,12 @@ def _fate_from_pb(value: int) -> TokenFate:
     return fate
 
 
-def _position_logprobs_to_pb(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
+def position_logprobs_to_pb(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
+    """Encodes the log probabilities of a position."""
     return common_pb2.PositionLogprobs(
         chosen=common_pb2.TokenLogprob(token_id=position.token_id, logprob=position.logprob),
         top=[common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in position.top],
+        rank=position.rank,
     )
 
 
@@ -157,6 +168,7 @@ def _position_logprobs_from_pb(message: common_pb2.PositionLogprobs) -> Position
         token_id=message.chosen.token_id,
         logprob=message.chosen.logprob,
         top=tuple((entry.token_id, entry.logprob) for entry in message.top),
+        rank=message.rank,
     )
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.ray.order import Order, rank_child, service_child
+from paceline.cluster.ray.order import Order, service_child
 from paceline.cluster.ray.spec import parse_spec
 from paceline.cluster.spec import Endpoint
 from paceline.config import load
 from paceline.verifier.config import VerifierConfig
-from paceline.verifier.rank import RankConfig
-
-MEETING = "10.0.0.7:29500"
 
 
 def order(**more: Any) -> Order:
@@ -34,35 +31,20 @@ def endpoint(role: str = "verifier") -> Endpoint:
 
 
 def test_a_verifier_announces_where_its_node_is_reached() -> None:
-    child = service_child(order(), endpoint(), "")
+    child = service_child(order(), endpoint())
     config = load(VerifierConfig, child.argv[3:], {}, "verifier", "")
     assert (config.announce, config.host, config.replica_id) == ("10.0.0.7:4100", "10.0.0.7", "verifier-1")
-    assert (config.threads, config.max_num_seqs, config.tensor_parallel_size) == (4, 8, 1)
-
-
-def test_all_ranks_of_a_verifier_meet_at_one_address() -> None:
-    leader = service_child(order(num_ranks=2), endpoint(), MEETING)
-    first = load(VerifierConfig, leader.argv[3:], {}, "verifier", "")
-    follower = rank_child(order(num_ranks=2, rank=1), MEETING)
-    second = load(RankConfig, follower.argv[3:], {}, "rank", "")
-    assert follower.argv[2] == "paceline.verifier.rank"
-    assert (second.rank, second.threads) == (1, 4)
-    for name in ("model", "dtype", "tensor_parallel_size", "tensor_parallel_rendezvous"):
-        assert getattr(first, name) == getattr(second, name)
-    assert leader.log_path != follower.log_path
+    assert (config.threads, config.max_num_seqs) == (4, 8)
 
 
 def test_variables_of_the_tier_reach_the_process_and_settings_of_others_do_not() -> None:
     env = {"NCCL_DEBUG": "INFO", "PACELINE_PORT": "1"}
-    for child in (
-        service_child(order(env=env), endpoint(), ""),
-        rank_child(order(env=env, num_ranks=2, rank=1), MEETING),
-    ):
-        assert child.env["NCCL_DEBUG"] == "INFO"
-        assert "PACELINE_PORT" not in child.env
+    child = service_child(order(env=env), endpoint())
+    assert child.env["NCCL_DEBUG"] == "INFO"
+    assert "PACELINE_PORT" not in child.env
 
 
 def test_a_gateway_gets_both_its_ports() -> None:
-    child = service_child(order(name="gateway-1", role="gateway"), endpoint("gateway"), "")
+    child = service_child(order(name="gateway-1", role="gateway"), endpoint("gateway"))
     assert child.argv[child.argv.index("--grpc-port") + 1] == "4101"
     assert child.argv[child.argv.index("--port") + 1] == "4100"

@@ -40,7 +40,7 @@ def test_replicas_placed_together_share_a_group_that_is_spread() -> None:
     groups = Groups()
     slots = placement(groups).take(3)
     assert groups.made == [([{"CPU": 1.0}] * 3, "SPREAD")]
-    assert [slot.bundles for slot in slots] == [(0,), (1,), (2,)]
+    assert [slot.bundle for slot in slots] == [0, 1, 2]
 
 
 def test_nothing_is_asked_for_when_nothing_is_wanted() -> None:
@@ -55,8 +55,8 @@ def test_a_bundle_that_was_left_is_taken_before_a_new_group_is_made() -> None:
     first, second = tier.take(2)
     tier.give_back(first)
     again, new = tier.take(2)
-    assert (again.group, again.bundles) == (second.group, (0,))
-    assert (len(groups.made), new.bundles) == (2, (0,))
+    assert (again.group, again.bundle) == (second.group, 0)
+    assert (len(groups.made), new.bundle) == (2, 0)
 
 
 def test_a_group_is_given_back_with_its_last_replica() -> None:
@@ -69,16 +69,6 @@ def test_a_group_is_given_back_with_its_last_replica() -> None:
     assert groups.alive == {0}
     tier.give_back(base)
     assert groups.alive == set()
-
-
-def test_ranks_of_a_replica_are_kept_on_one_host_in_a_group_of_their_own() -> None:
-    groups = Groups()
-    tier = placement(groups, tensor_parallel_size=4, gpus=1)
-    slots = tier.take(2)
-    assert groups.made == [([{"CPU": 1.0, "GPU": 1.0}] * 4, "STRICT_PACK")] * 2
-    assert [slot.bundles for slot in slots] == [(0, 1, 2, 3)] * 2
-    tier.give_back(slots[0])
-    assert groups.alive == {1}
 
 
 def test_all_groups_are_given_back_at_the_end() -> None:

@@ -69,10 +69,6 @@ def test_no_drafters_is_plain_decoding() -> None:
         ({"gateway": {"replicas": 2, "port": 0}}, "gateway.grpc_port 8001: two gateways on one host cannot share it"),
         ({"drafter": {"replicas": 1, "max_replicas": 2}}, "drafter.replicas and drafter.max_replicas exclude"),
         ({"drafter": {"min_replicas": 3, "max_replicas": 2}}, "drafter.min_replicas must be at most max_replicas 2"),
-        (
-            {"verifier": {"tensor_parallel_size": 2, "strategy": "STRICT_SPREAD"}},
-            "verifier.strategy STRICT_SPREAD: with tensor_parallel_size",
-        ),
     ],
 )  # fmt: skip
 def test_a_bad_key_or_value_is_refused_with_its_name_and_limit(document: Any, message: str) -> None:
@@ -127,6 +123,8 @@ def test_a_gateway_with_fixed_ports_is_added_only_where_ray_keeps_two_from_one_h
 
 def test_the_examples_are_read() -> None:
     specs = {path.stem: read_spec(path) for path in EXAMPLES.glob("*.yaml")}
-    assert set(specs) == {"demo", "h100-l4", "tensor-parallel"}
+    assert set(specs) == {"demo", "h100-l4", "large-target"}
     assert specs["h100-l4"].drafter.settings.scales
-    assert specs["tensor-parallel"].verifier.settings.tensor_parallel_size > 1
+    large = specs["large-target"].verifier.settings
+    assert large.engine == "vllm"
+    assert f"--vllm-arg=--tensor-parallel-size={large.gpus:g}" in large.args

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -163,6 +164,20 @@ def test_lent_cpus_reach_the_services() -> None:
     lending = CpuShare(num_threads=1, cpus=(1,), lends=True)
     drafter = model_child(FleetSpec(), DRAFTER, lending, Path("/m"), "redis://r", Path("/l"), {})
     assert drafter.argv[-1] == "--idle-priority"
+
+
+def test_vllm_is_started_with_its_own_python_and_borrows_no_cpus() -> None:
+    spec = fleet(
+        "--verifier-engine", "vllm", "--verifier-python", "/v/bin/python", "--verifier-arg=--vllm-arg=--swap=1"
+    )
+    (share,), _ = share_cpus(spec, [0, 1])
+    verifier = model_child(spec, VERIFIER, share, Path("/m"), "redis://r", Path("/l"), {})
+    assert verifier.argv[:3] == ("/v/bin/python", "-m", "paceline.verifier")
+    assert verifier.argv[-3:] == ("--engine", "vllm", "--vllm-arg=--swap=1")
+    assert "--spare-cpus" not in verifier.argv
+    drafter = model_child(spec, DRAFTER, CpuShare(num_threads=1, cpus=(1,)), Path("/d"), "redis://r", Path("/l"), {})
+    assert drafter.argv[0] == sys.executable
+    assert "--engine" not in drafter.argv
 
 
 def test_too_few_cpus_pin_nobody() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.admission import LEAST_ENDS, QueueClock, check_wait
+from paceline.core.admission import LEAST_ENDS, QueueClock, check_wait, num_ahead
 from paceline.core.errors import OverloadedError
 
 
@@ -53,3 +53,12 @@ def test_a_wait_beyond_what_is_asked_for_is_refused_with_the_time_to_come_again(
     with pytest.raises(OverloadedError, match=r"free in about 7\.5 s, the request may wait 5\.0 s") as refused:
         check_wait(7.5, 5.0)
     assert refused.value.retry_after_s == 2.5
+
+
+def test_whoever_finds_a_free_place_waits_for_nobody() -> None:
+    assert num_ahead(9, [0, 0], num_places=3) == 0
+
+
+def test_the_more_important_wait_for_fewer_to_end_but_for_one_at_least() -> None:
+    others = [0] * 10 + [5] * 10
+    assert [num_ahead(priority, others, num_places=4) for priority in (-1, 0, 5)] == [1, 7, 17]

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paceline.core.draft_policy import Goodput
-from paceline.core.messages import CloseSession, Commit, FinishReason, LaggingSession, OpenSession
+from paceline.core.messages import (
+    CloseSession,
+    Commit,
+    FinishReason,
+    LaggingSession,
+    OpenSession,
+)
+from paceline.core.params import SamplingParams
 from paceline.core.rules import Verdict
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.step_time import StepCost, StepMode, StepTimes
@@ -326,3 +335,84 @@ def test_a_session_that_gets_nothing_to_choose_from_ends_alone_and_its_pages_are
     loop.scheduler.end_step(plan, loop.now_s)
     assert [each.session_id for each in loop.scheduler.running] == ["good"]
     assert loop.pool.num_cached == 0, "nobody else finds what it was computed from"
+
+
+def judging(name: str, **changes: Any) -> dict[str, Any]:
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=0)
+    return {"sampling": sampling, "cache_salt": name, **changes}
+
+
+def judged(loop: VerifierLoop, name: str) -> list[int]:
+    """Positions of the prompt whose tokens a client was told the likelihood of."""
+    heard = [each for each in loop.heard[name] if each.prompt_logprobs]
+    return [each.prompt_offset + index for each in heard for index in range(len(each.prompt_logprobs))]
+
+
+def test_a_prompt_that_is_to_be_judged_is_computed_whole_whatever_is_known_of_it() -> None:
+    loop = VerifierLoop(max_rows=32)
+    loop.submit("before", prompt_len=70, max_tokens=1, cache_salt="same")
+    loop.run()
+    loop.submit("judged", prompt_len=70, **judging("same"))
+    loop.run()
+    assert judged(loop, "judged") == list(range(1, 70)), "each of its tokens once, but for the first"
+    assert loop.tokens("judged") == text(70, 3)
+
+
+def test_a_session_that_goes_on_elsewhere_has_its_prompt_judged_no_more() -> None:
+    loop = VerifierLoop()
+    session = loop.submit("moved", prompt_len=40, **judging("moved", committed_token_ids=(40,)))
+    assert not session.judges_prompt
+    loop.run()
+    assert judged(loop, "moved") == []
+
+
+def test_after_a_preemption_only_what_was_not_told_is_judged() -> None:
+    loop = VerifierLoop(max_rows=32)
+    session = loop.submit("judged", prompt_len=70, **judging("own"))
+    loop.step()
+    loop.scheduler._preempt()
+    assert (session.num_judged, loop.scheduler.num_waiting) == (32, 1)
+    loop.run()
+    assert judged(loop, "judged") == list(range(1, 70))
+
+
+def test_the_more_important_gets_the_next_place_and_equals_wait_in_the_order_of_their_arrival() -> None:
+    loop = VerifierLoop(max_num_seqs=1)
+    for name, priority in (("first", 0), ("late", 5), ("usual", 0), ("soon", -1), ("usual too", 0), ("soon too", -1)):
+        loop.submit(name, max_tokens=2, priority=priority)
+        if name == "first":
+            loop.step()
+    begun: list[str] = []
+    while loop.scheduler.num_sessions:
+        begun += [part.session.session_id for part in loop.step().reading]
+    assert begun == ["soon", "soon too", "usual", "usual too", "late"], "and nobody who has a place loses it"
+
+
+def test_the_least_important_gives_its_pages_to_the_others_however_old_it_is() -> None:
+    loop = VerifierLoop(num_blocks=9, max_num_seqs=3)
+    for name, priority in (("unimportant", 1), ("important", -1), ("usual", 0)):
+        loop.submit(name, prompt_len=30, max_tokens=40, priority=priority)
+    lost: list[str] = []
+    while loop.scheduler.num_sessions:
+        before = [session.session_id for session in loop.scheduler.running]
+        loop.step()
+        if loop.report.num_preempted:
+            kept = [session.session_id for session in loop.scheduler.running]
+            lost += [name for name in before if name not in kept]
+    assert lost[0] == "unimportant"
+    assert "important" not in lost
+    assert [loop.tokens(name) for name in ("unimportant", "important", "usual")] == [text(30, 40)] * 3
+
+
+def test_each_message_with_tokens_tells_what_speculation_has_done_so_far() -> None:
+    loop = VerifierLoop()
+    loop.drafter()
+    session = loop.submit("s", max_tokens=30)
+    loop.step()
+    loop.draft(session, right=2, wrong=2)
+    loop.step()
+    records = [each.speculation for each in loop.heard["s"] if each.token_ids]
+    assert [(each.num_steps, each.num_draft_tokens, each.num_accepted_draft_tokens) for each in records if each] == [
+        (1, 0, 0),
+        (2, 4, 2),
+    ]

@@ -121,11 +121,13 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"prompt": "a" * 4_000_000}, "prompt", "4000000 bytes"),
         ({"prompt": "half \ud800"}, "prompt", "Unicode"),
         ({"model": 5}, "model", "valid string"),
-        ({"echo": True}, "echo", "not supported"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"suffix": "end"}, "suffix", "not supported"),
         ({"best_of": 3}, "best_of", "not supported"),
         ({"best_of": True}, "best_of", "not supported"),
-        ({"echo": 0}, "echo", "not supported"),
+        ({"echo": 0}, "echo", "valid boolean"),
         # Whole numbers that no float can hold.
         ({"logprobs": 10**400}, "logprobs", "from 0 to 20"),
         ({"temperature": 10**400}, "temperature", "must be"),
@@ -287,11 +289,11 @@ def test_fields_of_messages_and_parts_that_nobody_knows_are_named_with_their_pla
     unknown = UnknownFields(strict=False)
     part = {"type": "text", "text": "the fox", "cache_control": {"type": "ephemeral"}}
     messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "refusal": "hm"}]
-    chat(chat_body(messages=messages, priority=1), unknown)
-    assert unknown.header == "priority, messages[0].mood, messages[0].content[0].cache_control, " + (
+    chat(chat_body(messages=messages, thinking=1), unknown)
+    assert unknown.header == "thinking, messages[0].mood, messages[0].content[0].cache_control, " + (
         "messages[1].refusal"
     )
-    assert unknown.counts == {"priority": 1, "other": 1, "cache_control": 1, "refusal": 1}
+    assert unknown.counts == {"thinking": 1, "other": 1, "cache_control": 1, "refusal": 1}
 
 
 def test_the_names_of_ignored_fields_are_bounded_and_fit_for_a_header() -> None:
@@ -503,3 +505,68 @@ def test_a_long_body_is_read_as_a_short_one_is(padding: str, text: str) -> None:
             return error.problem.partition(" at line")[0]
 
     assert outcome(padding + text) == outcome(text)
+
+
+def test_a_prompt_alone_asks_for_one_token_that_nobody_sees() -> None:
+    [session] = completion(body(echo=True, max_tokens=0, logprobs=2))
+    assert (session.echo, session.prompt_only, session.sampling.max_tokens) == ("the fox", True, 1)
+    assert (session.sampling.logprobs, session.sampling.prompt_logprobs) == (2, 2)
+    assert not session.resumable
+    [read] = completion(body(max_tokens=0, prompt_logprobs=3))
+    assert (read.echo, read.prompt_only, read.sampling.logprobs, read.sampling.prompt_logprobs) == (None, True, None, 3)
+
+
+def test_each_sample_of_each_prompt_begins_with_its_own_prompt() -> None:
+    sessions = completion(body(prompt=["the fox", "a dog"], n=2, echo=True))
+    assert [session.echo for session in sessions] == ["the fox", "the fox", "a dog", "a dog"]
+    [of_tokens] = completion(body(prompt=list(sessions[0].prompt_token_ids), echo=True))
+    assert of_tokens.echo == "the fox"
+    [cut] = completion(body(prompt="the fox", echo=True, truncate_prompt_tokens=1))
+    assert "the fox".endswith(str(cut.echo))
+    assert cut.echo != "the fox"
+
+
+def text_of(session: SessionRequest) -> str:
+    return CODEC.decode(session.prompt_token_ids, special_tokens=True)
+
+
+def test_a_last_message_that_is_gone_on_with_ends_the_prompt() -> None:
+    messages = [*USER, {"role": "assistant", "content": "the fox"}]
+    [ended] = chat(chat_body(messages=messages))
+    [continued] = chat(chat_body(messages=messages, continue_final_message=True))
+    [closed] = chat(chat_body(messages=messages, add_generation_prompt=False))
+    assert text_of(continued).endswith("the fox")
+    assert text_of(ended).startswith(text_of(closed))
+    assert text_of(closed).startswith(text_of(continued))
+    assert len({text_of(each) for each in (ended, continued, closed)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_of_a_chat_is_named(fields: dict[str, Any], param: str) -> None:
+    assert refusal(chat_body(**fields), of_chat=True).param == param
+
+
+def test_a_template_of_the_request_is_used_where_that_is_allowed() -> None:
+    trusting = replace(MODEL, trusts_templates=True)
+    [session] = chat(chat_body(chat_template="{{ messages[0].content }} and no more"), model=trusting)
+    assert text_of(session).endswith(" and no more")
+    for template, problem in (("{% for %}", "cannot be compiled"), ("x" * 100_001, "at most 100000")):
+        with pytest.raises(InvalidRequestError, match=problem) as caught:
+            chat(chat_body(chat_template=template), model=trusting)
+        assert to_http(caught.value).param == "chat_template"
+
+
+def test_more_likelihoods_of_prompts_than_are_told_at_once_are_refused() -> None:
+    roomy = replace(MODEL, identity=replace(MODEL.identity, context_len=1000))
+    prompts = [[LETTER] * 300] * 128
+    assert len(completion(body(prompt=prompts, prompt_logprobs=2), model=roomy)) == 128
+    with pytest.raises(InvalidRequestError, match="asks for 806400 log probabilities") as caught:
+        completion(body(prompt=prompts, prompt_logprobs=20), model=roomy)
+    assert to_http(caught.value).param == "prompt_logprobs"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.errors import ModelNotFoundError, UnavailableError
+from paceline.core.errors import ConfigError, ModelNotFoundError, UnavailableError
+from paceline.gateway.config import model_aliases
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.text import TextCodec
 from paceline.store.base import Replica
@@ -88,3 +89,28 @@ async def test_a_tokenizer_that_is_not_the_verifiers_is_an_error_and_not_garbled
     await fleet.refresh()
     with pytest.raises(UnavailableError, match="tokenizer is not the verifier's"):
         fleet.model("tiny")
+
+
+async def test_a_model_answers_to_further_names_and_is_one_all_the_same() -> None:
+    fleet = Fleet(Registry(replica("a")), {"tiny": CODEC}, aliases={"gpt": "tiny"})
+    await fleet.refresh()
+    assert (fleet.model_names, fleet.own_names) == (["gpt", "tiny"], ["tiny"])
+    by_alias, by_name, unnamed = fleet.model("gpt"), fleet.model("tiny"), fleet.model("")
+    assert [each.shown_name for each in (by_alias, by_name, unnamed)] == ["gpt", "tiny", "tiny"]
+    assert {each.identity.name for each in (by_alias, by_name, unnamed)} == {"tiny"}
+    assert fleet.identity("gpt") == fleet.identity("tiny")
+
+
+def test_further_names_say_which_model_they_mean_where_there_are_several() -> None:
+    assert model_aliases(["a", "b"], ["tiny"]) == {"a": "tiny", "b": "tiny"}
+    assert model_aliases(["a=one", "b=two"], ["one", "two"]) == {"a": "one", "b": "two"}
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [(["a"], ["one", "two"]), (["a=three"], ["one", "two"]), (["=one"], ["one"]), (["a=one", "a=two"], ["one", "two"]),
+     (["two=one"], ["one", "two"])],
+)  # fmt: skip
+def test_a_further_name_without_one_meaning_stops_the_gateway(given: list[str], names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=given[-1]):
+        model_aliases(given, names)

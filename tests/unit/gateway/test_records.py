@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -257,3 +258,21 @@ async def test_a_resumed_session_is_recorded_with_the_tokens_of_its_former_owner
     logged = await store.session("s")
     assert logged is not None
     assert (logged.token_ids, logged.record.committed_len) == ((*PROMPT, 10, 11, 12), 3)
+
+
+def verifier_of(arithmetic: str) -> Replica:
+    identity = replace(IDENTITY, arithmetic=arithmetic, weights_hash="w")
+    return Replica(replica_id="v", role="verifier", address="h:1", identity=identity)
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "law_only"), [("", False), ("cpu x86_64, torch 2", False), ("vllm 0.32.0, torch 2, cpu", True)]
+)
+def test_a_text_that_vllm_had_a_part_in_is_promised_in_law_only(arithmetic: str, law_only: bool) -> None:
+    trail = SessionTrail(session_record(request(), "me"), PROMPT, lambda _: None, lambda: None, keeps_tokens=False)
+    assert not trail.law_only
+    trail.placed(1, verifier_of(arithmetic))
+    assert trail.law_only is law_only
+    trail.extend((4,))
+    trail.placed(2, verifier_of("cpu x86_64, torch 2"))
+    assert trail.law_only is law_only

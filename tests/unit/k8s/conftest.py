@@ -26,7 +26,6 @@ EVERYTHING: dict[str, Any] = {
     },
     "verifier": {
         "gpu": True,
-        "tensorParallelSize": 4,
         "runtimeClassName": "nvidia",
         "priorityClassName": "high",
         "affinity": {"nodeAffinity": {}},

@@ -24,6 +24,7 @@ MANAGED = {
     "announce",
     "api_keys_file",
     "device",
+    "engine",
     "grace_s",
     "grpc_port",
     "health_port",
@@ -35,11 +36,11 @@ MANAGED = {
     "port",
     "redis_url",
     "replica_id",
-    "tensor_parallel_size",
     "tls_cert",
     "tls_dir",
     "tls_key",
     "trace_sample_ratio",
+    "vllm_arg",
 }
 SCHEMA_FILE = CHART / "values.schema.json"
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean"}

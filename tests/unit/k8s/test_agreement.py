@@ -138,7 +138,7 @@ def test_autoscalers_ask_for_what_the_adapter_makes_of_metrics_that_the_tier_has
     asked: set[str] = set()
     for tier, metrics_class in METRICS_OF.items():
         registry = CollectorRegistry()
-        metrics_class(registry)
+        metrics_class(registry, "m")
         served = {metric.name for metric in registry.collect()}
         metrics = [each["pods"]["metric"]["name"] for each in everything.named(SCALER, tier)["spec"]["metrics"]]
         assert {series_of[name] for name in metrics} <= served

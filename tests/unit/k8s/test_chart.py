@@ -130,14 +130,32 @@ def test_an_autoscaled_tier_names_no_number_of_replicas(defaults: Rendered, ever
     assert all(defaults.workloads[tier]["spec"]["replicas"] == 1 for tier in TIERS)
 
 
-def test_gpus_are_asked_for_as_many_as_the_model_is_spread_over(everything: Rendered) -> None:
-    def gpus(tier: str) -> int | None:
-        limit: int | None = everything.container(tier)["resources"]["limits"].get("nvidia.com/gpu")
+def test_a_pod_with_gpus_gets_one_or_as_many_as_its_limits_name(everything: Rendered) -> None:
+    def gpus(rendered: Rendered, tier: str) -> int | None:
+        limit: int | None = rendered.container(tier)["resources"]["limits"].get("nvidia.com/gpu")
         return limit
 
-    assert (gpus("gateway"), gpus("verifier"), gpus("drafter")) == (None, 4, 1)
-    assert everything.variables("verifier")["PACELINE_TENSOR_PARALLEL_SIZE"] == "4"
-    assert {mount["mountPath"] for mount in everything.container("verifier")["volumeMounts"]} >= {"/dev/shm"}
+    assert [gpus(everything, tier) for tier in ("gateway", "verifier", "drafter")] == [None, 1, 1]
+    named = render({"verifier": {"gpu": True, "resources": {"limits": {"nvidia.com/gpu": 4}}}})
+    assert gpus(named, "verifier") == 4
+
+
+def test_vllm_gets_its_arguments_as_they_are_written() -> None:
+    arguments = ["--quantization=fp8", '--compilation-config={"level": 3, "cache_dir": "/tmp"}']
+    verifier = {"engine": "vllm", "image": "vllm:1", "gpu": True, "vllmArgs": arguments}
+    rendered = render({"verifier": verifier})
+    container = rendered.container("verifier")
+    assert container["image"] == "vllm:1"
+    assert container["command"] == ["paceline", "verifier"]
+    assert container["args"] == ["--engine=vllm", *(f"--vllm-arg={each}" for each in arguments)]
+
+
+def test_vllms_processes_get_shared_memory(everything: Rendered) -> None:
+    def mounted(rendered: Rendered) -> set[str]:
+        return {mount["mountPath"] for mount in rendered.container("verifier")["volumeMounts"]}
+
+    assert "/dev/shm" in mounted(render({"verifier": {"engine": "vllm", "image": "vllm:1"}}))
+    assert "/dev/shm" not in mounted(everything)
 
 
 def test_secrets_are_made_or_named_in_the_values(everything: Rendered) -> None:

@@ -26,7 +26,6 @@ def test_settings_may_be_what_the_service_takes(tier: str) -> None:
         ({"verifer": {}}, "verifer"),
         ({"verifier": {"replicas": -1}}, "/verifier/replicas"),
         ({"verifier": {"gpus": 1}}, "gpus"),
-        ({"verifier": {"tensorParallelSize": 0}}, "/verifier/tensorParallelSize"),
         ({"verifier": {"settings": {"max-num-seq": 8}}}, "max-num-seq"),
         ({"verifier": {"settings": {"max-num-seqs": 0}}}, "/verifier/settings/max-num-seqs"),
         ({"verifier": {"settings": {"port": 9000}}}, "port"),

@@ -6,12 +6,13 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from loadtest.peers import PeerBench, PeerFigure, best_figure, measure_peers
 from loadtest.peers.bench import num_different
-from loadtest.peers.environments import child_environ
+from loadtest.peers.environments import child_environ, recipe_of
 from loadtest.peers.inside.protocol import About, Case, Job, TokenIds, Wave, WaveClock, measure
 from loadtest.peers.processes import CommandFailedError, last_words, run_command
 from loadtest.peers.run import cases_of, figures_of, parse_answer
@@ -210,3 +211,16 @@ def test_a_missing_program_is_one_line() -> None:
 
 def test_silence_is_reported_too() -> None:
     assert last_words("\n \n") == "it said nothing"
+
+
+def test_a_job_says_how_guesses_come_about() -> None:
+    assert [job().mode, job(3).mode, replace(job(3), drafters=["host:1"]).mode] == ["plain", "draft", "tier"]
+
+
+def test_a_list_of_requirements_is_known_by_those_that_it_includes_too(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("# both\n-r other.txt\nb==1\n")
+    (tmp_path / "other.txt").write_text("a==1\n")
+    recipe = recipe_of(tmp_path / "own.txt")
+    assert recipe == "# both\n-r other.txt\nb==1\na==1\n"
+    (tmp_path / "other.txt").write_text("a==2\n")
+    assert recipe_of(tmp_path / "own.txt") != recipe

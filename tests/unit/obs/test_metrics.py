@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import urllib.request
 
@@ -9,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError
+from paceline.obs.families import Meter
 from paceline.obs.metrics import (
     DrafterMetrics,
     GatewayMetrics,
@@ -44,13 +46,16 @@ VERIFIER_NAMES = {
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
-    lines = generate_latest(registry).decode().splitlines()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+    """Samples by name and labels, without the model's, which those have that vLLM has, too."""
+    lines = [line for line in generate_latest(registry).decode().splitlines() if line[0] != "#"]
+    assert all(('model_name="tiny"' in line) == line.startswith("vllm:") for line in lines)
+    plain = [re.sub(r',?model_name="tiny",?', "", line).replace("{}", "") for line in lines]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in plain}
 
 
 def test_a_verifier_has_the_agreed_names() -> None:
     registry = CollectorRegistry()
-    metrics = VerifierMetrics(registry)
+    metrics = VerifierMetrics(registry, "tiny")
     metrics.speculation.add_rounds(num_draft_tokens=4, num_accepted_tokens=[2])
     metrics.draft_nodes.labels("model", "late").inc()
     metrics.step.labels(rows_label(5)).observe(0.004)
@@ -61,7 +66,7 @@ def test_a_verifier_has_the_agreed_names() -> None:
 
 def test_a_gateway_has_the_latency_names() -> None:
     registry = CollectorRegistry()
-    GatewayMetrics(registry)
+    GatewayMetrics(registry, ["tiny"])
     names = samples(registry).keys()
     for stem in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
         assert f"vllm:{stem}_seconds_count" in names
@@ -69,17 +74,17 @@ def test_a_gateway_has_the_latency_names() -> None:
 
 def test_a_drafter_shares_the_engine_names() -> None:
     registry = CollectorRegistry()
-    DrafterMetrics(registry)
+    DrafterMetrics(registry, "tiny")
     assert {"vllm:kv_cache_usage_perc", "paceline:drafter_lag_tokens"} <= samples(registry).keys()
 
 
 def test_sessions_and_rounds_count_the_same() -> None:
     by_round, by_session = CollectorRegistry(), CollectorRegistry()
-    rounds = SpeculationTotals(by_round)
+    rounds = SpeculationTotals(Meter(by_round, "tiny"))
     rounds.add_rounds(num_draft_tokens=8, num_accepted_tokens=[0, 3])
     rounds.add_rounds(num_draft_tokens=0, num_accepted_tokens=[])
     rounds.add_rounds(num_draft_tokens=8, num_accepted_tokens=[1, 3])
-    SpeculationTotals(by_session).add_session(num_draft_tokens=16, acceptance_histogram=(1, 1, 0, 2))
+    SpeculationTotals(Meter(by_session, "tiny")).add_session(num_draft_tokens=16, acceptance_histogram=(1, 1, 0, 2))
     counted = [
         {name: value for name, value in samples(registry).items() if "_created" not in name}
         for registry in (by_round, by_session)
@@ -96,7 +101,7 @@ def test_row_labels_are_few(num_rows: int, label: str) -> None:
 
 def test_the_metrics_server_answers_and_can_stop() -> None:
     registry = CollectorRegistry()
-    GatewayMetrics(registry)
+    GatewayMetrics(registry, ["tiny"])
     with metrics_server(registry, "127.0.0.1", 0) as port:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
             assert b"vllm:generation_tokens_total" in response.read()
@@ -104,12 +109,12 @@ def test_the_metrics_server_answers_and_can_stop() -> None:
 
 def test_a_scraper_that_prefers_openmetrics_gets_our_names_all_the_same() -> None:
     registry = CollectorRegistry()
-    GatewayMetrics(registry)
+    GatewayMetrics(registry, ["tiny"])
     with metrics_server(registry, "127.0.0.1", 0) as port:
         url = f"http://127.0.0.1:{port}/metrics"
         asked = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text;version=1.0.0,*/*;q=0.1"})
         with urllib.request.urlopen(asked, timeout=10) as response:
-            assert b"\nvllm:generation_tokens_total 0.0" in response.read()
+            assert b'\nvllm:generation_tokens_total{model_name="tiny"} 0.0' in response.read()
 
 
 def test_a_metrics_port_in_use_is_named() -> None:
@@ -120,3 +125,19 @@ def test_a_metrics_port_in_use_is_named() -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*--metrics-port"):
             with metrics_server(CollectorRegistry(), "127.0.0.1", port):
                 pass
+
+
+def test_a_gateway_counts_each_of_its_models_by_itself() -> None:
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry, ["one", "two"])
+    metrics.of("one").generation_tokens.inc(3)
+    metrics.of("two").request_success.labels("stop").inc()
+    metrics.of("two").speculation.add_session(num_draft_tokens=2, acceptance_histogram=(0, 1))
+
+    def told(name: str, model: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": model, **labels})
+
+    assert [told("vllm:generation_tokens_total", model) for model in ("one", "two")] == [3, 0]
+    assert [told("vllm:request_success_total", each, finished_reason="stop") for each in ("one", "two")] == [0, 1]
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [told(per_position, model, position="0") for model in ("one", "two")] == [None, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +15,11 @@ from paceline.obs.stalls import stalls_watched
 from paceline.supervision import Supervisor
 
 PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
-SERVICES = {"G": GatewayMetrics, "V": VerifierMetrics, "D": DrafterMetrics}
+SERVICES: dict[str, Callable[[CollectorRegistry], object]] = {
+    "G": lambda registry: GatewayMetrics(registry, ["tiny"]),
+    "V": lambda registry: VerifierMetrics(registry, "tiny"),
+    "D": lambda registry: DrafterMetrics(registry, "tiny"),
+}
 
 # Type, labels and services of a metric.
 Row = tuple[str, frozenset[str], frozenset[str]]

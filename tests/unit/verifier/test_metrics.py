@@ -13,10 +13,12 @@ from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_served_by, record_step
 from paceline.verifier.metrics import record_output
 
+MODEL = {"model_name": "tiny"}
+
 
 def test_time_and_turns_of_sources_that_are_not_free_are_counted():
     registry = CollectorRegistry()
-    metrics = VerifierMetrics(registry)
+    metrics = VerifierMetrics(registry, "tiny")
     for seconds in (0.25, 0.5):
         report = StepReport(num_rows=4, asked_of=Counter(medusa=3), asked_s={"medusa": seconds})
         record_step(metrics, report)
@@ -26,7 +28,7 @@ def test_time_and_turns_of_sources_that_are_not_free_are_counted():
 
 def test_a_drafter_is_shown_while_it_has_sessions_and_no_longer():
     registry = CollectorRegistry()
-    metrics = VerifierMetrics(registry)
+    metrics = VerifierMetrics(registry, "tiny")
     for num_sessions in (1, 2):
         record_served_by(metrics, "10.0.0.7:8201", num_sessions)
     label = {"drafter": "10.0.0.7:8201"}
@@ -51,14 +53,14 @@ def test_tokens_are_counted_as_they_are_committed_and_times_when_a_session_ends(
         (3, UnavailableError("its model gave nothing to choose from")),
     ]
     output = TargetOutput(committed=committed, to_drafters={}, broken_links={}, report=StepReport())
-    record_output(VerifierMetrics(registry), output)
-    assert registry.get_sample_value("vllm:generation_tokens_total") == 3
+    record_output(VerifierMetrics(registry, "tiny"), output)
+    assert registry.get_sample_value("vllm:generation_tokens_total", MODEL) == 3
     sums = {
-        name: registry.get_sample_value(f"vllm:request_{name}_seconds_sum")
+        name: registry.get_sample_value(f"vllm:request_{name}_seconds_sum", MODEL)
         for name in ("queue_time", "prefill_time", "decode_time", "time_per_output_token")
     }
     assert sums == {"queue_time": 2.0, "prefill_time": 0.5, "decode_time": 4.0, "time_per_output_token": 1.0}
-    assert registry.get_sample_value("vllm:request_queue_time_seconds_count") == 1
+    assert registry.get_sample_value("vllm:request_queue_time_seconds_count", MODEL) == 1
 
 
 def test_what_became_of_nodes_is_counted_by_source_and_fate():
@@ -70,7 +72,7 @@ def test_what_became_of_nodes_is_counted_by_source_and_fate():
         unverified_by=Counter(draft_model=4),
         late_by=Counter(eagle3=6),
     )
-    record_step(VerifierMetrics(registry), report)
+    record_step(VerifierMetrics(registry, "tiny"), report)
     samples = [each for family in registry.collect() for each in family.samples if "draft_nodes_total" in each.name]
     assert {(each.labels["source"], each.labels["fate"]): each.value for each in samples} == {
         ("draft_model", "accepted"): 3,

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -158,8 +157,8 @@ class RayFleet:
         taken = {replica.name for replica in self._replicas[role]}
         names = (name for number in range(len(taken) + count) if (name := f"{role}-{number}") not in taken)
         for name, slot in zip(names, self._placements[role].take(count), strict=False):
-            actors = self._actors(self._order(role, name), slot)
-            self._replicas[role].append(Replica(name, role, slot, actors, self._say))
+            actor = self._actor(self._order(role, name), slot)
+            self._replicas[role].append(Replica(name, role, slot, actor, self._say))
 
     async def _retire(self, replica: Replica) -> None:
         """Takes the sessions off a replica, and then the replica away."""
@@ -195,25 +194,19 @@ class RayFleet:
             env=tier.env,
         )
 
-    def _actors(self, order: Order, slot: Slot) -> list[Any]:
-        """Asks Ray for the actors of a replica, that of rank 0 first."""
+    def _actor(self, order: Order, slot: Slot) -> Any:
+        """Asks Ray for the actor of a replica."""
         tier = self.spec.tier(order.role)
-        actors: list[Any] = []
-        # Another life of the same replica may not be forgotten yet.
-        leader = f"{order.name}-{secrets.token_hex(4)}"
-        for rank, bundle in enumerate(slot.bundles):
-            place = PlacementGroupSchedulingStrategy(slot.group.handle, placement_group_bundle_index=bundle)
-            host: Any = ray.remote(ServiceHost)
-            ordered = host.options(
-                num_cpus=tier.settings.cpus,
-                num_gpus=tier.settings.gpus,
-                resources=dict(tier.resources),
-                name=None if rank else leader,
-                max_restarts=-1,
-                scheduling_strategy=place,
-            )
-            actors.append(ordered.remote(replace(order, rank=rank, num_ranks=len(slot.bundles), leader=leader)))
-        return actors
+        host: Any = ray.remote(ServiceHost)
+        return host.options(
+            num_cpus=tier.settings.cpus,
+            num_gpus=tier.settings.gpus,
+            resources=dict(tier.resources),
+            max_restarts=-1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                slot.group.handle, placement_group_bundle_index=slot.bundle
+            ),
+        ).remote(order)
 
     async def _reading(self) -> LagReading:
         drafters = self.replicas(DRAFTER)

@@ -10,23 +10,18 @@ import asyncio
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from paceline.cluster.drain import say
 from paceline.cluster.ports import Ports
-from paceline.cluster.ray.order import Order, rank_child, service_child
+from paceline.cluster.ray.order import Order, service_child
 from paceline.cluster.spec import Endpoint
 from paceline.cluster.supervisor import Child, ChildSpec
-from paceline.cluster.valkey import free_port
 from paceline.core.errors import ConfigError, UnavailableError
 
 # What a process that never got well is given to end.
 FAILED_GRACE_S = 2.0
-# Longest wait for another actor's word.
-ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +43,12 @@ class Report:
 
 
 class ServiceHost:
-    """An actor of Ray that runs one service, or one more rank of it.
-
-    A rank that ends takes the others along, and all start again, each by its own actor.
-    """
+    """An actor of Ray that runs one service."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._node = ray.get_runtime_context().get_node_id()
         self._endpoint: Endpoint | None = None
-        # Ranks that come early wait at it, so it stays the same from life to life.
-        self._rendezvous = _free_address() if order.num_ranks > 1 and not order.rank else ""
         self._child: Child | None = None
         self._num_lives = 0
         self._error = ""
@@ -80,10 +70,6 @@ class ServiceHost:
             error="" if well else self._error,
         )
 
-    async def rendezvous(self) -> str:
-        """Returns where rank 0 waits for the others, `host:port`."""
-        return self._rendezvous
-
     async def stop(self, grace_s: float) -> None:
         """Ends the process, which gets `grace_s` seconds to finish, and keeps it ended."""
         self._keeper.cancel()
@@ -98,8 +84,7 @@ class ServiceHost:
             started_s = time.monotonic()
             try:
                 self._error = await self._live()
-            except (ConfigError, UnavailableError, OSError, RayActorError, ValueError) as error:
-                # `ValueError`: Ray knows no actor of rank 0 (yet).
+            except (ConfigError, UnavailableError, OSError) as error:
                 self._error = str(error)
             self._child = None
             delay_s = self._order.back_off.delay_s(delay_s, time.monotonic() - started_s)
@@ -115,7 +100,8 @@ class ServiceHost:
         """
         order = self._order
         order.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        child = Child(await self._plan(), say, order.back_off)
+        self._endpoint = _endpoint(order)
+        child = Child(service_child(order, self._endpoint), say, order.back_off)
         self._num_lives += 1
         self._child = child
         try:
@@ -124,14 +110,6 @@ class ServiceHost:
         except (ConfigError, UnavailableError):
             await child.stop(FAILED_GRACE_S)
             raise
-
-    async def _plan(self) -> ChildSpec:
-        if self._order.rank:
-            async with asyncio.timeout(ANSWER_S):
-                leader: Any = await asyncio.to_thread(ray.get_actor, self._order.leader)
-                return rank_child(self._order, await leader.rendezvous.remote())
-        self._endpoint = _endpoint(self._order)
-        return service_child(self._order, self._endpoint, self._rendezvous)
 
     def _remove_log(self, spec: ChildSpec) -> None:
         """Nothing is left on the node, unless the user has asked for logs."""
@@ -152,11 +130,6 @@ def _endpoint(order: Order) -> Endpoint:
             port=ports.take(order.port, f"{order.role}.port"),
             second_port=ports.take(order.second_port, f"{order.role}.grpc_port"),
         )
-
-
-def _free_address() -> str:
-    host = own_address()
-    return f"{host}:{free_port(host)}"
 
 
 def own_address() -> str:

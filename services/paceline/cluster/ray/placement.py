@@ -1,7 +1,7 @@
 """Where replicas go: placement groups of Ray, and who has which of their bundles.
 
-The replicas of a tier that are placed together share a group, so that Ray spreads them over hosts. A replica of several
-ranks has a group of its own, on one host. A group is given back when its last replica has gone.
+The replicas of a tier that are placed together share a group, so that Ray spreads them over hosts. A group is given
+back when its last replica has gone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.cluster.ray.spec import Tier, VerifierSettings
+from paceline.cluster.ray.spec import Tier
 
 # Takes the least of the resource by which Ray marks nodes with a kind of accelerator.
 ACCELERATOR_SHARE = 0.001
-ONE_HOST = "STRICT_PACK"
 
 Bundle = Mapping[str, float]
 
@@ -30,14 +29,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """The bundles of one replica, one a rank."""
+    """The bundle of one replica."""
 
     group: Group
-    bundles: tuple[int, ...]
+    bundle: int
 
 
 def bundle_of(tier: Tier[Any]) -> dict[str, float]:
-    """Returns what a replica of a tier, or each of its ranks, takes of a node."""
+    """Returns what a replica of a tier takes of a node."""
     settings = tier.settings
     bundle = {"CPU": settings.cpus, **tier.resources}
     if settings.gpus:
@@ -45,11 +44,6 @@ def bundle_of(tier: Tier[Any]) -> dict[str, float]:
     if settings.accelerator_type:
         bundle[f"accelerator_type:{settings.accelerator_type}"] = ACCELERATOR_SHARE
     return bundle
-
-
-def num_ranks(tier: Tier[Any]) -> int:
-    """Returns how many processes one replica of a tier is."""
-    return tier.settings.tensor_parallel_size if isinstance(tier.settings, VerifierSettings) else 1
 
 
 class TierPlacement:
@@ -65,7 +59,6 @@ class TierPlacement:
         self, tier: Tier[Any], *, make: Callable[[Sequence[Bundle], str], Any], remove: Callable[[Any], None]
     ) -> None:
         self._bundle = bundle_of(tier)
-        self._num_ranks = num_ranks(tier)
         self._strategy = tier.settings.strategy
         self._make = make
         self._remove = remove
@@ -73,24 +66,22 @@ class TierPlacement:
 
     @property
     def bundle(self) -> Bundle:
-        """What each process of a replica takes."""
+        """What a replica takes."""
         return self._bundle
 
     def take(self, count: int) -> list[Slot]:
         """Returns places for so many replicas; bundles that others have left are used first."""
-        if self._num_ranks > 1:
-            return [self._ranks() for _ in range(count)]
         vacant = [group for group in self._groups for _ in group.free][:count]
         slots = [self._pop(group) for group in vacant]
         if len(slots) < count:
-            group = self._new(count - len(slots), self._strategy)
+            group = self._new(count - len(slots))
             slots += [self._pop(group) for _ in range(group.size)]
         return slots
 
     def give_back(self, slot: Slot) -> None:
         """Frees the place of a replica that has gone."""
         group = slot.group
-        group.free = sorted([*group.free, *slot.bundles])
+        group.free = sorted([*group.free, slot.bundle])
         if len(group.free) == group.size:
             self._groups.remove(group)
             self._remove(group.handle)
@@ -100,16 +91,11 @@ class TierPlacement:
         while self._groups:
             self._remove(self._groups.pop().handle)
 
-    def _ranks(self) -> Slot:
-        group = self._new(self._num_ranks, ONE_HOST)
-        group.free.clear()
-        return Slot(group=group, bundles=tuple(range(self._num_ranks)))
-
-    def _new(self, size: int, strategy: str) -> Group:
-        group = Group(handle=self._make([self._bundle] * size, strategy), size=size, free=list(range(size)))
+    def _new(self, size: int) -> Group:
+        group = Group(handle=self._make([self._bundle] * size, self._strategy), size=size, free=list(range(size)))
         self._groups.append(group)
         return group
 
     @staticmethod
     def _pop(group: Group) -> Slot:
-        return Slot(group=group, bundles=(group.free.pop(0),))
+        return Slot(group=group, bundle=group.free.pop(0))

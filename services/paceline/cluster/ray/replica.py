@@ -1,9 +1,9 @@
-"""One replica as the launcher sees it: its actors, and what they last said of themselves."""
+"""One replica as the launcher sees it: its actor, and what that last said of itself."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,46 +29,43 @@ class Replica:
     Args:
         name: In the registry.
         slot: Its place.
-        actors: One a rank; the first runs the service that others call.
+        actor: Runs its process.
         say: Gets a line for whatever happens to it.
     """
 
-    def __init__(self, name: str, role: str, slot: Slot, actors: Sequence[Any], say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, role: str, slot: Slot, actor: Any, say: Callable[[str], None]) -> None:
         self.name = name
         self.role = role
         self.slot = slot
         self.leaving = False
-        self._actors = actors
+        self._actor = actor
         self._say = say
-        self._reports: list[Report | None] = [None] * len(actors)
+        self._report: Report | None = None
         self._told = ""
         self._heard = False
         self._changed = asyncio.Condition()
-        self._followers = [
-            asyncio.create_task(self._follow(rank), name=f"follow {name}") for rank in range(len(actors))
-        ]
+        self._follower = asyncio.create_task(self._follow(), name=f"follow {name}")
 
     @property
     def well(self) -> bool:
-        """Whether all its processes do their work, as far as is known."""
-        return all(report is not None and report.well for report in self._reports)
+        """Whether its process does its work, as far as is known."""
+        return self._report is not None and self._report.well
 
     @property
     def error(self) -> str:
-        """What ended a process of it that is not well again."""
-        return next((report.error for report in self._reports if report is not None and report.error), "")
+        """What ended its process, which is not well again."""
+        return "" if self._report is None else self._report.error
 
     @property
     def endpoint(self) -> Endpoint | None:
         """Where it listens; None while it is not well."""
-        report = self._reports[0]
-        return report.endpoint if report is not None and self.well else None
+        return self._report.endpoint if self._report is not None and self._report.well else None
 
     async def until_well(self, timeout_s: float) -> None:
         """Returns when it does its work.
 
         Raises:
-            ConfigError: A process of it ended.
+            ConfigError: Its process ended.
             UnavailableError: It did not get that far in time.
         """
         try:
@@ -81,36 +78,30 @@ class Replica:
             raise ConfigError(self.error)
 
     async def stop(self, grace_s: float) -> None:
-        """Ends its processes, which get `grace_s` seconds to finish, and its actors."""
-        for follower in self._followers:
-            follower.cancel()
-        await asyncio.gather(*self._followers, return_exceptions=True)
+        """Ends its process, which gets `grace_s` seconds to finish, and its actor."""
+        self._follower.cancel()
+        await asyncio.gather(self._follower, return_exceptions=True)
         if self._heard:
-            await asyncio.gather(*(_stop(actor, grace_s) for actor in self._actors))
-        self.kill()
+            await _stop(self._actor, grace_s)
+        ray.kill(self._actor, no_restart=True)
 
-    def kill(self) -> None:
-        """Ends its actors at once, and the processes with them."""
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-
-    async def _follow(self, rank: int) -> None:
+    async def _follow(self) -> None:
         while True:
-            call = asyncio.wrap_future(self._actors[rank].report.remote().future())
+            call = asyncio.wrap_future(self._actor.report.remote().future())
             try:
                 while not (await asyncio.wait({call}, timeout=ANSWER_S))[0]:
-                    await self._note(rank, None)
-                await self._note(rank, call.result())
+                    await self._note(None)
+                await self._note(call.result())
             except RayError:
                 # Ray restarts it, here or elsewhere.
-                await self._note(rank, None)
+                await self._note(None)
             finally:
                 call.cancel()
             await asyncio.sleep(POLL_S)
 
-    async def _note(self, rank: int, report: Report | None) -> None:
+    async def _note(self, report: Report | None) -> None:
         async with self._changed:
-            self._reports[rank] = report
+            self._report = report
             self._heard |= report is not None
             self._changed.notify_all()
         line = self._describe()
@@ -119,15 +110,14 @@ class Replica:
             self._say(line)
 
     def _describe(self) -> str:
-        first = self._reports[0]
-        if self.well and first is not None and first.endpoint is not None:
-            pids = " ".join(str(report.pid) for report in self._reports if report is not None)
-            place = f"node {first.node[:NODE_CHARS]}, {_doors(first.endpoint)}, pid {pids}"
-            return f"{self.name} is well: {place}"
-        if self.error:
-            return f"{self.name} is down: {self.error}"
-        if None in self._reports:
+        report = self._report
+        if report is None:
             return f"{self.name} is lost: Ray looks for a place for it"
+        if report.well and report.endpoint is not None:
+            place = f"node {report.node[:NODE_CHARS]}, {_doors(report.endpoint)}, pid {report.pid}"
+            return f"{self.name} is well: {place}"
+        if report.error:
+            return f"{self.name} is down: {report.error}"
         return f"{self.name} starts"
 
 

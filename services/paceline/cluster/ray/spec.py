@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
-from paceline.cluster.spec import FleetSpec
+from paceline.cluster.spec import PACELINE, VLLM, FleetSpec
 from paceline.config import ENVIRONMENT_PREFIX, from_mapping, setting
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
@@ -41,7 +41,7 @@ class TierSettings:
 
     replicas: int = setting(1, help="Replicas.", low=0, high=MAX_REPLICAS)
     cpus: float = setting(1.0, help="CPUs of a replica; whole ones are its threads.", low=0.01, high=4096)
-    gpus: float = setting(0.0, help="GPUs of a replica, of each rank if it has several.", low=0, high=64)
+    gpus: float = setting(0.0, help="GPUs of a replica.", low=0, high=64)
     accelerator_type: str = setting("", help="Kind of the GPUs as Ray calls it, such as H100 or L4.")
     strategy: str = setting("SPREAD", help="How Ray places the replicas over hosts.", choices=STRATEGIES)
     args: tuple[str, ...] = setting((), help="More flags of the service, such as --max-num-seqs=8.")
@@ -59,7 +59,10 @@ class GatewaySettings(TierSettings):
 class VerifierSettings(TierSettings):
     """Settings of the verifiers."""
 
-    tensor_parallel_size: int = setting(1, help="Ranks of a replica, all on one host.", low=1, high=64)
+    engine: str = setting(PACELINE, help="What computes the target: our own engine, or vLLM.", choices=(PACELINE, VLLM))
+    python: Path | None = setting(
+        None, help="On every node, the Python of verifiers, where vLLM and this package are installed."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +168,8 @@ def parse_spec(document: Any) -> RayFleetSpec:
         drafter=most_drafters > 0,
         num_drafters=most_drafters,
         gateway_arg=gateway.settings.args,
+        verifier_engine=verifier.settings.engine,
+        verifier_python=verifier.settings.python,
         verifier_arg=verifier.settings.args,
         drafter_arg=drafter.settings.args,
     )
@@ -251,11 +256,6 @@ def _check_gateway(settings: GatewaySettings) -> None:
 def _check_verifier(settings: VerifierSettings) -> None:
     if settings.replicas < 1:
         raise ConfigError(f"verifier.replicas must be at least 1, got {settings.replicas}")
-    if settings.tensor_parallel_size > 1 and settings.strategy.startswith("STRICT"):
-        raise ConfigError(
-            f"verifier.strategy {settings.strategy}: with tensor_parallel_size the ranks of each replica are kept on "
-            "one host, and nothing is promised of where the replicas are; leave it out"
-        )
 
 
 def _check_drafter(settings: DrafterSettings, section: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ class MessagesDoor:
     def telling(self, asked: Asked, request: SessionRequest, message: Message, own_id: str) -> MessageTelling:
         """Returns what tells an answer."""
         del asked
-        return MessageTelling(own_id, request.model.identity.name, len(request.prompt_token_ids), message)
+        return MessageTelling(own_id, request.model.shown_name, len(request.prompt_token_ids), message)
 
     async def begun(self, asked: Asked, telling: MessageTelling, request: SessionRequest) -> None:
         """Nothing is kept."""

@@ -125,7 +125,7 @@ def _response(body: ResponsesBody, request: SessionRequest, own_id: str) -> Json
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata,
-        "model": request.model.identity.name,
+        "model": request.model.shown_name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,

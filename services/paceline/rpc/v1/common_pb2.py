@@ -24,31 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/rpc/v1/common.proto\x12\x0fpaceline.rpc.v1\"\x9e\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12.\n\nlogit_bias\x18\t \x03(\x0b\x32\x1a.paceline.rpc.v1.LogitBias\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x08logprobs\x18\r \x01(\rH\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x0e \x01(\x04H\x06\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12+\n\tbad_words\x18\x10 \x03(\x0b\x32\x18.paceline.rpc.v1.BadWord\x12\x0f\n\x07grammar\x18\x11 \x01(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x07\n\x05_seed\"\x1c\n\x07\x42\x61\x64Word\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"|\n\x11SpeculationParams\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x1d\n\x10max_draft_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nacceptance\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\tB\x13\n\x11_max_draft_tokens\"\xdb\x01\n\rModelIdentity\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_hash\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0b\x63ontext_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x13\n\x0bstates_hash\x18\x07 \x01(\t\x12\x12\n\narithmetic\x18\x08 \x01(\t\x12\x0f\n\x07methods\x18\t \x03(\t\x12\x18\n\x10\x61\x63\x63\x65ptance_rules\x18\n \x03(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"m\n\x10PositionLogprobs\x12-\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1d.paceline.rpc.v1.TokenLogprob\x12*\n\x03top\x18\x02 \x03(\x0b\x32\x1d.paceline.rpc.v1.TokenLogprob\"\xf6\x01\n\x11SpeculationRecord\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x16\n\x0enum_spec_steps\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x04 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x05 \x03(\r\x12\x17\n\x0fmean_batch_size\x18\x06 \x01(\x02\x12\x10\n\x08num_hits\x18\x07 \x01(\r\x12\x12\n\nnum_misses\x18\x08 \x01(\r\x12\r\n\x05lossy\x18\t \x01(\x08\x12\r\n\x05mixed\x18\n \x01(\x08\"B\n\x07Timings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nprefill_ns\x18\x02 \x01(\x04\x12\x11\n\tdecode_ns\x18\x03 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/rpc/v1/common.proto\x12\x0fpaceline.rpc.v1\"\xd0\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12.\n\nlogit_bias\x18\t \x03(\x0b\x32\x1a.paceline.rpc.v1.LogitBias\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x08logprobs\x18\r \x01(\rH\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x0e \x01(\x04H\x06\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12+\n\tbad_words\x18\x10 \x03(\x0b\x32\x18.paceline.rpc.v1.BadWord\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x07\x88\x01\x01\x12\x0f\n\x07grammar\x18\x11 \x01(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x07\n\x05_seedB\x12\n\x10_prompt_logprobs\"\x1c\n\x07\x42\x61\x64Word\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"|\n\x11SpeculationParams\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x1d\n\x10max_draft_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nacceptance\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\tB\x13\n\x11_max_draft_tokens\"\xdb\x01\n\rModelIdentity\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_hash\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0b\x63ontext_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x13\n\x0bstates_hash\x18\x07 \x01(\t\x12\x12\n\narithmetic\x18\x08 \x01(\t\x12\x0f\n\x07methods\x18\t \x03(\t\x12\x18\n\x10\x61\x63\x63\x65ptance_rules\x18\n \x03(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"{\n\x10PositionLogprobs\x12-\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1d.paceline.rpc.v1.TokenLogprob\x12*\n\x03top\x18\x02 \x03(\x0b\x32\x1d.paceline.rpc.v1.TokenLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\x88\x02\n\x11SpeculationRecord\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x16\n\x0enum_spec_steps\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x04 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x05 \x03(\r\x12\x17\n\x0fmean_batch_size\x18\x06 \x01(\x02\x12\x10\n\x08num_hits\x18\x07 \x01(\r\x12\x12\n\nnum_misses\x18\x08 \x01(\r\x12\r\n\x05lossy\x18\t \x01(\x08\x12\r\n\x05mixed\x18\n \x01(\x08\x12\x10\n\x08law_only\x18\x0b \x01(\x08\"B\n\x07Timings\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x12\n\nprefill_ns\x18\x02 \x01(\x04\x12\x11\n\tdecode_ns\x18\x03 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.rpc.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1496
-  _globals['_FINISHREASON']._serialized_end=1591
+  _globals['_FINISHREASON']._serialized_start=1578
+  _globals['_FINISHREASON']._serialized_end=1673
   _globals['_SAMPLINGPARAMS']._serialized_start=50
-  _globals['_SAMPLINGPARAMS']._serialized_end=592
-  _globals['_BADWORD']._serialized_start=594
-  _globals['_BADWORD']._serialized_end=622
-  _globals['_LOGITBIAS']._serialized_start=624
-  _globals['_LOGITBIAS']._serialized_end=667
-  _globals['_SPECULATIONPARAMS']._serialized_start=669
-  _globals['_SPECULATIONPARAMS']._serialized_end=793
-  _globals['_MODELIDENTITY']._serialized_start=796
-  _globals['_MODELIDENTITY']._serialized_end=1015
-  _globals['_TOKENLOGPROB']._serialized_start=1017
-  _globals['_TOKENLOGPROB']._serialized_end=1066
-  _globals['_POSITIONLOGPROBS']._serialized_start=1068
-  _globals['_POSITIONLOGPROBS']._serialized_end=1177
-  _globals['_SPECULATIONRECORD']._serialized_start=1180
-  _globals['_SPECULATIONRECORD']._serialized_end=1426
-  _globals['_TIMINGS']._serialized_start=1428
-  _globals['_TIMINGS']._serialized_end=1494
+  _globals['_SAMPLINGPARAMS']._serialized_end=642
+  _globals['_BADWORD']._serialized_start=644
+  _globals['_BADWORD']._serialized_end=672
+  _globals['_LOGITBIAS']._serialized_start=674
+  _globals['_LOGITBIAS']._serialized_end=717
+  _globals['_SPECULATIONPARAMS']._serialized_start=719
+  _globals['_SPECULATIONPARAMS']._serialized_end=843
+  _globals['_MODELIDENTITY']._serialized_start=846
+  _globals['_MODELIDENTITY']._serialized_end=1065
+  _globals['_TOKENLOGPROB']._serialized_start=1067
+  _globals['_TOKENLOGPROB']._serialized_end=1116
+  _globals['_POSITIONLOGPROBS']._serialized_start=1118
+  _globals['_POSITIONLOGPROBS']._serialized_end=1241
+  _globals['_SPECULATIONRECORD']._serialized_start=1244
+  _globals['_SPECULATIONRECORD']._serialized_end=1508
+  _globals['_TIMINGS']._serialized_start=1510
+  _globals['_TIMINGS']._serialized_end=1576
 # @@protoc_insertion_point(module_scope)

@@ -67,6 +67,7 @@ class SamplingParams(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     BAD_WORDS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """Upper bound on generated tokens, at least 1."""
@@ -94,6 +95,10 @@ class SamplingParams(google.protobuf.message.Message):
     """Number of best alternatives whose log probability is reported; absent: no log probabilities at all."""
     seed: builtins.int
     """Key of the noise; the same seed gives the same tokens. Absent: a gateway draws one, the other services take 0."""
+    prompt_logprobs: builtins.int
+    """Number of best alternatives whose log probability is reported at every position of the prompt, at most 20; absent:
+    no log probabilities of the prompt at all.
+    """
     grammar: builtins.str
     """Grammar that the text follows, in llguidance's own JSON or as Lark, at most 131072 characters; empty: none. End
     tokens are chosen only where it may end, and nothing else where it has ended.
@@ -133,14 +138,17 @@ class SamplingParams(google.protobuf.message.Message):
         seed: builtins.int | None = ...,
         allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         bad_words: collections.abc.Iterable[Global___BadWord] | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
         grammar: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "min_p", b"min_p", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "min_p", b"min_p", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_min_p", b"_min_p", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
     @typing.overload
@@ -316,15 +324,18 @@ Global___TokenLogprob: typing_extensions.TypeAlias = TokenLogprob
 
 @typing.final
 class PositionLogprobs(google.protobuf.message.Message):
-    """Log probabilities of one committed token and of the best alternatives at its position."""
+    """Log probabilities of the token at one position and of the best alternatives there."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHOSEN_FIELD_NUMBER: builtins.int
     TOP_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Place of the token among all, by its logit; 1 is the best."""
     @property
     def chosen(self) -> Global___TokenLogprob:
-        """The committed token."""
+        """The token that stands there."""
 
     @property
     def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -335,9 +346,10 @@ class PositionLogprobs(google.protobuf.message.Message):
         *,
         chosen: Global___TokenLogprob | None = ...,
         top: collections.abc.Iterable[Global___TokenLogprob] | None = ...,
+        rank: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chosen", b"chosen"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "top", b"top"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "rank", b"rank", "top", b"top"]) -> None: ...
 
 Global___PositionLogprobs: typing_extensions.TypeAlias = PositionLogprobs
 
@@ -357,6 +369,7 @@ class SpeculationRecord(google.protobuf.message.Message):
     NUM_MISSES_FIELD_NUMBER: builtins.int
     LOSSY_FIELD_NUMBER: builtins.int
     MIXED_FIELD_NUMBER: builtins.int
+    LAW_ONLY_FIELD_NUMBER: builtins.int
     num_steps: builtins.int
     """Steps of this session, rounds and plain steps alike."""
     num_spec_steps: builtins.int
@@ -372,9 +385,13 @@ class SpeculationRecord(google.protobuf.message.Message):
     num_misses: builtins.int
     """Rounds whose committed path had left the tree."""
     lossy: builtins.bool
-    """A lossy acceptance rule had a part in the text: its law is not the target's."""
+    """The law of the text is not the target's: a lossy acceptance rule had a part in it, or penalties were counted anew
+    where it was moved.
+    """
     mixed: builtins.bool
     """Verifiers of different arithmetic computed the text: the same seed may bring another one."""
+    law_only: builtins.bool
+    """The engine promises the law of the text and not its tokens: the same seed may bring another one."""
     @property
     def acceptance_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Entry k: rounds in which exactly k draft tokens matched."""
@@ -392,8 +409,9 @@ class SpeculationRecord(google.protobuf.message.Message):
         num_misses: builtins.int = ...,
         lossy: builtins.bool = ...,
         mixed: builtins.bool = ...,
+        law_only: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acceptance_histogram", b"acceptance_histogram", "lossy", b"lossy", "mean_batch_size", b"mean_batch_size", "mixed", b"mixed", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_hits", b"num_hits", "num_misses", b"num_misses", "num_spec_steps", b"num_spec_steps", "num_steps", b"num_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance_histogram", b"acceptance_histogram", "law_only", b"law_only", "lossy", b"lossy", "mean_batch_size", b"mean_batch_size", "mixed", b"mixed", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "num_hits", b"num_hits", "num_misses", b"num_misses", "num_spec_steps", b"num_spec_steps", "num_steps", b"num_steps"]) -> None: ...
 
 Global___SpeculationRecord: typing_extensions.TypeAlias = SpeculationRecord
 

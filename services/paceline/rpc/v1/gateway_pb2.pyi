@@ -35,6 +35,7 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty: the only one served."""
     prompt: builtins.str
@@ -49,6 +50,8 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
     """Keeps the last tokens of the prompt: 1 up to less than the context, or -1 for as many as fit into the context beside
     the output; absent: all, and a prompt that does not fit is refused.
     """
+    priority: builtins.int
+    """Sessions of lower numbers get places at their verifier before those of higher ones; 0 is usual."""
     @property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -78,9 +81,10 @@ class GatewayGenerateRequest(google.protobuf.message.Message):
         include_stop_str_in_output: builtins.bool = ...,
         skip_special_tokens: builtins.bool | None = ...,
         truncate_prompt_tokens: builtins.int | None = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "input", b"input", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "model", b"model", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]) -> typing.Literal["skip_special_tokens"] | None: ...
     @typing.overload
@@ -149,6 +153,8 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     RESULT_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The session, the same in every message."""
     text: builtins.str
@@ -163,6 +169,16 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
     def result(self) -> Global___GatewayGenerateResult:
         """Set in the last message only."""
 
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
+        """One entry per token, if `sampling.logprobs` asked for them."""
+
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
+        """Of the prompt's tokens from the second on, in the first message with tokens, if `sampling.prompt_logprobs` asked for
+        them.
+        """
+
     def __init__(
         self,
         *,
@@ -171,9 +187,11 @@ class GatewayGenerateResponse(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         result: Global___GatewayGenerateResult | None = ...,
         offset: builtins.int = ...,
+        logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
+        prompt_logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["offset", b"offset", "result", b"result", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "result", b"result", "session_id", b"session_id", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
 
 Global___GatewayGenerateResponse: typing_extensions.TypeAlias = GatewayGenerateResponse
 

@@ -68,6 +68,7 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     WHOLE_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     SUSPECT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """Chosen by the gateway, unique in the fleet."""
     epoch: builtins.int
@@ -82,6 +83,8 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
     """Prompts share cached pages only with those of the same salt."""
     suspect: builtins.bool
     """An engine died while it ran the session: its prompt is computed in steps of its own."""
+    priority: builtins.int
+    """Sessions of lower numbers get places, and keep their pages, before those of higher ones; 0 is usual."""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt, at least one token."""
@@ -111,9 +114,10 @@ class VerifierGenerateRequest(google.protobuf.message.Message):
         whole: builtins.bool = ...,
         cache_salt: builtins.str = ...,
         suspect: builtins.bool = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "max_wait_ns", b"max_wait_ns", "sampling", b"sampling", "speculation", b"speculation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "cache_salt", b"cache_salt", "committed_token_ids", b"committed_token_ids", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "suspect", b"suspect", "whole", b"whole"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_wait_ns", b"_max_wait_ns", "cache_salt", b"cache_salt", "committed_token_ids", b"committed_token_ids", "epoch", b"epoch", "max_wait_ns", b"max_wait_ns", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "suspect", b"suspect", "whole", b"whole"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_wait_ns", b"_max_wait_ns"]) -> typing.Literal["max_wait_ns"] | None: ...
 
 Global___VerifierGenerateRequest: typing_extensions.TypeAlias = VerifierGenerateRequest
@@ -133,12 +137,17 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
     TOKEN_FATES_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_OFFSET_FIELD_NUMBER: builtins.int
+    SPECULATION_FIELD_NUMBER: builtins.int
     lossy: builtins.bool
-    """A lossy acceptance rule had a part in them."""
+    """Their law is not the target's; see SpeculationRecord."""
     offset: builtins.int
     """Generated tokens of the session before these."""
     running: builtins.bool
     """The engine computes the session now; sent once, before its first tokens."""
+    prompt_offset: builtins.int
+    """Position in the prompt of the first of `prompt_logprobs`; 1 at least, for nothing says how likely the first token is."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Committed tokens, oldest first."""
@@ -155,6 +164,16 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
     def token_fates(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___TokenFate.ValueType]:
         """One entry per token: how each came about. None: not known."""
 
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paceline.rpc.v1.common_pb2.PositionLogprobs]:
+        """Of the prompt's tokens from `prompt_offset` on, if they were asked for: all of them come before the first token, in
+        messages of their own, and none of them in a session that goes on after committed tokens.
+        """
+
+    @property
+    def speculation(self) -> paceline.rpc.v1.common_pb2.SpeculationRecord:
+        """What speculation did for the session under this epoch, up to these tokens; in messages with tokens."""
+
     def __init__(
         self,
         *,
@@ -165,9 +184,12 @@ class VerifierGenerateResponse(google.protobuf.message.Message):
         token_fates: collections.abc.Iterable[Global___TokenFate.ValueType] | None = ...,
         offset: builtins.int = ...,
         running: builtins.bool = ...,
+        prompt_logprobs: collections.abc.Iterable[paceline.rpc.v1.common_pb2.PositionLogprobs] | None = ...,
+        prompt_offset: builtins.int = ...,
+        speculation: paceline.rpc.v1.common_pb2.SpeculationRecord | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "lossy", b"lossy", "offset", b"offset", "result", b"result", "running", b"running", "token_fates", b"token_fates", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["result", b"result", "speculation", b"speculation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "lossy", b"lossy", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "result", b"result", "running", b"running", "speculation", b"speculation", "token_fates", b"token_fates", "token_ids", b"token_ids"]) -> None: ...
 
 Global___VerifierGenerateResponse: typing_extensions.TypeAlias = VerifierGenerateResponse
 

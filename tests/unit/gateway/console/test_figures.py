@@ -24,7 +24,7 @@ class Verifier:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.metrics = VerifierMetrics(self._registry)
+        self.metrics = VerifierMetrics(self._registry, "tiny")
 
     def step(self, gammas: list[int], accepted: list[int], **more: object) -> None:
         report = StepReport(num_rows=8, seconds=0.01, price=0.25, gammas=gammas, accepted=accepted, lag_tokens=5)

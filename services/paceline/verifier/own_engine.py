@@ -1,0 +1,176 @@
+"""Our own engine inside a verifier: checks its settings, loads the model and warms it up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import replace
+
+from paceline.core.draft_scheduler import DraftLimits
+from paceline.core.errors import ConfigError
+from paceline.core.messages import ModelIdentity
+from paceline.core.pages import BLOCK_SIZE
+from paceline.core.params import EAGLE3, SpeculationParams
+from paceline.core.step_time import StepMode
+from paceline.core.target_events import TargetLimits
+from paceline.drafting.checkpoint import DraftCheckpoint
+from paceline.drafting.checkpoint import warm_up as warm_up_draft
+from paceline.drafting.colocated import LOCAL, ColocatedEngine
+from paceline.engine.budget import target_scratch_blocks
+from paceline.engine.drafter import DraftEngine
+from paceline.engine.eagle3 import states_hash
+from paceline.engine.grammar import Grammars
+from paceline.engine.identity import model_identity
+from paceline.engine.loading import load_decoder
+from paceline.engine.memory import log_memory
+from paceline.engine.process import StepThreads, parse_cpus, prepare_process, until_quiet
+from paceline.engine.target import TargetEngine
+from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
+from paceline.verifier.learned import learned_file
+from paceline.verifier.make_sources import make_sources
+from paceline.verifier.served import ServedEngine
+from paceline.verifier.warm_up import GREEDY, SAMPLED, warm_up
+
+logger = logging.getLogger(__name__)
+
+# Drafters that load meanwhile get so many seconds before their CPUs are measured.
+QUIET_MOST_S = 10.0
+# The bound on an engine's silence holds so many full steps.
+LEAST_STEPS = 2
+
+
+def own_engine(config: VerifierConfig) -> ServedEngine:
+    """Prepares this process for our engine.
+
+    Raises:
+        ConfigError: A setting or the checkpoint makes serving impossible.
+    """
+    speculation = speculation_from(config.speculative_config)
+    own_identity = model_identity(config.model, config.model_name, config.dtype, config.device)
+    head = speculation.head
+    identity = replace(
+        own_identity,
+        # What others may ask for is what fits here, not what the model could do.
+        context_len=_max_model_len(config, own_identity),
+        states_hash="" if head is None else states_hash(head),
+        methods=speculation.methods,
+        acceptance_rules=speculation.rules.names(speculation.methods),
+    )
+    prepare_process(config.cpus, spare_cpus=config.spare_cpus)
+    return ServedEngine(
+        identity=identity,
+        own_drafter=LOCAL if speculation.own_draft is not None else "",
+        rules=speculation.rules,
+        grammars=_grammars(config, identity),
+        make=lambda: make_engine(config, identity, speculation),
+        learned=learned_file(config, identity, os.environ),
+    )
+
+
+def _grammars(config: VerifierConfig, identity: ModelIdentity) -> Grammars | None:
+    try:
+        return Grammars(config.model, identity.vocab_size, identity.eos_token_ids)
+    except ConfigError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
+    """Longest session that model and pages allow.
+
+    Raises:
+        ConfigError: `--max-model-len` is more than either allows.
+    """
+    paged = (config.num_kv_blocks - 1) * BLOCK_SIZE
+    allowed = min(identity.context_len, paged)
+    if config.max_model_len > allowed:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than the model's {identity.context_len} tokens or "
+            f"the {paged} tokens of --num-kv-blocks {config.num_kv_blocks} allow"
+        )
+    return config.max_model_len or allowed
+
+
+def make_engine(
+    config: VerifierConfig, identity: ModelIdentity, speculation: Speculation
+) -> TargetEngine | ColocatedEngine:
+    """Loads the model, and the draft model if it runs here."""
+    target = make_target_engine(config, identity, speculation)
+    if speculation.own_draft is None:
+        return target
+    checkpoint = DraftCheckpoint(
+        folder=speculation.own_draft, target=config.model, dtype=config.dtype, device=config.device
+    )
+    decoder, draft_identity = checkpoint.load(config.threads), checkpoint.identity()
+    if not draft_identity.drafts_for(identity):
+        raise ConfigError(f"--speculative-config: {draft_identity.name!r} cannot draft for {identity.name!r}")
+    draft = DraftEngine(
+        decoder=decoder,
+        identity=draft_identity,
+        num_blocks=config.num_kv_blocks,
+        limits=DraftLimits(max_num_seqs=config.max_num_seqs),
+        clock=time.monotonic,
+    )
+    decoder.prepare(config.max_num_batched_tokens)
+    warm_up_draft(draft, decoder.feature_width)
+    wants_states = draft_identity.draft_method == EAGLE3
+    return ColocatedEngine(target, draft, wants_states=wants_states, clock=time.monotonic)
+
+
+def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculation: Speculation) -> TargetEngine:
+    """Loads the model and runs a few steps, so that the first request finds everything compiled."""
+    decoder = load_decoder(config.model, config.dtype, config.device, config.threads)
+    policy = speculation.draft_policy()
+    engine = TargetEngine(
+        decoder=decoder,
+        identity=identity,
+        num_blocks=config.num_kv_blocks,
+        limits=TargetLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=identity.context_len,
+        ),
+        policy=policy,
+        clock=time.monotonic,
+        sources=make_sources(speculation, decoder),
+        rules=speculation.rules,
+        use_threads=StepThreads(config.threads, config.cpus, config.spare_cpus).use,
+    )
+    decoder.prepare(config.max_num_batched_tokens)
+    warm_up(engine, (GREEDY, SAMPLED), SpeculationParams(enabled=False))
+    drafting = engine.profile(StepMode.DRAFTING)
+    if config.spare_cpus and not until_quiet(parse_cpus(config.spare_cpus), most_s=QUIET_MOST_S):
+        logger.warning("the spare CPUs are busy; plain steps may be taken for slower than they are")
+    plain = engine.profile(StepMode.PLAIN)
+    _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))
+    policy.start_from(plain, drafting)
+    learned_file(config, identity, os.environ).give_to(engine)
+    logger.info(
+        "model is ready",
+        extra={
+            "weight_bytes": decoder.weight_bytes,
+            "model": identity.name,
+            "step_ms": {rows: round(1e3 * s, 2) for rows, s in zip(plain.rows, plain.seconds, strict=True)},
+        },
+    )
+    log_memory(
+        decoder,
+        num_blocks=config.num_kv_blocks,
+        num_scratch_blocks=target_scratch_blocks(config.max_num_batched_tokens),
+    )
+    return engine
+
+
+def _check_stall(config: VerifierConfig, step_s: float) -> None:
+    """A full step may take a good part of the bound at most; attention over long contexts comes on top of it.
+
+    Raises:
+        ConfigError: Steps would be taken for hung.
+    """
+    least_s = LEAST_STEPS * step_s
+    if least_s > config.engine_stall_s:
+        raise ConfigError(
+            f"--engine-stall-s: must be at least {least_s:.0f} s, {LEAST_STEPS} steps of --max-num-batched-tokens "
+            f"{config.max_num_batched_tokens}, got {config.engine_stall_s:g} s"
+        )

