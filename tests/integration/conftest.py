@@ -26,6 +26,7 @@ from paceline.drafting.suffix import TextSource
 from paceline.engine.decoder import Decoder
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import load_fusion, states_hash
+from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
 from paceline.engine.target import TargetEngine
@@ -91,6 +92,7 @@ async def verifier_at(
     eagle3_model: Path | None = None,
     tracer: Tracer = OFF,
     poison: Poison | None = None,
+    grammars: Grammars | None = None,
 ) -> AsyncIterator[tuple[str, TargetHost]]:
     """A verifier service, whose engine some prompts may poison; yields its address."""
     tls = load_tls(folder_of(tls_dir, VERIFIER), VERIFIER)
@@ -110,6 +112,7 @@ async def verifier_at(
         identity=identity,
         max_model_len=MAX_MODEL_LEN,
         max_queue=MAX_QUEUE,
+        grammars=grammars,
         max_num_seqs=max_num_seqs,
         grace_s=30.0,
         stream_interval_s=0.1,

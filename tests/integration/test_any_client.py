@@ -76,8 +76,7 @@ async def test_a_hundred_thousand_unknown_fields_make_a_short_header_and_one_lab
 
 
 async def test_what_would_change_the_answer_is_refused_by_name(fleet: ScriptedFleet) -> None:
-    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    for fields in ({"tools": [tool]}, {"tool_choice": "required"}):
+    for fields in ({"web_search_options": {}}, {"prediction": {"type": "content", "content": "x"}}):
         with pytest.raises(BadRequestError) as caught:
             await fleet.openai.chat.completions.create(model=MODEL, messages=[USER], **fields)
         assert caught.value.param == next(iter(fields))
@@ -156,7 +155,7 @@ async def test_tokens_become_the_text_again_with_its_special_tokens(fleet: Scrip
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
         ("/tokenize", {"prompt": "qz" * CONTEXT_LEN}, 400, "prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
-        ("/tokenize", {"messages": [USER], "tools": [{}]}, 400, "tools"),
+        ("/tokenize", {"messages": [USER], "tools": [{}]}, 400, "tools[0].function"),
         ("/tokenize", {"prompt": "x", "model": "strange"}, 404, "model"),
         ("/tokenize", {"prompt": "x" * 5 * 1024 * 1024}, 413, "body"),
         ("/detokenize", {}, 400, "tokens"),

@@ -287,7 +287,7 @@ async def scripted_fleet(
     store = MemoryStore()
     verifiers, servers = await _start_verifiers(codec, store, num_verifiers)
     stop = asyncio.Event()
-    gateway, addresses = await _start_gateway(codec, store, stop, settings, own)
+    gateway, addresses = await start_gateway(codec, store, stop, settings, own)
     try:
         async with (
             # Reading certificates takes longer than most tests.
@@ -332,7 +332,7 @@ async def joining_gateway(fleet: ScriptedFleet, **settings: Any) -> AsyncIterato
 async def joining_doors(fleet: ScriptedFleet, **settings: Any) -> AsyncIterator[Addresses]:
     """The same; yields both addresses."""
     stop = asyncio.Event()
-    gateway, addresses = await _start_gateway(fleet.codec, fleet.store, stop, settings)
+    gateway, addresses = await start_gateway(fleet.codec, fleet.store, stop, settings)
     try:
         yield addresses
     finally:
@@ -340,13 +340,14 @@ async def joining_doors(fleet: ScriptedFleet, **settings: Any) -> AsyncIterator[
         await gateway
 
 
-async def _start_gateway(
+async def start_gateway(
     codec: TextCodec,
     store: MemoryStore,
     stop: asyncio.Event,
     settings: dict[str, Any],
     own: ModelDefaults = NO_DEFAULTS,
 ) -> tuple[asyncio.Task[None], Addresses]:
+    """Starts a gateway on free ports; setting `stop` ends it."""
     defaults = {
         "model": (),
         "port": 0,

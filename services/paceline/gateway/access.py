@@ -22,6 +22,8 @@ from paceline.gateway.keys import KeyRing
 from paceline.gateway.rate_limit import RateLimit
 
 AUTHORIZATION = "authorization"
+# Where clients of Anthropic's API put the key.
+API_KEY = "x-api-key"
 SCHEME = "bearer"
 # Load balancers ask for health before anything else, and have no key; nor has a browser that fetches the console's
 # files, which say nothing of this fleet.
@@ -122,7 +124,14 @@ class GuardedApp:
         if self._access is None:
             return None
         try:
-            await self._access.admit(headers.get(AUTHORIZATION), counts=event_ids.HEADER not in headers)
+            await self._access.admit(_authorization(headers), counts=event_ids.HEADER not in headers)
         except PacelineError as error:
             return error
         return None
+
+
+def _authorization(headers: Headers) -> str | None:
+    """Returns the header that names the key, however it came."""
+    given = headers.get(AUTHORIZATION)
+    key = headers.get(API_KEY)
+    return f"{SCHEME} {key}" if given is None and key is not None else given

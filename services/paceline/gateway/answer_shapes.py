@@ -15,7 +15,7 @@ Fields = dict[str, Any]
 _Count = Annotated[int, Field(ge=0)]
 
 
-def _shape(name: str, **fields: Any) -> type[BaseModel]:
+def _shape(name: str, /, **fields: Any) -> type[BaseModel]:
     """Returns the model of a JSON object that has these fields and no others."""
     return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
 
@@ -90,19 +90,49 @@ _OF_PROMPT: Fields = {
 }
 _TEXT: Fields = {"text": str, "logprobs": _TEXT_LOGPROBS | None, **_OF_PROMPT}
 _CHAT: Fields = {"logprobs": _CHAT_LOGPROBS | None}
-_MESSAGE = _shape("Message", role=Literal["assistant"], content=str)
-_DELTA = _shape("Delta", role=_maybe(Literal["assistant"], "Who speaks."), content=_maybe(str, "Further text."))
+_FUNCTION = _shape("CalledFunctionTold", name=str, arguments=str)
+_CALL = _shape("ToolCallTold", id=str, type=Literal["function"], function=_FUNCTION)
+_REASONING = dict.fromkeys(
+    ("reasoning_content", "reasoning"), _maybe(str, "What led up to the answer, where it is set apart; the same twice.")
+)
+_MESSAGE = _shape(
+    "Message",
+    role=Literal["assistant"],
+    content=str | None,
+    tool_calls=_maybe(conlist(_CALL), "Tools that are to be called."),
+    **_REASONING,
+)
+_FUNCTION_DELTA = _shape(
+    "CalledFunctionDelta", name=_maybe(str, "At the beginning of a call."), arguments=_maybe(str, "Further text.")
+)
+_CALL_DELTA = _shape(
+    "ToolCallDelta",
+    index=_Count,
+    id=_maybe(str, "At the beginning of a call."),
+    type=_maybe(Literal["function"], "At the beginning of a call."),
+    function=_FUNCTION_DELTA,
+)
+_DELTA = _shape(
+    "Delta",
+    role=_maybe(Literal["assistant"], "Who speaks."),
+    content=_maybe(str, "Further text."),
+    tool_calls=_maybe(conlist(_CALL_DELTA), "Further text of calls, or new ones."),
+    **_REASONING,
+)
 _MAYBE_USAGE = _maybe(_USAGE | None, "As asked for in `stream_options`.")
 _MAYBE_METRICS = _maybe(_METRICS, "At the end of a choice, and of a stream with usage.")
 
 
+_ENDS = FinishReason | Literal["tool_calls"]
+
+
 def _whole(name: str, kind: Any, more: Fields, **body: Any) -> type[BaseModel]:
-    return _answer(name, kind, {"finish_reason": FinishReason, **body}, usage=_USAGE, metrics=_METRICS, **more)
+    return _answer(name, kind, {"finish_reason": _ENDS, **body}, usage=_USAGE, metrics=_METRICS, **more)
 
 
 def _chunk(name: str, kind: Any, more: Fields, **body: Any) -> type[BaseModel]:
     counts = {"usage": _MAYBE_USAGE, "metrics": _MAYBE_METRICS}
-    return _answer(name, kind, {"finish_reason": FinishReason | None, **body}, **counts, **more)
+    return _answer(name, kind, {"finish_reason": _ENDS | None, **body}, **counts, **more)
 
 
 def _answer(name: str, kind: Any, choice: Fields, **counts: Any) -> type[BaseModel]:

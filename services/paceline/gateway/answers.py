@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.messages import PositionLogprobs, SpeculationRecord
+from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
+from paceline.gateway.message_parts import Part
+from paceline.gateway.messages_read import Message, message_of
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.session_output import Ending, Piece, sum_of_records
 from paceline.gateway.text import TextCodec
@@ -22,6 +24,9 @@ Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0
 # A token, and how likely it was; None: nothing says, as nothing stands before it.
 Judged = tuple[int, PositionLogprobs | None]
+
+
+TOOL_CALLS = "tool_calls"
 
 
 class CharacterCount:
@@ -50,6 +55,20 @@ class ChoiceState:
     num_generated_tokens: int = 0
     characters: CharacterCount = field(default_factory=CharacterCount)
     ending: Ending | None = None
+    message: Message | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended, as OpenAI says it; it has ended."""
+        assert self.ending is not None
+        calls = self.message is not None and self.message.calls and self.ending.finish_reason is FinishReason.STOP
+        return TOOL_CALLS if calls else self.ending.finish_reason.value
+
+    def read(self, piece: Piece) -> list[Part]:
+        """Returns what the text of a piece is made of; `message` is there."""
+        assert self.message is not None
+        self.message.read(piece.known_text)
+        return self.message.read(piece.text)
 
     def begin(self, piece: Piece) -> tuple[str, list[Judged]]:
         """Takes in a piece; returns the text and the tokens of the prompt, where the answer begins with them."""
@@ -80,21 +99,28 @@ class Answer:
         self._chat = chat
         self._samples_per_prompt = samples_per_prompt
         self._head: Json = {"id": request_id, "created": created_s, "model": model_name}
-        self._choices = [ChoiceState(request=each, num_generated_tokens=each.offset) for each in requests]
+        self._choices = [
+            ChoiceState(request=each, num_generated_tokens=each.offset, message=message_of(each)) for each in requests
+        ]
 
     def add_piece(self, index: int, piece: Piece) -> None:
         """Takes a piece of a choice for the whole."""
         choice = self._choices[index]
         echo, judged = choice.begin(piece)
-        choice.texts.append(echo + piece.text)
+        if choice.message is None:
+            choice.texts.append(echo + piece.text)
+        else:
+            choice.read(piece)
         choice.judged += judged + _judged(piece)
         choice.token_ids += piece.token_ids
         choice.tokens += piece.tokens
         choice.num_generated_tokens += len(piece.token_ids)
 
-    def add_ending(self, index: int, ending: Ending) -> None:
-        """Takes the end of a choice."""
-        self._choices[index].ending = ending
+    def add_ending(self, index: int, ending: Ending) -> Json:
+        """Takes the end of a choice; returns what it adds to the message."""
+        choice = self._choices[index]
+        choice.ending = ending
+        return {} if choice.message is None else choice.message.delta(choice.message.finish())
 
     def opening_chunks(self) -> list[Json]:
         """Returns what a stream begins with: for a chat, who speaks; a stream that goes on has said it."""
@@ -111,10 +137,13 @@ class Answer:
         first = not choice.begun
         echo, judged = choice.begin(piece)
         text, logprobs = echo + piece.text, self._logprobs(choice, judged + _judged(piece))
+        delta = {"content": text} if text else {}
+        if choice.message is not None:
+            delta = choice.message.delta(choice.read(piece))
         shows_ids = choice.request.return_token_ids and bool(piece.token_ids)
-        if not text and not piece.tokens and logprobs is None and not shows_ids:
+        if not delta and not piece.tokens and logprobs is None and not shows_ids:
             return None
-        chunk = self._chunk(index, {"content": text}, logprobs, None)
+        chunk = self._chunk(index, delta or {"content": ""}, logprobs, None)
         chunk["choices"][0] |= _fates(choice, piece.tokens) | _token_ids(choice, piece.token_ids)
         if first:
             self._add_prompt(chunk["choices"][0], chunk, choice)
@@ -122,8 +151,8 @@ class Answer:
 
     def ending_chunk(self, index: int, ending: Ending) -> Json:
         """Returns the last chunk of a choice, with its speculation record."""
-        self.add_ending(index, ending)
-        chunk = self._chunk(index, {}, None, ending.finish_reason.value)
+        rest = self.add_ending(index, ending)
+        chunk = self._chunk(index, rest, None, self._choices[index].finish_reason)
         chunk["metrics"] = metrics(ending.speculation)
         return chunk
 
@@ -190,12 +219,13 @@ class Answer:
     def _whole_choice(self, index: int, choice: ChoiceState) -> Json:
         assert choice.ending is not None
         text = "".join(choice.texts)
-        body: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        said = {"content": text} if choice.message is None else choice.message.whole()
+        body: Json = {"message": {"role": "assistant", **said}} if self._chat else {"text": text}
         return {
             "index": index,
             **body,
             "logprobs": self._logprobs(choice, choice.judged),
-            "finish_reason": choice.ending.finish_reason.value,
+            "finish_reason": choice.finish_reason,
             **_fates(choice, choice.tokens),
             **_token_ids(choice, choice.token_ids),
         }

@@ -6,7 +6,7 @@ It knows JSON values only: no models, no tokens. `paceline.gateway.choices` make
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, SkipValidation
 
@@ -33,6 +33,7 @@ from paceline.gateway.requests import (
     MAX_STOP_STRINGS,
     MAX_TEMPLATE_CHARACTERS,
 )
+from paceline.gateway.tools import MAX_TOOLS, Tool, ToolCall
 
 BodyT = TypeVar("BodyT", bound="CommonBody")
 
@@ -76,9 +77,21 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+# Of these, what chats have.
+OF_CHATS = frozenset({"parallel_tool_calls", "reasoning_effort", "tool_choice", "tools"})
+MAX_EFFORT_CHARACTERS = 32
 # Those that may ask for a grammar, which takes up to a second to compile.
 GRAMMAR_FIELDS = frozenset(
-    {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    {
+        "text",
+        "tool_choice",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    }
 )
 # More than these are refused before they are looked at one by one.
 _LIMITS = {
@@ -189,6 +202,19 @@ class CompletionBody(CommonBody):
     logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
 
 
+class NamedFunction(Fields):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class TextPart(Fields):
     """A part of a message."""
 
@@ -202,17 +228,22 @@ class ChatMessage(Fields):
     """One message of a chat; `content` is text or a list of text parts, each read by itself."""
 
     no_effect = frozenset({"annotations"})
-    not_served = {"audio": (), "function_call": (), "tool_call_id": (), "tool_calls": ([],)}  # noqa: RUF012
+    not_served = {"audio": (), "function_call": ()}  # noqa: RUF012
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: SkipValidation[str | list[TextPart]]
+    content: SkipValidation[str | list[TextPart] | None] = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[SkipValidation[ToolCall]] = []  # noqa: RUF012 - pydantic copies it
+    tool_call_id: str | None = None
 
 
 class ChatFields(Fields):
     """What becomes the prompt of a chat; each of `messages` is read by itself."""
 
     messages: list[SkipValidation[ChatMessage]] = _told(minItems=1)
+    tools: list[SkipValidation[Tool]] = _told([], maxItems=MAX_TOOLS)
     # Where it is absent: unless the last message is to be gone on with.
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -223,8 +254,14 @@ class ChatFields(Fields):
 class ChatBody(CommonBody, ChatFields):
     """Body of /v1/chat/completions."""
 
-    not_served = {**NOT_SERVED, "echo": (False,)}  # noqa: RUF012 - a class variable
+    not_served: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **{name: values for name, values in NOT_SERVED.items() if name not in OF_CHATS},
+        "echo": (False,),
+    }
 
+    tool_choice: SkipValidation[Literal["none", "auto", "required"] | NamedTool | None] = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = _told(None, maxLength=MAX_EFFORT_CHARACTERS)
     max_completion_tokens: int | None = _told(None, minimum=1)
     logprobs: bool = False
     top_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
@@ -246,7 +283,6 @@ class TokenizeChatBody(ChatFields):
     not_served = {  # noqa: RUF012
         "add_special_tokens": (False,),
         "return_token_strs": (False,),
-        "tools": ([],),
     }
 
     model: str = ""

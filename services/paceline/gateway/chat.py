@@ -22,7 +22,11 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """A compiled chat template together with the special tokens it may name."""
+    """A compiled chat template together with the special tokens it may name.
+
+    Attributes:
+        source: As it was written.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compiles the template.
@@ -34,6 +38,7 @@ class ChatTemplate:
         Raises:
             ConfigError: The template has a syntax error.
         """
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
@@ -44,7 +49,7 @@ class ChatTemplate:
         """Returns the prompt that asks for the next message of the assistant.
 
         Args:
-            messages: Each with `role` and `content`.
+            messages: Each with `role` and `content`, and maybe calls and reasoning.
             extra: Further variables of the template, such as `enable_thinking`.
 
         Raises:

@@ -5,7 +5,8 @@ It knows the request models and the tokenizer; it does no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatFields, ChatMessa
 from paceline.gateway.chat import ChatTemplate
 from paceline.gateway.fields import UnknownFields, read_fields
 from paceline.gateway.generation_config import MODEL_SAMPLING
+from paceline.gateway.grammars import grammar_of_json_schema
+from paceline.gateway.message_form import QWEN3_CODER, MessageForm, begins_thinking
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
@@ -33,6 +36,10 @@ from paceline.gateway.requests import (
     tokens_kept,
 )
 from paceline.gateway.structured import grammar_of
+from paceline.gateway.tools import Json, Toolbox, ToolCall
+
+# Enough to see whether it ends within reasoning.
+PROMPT_END_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,7 @@ def completion_sessions(body: CompletionBody, model: ServedModel, request_id: st
         wanted_field="max_tokens",
         unasked=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
+        grammar=grammar_of(body),
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     )
     sessions = [replace(session, prompt_only=prompt_only) for session in sessions] if prompt_only else sessions
@@ -97,7 +105,12 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequestError("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
     keep_last = tokens_kept(model, body.truncate_prompt_tokens, wanted)
-    token_ids = check_prompt(model, chat_tokens(body, model, unknown, keep_last), field="messages")
+    toolbox = Toolbox.read(body.tools, body.tool_choice, body.parallel_tool_calls, unknown)
+    token_ids = chat_tokens(body, model, unknown, keep_last, tools=toolbox.tools, extra=_effort(body))
+    token_ids = check_prompt(model, token_ids, field="messages")
+    # Calls that have to be made leave no room for content of another form.
+    enforced = grammar_of_json_schema(toolbox.schema, field="tools", exact=False) if toolbox.enforced else ""
+    grammar = enforced or grammar_of(body)
     return _sessions(
         body,
         model,
@@ -107,8 +120,39 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
         wanted_field=field,
         unasked=model.defaults.max_new_tokens,
         logprobs=top_logprobs if body.logprobs else None,
+        grammar=grammar,
+        form=_form(model, toolbox, token_ids, grammar),
         prompt_logprobs=body.prompt_logprobs,
     )
+
+
+def _form(model: ServedModel, toolbox: Toolbox, prompt: Sequence[int], grammar: str) -> MessageForm | None:
+    """Returns how answers to a chat are read; None: all of them is content, as under any other grammar."""
+    families = model.families
+    if toolbox.enforced:
+        return MessageForm(enforced=True, named=toolbox.named)
+    if grammar or not (families.reasoning or toolbox.parsed):
+        return None
+    calls = families.tool_calls if toolbox.parsed else ""
+    if not families.reasoning and not calls:
+        return None
+    prompt_end = model.codec.decode(prompt[-PROMPT_END_TOKENS:], special_tokens=True) if families.reasoning else ""
+    return MessageForm(
+        reasoning=families.reasoning,
+        thinks=begins_thinking(families.reasoning, prompt_end),
+        tool_calls=calls,
+        types=toolbox.types if calls == QWEN3_CODER else {},
+    )
+
+
+def _effort(body: ChatBody) -> dict[str, Any]:
+    """Returns what a template is told of the effort; one that knows a switch only is switched off by `none`."""
+    if body.reasoning_effort is None:
+        return {}
+    return {
+        "reasoning_effort": body.reasoning_effort,
+        **({"enable_thinking": False} if body.reasoning_effort == "none" else {}),
+    }
 
 
 def _sessions(
@@ -121,6 +165,8 @@ def _sessions(
     wanted_field: str,
     unasked: int | None,
     logprobs: int | None,
+    grammar: str,
+    form: MessageForm | None = None,
     prompt_logprobs: int | None,
 ) -> list[SessionRequest]:
     stops = check_stops(_stop_strings(body.stop))
@@ -135,7 +181,6 @@ def _sessions(
     if prompt_logprobs is not None:
         num_tokens = body.n * sum(len(prompt.token_ids) for prompt in prompts)
         check_judged(num_tokens, prompt_logprobs, field="prompt_logprobs")
-    grammar = grammar_of(body)
     sessions: list[SessionRequest] = []
     for prompt in prompts:
         max_tokens = room_for_output(model, len(prompt.token_ids), wanted, unasked=unasked, field=wanted_field)
@@ -157,6 +202,7 @@ def _sessions(
                     return_token_ids=body.return_token_ids,
                     token_fates=body.speculation.token_fates,
                     whole=not body.stream and not stops,
+                    form=form,
                 )
             )
     return sessions
@@ -257,7 +303,13 @@ def _encode_prompt(model: ServedModel, field: str, value: str | list[int], keep_
 
 
 def chat_tokens(
-    body: ChatFields, model: ServedModel, unknown: UnknownFields, keep_last: int | None = None
+    body: ChatFields,
+    model: ServedModel,
+    unknown: UnknownFields,
+    keep_last: int | None = None,
+    *,
+    tools: Sequence[Json] = (),
+    extra: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Returns the tokens of a chat by the model's template.
 
@@ -266,6 +318,8 @@ def chat_tokens(
         model: Whose template it is.
         unknown: Is told of fields of its messages.
         keep_last: So many of its last tokens are kept; None: all.
+        tools: Those that the template is told of.
+        extra: Variables of the template, over which those of the body win.
 
     Raises:
         InvalidRequestError: There is no template, it refuses the messages, or one of them is wrong or too long.
@@ -289,9 +343,10 @@ def chat_tokens(
         raise InvalidRequestError("add_generation_prompt", "must not be true with continue_final_message")
     asks = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     messages = [_plain_message(message, f"messages[{index}]", unknown) for index, message in enumerate(body.messages)]
+    variables = {**(extra or {}), **body.chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
     return model.codec.encode_chat(
         messages,
-        {**body.chat_template_kwargs, "add_generation_prompt": asks},
+        {**variables, "add_generation_prompt": asks},
         field="messages",
         context_len=model.context_len,
         keep_last=keep_last,
@@ -314,12 +369,32 @@ def _template(body: ChatFields, model: ServedModel) -> ChatTemplate | None:
         raise InvalidRequestError("chat_template", str(error)) from error
 
 
-def _plain_message(given: Any, field: str, unknown: UnknownFields) -> dict[str, str]:
+def _plain_message(given: Any, field: str, unknown: UnknownFields) -> Json:
     message = read_fields(ChatMessage, given, unknown, field)
-    plain = {"role": message.role, "content": _content_text(message.content, f"{field}.content", unknown)}
-    if message.name is not None:
-        plain["name"] = message.name
-    return plain
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    if message.content is None and not message.tool_calls and reasoning is None:
+        raise InvalidRequestError(f"{field}.content", "is required")
+    content = "" if message.content is None else message.content
+    plain: Json = {"role": message.role, "content": _content_text(content, f"{field}.content", unknown)}
+    calls = [
+        read_fields(ToolCall, each, unknown, f"{field}.tool_calls[{at}]") for at, each in enumerate(message.tool_calls)
+    ]
+    if calls:
+        plain["tool_calls"] = [_plain_call(each) for each in calls]
+    if reasoning is not None:
+        # Templates do not agree on its name.
+        plain |= {"reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
+    optional = {"name": message.name, "tool_call_id": message.tool_call_id}
+    return plain | {name: value for name, value in optional.items() if value is not None}
+
+
+def _plain_call(call: ToolCall) -> Json:
+    """Returns a call as templates want it: arguments as an object, if they are one and not broken off."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = call.function.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _content_text(content: Any, field: str, unknown: UnknownFields) -> str:

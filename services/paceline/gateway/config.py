@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.config import setting
 from paceline.core.errors import ConfigError
+from paceline.gateway.message_form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,13 @@ class GatewayConfig:
         "auto",
         help="Where the models' own sampling defaults come from: auto, the generation_config.json of each --model; "
         "vllm, nowhere, all are neutral; or a folder that holds such a file, for all models.",
+    )
+    tool_call_parser: str = setting(
+        AUTO,
+        help=f"How the models write tool calls: auto (as their chat templates tell), none, {', '.join(TOOL_FAMILIES)}.",
+    )
+    reasoning_parser: str = setting(
+        AUTO, help=f"How the models set reasoning apart: auto, none, {', '.join(REASONING_FAMILIES)}."
     )
     host: str = setting("127.0.0.1", help="Address to listen on.")
     port: int = setting(8000, help="HTTP port; 0 picks a free one.", low=0, high=65535)
@@ -92,6 +100,9 @@ class GatewayConfig:
     refresh_s: float = setting(0.5, help="Pause between two readings of the registry.", unit="s", low=0.05)
     record_interval_s: float = setting(0.5, help="Pause between two writings of session records.", unit="s", low=0.05)
     record_ttl_s: float = setting(600.0, help="Life of a session record after its last change.", unit="s", low=1)
+    response_ttl_s: float = setting(
+        86_400.0, help="Life of a response of /v1/responses that is kept.", unit="s", low=1, high=31 * 86_400
+    )
     console: bool = setting(
         True, help="Serve the console at /: live figures of the fleet, and a playground; --no-console does not."
     )
@@ -101,6 +112,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         """Checks what goes together."""
+        check_families(self.tool_call_parser, self.reasoning_parser)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together; give both or neither")
 

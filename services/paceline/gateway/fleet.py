@@ -14,6 +14,7 @@ from typing import Protocol
 from paceline.core.errors import ModelNotFoundError, UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
+from paceline.gateway.message_form import AUTO, Families
 from paceline.gateway.requests import ServedModel
 from paceline.gateway.routing import able_verifiers
 from paceline.gateway.text import TextCodec
@@ -52,6 +53,8 @@ class Fleet:
         answers: Answers = nobody_answers,
         *,
         defaults: Mapping[str, ModelDefaults] | None = None,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
         aliases: Mapping[str, str] | None = None,
         trusts_templates: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -63,6 +66,8 @@ class Fleet:
             codecs: Tokenizers by model name; only these models are served.
             answers: Asks a replica that has left the registry whether it still serves.
             defaults: Of models that have some, by name.
+            tool_call_parser: How models write calls: a family, `auto` or `none`.
+            reasoning_parser: How they write reasoning, likewise.
             aliases: Further names, and whose.
             trusts_templates: Whether requests may bring chat templates of their own.
             clock: Monotonic seconds.
@@ -70,6 +75,10 @@ class Fleet:
         self._view = RegistryView(registry, answers=answers, clock=clock)
         self._codecs = dict(codecs)
         self._defaults = dict(defaults or {})
+        self._families = {
+            name: Families.of(tool_call_parser, reasoning_parser, codec.template_source)
+            for name, codec in self._codecs.items()
+        }
         self._aliases = dict(aliases or {})
         self._trusts_templates = trusts_templates
         self._warned_of: set[str] = set()
@@ -133,6 +142,7 @@ class Fleet:
             identity=identity,
             codec=codec,
             defaults=self._defaults.get(name, NO_DEFAULTS),
+            families=self._families[name],
             trusts_templates=self._trusts_templates,
             asked_name=asked,
         )

@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 import paceline
 from paceline.core.errors import ModelNotFoundError, PacelineError
+from paceline.gateway.anthropic_door.endpoint import CountTokensEndpoint, MessagesDoor
 from paceline.gateway.completions import CompletionEndpoint
 from paceline.gateway.console.feed import ConsoleFeed
 from paceline.gateway.console.pages import console_routes
@@ -22,9 +23,12 @@ from paceline.gateway.fleet import Fleet
 from paceline.gateway.openapi import PATH, openapi_document
 from paceline.gateway.readiness import readiness, report
 from paceline.gateway.reading import BodyReader
+from paceline.gateway.responses.endpoint import response_routes
+from paceline.gateway.responses.keeping import ResponseShelf
 from paceline.gateway.sessions import Sessions
 from paceline.gateway.take_over import Resumption
 from paceline.gateway.tokenizing import TokenizerEndpoint, detokenized, tokenized
+from paceline.gateway.translated import TranslatedEndpoint
 from paceline.obs.tracing import OFF, Tracer
 from paceline.supervision import Supervisor
 
@@ -38,6 +42,7 @@ def create_app(
     resumption: Resumption,
     registry: CollectorRegistry,
     reader: BodyReader,
+    shelf: ResponseShelf,
     started_s: int,
     console: ConsoleFeed | None = None,
     tracer: Tracer = OFF,
@@ -51,6 +56,7 @@ def create_app(
         resumption: Takes over sessions whose streams broke off.
         registry: Metrics to show.
         reader: Reads request bodies.
+        shelf: Keeps responses.
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
         tracer: Records spans of requests, if it does.
@@ -79,6 +85,9 @@ def create_app(
         Route("/v1/chat/completions", CompletionEndpoint(*endpoints, chat=True), methods=["POST"]),
         Route("/tokenize", TokenizerEndpoint(sessions, reader, tokenized), methods=["POST"]),
         Route("/detokenize", TokenizerEndpoint(sessions, reader, detokenized), methods=["POST"]),
+        Route("/v1/messages", TranslatedEndpoint(sessions, reader, tracer, MessagesDoor()), methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokensEndpoint(sessions, reader), methods=["POST"]),
+        *response_routes(sessions, resumption, reader, tracer, shelf),
         *(console_routes(console) if console is not None else ()),
         *_model_routes(fleet, started_s),
         Route("/livez", livez),

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Send
 
-from paceline.gateway.errors import to_http
+from paceline.gateway.errors import HttpError, to_http
 
 # A client that reads nothing for that long holds places and KV pages of others.
 SEND_TIMEOUT_S = 60.0
@@ -50,6 +50,8 @@ class Exchange:
         *,
         given_id: str = "",
         own_id: str = "",
+        shape: Callable[[HttpError, str], Any] = lambda error, _: error.to_json(),
+        named: bool = False,
     ) -> None:
         """Sends nothing yet.
 
@@ -58,11 +60,15 @@ class Exchange:
             on_error: Told of the error that ends the response.
             given_id: The client's name of the request; empty: none.
             own_id: Ours, which is answered with if the client gives none.
+            shape: What an error looks like; it is given the name of the request, too.
+            named: Whether the events of a stream have their types as names, and the last one ends it.
         """
         self._send = send
         self._on_error = on_error
         self._begun = False
         self._given_id = given_id
+        self._shape = shape
+        self._named = named
         self.own_id = own_id
         self.headers: dict[str, str] = {}
 
@@ -92,6 +98,8 @@ class Exchange:
     async def event(self, data: Any, event_id: object = None) -> None:
         """Sends one server-sent event, with an id if it has one."""
         named = f"id: {event_id}\n".encode() if event_id is not None else b""
+        if self._named:
+            named += f"event: {data['type']}\n".encode()
         await self.write(named + b"data: " + to_json(data) + b"\n\n")
 
     async def fail(self, error: Exception) -> None:
@@ -103,12 +111,17 @@ class Exchange:
             return
         described = to_http(error, self._request_id)
         if self._begun:
-            await self.write(b"data: " + described.to_bytes() + b"\n\n" + DONE, last=True)
+            told = b"data: " + self._told(described) + b"\n\n"
+            await self.write(b"event: error\n" + told if self._named else told + DONE, last=True)
             return
-        body = described.to_bytes()
+        body = self._told(described)
         headers = {**JSON_HEADERS, **described.headers(), "content-length": str(len(body))}
         await self.begin(described.status, headers)
         await self.write(body, last=True)
+
+    def _told(self, error: HttpError) -> bytes:
+        """Returns an error in bytes; escapes keep broken text of the request out of the answer."""
+        return json.dumps(self._shape(error, self._request_id)).encode()
 
     @property
     def _request_id(self) -> str:

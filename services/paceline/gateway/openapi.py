@@ -51,6 +51,8 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
 * `speculation.token_fates` asks how each token came about: `accepted` is a draft token that matched; the target's own
   is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
   stands there once, also one without text of its own; text then waits for the end of its token.
+* A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them. Calls that
+  have to be made are enforced by a grammar of the schemas of all tools, or of the one that is named.
 * Special tokens spelled out in the messages of a chat stay text; a `prompt` is read as it stands, and may hold some.
 * A stream that fails after its first byte ends with an event that holds the error object.
 * Methods that a path does not have are answered with 405, unknown paths with 404, both with the error object.

@@ -5,7 +5,7 @@ It knows no endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -53,9 +53,19 @@ class BodyReader:
     ignored_fields: Family[Counter]
 
     async def read(
-        self, request: Request, exchange: Exchange, understand: Callable[[dict[str, Any], UnknownFields], ReadT]
+        self,
+        request: Request,
+        exchange: Exchange,
+        understand: Callable[..., ReadT],
+        prepare: Callable[[dict[str, Any]], Awaitable[Any]] | None = None,
     ) -> ReadT:
         """Returns what `understand` makes of a body; the answer will name the fields that it does not know.
+
+        Args:
+            request: Whose body it is.
+            exchange: Its answer.
+            understand: Takes the JSON object and the fields that nobody knows.
+            prepare: Fetches what `understand` takes before these; None: it needs nothing else.
 
         Raises:
             InvalidRequestError: The body is too large, too slow or no JSON object, or is refused by `understand`.
@@ -71,7 +81,7 @@ class BodyReader:
                 timeout_s=self.timeout_s,
             )
             try:
-                understood = await self._understood(raw, understand, unknown)
+                understood = await self._understood(raw, understand, unknown, prepare)
             except PacelineError:
                 self._tell(unknown, exchange)
                 raise
@@ -79,10 +89,16 @@ class BodyReader:
             return understood
 
     async def _understood(
-        self, raw: bytearray, understand: Callable[[dict[str, Any], UnknownFields], ReadT], unknown: UnknownFields
+        self,
+        raw: bytearray,
+        understand: Callable[..., ReadT],
+        unknown: UnknownFields,
+        prepare: Callable[[dict[str, Any]], Awaitable[Any]] | None,
     ) -> ReadT:
         small = len(raw) <= MAX_INLINE_BYTES
         fields = parse_json_object(raw) if small else await self.workers.run(partial(parse_json_object, raw))
+        if prepare is not None:
+            understand = partial(understand, await prepare(fields))
         work = partial(understand, fields, unknown)
         if not GRAMMAR_FIELDS.isdisjoint(fields):
             return await self.grammar_workers.run(work)

@@ -58,6 +58,8 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         "cache_salt": request.cache_salt,
         "priority": request.priority,
     }
+    if request.form is not None:
+        parameters["form"] = request.form.to_json()
     if request.span.is_recording():
         # Whoever goes on with the session goes on with the trace.
         parameters["traceparent"] = traceparent_of(request.span)

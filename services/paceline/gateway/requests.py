@@ -14,6 +14,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import FinishReason, ModelIdentity
 from paceline.core.params import COUPLED, MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
 from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
+from paceline.gateway.message_form import NO_FAMILIES, Families, MessageForm
 from paceline.gateway.text import TextCodec, utf8_len
 from paceline.obs.tracing import INVALID_SPAN, Span
 from paceline.store.base import EPOCHS_PER_OWNER
@@ -33,15 +34,21 @@ _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that can be asked for: what its verifiers say of it, its tokenizer, and what it has of defaults.
+    """A model that can be asked for.
 
-    `trusts_templates` lets requests bring chat templates of their own. `asked_name` is the one of its names that it was
-    asked for by; empty: the verifiers' own.
+    Attributes:
+        identity: What its verifiers say of it.
+        codec: Its tokenizer.
+        defaults: Its own, of sampling.
+        families: How it writes calls and reasoning.
+        trusts_templates: Whether requests may bring chat templates of their own.
+        asked_name: The one of its names that it was asked for by; empty: the verifiers' own.
     """
 
     identity: ModelIdentity
     codec: TextCodec
     defaults: ModelDefaults = NO_DEFAULTS
+    families: Families = NO_FAMILIES
     trusts_templates: bool = False
     asked_name: str = ""
 
@@ -81,6 +88,7 @@ class SessionRequest:
         priority: Lower ones get places at their verifier first.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
         traceparent: Trace context of the recorded request that it began with, if another call has it now.
+        form: How its text becomes a message; None: as it is.
         span: The request span.
     """
 
@@ -110,6 +118,7 @@ class SessionRequest:
     whole: bool = False
     finished: FinishReason | None = None
     traceparent: str = ""
+    form: MessageForm | None = None
     span: Span = field(default=INVALID_SPAN, compare=False)
 
     @property

@@ -36,6 +36,7 @@ from paceline.gateway.placing import Placer
 from paceline.gateway.readiness import readiness
 from paceline.gateway.reading import BodyReader
 from paceline.gateway.records import RecordWriter
+from paceline.gateway.responses.keeping import ResponseShelf
 from paceline.gateway.routing import Router
 from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
 from paceline.gateway.sessions import Sessions
@@ -172,6 +173,7 @@ async def _serve(
         resumption=resumption,
         registry=registry,
         reader=_reader(config, limits, workers, metrics),
+        shelf=ResponseShelf(store, config.response_ttl_s),
         started_s=int(time.time()),
         console=console,
         tracer=tracer,
@@ -212,6 +214,8 @@ def _fleet(
         defaults=defaults,
         aliases=model_aliases(config.served_model_name, sorted(codecs)),
         trusts_templates=config.trust_request_chat_template,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
 
 

@@ -14,6 +14,7 @@ class Piece:
     """New text and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
 
     `offset`: generated tokens before these. `digest`: of all up to these, see `paceline.core.token_digest`.
+    `known_text`: that of tokens which a client has that goes on with a stream; it has this text, too.
     `tokens`, where the request asks for it, are those behind the text: their texts join to it. The first piece has the
     prompt's log probabilities, where they are asked for: of all its tokens but the first.
     """
@@ -24,6 +25,7 @@ class Piece:
     tokens: tuple[TokenText, ...] = ()
     offset: int = 0
     digest: str = ""
+    known_text: str = ""
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
 
 
@@ -39,6 +41,7 @@ class Ending:
         speculation: What speculation did, at all verifiers that ran the session; None where none told, or what is known
             all the same: that the text was lossy, mixed or in law only.
         timings: Where the time went, as far as the verifier told.
+        stop: The stop string that ended it; None: something else did.
     """
 
     finish_reason: FinishReason
@@ -47,6 +50,7 @@ class Ending:
     num_cached_tokens: int = 0
     speculation: SpeculationRecord | None = None
     timings: Timings = field(default_factory=Timings)
+    stop: str | None = None
 
 
 Event = Piece | Ending

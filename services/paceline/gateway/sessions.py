@@ -268,6 +268,7 @@ class Sessions:
                     tokens=tokens,
                     offset=offset + num_known,
                     digest=client.digest,
+                    known_text=known.text if num_known else "",
                     prompt_logprobs=tuple(judged),
                 )
                 judged = []
@@ -278,6 +279,7 @@ class Sessions:
         if record is not None or lossy or trail.mixed or trail.law_only:
             record = replace(record or SpeculationRecord(), lossy=lossy, mixed=trail.mixed, law_only=trail.law_only)
         ending = _ending(request, num_generated, result, record, stopped=stopped)
+        ending = replace(ending, stop=text_stream.stop) if stopped else ending
         stopwatch.ended(ending)
         yield ending
 

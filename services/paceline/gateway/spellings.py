@@ -112,5 +112,5 @@ def _mapped(value: Any, change: Any) -> Any:
     if isinstance(value, list):
         return [_mapped(entry, change) for entry in value]
     if isinstance(value, Mapping):
-        return {key: _mapped(entry, change) for key, entry in value.items()}
+        return {_mapped(key, change): _mapped(entry, change) for key, entry in value.items()}
     return value

@@ -14,6 +14,7 @@ from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionN
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.known_tokens import check_known
+from paceline.gateway.message_form import MessageForm
 from paceline.gateway.requests import SessionRequest, check_salt, check_stops, up_to_end
 from paceline.store.base import LoggedSession, SessionState, Store
 
@@ -109,6 +110,7 @@ class Resumption:
             return_token_ids=parameters.return_token_ids,
             finished=finished,
             traceparent=parameters.traceparent,
+            form=parameters.form,
         )
 
 
@@ -125,6 +127,7 @@ class _Parameters:
     cache_salt: str
     priority: int
     traceparent: str
+    form: MessageForm | None
 
     @classmethod
     def read(cls, params_json: str) -> _Parameters:
@@ -145,6 +148,7 @@ class _Parameters:
                 cache_salt=check_salt(values.get("cache_salt", "")),
                 priority=int(values.get("priority", 0)),
                 traceparent=str(values.get("traceparent", "")),
+                form=MessageForm.from_json(values.get("form")),
             )
         except (ValueError, TypeError, LookupError, AttributeError, InvalidRequestError) as error:
             raise SessionNotFoundError(f"session_id: its record cannot be read ({type(error).__name__})") from error

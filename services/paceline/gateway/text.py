@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.gateway.chat import ChatTemplate, Message
 from paceline.gateway.continued import up_to_mark, with_end_marked
+from paceline.gateway.detokenizer import Decodes
 from paceline.gateway.spellings import SpecialSpellings, token_ids
 from paceline.vocabulary import vocab_hash
 
@@ -72,8 +73,15 @@ class TextCodec:
             self._visible[token_id] = token_id not in added or not added[token_id].special
         self.with_special_tokens = _WithSpecialTokens(tokenizer, frozenset(vocab.values()))
         self._added = {token_id: token.content for token_id, token in added.items()}
+        # By the few sets of special tokens that readers of answers ask for.
+        self._showing: dict[tuple[str, ...], Decodes] = {}
         self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
+
+    @property
+    def template_source(self) -> str:
+        """Source of the chat template; empty: there is none."""
+        return "" if self.chat_template is None else self.chat_template.source
 
     @classmethod
     def from_folder(cls, folder: Path, chat_template: Path | None = None) -> TextCodec:
@@ -159,6 +167,8 @@ class TextCodec:
         template = template or self.chat_template
         assert template is not None, "callers look whether there is one"
         num_bytes = sum(utf8_len(f"{field}[{index}].content", each["content"]) for index, each in enumerate(messages))
+        num_bytes += sum(_num_bytes(f"{field}[{index}]", _beside_content(each)) for index, each in enumerate(messages))
+        num_bytes += _num_bytes("tools", extra.get("tools"))
         self._check_length(field, num_bytes, context_len)
         if continue_last:
             messages = with_end_marked(messages, field)
@@ -185,6 +195,17 @@ class TextCodec:
         """Tells whether a token has text: known to the tokenizer and not special."""
         return token_id < self.vocab_size and bool(self._visible[token_id])
 
+    def showing(self, spellings: tuple[str, ...]) -> Decodes:
+        """Returns decoding in which these special tokens have their text, and others none."""
+        found = self._showing.get(spellings)
+        if found is None:
+            hidden = [token_id for token_id, spelled in self._added.items() if not self._visible[token_id]]
+            shown = {token_id for token_id in hidden if self._added[token_id] in spellings}
+            visible = {token_id for token_id in range(self.vocab_size) if self._visible[token_id]}
+            found = _WithSpecialTokens(self._tokenizer, frozenset(visible | shown)) if shown else self
+            self._showing[spellings] = found
+        return found
+
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that one token stands for, special ones spelled out."""
         if token_id in self._added:
@@ -196,7 +217,12 @@ class TextCodec:
 
 
 class _WithSpecialTokens:
-    """Decoding in which special tokens have the text that they are written as."""
+    """Decoding in which special tokens have the text that they are written as.
+
+    Args:
+        tokenizer: Decodes.
+        known: All tokens that have text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, known: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -207,6 +233,19 @@ class _WithSpecialTokens:
 
     def is_visible(self, token_id: int) -> bool:
         return token_id in self._known
+
+
+def _beside_content(message: Message) -> list[Any]:
+    return [value for name, value in message.items() if name != "content"]
+
+
+def _num_bytes(field: str, value: Any) -> int:
+    """Returns the bytes of all strings in a JSON value."""
+    if isinstance(value, str):
+        return utf8_len(field, value)
+    if isinstance(value, Mapping):
+        return sum(_num_bytes(field, key) + _num_bytes(field, each) for key, each in value.items())
+    return sum(_num_bytes(field, each) for each in value) if isinstance(value, list) else 0
 
 
 def utf8_len(field: str, text: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.messages import TokenFate
-from paceline.gateway.detokenizer import Detokenizer
+from paceline.gateway.detokenizer import Decodes, Detokenizer
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.stops import StopMatcher
 from paceline.gateway.token_texts import TokenText, TokenTexts
@@ -33,7 +33,11 @@ class Fed:
 
 
 class TextStream:
-    """Text of one session; stop tokens count as tokens but have no text, unless the request asks for it."""
+    """Text of one session; stop tokens count as tokens but have no text, unless the request asks for it.
+
+    Attributes:
+        stop: The stop string that ended it; None: none has.
+    """
 
     def __init__(self, request: SessionRequest) -> None:
         """Starts an empty answer."""
@@ -43,13 +47,19 @@ class TextStream:
         hidden = () if self._include_stop else (*sampling.stop_token_ids, *eos_token_ids)
         self._hidden_ids = frozenset(hidden)
         codec = request.model.codec
-        decodes = codec if request.skip_special_tokens else codec.with_special_tokens
+        shown = () if request.form is None else request.form.shown
+        decodes: Decodes
+        if not request.skip_special_tokens:
+            decodes = codec.with_special_tokens
+        else:
+            decodes = codec.showing(shown) if shown else codec
         self._detokenizer = Detokenizer(decodes, request.prompt_token_ids)
         self._matcher = StopMatcher(request.stops)
         self._token_texts = TokenTexts() if request.token_fates else None
         self._one_by_one = bool(request.stops) or request.token_fates
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
+        self.stop: str | None = None
 
     def feed(self, token_ids: Sequence[int], fates: Sequence[TokenFate] = ()) -> Fed:
         """Takes the tokens of one step, and how they came about as far as that is known: a fate a token, or none."""
@@ -96,4 +106,5 @@ class TextStream:
         passed = self._matcher.feed(text)
         if passed.stop is None:
             return passed.text, False
+        self.stop = passed.stop
         return passed.text + (passed.stop if self._include_stop else ""), True

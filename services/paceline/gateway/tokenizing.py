@@ -21,6 +21,7 @@ from paceline.gateway.fields import UnknownFields, read_fields
 from paceline.gateway.http_response import Exchange, request_id
 from paceline.gateway.reading import BodyReader
 from paceline.gateway.sessions import Sessions
+from paceline.gateway.tools import Toolbox
 
 Json = dict[str, Any]
 
@@ -62,7 +63,8 @@ def tokenized(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:
     if fields.get("messages") is not None and fields.get("prompt") is None:
         chat = read_fields(TokenizeChatBody, fields, unknown)
         model = sessions.model(chat.model)
-        token_ids = chat_tokens(chat, model, unknown)
+        tools = Toolbox.read(chat.tools, None, True, unknown).tools
+        token_ids = chat_tokens(chat, model, unknown, tools=tools)
     else:
         text = read_fields(TokenizeTextBody, fields, unknown)
         model = sessions.model(text.model)

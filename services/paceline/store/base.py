@@ -172,6 +172,15 @@ class Store(Protocol):
             The record as it is then, with its log; None when it is unknown, expired, or cannot be read.
         """
 
+    async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
+        """Writes a document, in place of one of that name, for `ttl_s` seconds."""
+
+    async def kept(self, name: str) -> bytes | None:
+        """Returns a document; None when it is unknown or expired."""
+
+    async def forget(self, name: str) -> bool:
+        """Deletes a document; returns whether there was one."""
+
     async def ping(self) -> None:
         """Returns when the server answers."""
 

@@ -47,6 +47,8 @@ class MemoryStore:
         # Whether to drain, of those that somebody has told.
         self._marks: dict[str, bool] = {}
         self._sessions: dict[str, _StoredSession] = {}
+        # Documents, and when they expire.
+        self._documents: dict[str, tuple[bytes, float]] = {}
 
     @property
     def num_bad_entries(self) -> int:
@@ -118,6 +120,23 @@ class MemoryStore:
         )
         self._write(record, token_ids, stored.ttl_s)
         return Written.DONE
+
+    async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
+        """Writes a document."""
+        now_s = self._clock()
+        self._documents = {key: entry for key, entry in self._documents.items() if entry[1] > now_s}
+        self._documents[name] = (document, now_s + ttl_s)
+
+    async def kept(self, name: str) -> bytes | None:
+        """Returns a document."""
+        document, expires_s = self._documents.get(name, (None, 0.0))
+        return document if expires_s > self._clock() else None
+
+    async def forget(self, name: str) -> bool:
+        """Deletes a document."""
+        known = await self.kept(name) is not None
+        self._documents.pop(name, None)
+        return known
 
     async def ping(self) -> None:
         """Always answers."""

@@ -50,6 +50,7 @@ SOCKET_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 3.0
 REPLICA_PREFIX = "paceline:replica:"
 REPLICA_INDEX = "paceline:replicas"
+DOCUMENT_PREFIX = "paceline:document:"
 DRAIN_MARKS = "paceline:drain_marks"
 CLAIM_TRIES = 8
 
@@ -247,6 +248,19 @@ class RedisStore:
             if claimed is not None:
                 return _logged(session_id, claimed)
         raise UnavailableError(f"session {session_id!r} changes its owner all the time; try again")
+
+    async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
+        """Writes a document."""
+        await self._call(lambda: self._client.set(DOCUMENT_PREFIX + name, document, px=_milliseconds(ttl_s)))
+
+    async def kept(self, name: str) -> bytes | None:
+        """Returns a document."""
+        found = await self._call(lambda: self._client.get(DOCUMENT_PREFIX + name))
+        return None if found is None else bytes(found)
+
+    async def forget(self, name: str) -> bool:
+        """Deletes a document."""
+        return bool(await self._call(lambda: self._client.delete(DOCUMENT_PREFIX + name)))
 
     async def ping(self) -> None:
         """Returns when the server answers."""

@@ -176,12 +176,12 @@ def test_a_bad_completion_field_is_named_with_its_limit(fields: dict[str, Any], 
         ({"n": 1000}, "n", "at most 128"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "must be one of"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "set by the server"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is required"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
-            "messages[0].tool_calls",
-            "not supported",
+            "messages[0].tool_calls[0].function",
+            "is required",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
@@ -288,12 +288,12 @@ def test_nulls_are_absent_at_every_depth_and_the_own_message_of_a_server_goes_ba
 def test_fields_of_messages_and_parts_that_nobody_knows_are_named_with_their_place() -> None:
     unknown = UnknownFields(strict=False)
     part = {"type": "text", "text": "the fox", "cache_control": {"type": "ephemeral"}}
-    messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "reasoning_content": "hm"}]
+    messages = [{"role": "user", "content": [part], "mood": "good"}, {**USER[0], "refusal": "hm"}]
     chat(chat_body(messages=messages, thinking=1), unknown)
     assert unknown.header == "thinking, messages[0].mood, messages[0].content[0].cache_control, " + (
-        "messages[1].reasoning_content"
+        "messages[1].refusal"
     )
-    assert unknown.counts == {"thinking": 1, "other": 1, "cache_control": 1, "reasoning_content": 1}
+    assert unknown.counts == {"thinking": 1, "other": 1, "cache_control": 1, "refusal": 1}
 
 
 def test_the_names_of_ignored_fields_are_bounded_and_fit_for_a_header() -> None:

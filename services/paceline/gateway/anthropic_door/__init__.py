@@ -1,0 +1,1 @@
+"""Anthropic's API: /v1/messages, over the sessions of chats."""

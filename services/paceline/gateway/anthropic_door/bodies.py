@@ -1,0 +1,116 @@
+"""The request bodies of Anthropic's API: which fields there are.
+
+It knows JSON values only: no models, no tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, SkipValidation
+
+from paceline.gateway.fields import Fields
+
+
+class TextBlock(Fields):
+    """Text of a message, of the system or of a tool's result."""
+
+    no_effect = frozenset({"cache_control", "citations"})
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Fields):
+    """Reasoning of an earlier answer."""
+
+    no_effect = frozenset({"signature"})
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(Fields):
+    """A call of an earlier answer."""
+
+    no_effect = frozenset({"cache_control", "caller"})
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
+
+
+class ToolResultBlock(Fields):
+    """What a tool has answered."""
+
+    no_effect = frozenset({"cache_control", "is_error"})
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: SkipValidation[str | list[TextBlock]] = ""
+
+
+class MessageTurn(Fields):
+    """One message; `content` is text or a list of blocks, each read by itself."""
+
+    role: Literal["user", "assistant", "system"]
+    content: SkipValidation[str | list[Any]]
+
+
+class MessagesTool(Fields):
+    """A tool that the model may call; those that a server would run are not served."""
+
+    no_effect = frozenset({"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers"})
+
+    type: Literal["custom"] = "custom"
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool = False
+
+
+class MessagesToolChoice(Fields):
+    """Whether a tool is called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Fields):
+    """Whether the model reasons first."""
+
+    no_effect = frozenset({"budget_tokens", "display"})
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountBody(Fields):
+    """Body of /v1/messages/count_tokens."""
+
+    no_effect = frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"})
+    not_served = {"container": (), "mcp_servers": ([],), "output_config": ({},), "output_format": ()}  # noqa: RUF012
+    objects = {"tool_choice": MessagesToolChoice, "thinking": Thinking}  # noqa: RUF012 - a class variable
+
+    model: str = ""
+    messages: list[SkipValidation[MessageTurn]]
+    system: SkipValidation[str | list[TextBlock]] = ""
+    tools: list[SkipValidation[MessagesTool]] = []  # noqa: RUF012 - pydantic copies it
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesBody(CountBody):
+    """Body of /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] = []  # noqa: RUF012 - pydantic copies it
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
+    speculation: dict[str, Any] | None = None

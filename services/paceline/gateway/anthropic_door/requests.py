@@ -1,0 +1,114 @@
+"""Makes a body of /v1/chat/completions of one of Anthropic's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError
+from paceline.gateway.anthropic_door.bodies import (
+    CountBody,
+    MessagesBody,
+    MessagesTool,
+    MessageTurn,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from paceline.gateway.fields import UnknownFields, read_fields
+
+Json = dict[str, Any]
+_PASSED = ("temperature", "top_p", "top_k", "seed", "cache_salt", "speculation")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_of(body: CountBody, unknown: UnknownFields) -> Json:
+    """Returns the fields that make the prompt.
+
+    Raises:
+        InvalidRequestError: A block or a tool is wrong, or of a kind that is not served.
+    """
+    system = _text(body.system, "system", unknown)
+    messages: list[Json] = [{"role": "system", "content": system}] if system else []
+    for at, given in enumerate(body.messages):
+        messages += _messages(read_fields(MessageTurn, given, unknown, f"messages[{at}]"), f"messages[{at}]", unknown)
+    chat: Json = {"model": body.model, "messages": messages}
+    if body.tools:
+        tools = [read_fields(MessagesTool, each, unknown, f"tools[{at}]") for at, each in enumerate(body.tools)]
+        chat["tools"] = [_tool(each) for each in tools]
+    if body.thinking is not None:
+        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    return chat
+
+
+def generation_of(body: MessagesBody, unknown: UnknownFields) -> Json:
+    """Returns the whole body.
+
+    Raises:
+        InvalidRequestError: As of `chat_of`.
+    """
+    chat = chat_of(body, unknown)
+    chat |= {"max_tokens": body.max_tokens, "stream": body.stream}
+    if body.stop_sequences:
+        chat["stop"] = body.stop_sequences
+    chat |= {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
+    chat["chat_template_kwargs"] = {**chat.get("chat_template_kwargs", {}), **body.chat_template_kwargs}
+    choice = body.tool_choice
+    if choice is not None:
+        named = {"type": "function", "function": {"name": choice.name or ""}}
+        chat["tool_choice"] = _CHOICES.get(choice.type, named)
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return chat
+
+
+def _tool(tool: MessagesTool) -> Json:
+    described = {} if tool.description is None else {"description": tool.description}
+    function = {"name": tool.name, **described, "parameters": tool.input_schema, "strict": tool.strict}
+    return {"type": "function", "function": function}
+
+
+def _messages(turn: MessageTurn, field: str, unknown: UnknownFields) -> list[Json]:
+    """Returns the messages of one turn: results of tools are messages of their own, before what the user says."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    if not isinstance(turn.content, list):
+        raise InvalidRequestError(f"{field}.content", "must be a string or a list of blocks")
+    results: list[Json] = []
+    texts: list[str] = []
+    said: Json = {}
+    for at, block in enumerate(turn.content):
+        where = f"{field}.content[{at}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            texts.append(read_fields(TextBlock, block, unknown, where).text)
+        elif kind == "thinking":
+            thought = read_fields(ThinkingBlock, block, unknown, where).thinking
+            said["reasoning_content"] = said.get("reasoning_content", "") + thought
+        elif kind == "tool_use":
+            said.setdefault("tool_calls", []).append(_call(read_fields(ToolUseBlock, block, unknown, where)))
+        elif kind == "tool_result":
+            results.append(_result(read_fields(ToolResultBlock, block, unknown, where), where, unknown))
+        elif kind != "redacted_thinking":
+            raise InvalidRequestError(f"{where}.type", f"{str(kind)[:80]!r} is not supported by this server")
+    content = "\n".join(texts)
+    return [*results, *([{"role": turn.role, "content": content, **said}] if texts or said else [])]
+
+
+def _call(block: ToolUseBlock) -> Json:
+    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _result(block: ToolResultBlock, where: str, unknown: UnknownFields) -> Json:
+    content = _text(block.content, f"{where}.content", unknown)
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _text(given: Any, field: str, unknown: UnknownFields) -> str:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise InvalidRequestError(field, "must be a string or a list of text blocks")
+    blocks = (read_fields(TextBlock, each, unknown, f"{field}[{at}]") for at, each in enumerate(given))
+    return "\n".join(block.text for block in blocks)

@@ -1,0 +1,65 @@
+"""What the text of an answer is made of: content, reasoning, and calls of tools.
+
+They come in the order of the text. Arguments belong to the call that was begun last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Further text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Further text that led up to the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """The model calls a tool."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """Further text of the arguments, which are one JSON object in the end."""
+
+    text: str
+
+
+Part = Content | Reasoning | CallBegin | CallArguments
+
+
+class PartReader(Protocol):
+    """Makes parts of a text that comes in pieces; how it is cut does not change what they join to."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Takes further text; returns what is certain by now."""
+
+    def finish(self) -> list[Part]:
+        """Returns what was held back; nothing may be fed afterwards."""
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """Returns the same with neighbours of one kind as one, and without empty text."""
+    out: list[Part] = []
+    for part in parts:
+        if isinstance(part, CallBegin):
+            out.append(part)
+        elif part.text:
+            last = out[-1] if out else None
+            if last is not None and not isinstance(last, CallBegin) and type(last) is type(part):
+                out[-1] = type(part)(last.text + part.text)
+            else:
+                out.append(part)
+    return out

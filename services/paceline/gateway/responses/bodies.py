@@ -1,0 +1,139 @@
+"""The request body of /v1/responses: which fields there are.
+
+It knows JSON values only: no models, no tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, SkipValidation
+
+from paceline.gateway.fields import Fields
+
+
+class InputText(Fields):
+    """Text of a message, a refusal, or a tool's output."""
+
+    no_effect = frozenset({"annotations", "logprobs"})
+    not_served = dict.fromkeys(("image_url", "file_id", "file_data", "input_audio"), ())
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputMessage(Fields):
+    """A message."""
+
+    no_effect = frozenset({"id", "status", "phase"})
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: SkipValidation[str | list[InputText]]
+
+
+class FunctionCall(Fields):
+    """A call of an earlier answer."""
+
+    no_effect = frozenset({"id", "status"})
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(Fields):
+    """What a tool has answered."""
+
+    no_effect = frozenset({"id", "status"})
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: SkipValidation[str | list[InputText]]
+
+
+class ReasoningText(Fields):
+    """Text of reasoning."""
+
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+class ReasoningItem(Fields):
+    """Reasoning of an earlier answer."""
+
+    no_effect = frozenset({"id", "status", "summary", "encrypted_content"})
+
+    type: Literal["reasoning"]
+    content: list[SkipValidation[ReasoningText]] = []  # noqa: RUF012 - pydantic copies it
+
+
+class ResponsesTool(Fields):
+    """A tool that the model may call; those that a server would run are not served."""
+
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class ReasoningOptions(Fields):
+    """How much the model reasons."""
+
+    no_effect = frozenset({"summary", "generate_summary"})
+
+    effort: str | None = None
+
+
+class TextOptions(Fields):
+    """What the text is like."""
+
+    no_effect = frozenset({"verbosity"})
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesBody(Fields):
+    """Body of /v1/responses."""
+
+    no_effect = frozenset(
+        {
+            *("client_metadata", "include", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+            *("service_tier", "stream_options", "user"),
+        }
+    )
+    not_served = {  # noqa: RUF012
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled", "auto"),
+    }
+    objects = {"reasoning": ReasoningOptions, "text": TextOptions}  # noqa: RUF012 - a class variable
+
+    model: str = ""
+    input: SkipValidation[str | list[Any]]
+    instructions: str | None = None
+    tools: list[SkipValidation[ResponsesTool]] = []  # noqa: RUF012 - pydantic copies it
+    tool_choice: SkipValidation[str | dict[str, Any] | None] = None
+    parallel_tool_calls: bool = True
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    text: TextOptions = TextOptions()
+    stream: bool = False
+    store: bool = True
+    previous_response_id: str | None = None
+    metadata: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    seed: int | None = None
+    top_k: int | None = None
+    stop: SkipValidation[Any] = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    speculation: dict[str, Any] | None = None

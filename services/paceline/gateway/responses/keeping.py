@@ -1,0 +1,86 @@
+"""Keeps responses in the store for a time, so that a later request goes on from them, at any gateway."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.core.errors import SessionNotFoundError, UnavailableError
+from paceline.store.base import Store
+
+Json = dict[str, Any]
+MAX_ID_CHARS = 128
+_NAME = "response:{response_id}"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptResponse:
+    """A response as it is kept.
+
+    Attributes:
+        api_key: Name of the key it was asked for with; empty without keys.
+        response: As clients see it.
+        messages: The conversation before it, without instructions.
+    """
+
+    api_key: str
+    response: Json
+    messages: list[Json]
+
+
+class ResponseShelf:
+    """Where they are kept.
+
+    Args:
+        store: Holds documents.
+        ttl_s: Life of a response after its last change, in seconds.
+    """
+
+    def __init__(self, store: Store, ttl_s: float) -> None:
+        self._store = store
+        self._ttl_s = ttl_s
+
+    async def keep(self, kept: KeptResponse) -> None:
+        """Writes a response; a store that does not answer costs what could be asked of it later, no answer."""
+        name = _NAME.format(response_id=kept.response["id"])
+        try:
+            await self._store.keep(name, json.dumps(asdict(kept), separators=(",", ":")).encode(), self._ttl_s)
+        except UnavailableError as error:
+            _log.warning("a response is not kept: %s", error, extra={"response_id": kept.response["id"]})
+
+    async def find(self, response_id: str, api_key: str, field: str = "response_id") -> KeptResponse:
+        """Returns a response.
+
+        Raises:
+            SessionNotFoundError: There is none for this key.
+            UnavailableError: The store does not answer.
+        """
+        kept = await self._find(response_id)
+        # Whether it is another's is nobody's business.
+        if kept is None or kept.api_key != api_key:
+            raise SessionNotFoundError(f"{field}: {response_id[:80]!r} is not known; it is not kept, or no longer")
+        return kept
+
+    async def forget(self, response_id: str, api_key: str) -> None:
+        """Deletes a response.
+
+        Raises:
+            SessionNotFoundError: There is none for this key.
+            UnavailableError: The store does not answer.
+        """
+        await self.find(response_id, api_key)
+        await self._store.forget(_NAME.format(response_id=response_id))
+
+    async def _find(self, response_id: str) -> KeptResponse | None:
+        if len(response_id) > MAX_ID_CHARS:
+            return None
+        document = await self._store.kept(_NAME.format(response_id=response_id))
+        try:
+            return None if document is None else KeptResponse(**json.loads(document))
+        except (ValueError, TypeError):
+            _log.warning("a kept response cannot be read", extra={"response_id": response_id})
+            return None

@@ -1,0 +1,140 @@
+"""Makes a body of /v1/chat/completions of one of /v1/responses, and messages of what was answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError
+from paceline.gateway.fields import UnknownFields, read_fields
+from paceline.gateway.responses.bodies import (
+    FunctionCall,
+    FunctionCallOutput,
+    InputMessage,
+    InputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponsesBody,
+    ResponsesTool,
+)
+
+Json = dict[str, Any]
+_PASSED = ("temperature", "top_p", "seed", "top_k", "stop", "cache_salt", "chat_template_kwargs", "speculation")
+
+
+def chat_of(body: ResponsesBody, earlier: Sequence[Json], unknown: UnknownFields) -> Json:
+    """Returns the body of a chat.
+
+    Args:
+        body: Of the request.
+        earlier: Messages of the responses that it goes on from; instructions are not among them.
+        unknown: Told of fields of items that nobody knows.
+
+    Raises:
+        InvalidRequestError: An item or a tool is wrong, or of a kind that is not served.
+    """
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    messages = [*system, *earlier, *input_messages(body, unknown)]
+    chat: Json = {"model": body.model, "messages": messages, "stream": body.stream}
+    chat |= {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
+    if body.max_output_tokens is not None:
+        chat["max_tokens"] = body.max_output_tokens
+    if body.reasoning.effort is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if body.tools:
+        tools = [read_fields(ResponsesTool, each, unknown, f"tools[{at}]") for at, each in enumerate(body.tools)]
+        chat["tools"] = [{"type": "function", "function": each.model_dump(exclude={"type"})} for each in tools]
+        chat["parallel_tool_calls"] = body.parallel_tool_calls
+    if body.tool_choice is not None:
+        chat["tool_choice"] = _choice(body.tool_choice)
+    if body.text.format is not None:
+        chat["response_format"] = _format(body.text.format)
+    return chat
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(given: Json) -> Json:
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def input_messages(body: ResponsesBody, unknown: UnknownFields) -> list[Json]:
+    """Returns what the request adds to a conversation.
+
+    Raises:
+        InvalidRequestError: An item is wrong, or of a kind that is not served.
+    """
+    if isinstance(body.input, str):
+        return [{"role": "user", "content": body.input}]
+    if not isinstance(body.input, list):
+        raise InvalidRequestError("input", "must be a string or a list of items")
+    return joined_turns([_message(item, f"input[{at}]", unknown) for at, item in enumerate(body.input)])
+
+
+def _message(item: Any, field: str, unknown: UnknownFields) -> Json:
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    if kind == "message":
+        message = read_fields(InputMessage, item, unknown, field)
+        return {"role": message.role, "content": _text(message.content, f"{field}.content", unknown)}
+    if kind == "function_call":
+        call = read_fields(FunctionCall, item, unknown, field)
+        return _called(call.call_id, call.name, call.arguments)
+    if kind == "function_call_output":
+        output = read_fields(FunctionCallOutput, item, unknown, field)
+        text = _text(output.output, f"{field}.output", unknown)
+        return {"role": "tool", "tool_call_id": output.call_id, "content": text}
+    if kind == "reasoning":
+        thought = read_fields(ReasoningItem, item, unknown, field)
+        parts = [
+            read_fields(ReasoningText, each, unknown, f"{field}.content[{at}]").text
+            for at, each in enumerate(thought.content)
+        ]
+        return {"role": "assistant", "reasoning_content": "".join(parts)}
+    raise InvalidRequestError(f"{field}.type", f"{str(kind)[:80]!r} is not supported by this server")
+
+
+def _called(call_id: str, name: str, arguments: str) -> Json:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+
+
+def _text(given: Any, field: str, unknown: UnknownFields) -> str:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise InvalidRequestError(field, "must be a string or a list of text parts")
+    return "\n".join(read_fields(InputText, each, unknown, f"{field}[{at}]").text for at, each in enumerate(given))
+
+
+def output_messages(output: Sequence[Json]) -> list[Json]:
+    """Returns the message that the items of an answer are to a chat."""
+    messages: list[Json] = []
+    for item in output:
+        if item["type"] == "function_call":
+            messages.append(_called(item["call_id"], item["name"], item["arguments"]))
+        else:
+            name = "content" if item["type"] == "message" else "reasoning_content"
+            messages.append({"role": "assistant", name: "".join(part["text"] for part in item["content"])})
+    return joined_turns(messages)
+
+
+def joined_turns(messages: Sequence[Json]) -> list[Json]:
+    """Returns messages with those of the assistant one after another as one: reasoning, text and calls of a turn."""
+    turns: list[Json] = []
+    for message in messages:
+        last = turns[-1] if turns else {}
+        # A second text, or reasoning behind it, begins another turn.
+        ended = "content" in last and not message.keys().isdisjoint({"content", "reasoning_content"})
+        if message["role"] != "assistant" or last.get("role") != "assistant" or ended:
+            turns.append(dict(message))
+            continue
+        calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+        turns[-1] = {**last, **message, **({"tool_calls": calls} if calls else {})}
+    # Reasoning alone is no message to most templates.
+    return [{"content": "", **turn} for turn in turns]

@@ -1,0 +1,121 @@
+"""Anthropic's API at the gateway, with its official client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anthropic import AsyncAnthropic, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
+
+from tests.integration.test_tool_calls import CALLS, PARSERS, THOUGHT, says
+from tests.support.demo_gateway import demo_gateway
+from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
+
+USER: Any = {"role": "user", "content": "hello"}
+TOOL: Any = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}}}
+
+
+def client_of(url: str) -> AsyncAnthropic:
+    http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
+    return AsyncAnthropic(base_url=url, api_key="none", max_retries=0, http_client=http)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    async with scripted_fleet(tmp_path, **PARSERS) as started:
+        yield started
+
+
+@pytest.fixture
+async def anthropic(fleet: ScriptedFleet) -> AsyncIterator[AsyncAnthropic]:
+    async with client_of(f"http://{fleet.addresses.http}") as client:
+        yield client
+
+
+async def asked(client: AsyncAnthropic, **fields: Any) -> Any:
+    return await client.messages.create(**{"model": MODEL, "max_tokens": 200, "messages": [USER], **fields})
+
+
+async def test_an_answer_is_blocks_of_thinking_text_and_tool_use(
+    fleet: ScriptedFleet, anthropic: AsyncAnthropic
+) -> None:
+    says(fleet, f"{THOUGHT}So:{CALLS}")
+    answer = await asked(anthropic, tools=[TOOL])
+    assert [block.type for block in answer.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert (answer.content[0].thinking, answer.content[1].text) == ("hm", "So:")
+    assert [block.input for block in answer.content[2:]] == [{"a": 1}, {}]
+    assert answer.stop_reason == "tool_use"
+    tokens = fleet.verifier.requests[0].prompt_token_ids
+    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == len(tokens)
+
+
+@pytest.mark.parametrize("step_len", [1, 4, 200])
+async def test_a_stream_adds_up_to_the_whole_message(
+    fleet: ScriptedFleet, anthropic: AsyncAnthropic, step_len: int
+) -> None:
+    says(fleet, f"{THOUGHT}So:{CALLS}", step_len)
+    whole = await asked(anthropic, tools=[TOOL])
+    async with anthropic.messages.stream(model=MODEL, max_tokens=200, messages=[USER], tools=[TOOL]) as stream:
+        streamed = await stream.get_final_message()
+
+    def contents(message: Any) -> Any:
+        told = message.model_dump(exclude={"id", "metrics"})
+        return [{name: each[name] for name in each if name not in ("id", "parsed_output")} for each in told["content"]]
+
+    assert contents(streamed) == contents(whole)
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+
+
+async def test_a_conversation_with_tools_becomes_that_of_a_chat(
+    fleet: ScriptedFleet, anthropic: AsyncAnthropic
+) -> None:
+    await asked(
+        anthropic,
+        max_tokens=3,
+        system=[{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+        messages=[USER, {"role": "assistant", "content": [{"type": "text", "text": "hi"}]}, USER],
+    )
+    system: Any = {"role": "system", "content": "be brief"}
+    said: Any = {"role": "assistant", "content": "hi"}
+    await fleet.openai.chat.completions.create(model=MODEL, messages=[system, USER, said, USER], max_tokens=3)
+    first, second = fleet.verifier.requests
+    assert first.prompt_token_ids == second.prompt_token_ids
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "1"}
+    with pytest.raises(BadRequestError, match="no tools here"):
+        await asked(anthropic, messages=[USER, {"role": "user", "content": [result]}])
+
+
+async def test_the_stop_sequence_that_ended_a_message_is_named(fleet: ScriptedFleet, anthropic: AsyncAnthropic) -> None:
+    says(fleet, "one two three")
+    answer = await asked(anthropic, stop_sequences=["zzz", "two"])
+    assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == ("stop_sequence", "two", "one ")
+    fleet.verifier.script = Script()
+    assert (await asked(anthropic, max_tokens=3)).stop_reason == "max_tokens"
+
+
+async def test_tokens_are_counted_as_they_are_when_served(fleet: ScriptedFleet, anthropic: AsyncAnthropic) -> None:
+    await asked(anthropic, max_tokens=1, system="be brief")
+    counted = await anthropic.messages.count_tokens(model=MODEL, messages=[USER], system="be brief")
+    assert counted.input_tokens == len(fleet.verifier.requests[0].prompt_token_ids)
+
+
+async def test_errors_have_anthropic_s_shape(fleet: ScriptedFleet, anthropic: AsyncAnthropic) -> None:
+    with pytest.raises(NotFoundError) as missing:
+        await asked(anthropic, model="strange")
+    assert missing.value.type == "not_found_error"
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    with pytest.raises(BadRequestError, match=r"messages\[0\].content\[0\].type: 'image' is not supported"):
+        await asked(anthropic, messages=[{"role": "user", "content": [image]}])
+    with pytest.raises(BadRequestError, match=r"tools\[0\].type"):
+        await asked(anthropic, tools=[{"type": "web_search_20250305", "name": "web_search", "input_schema": {}}])
+    assert fleet.verifier.requests == []
+
+
+async def test_any_tool_is_called_under_a_grammar() -> None:
+    async with demo_gateway() as url, client_of(url) as client:
+        answer = await asked(client, tools=[TOOL], tool_choice={"type": "tool", "name": "f"}, max_tokens=60)
+        [block] = answer.content
+        assert (block.type, block.name) == ("tool_use", "f")
+        assert answer.stop_reason in ("tool_use", "max_tokens")

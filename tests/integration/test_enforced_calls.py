@@ -1,0 +1,70 @@
+"""Calls that have to be made: the demo model, which knows no tools, makes them under a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+from tests.support.demo_gateway import demo_gateway
+
+USER: Any = {"role": "user", "content": "Write a function that adds two numbers."}
+WHERE = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99}}, "required": ["x"]}
+MOVE: Any = {
+    "type": "object",
+    "properties": {"to": {"$ref": "#/$defs/where"}, "how": {"enum": ["fast", "slow"]}},
+    "required": ["to", "how"],
+    "additionalProperties": False,
+    "$defs": {"where": {**WHERE, "additionalProperties": False}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "move", "parameters": MOVE}},
+    {"type": "function", "function": {"name": "rest"}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "move"}}
+
+
+@pytest.fixture
+async def openai() -> AsyncIterator[AsyncOpenAI]:
+    async with (
+        demo_gateway() as url,
+        AsyncOpenAI(
+            base_url=f"{url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=DefaultAsyncHttpxClient(verify=False, trust_env=False),
+        ) as client,
+    ):
+        yield client
+
+
+async def test_a_call_that_is_required_is_made_as_the_schema_wants_it(openai: AsyncOpenAI) -> None:
+    fields: Any = {"tools": TOOLS, "max_tokens": 100, "seed": 3, "parallel_tool_calls": False}
+    whole = await openai.chat.completions.create(model="tiny", messages=[USER], tool_choice="required", **fields)
+    choice = whole.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    [call] = choice.message.tool_calls or []
+    assert call.type == "function"
+    schema = MOVE if call.function.name == "move" else {"type": "object"}
+    jsonschema_rs.Draft202012Validator(schema).validate(json.loads(call.function.arguments))
+    stream = openai.chat.completions.stream(model="tiny", messages=[USER], tool_choice="required", **fields)
+    async with stream as events:
+        streamed = (await events.get_final_completion()).choices[0].message.tool_calls or []
+    assert [(each.function.name, each.function.arguments) for each in streamed] == [
+        (call.function.name, call.function.arguments)
+    ]
+
+
+async def test_the_named_tool_is_called_with_arguments_of_its_schema(openai: AsyncOpenAI) -> None:
+    for seed in range(3):
+        answer = await openai.chat.completions.create(
+            model="tiny", messages=[USER], tools=TOOLS, tool_choice=NAMED, max_tokens=100, seed=seed
+        )
+        [call] = answer.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == "move"
+        jsonschema_rs.Draft202012Validator(MOVE).validate(json.loads(call.function.arguments))

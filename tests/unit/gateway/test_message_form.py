@@ -1,0 +1,216 @@
+"""Calls and reasoning in the text of answers: each family's transcripts, whole, in all cuts, and malformed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.gateway.message_form import (
+    DEEPSEEK_R1,
+    GPT_OSS,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    PYTHONIC,
+    QWEN3,
+    QWEN3_CODER,
+    Families,
+    MessageForm,
+    begins_thinking,
+    check_families,
+)
+from paceline.gateway.message_parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
+
+TYPES = {"f": {"n": "integer", "o": "object", "b": "boolean"}}
+ARGUMENTS = '{"a": "}]\\"", "b": [1, {"c": null}]}'
+CALL = [CallBegin("f"), CallArguments(ARGUMENTS)]
+EMPTY = [CallBegin("g"), CallArguments("{}")]
+
+
+def form(family: str) -> MessageForm:
+    if family in (QWEN3, DEEPSEEK_R1, GPT_OSS):
+        return MessageForm(reasoning=family)
+    if family == "array":
+        return MessageForm(enforced=True)
+    if family == "named":
+        return MessageForm(enforced=True, named="f")
+    return MessageForm(tool_calls=family, types=TYPES)
+
+
+def read(family: MessageForm, pieces: Sequence[str]) -> list[Part]:
+    """What a reader makes of a text in pieces."""
+    reader = family.reader()
+    return joined([part for piece in pieces for part in reader.feed(piece)] + reader.finish())
+
+
+HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+# Family, text, and what it is made of.
+TRANSCRIPTS: list[tuple[str, str, list[Part]]] = [
+    (HERMES, HERMES_CALL, CALL),
+    (HERMES, f"Let me see.\n\n{HERMES_CALL}\n", [Content("Let me see."), *CALL]),
+    (HERMES, f'{HERMES_CALL}\n<tool_call>{{"name":"g","arguments":{{}}}}</tool_call>', [*CALL, *EMPTY]),
+    (HERMES, f"{HERMES_CALL}\nDone.", [*CALL, Content("\nDone.")]),
+    (HERMES, f'<tool_call>{{"arguments": {ARGUMENTS}, "name": "f"}}</tool_call>', CALL),
+    (HERMES, f'<tool_call>{{"name": "f", "arguments": {ARGUMENTS}, "id": "x}}"}}</tool_call>', CALL),
+    (HERMES, '<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', EMPTY),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', [CallBegin("f"), CallArguments('{"a": 1')]),
+    (HERMES, "<tool_call>\nwhat?</tool_call>", [Content("<tool_call>\nwhat?</tool_call>")]),
+    (HERMES, '<tool_call>{"name": 5}</tool_call> x', [Content('<tool_call>{"name": 5}</tool_call> x')]),
+    (HERMES, '<tool_call>{"name": "f", "arg', [Content('<tool_call>{"name": "f", "arg')]),
+    (HERMES, "a < b <tool_ <tool_call", [Content("a < b <tool_ <tool_call")]),
+    (HERMES, f"<tool_call>{HERMES_CALL}", [Content("<tool_call>"), *CALL]),
+    (LLAMA3_JSON, f'{{"name": "f", "parameters": {ARGUMENTS}}}', CALL),
+    (
+        LLAMA3_JSON,
+        f'<|python_tag|>{{"name": "f", "parameters": {ARGUMENTS}}}; {{"name": "g", "parameters": {{}}}}\n',
+        [*CALL, *EMPTY],
+    ),
+    (LLAMA3_JSON, '{"city": "Paris"} is it', [Content('{"city": "Paris"} is it')]),
+    (LLAMA3_JSON, ' Hello {"name": "f", "parameters": {}}', [Content(' Hello {"name": "f", "parameters": {}}')]),
+    (LLAMA3_JSON, f'{{"name": "f", "parameters": {ARGUMENTS}}}; and more', [*CALL, Content("; and more")]),
+    (
+        MISTRAL,
+        f'[TOOL_CALLS] [{{"name": "f", "arguments": {ARGUMENTS}}}, {{"name": "g", "arguments": {{}}}}]',
+        [*CALL, *EMPTY],
+    ),
+    (MISTRAL, f"So:[TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]g{{}}", [Content("So:"), *CALL, *EMPTY]),
+    (MISTRAL, f"[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{ARGUMENTS}", CALL),
+    (MISTRAL, "[TOOL_CALLS] no, wait", [Content("[TOOL_CALLS] no, wait")]),
+    (MISTRAL, "[TOOL_CALLS][1, 2] x", [Content("[TOOL_CALLS][1, 2] x")]),
+    (MISTRAL, "[TOOL_CAL", [Content("[TOOL_CAL")]),
+    (
+        QWEN3_CODER,
+        "Now.\n<tool_call>\n<function=f>\n<parameter=s>\nline 1\nline 2\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
+        '<parameter=o>\n{"x": [1]}\n</parameter>\n<parameter=b>True</parameter>\n</function>\n</tool_call>',
+        [
+            Content("Now."),
+            CallBegin("f"),
+            CallArguments('{"s": "line 1\\nline 2", "n": 5, "o": {"x": [1]}, "b": true}'),
+        ],
+    ),
+    (QWEN3_CODER, "<function=g></function>\n<tool_call><function=g>\n</function></tool_call>", [*EMPTY, *EMPTY]),
+    (QWEN3_CODER, "<tool_call>\n<function=f>\n<parameter=s>\nabc", [CallBegin("f"), CallArguments('{"s": "abc')]),
+    (QWEN3_CODER, "<tool_call>\nhm <function=", [Content("<tool_call>\nhm <function=")]),
+    (
+        PYTHONIC,
+        '[f(a="x]", b=[1, {"c": None}], d=-1, e=true), g()]',
+        [CallBegin("f"), CallArguments('{"a": "x]", "b": [1, {"c": null}], "d": -1, "e": true}'), *EMPTY],
+    ),
+    (PYTHONIC, "<|python_start|>[g()]<|python_end|>", EMPTY),
+    (PYTHONIC, "[1] says so", [Content("[1] says so")]),
+    (PYTHONIC, "[see(here)] it", [Content("[see(here)] it")]),
+    (PYTHONIC, "[f(a=", [Content("[f(a=")]),
+    (
+        "array",
+        f'[{{"name": "f", "parameters": {ARGUMENTS}}},\n {{"name": "g", "parameters": {{}}}}]\n',
+        [*CALL, *EMPTY],
+    ),
+    ("named", f"{ARGUMENTS}", CALL),
+    ("named", '{"a', [CallBegin("f"), CallArguments('{"a')]),
+    (QWEN3, "<think>\nHm < 5.\n\n</think>\n\nFive.", [Reasoning("Hm < 5."), Content("Five.")]),
+    (QWEN3, "<think>Hm\n", [Reasoning("Hm\n")]),
+    (QWEN3, "I <think> so", [Content("I <think> so")]),
+    (QWEN3, "<think>\n\n</think>\n\nFive.", [Content("Five.")]),
+    (
+        GPT_OSS,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        f"<|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+        [Reasoning("Hm."), *CALL],
+    ),
+    (
+        GPT_OSS,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Five.<|return|>",
+        [Reasoning("Hm."), Content("Five.")],
+    ),
+    (GPT_OSS, "Plain.", [Content("Plain.")]),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "parts"), TRANSCRIPTS)
+def test_a_transcript_is_read_in_one_piece_and_character_by_character(
+    family: str, text: str, parts: list[Part]
+) -> None:
+    assert read(form(family), [text]) == parts
+    assert read(form(family), list(text)) == parts
+
+
+@pytest.mark.parametrize(("family", "text", "parts"), TRANSCRIPTS)
+def test_a_transcript_is_read_the_same_whichever_two_places_it_is_cut_at(
+    family: str, text: str, parts: list[Part]
+) -> None:
+    for first in range(len(text)):
+        for second in range(first, len(text), 7):
+            assert read(form(family), [text[:first], text[first:second], text[second:]]) == parts
+
+
+@pytest.mark.parametrize(("family", "text", "parts"), TRANSCRIPTS)
+def test_a_transcript_that_breaks_off_is_read_the_same_in_pieces(family: str, text: str, parts: list[Part]) -> None:
+    for end in range(len(text)):
+        assert read(form(family), [text[:end]]) == read(form(family), list(text[:end]))
+
+
+SHARDS = [
+    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=n>", "</parameter>", "<think>"),
+    *("</think>", "[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}", ",", ":", '"', "\\", ";", "f", '"name"', '"arguments"'),
+    *(" ", "\n", "1", "é", "(", ")", "a=", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>", "analysis"),
+    '{"name": "f", "arguments": {"a": 1}}',
+]
+FAMILIES = sorted({family for family, _, _ in TRANSCRIPTS})
+
+
+@given(st.sampled_from(FAMILIES), st.lists(st.sampled_from(SHARDS), max_size=12).map("".join), st.data())
+def test_any_text_is_read_the_same_however_it_is_cut(family: str, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(form(family), pieces) == read(form(family), [text])
+
+
+@given(st.sampled_from(sorted(set(FAMILIES) - {"named"})), st.text("ab <>[]{}\n"))
+def test_text_without_a_call_stays_as_it_is(family: str, text: str) -> None:
+    assert "".join(part.text for part in read(form(family), list(text)) if isinstance(part, Content)) == text
+
+
+def test_reasoning_that_the_prompt_has_begun_needs_no_tag() -> None:
+    assert begins_thinking(QWEN3, "<|im_start|>assistant\n<think>\n")
+    assert not begins_thinking(QWEN3, "<|im_start|>assistant\n")
+    assert begins_thinking(DEEPSEEK_R1, "Assistant:")
+    assert not begins_thinking(DEEPSEEK_R1, "Assistant:<think>\n\n</think>\n\n")
+    thinking = MessageForm(reasoning=QWEN3, thinks=True, tool_calls=HERMES)
+    text = f"Hm <tool_call>\n</think>\n\n{HERMES_CALL}"
+    for pieces in ([text], list(text)):
+        assert read(thinking, pieces) == [Reasoning("Hm <tool_call>"), *CALL]
+    assert read(MessageForm(reasoning=DEEPSEEK_R1, thinks=True), list("<think>\nHm</think>5")) == [
+        Reasoning("Hm"),
+        Content("5"),
+    ]
+
+
+def test_families_are_told_by_the_template() -> None:
+    for template, families in (
+        ("<tool_call> </think>", (HERMES, QWEN3)),
+        ("<tool_call><function=x>", (QWEN3_CODER, "")),
+        ("[TOOL_CALLS]", (MISTRAL, "")),
+        ("<|python_tag|>", (LLAMA3_JSON, "")),
+        ("[func_name1(params_name1=", (PYTHONIC, "")),
+        ("<|channel|>", ("", GPT_OSS)),
+        ("plain", ("", "")),
+    ):
+        told = Families.of("auto", "auto", template)
+        assert (told.tool_calls, told.reasoning) == families
+    assert Families.of("none", "qwen3", "<tool_call>") == Families(reasoning=QWEN3)
+
+
+def test_a_family_that_nobody_knows_is_refused() -> None:
+    check_families("auto", "none")
+    with pytest.raises(ConfigError, match="--tool-call-parser must be auto, none, mistral"):
+        check_families("klingon", "auto")
+
+
+def test_a_form_goes_into_a_record_and_comes_back() -> None:
+    for each in map(form, FAMILIES):
+        assert MessageForm.from_json(each.to_json()) == each
+    assert MessageForm.from_json(None) is None
