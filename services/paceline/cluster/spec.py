@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint_source import Repository
 from paceline.cluster.checkpoints import child_environment
 from paceline.cluster.health import grpc_health, http_health, store_health
 from paceline.cluster.ports import Ports
@@ -37,8 +38,10 @@ _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks fr
 class FleetSpec:
     """Settings of `paceline up`."""
 
-    model: Path | None = setting(None, help="Checkpoint folder of the target; without it the demo pair.")
-    draft_model: Path | None = setting(None, help="Checkpoint folder of the draft model.")
+    model: Path | None = setting(
+        None, help="Target: ORG/NAME or hf://ORG/NAME@REVISION of the Hub, or a folder; without it the demo pair."
+    )
+    draft_model: Path | None = setting(None, help="Draft model, named likewise.")
     drafter: bool = setting(True, help="Run drafters; --no-drafter decodes plainly.")
     speculative_config: str = setting(
         "", help='JSON with vLLM\'s keys, such as {"method": "draft_model", "num_speculative_tokens": 8}.'
@@ -247,12 +250,12 @@ def model_child(
     spec: FleetSpec,
     endpoint: Endpoint,
     share: CpuShare,
-    checkpoint: Path,
+    checkpoint: Path | Repository,
     redis_url: str,
     log_dir: Path,
     environ: Mapping[str, str],
     announce: str = "",
-    target: Path | None = None,
+    target: Path | Repository | None = None,
     module: str = "",
 ) -> ChildSpec:
     """Returns the process of a verifier or a drafter.
@@ -299,7 +302,7 @@ def model_child(
 def gateway_child(
     spec: FleetSpec,
     endpoint: Endpoint,
-    tokenizer: Path,
+    tokenizer: Path | Repository,
     redis_url: str,
     log_dir: Path,
     environ: Mapping[str, str],

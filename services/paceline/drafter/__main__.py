@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
+from paceline.checkpoint_source import fetched
 from paceline.config import loggable, parse
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     config = parse(DrafterConfig, arguments, os.environ, PROG, "Runs a draft model and grows draft trees.")
     setup_logging("drafter")
-    run(serve(config), prog=PROG)
+    run(serve(fetched(config, PROG, "model", "target_model")), prog=PROG)
 
 
 async def serve(config: DrafterConfig) -> None:

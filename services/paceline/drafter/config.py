@@ -13,11 +13,13 @@ from paceline.model_service import ModelServiceConfig
 class DrafterConfig(ModelServiceConfig):
     """Flags and environment variables of `paceline drafter`."""
 
-    model: Path = setting(help="Checkpoint folder of the draft model, in Hugging Face layout, or of an EAGLE-3 head.")
-    target_model: Path | None = setting(
-        None, help="Checkpoint folder of the target, for an EAGLE-3 head: embedding and vocabulary are the target's."
+    model: Path = setting(
+        help="Draft model or EAGLE-3 head: ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, or a folder."
     )
-    model_name: str = setting("", help="Name shown in the registry; empty: the folder's name.")
+    target_model: Path | None = setting(
+        None, help="The target, named likewise, for an EAGLE-3 head: embedding and vocabulary are the target's."
+    )
+    model_name: str = setting("", help="Name shown in the registry; empty: the folder's, or ORG/NAME.")
     port: int = 8201
     metrics_port: int = 8202
     idle_priority: bool = setting(

@@ -41,8 +41,10 @@ NAME = "--speculative-config"
 class VerifierConfig(ModelServiceConfig):
     """Flags and environment variables of `paceline verifier`."""
 
-    model: Path = setting(help="Checkpoint folder of the target model, in Hugging Face layout.")
-    model_name: str = setting("", help="Name users ask for; empty: the folder's name.")
+    model: Path = setting(
+        help="Target model: ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, or a checkpoint folder."
+    )
+    model_name: str = setting("", help="Name users ask for; empty: the folder's, or ORG/NAME.")
     engine: str = setting(
         PACELINE,
         help="What computes the model: our own engine, or vLLM where it is installed in the same Python.",
