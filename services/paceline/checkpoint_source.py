@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -37,12 +37,14 @@ logger = logging.getLogger(__name__)
 
 INDEX: Final = "model.safetensors.index.json"
 PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-# What a gateway reads, and what an engine reads beside it; vLLM asks for more JSON files than ours.
+# What a checkpoint is judged by, what a gateway reads, and what an engine reads; vLLM asks for more JSON than ours.
+CONFIG_FILES: Final = ("config.json",)
 TEXT_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "chat_template*",
 )  # fmt: skip
-MODEL_FILES: Final = (*TEXT_FILES, "*.json", "*.safetensors")
+WEIGHTS: Final = "*.safetensors"
+MODEL_FILES: Final = (*TEXT_FILES, "*.json", WEIGHTS)
 # Other formats of the same weights lie in folders of their own, or beside them as their authors first wrote them.
 NOT_NEEDED: Final = ("*/*", "consolidated*", "*.bin.index.json")
 # A folder of the Hub's cache says which repository it is a snapshot of.
@@ -116,13 +118,13 @@ def fetched(config: ConfigT, prog: str, *fields: str, say: Say = logger.info) ->
     return dataclasses.replace(config, **folders)  # type: ignore[type-var]  # each service's is a dataclass
 
 
-def folder_of(given: str | Path, flag: str, *, weights: bool = True, say: Say = logger.info) -> Path:
+def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILES, say: Say = logger.info) -> Path:
     """Returns the folder of a checkpoint; what a repository of the Hub lacks in the cache is fetched first.
 
     Args:
         given: As `parse` takes it; a folder comes back unchecked.
         flag: The setting that named it, for messages.
-        weights: Whether they are needed; without them tokenizer, templates and configuration are fetched alone.
+        files: Patterns of those that are needed: `MODEL_FILES`, `TEXT_FILES` or `CONFIG_FILES`.
         say: Gets a line before files are fetched.
 
     Raises:
@@ -132,19 +134,19 @@ def folder_of(given: str | Path, flag: str, *, weights: bool = True, say: Say = 
     if isinstance(source, Path):
         return source
     # A commit never changes, so nobody needs to be asked about it again.
-    if COMMIT.fullmatch(source.revision) and (folder := _cached(source, weights)):
+    if COMMIT.fullmatch(source.revision) and (folder := _cached(source, files)):
         return folder
     from huggingface_hub import errors
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # that of its HTTP client
 
     try:
-        return _fetch(source, flag, weights=weights, say=say)
+        return _fetch(source, flag, files=files, say=say)
     except errors.HfHubHTTPError as error:
         raise _refusal(error, source, flag) from error
     except (OSError, HTTPError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise _no_space(source, flag, None) from error
-        if folder := _cached(source, weights):
+        if folder := _cached(source, files):
             return folder
         raise _unreachable(error, source, flag) from error
 
@@ -168,18 +170,18 @@ def unreadable_weights(names: Iterable[str], where: object) -> ConfigError:
     return ConfigError(f"{where} has no *.safetensors weights: name a checkpoint that has")
 
 
-def _fetch(source: Repository, flag: str, *, weights: bool, say: Say) -> Path:
+def _fetch(source: Repository, flag: str, *, files: Sequence[str], say: Say) -> Path:
     """Downloads what is not in the cache; raises what huggingface_hub raises beside `ConfigError`."""
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     info = HfApi().model_info(source.name, revision=source.revision, files_metadata=True)
-    files = [file for file in info.siblings or () if _is_needed(file.rfilename, weights)]
-    if weights and not any(file.rfilename.endswith(".safetensors") for file in files):
+    needed = [file for file in info.siblings or () if _is_needed(file.rfilename, files)]
+    if WEIGHTS in files and not any(fnmatch(file.rfilename, WEIGHTS) for file in needed):
         raise unreadable_weights((file.rfilename for file in info.siblings or ()), f"{flag} {source}")
     missing = [
         file
-        for file in files
+        for file in needed
         if not isinstance(try_to_load_from_cache(source.name, file.rfilename, revision=info.sha), str)
     ]
     num_bytes = sum(file.size or 0 for file in missing)
@@ -193,19 +195,20 @@ def _fetch(source: Repository, flag: str, *, weights: bool, say: Say) -> Path:
         folder = snapshot_download(
             source.name,
             revision=source.revision,
-            allow_patterns=list(MODEL_FILES if weights else TEXT_FILES),
+            allow_patterns=list(files),
             ignore_patterns=list(NOT_NEEDED),
         )
     _check(Path(folder), missing, flag)
     return Path(folder)
 
 
-def _is_needed(name: str, weights: bool) -> bool:
-    wanted = any(fnmatch(name, pattern) for pattern in (MODEL_FILES if weights else TEXT_FILES))
-    return wanted and not any(fnmatch(name, pattern) for pattern in NOT_NEEDED)
+def _is_needed(name: str, files: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in files) and not any(
+        fnmatch(name, pattern) for pattern in NOT_NEEDED
+    )
 
 
-def _cached(source: Repository, weights: bool) -> Path | None:
+def _cached(source: Repository, files: Sequence[str]) -> Path | None:
     """The snapshot in the cache, without asking anybody; None: it is not there, or not whole."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -215,20 +218,20 @@ def _cached(source: Repository, weights: bool) -> Path | None:
             snapshot_download(
                 source.name,
                 revision=source.revision,
-                allow_patterns=list(MODEL_FILES if weights else TEXT_FILES),
+                allow_patterns=list(files),
                 ignore_patterns=list(NOT_NEEDED),
                 local_files_only=True,
             )
         )
     except LocalEntryNotFoundError:
         return None
-    return folder if (folder / "config.json").is_file() and (not weights or _has_weights(folder)) else None
+    return folder if (folder / "config.json").is_file() and (WEIGHTS not in files or _has_weights(folder)) else None
 
 
 def _has_weights(folder: Path) -> bool:
     index = folder / INDEX
     if not index.is_file():
-        return any(folder.glob("*.safetensors"))
+        return any(folder.glob(WEIGHTS))
     names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     return all((folder / name).is_file() for name in names)
 

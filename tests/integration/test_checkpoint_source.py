@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from paceline.checkpoint_source import folder_of, parse, repository_of, served_name
+from paceline.checkpoint_source import MODEL_FILES, TEXT_FILES, folder_of, parse, repository_of, served_name
 from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.ray.order import Order, service_child
 from paceline.cluster.spec import Endpoint, FleetSpec
@@ -42,8 +42,8 @@ def point_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
 
 
-def fetch(name: str, *, weights: bool = True) -> Path:
-    return folder_of(name, "--model", weights=weights)
+def fetch(name: str, *, files: Sequence[str] = MODEL_FILES) -> Path:
+    return folder_of(name, "--model", files=files)
 
 
 def test_what_is_named_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_gateway_fetches_tokenizer_and_templates_only(hub: Hub, monkeypatch: p
     assert "model.safetensors" not in hub.fetched()
     assert (folder / "tokenizer.json").is_file()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetch("org/tiny", weights=False) == folder
+    assert fetch("org/tiny", files=TEXT_FILES) == folder
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE forbids to ask the Hub, and it is not .* in the cache"):
         fetch("org/tiny")
 
@@ -167,7 +167,7 @@ def test_too_little_disk_says_how_much_is_needed(hub: Hub, monkeypatch: pytest.M
 
 
 def test_on_a_cluster_every_node_fetches_the_commit_that_the_launcher_found(hub: Hub, tmp_path: Path) -> None:
-    folder = fetch("org/tiny", weights=False)
+    folder = fetch("org/tiny", files=TEXT_FILES)
     order = Order(
         name="verifier-0",
         role="verifier",

@@ -10,12 +10,12 @@ import json
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from paceline.checkpoint_source import folder_of, served_name
+from paceline.checkpoint_source import MODEL_FILES, folder_of, served_name
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, check_checkpoint, widened_demo_target
 from paceline.cluster.spec import (
     Checkpoints,
@@ -240,13 +240,13 @@ class LocalFleet:
         return self._supervisor.child(self.endpoint(role).name)
 
 
-def fetch_models(spec: FleetSpec, say: Callable[[str], None], *, weights: bool = True) -> FleetSpec:
+def fetch_models(spec: FleetSpec, say: Callable[[str], None], *, files: Sequence[str] = MODEL_FILES) -> FleetSpec:
     """Returns the settings with folders where they named checkpoints, heads among them.
 
     Args:
         spec: The settings.
         say: Gets a line before something is fetched.
-        weights: Whether those of target and draft model are needed here.
+        files: Those of target and draft model that are needed here, see `folder_of`.
 
     Raises:
         ConfigError: One cannot be had; names its setting and says what to do.
@@ -259,9 +259,9 @@ def fetch_models(spec: FleetSpec, say: Callable[[str], None], *, weights: bool =
     }
     spec = replace(spec, speculative_config=json.dumps(settings) if settings else "")
     if spec.model is not None:
-        spec = replace(spec, model=folder_of(spec.model, "--model", weights=weights, say=say))
+        spec = replace(spec, model=folder_of(spec.model, "--model", files=files, say=say))
     if spec.draft_model is not None and spec.drafter:
-        spec = replace(spec, draft_model=folder_of(spec.draft_model, "--draft-model", weights=weights, say=say))
+        spec = replace(spec, draft_model=folder_of(spec.draft_model, "--draft-model", files=files, say=say))
     return spec
 
 

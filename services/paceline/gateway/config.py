@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint_source import folder_of, served_name
+from paceline.checkpoint_source import TEXT_FILES, folder_of, served_name
 from paceline.config import setting
 from paceline.core.errors import ConfigError
 from paceline.gateway.message_form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
@@ -160,7 +160,7 @@ def model_folders(models: Sequence[str], model_name: str) -> dict[str, Path]:
     for given in models:
         # A folder of that very name wins, since "=" may stand in a path.
         before, separator, after = ("", "", "") if Path(given).is_dir() else given.partition("=")
-        folder = folder_of(after if separator else given, "--model", weights=False)
+        folder = folder_of(after if separator else given, "--model", files=TEXT_FILES)
         name = model_name or (before if separator else served_name(folder))
         if name in folders:
             raise ConfigError(f"--model names {name!r} twice")

@@ -19,6 +19,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from paceline.checkpoint_source import TEXT_FILES
 from paceline.cluster.drain import DrainConfig, drain
 from paceline.cluster.local import fetch_models, resolve_checkpoints, with_heads
 from paceline.cluster.ray.host import ServiceHost
@@ -138,7 +139,7 @@ class RayFleet:
             await self._exits.aclose()
 
     async def _start(self) -> None:
-        named = await asyncio.to_thread(fetch_models, self.spec.services, self._say, weights=False)
+        named = await asyncio.to_thread(fetch_models, self.spec.services, self._say, files=TEXT_FILES)
         self._services = services = with_heads(named)
         self.checkpoints = await asyncio.to_thread(resolve_checkpoints, services, self._environ, self._say)
         await asyncio.to_thread(_connect, self._address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from paceline.core.errors import ConfigError
 from paceline.engine.backends.generic.backend import GenericBackend
@@ -80,5 +81,9 @@ def test_bfloat16_weights_are_packed_and_logits_stay_near(tmp_path):
 def test_what_paged_attention_cannot_do_is_refused_by_name(model_type, tmp_path):
     options, reason = REFUSED[model_type]
     model = save_tiny(tmp_path, model_type, options)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=r"is not served by our engine, since .*: use --engine vllm"):
         model.load()
+    # What the table of families says is what a trial finds.
+    with pytest.raises(ConfigError, match=reason):
+        config = DecoderConfig.from_transformers(AutoConfig.from_pretrained(tmp_path), tmp_path)
+        GenericBackend.load(tmp_path, config, torch.float32, TorchPlatform(torch.device("cpu")))
