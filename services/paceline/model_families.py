@@ -173,7 +173,7 @@ def vllm_refusal(config: Config) -> str:
 
 def is_causal(config: Config) -> bool:
     """Whether config.json names one model that goes on with text, as our engine reads it."""
-    names = config.get("architectures") or ()
+    names = list(config.get("architectures") or ())
     return len(names) == 1 and str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
 
 

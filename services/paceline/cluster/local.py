@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Self
 
 from paceline.checkpoint_source import MODEL_FILES, folder_of, served_name
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, check_checkpoint, widened_demo_target
+from paceline.cluster.checkpoints import (
+    DEMO_DRAFTER,
+    DEMO_EAGLE3,
+    DEMO_MEDUSA,
+    check_checkpoint,
+    num_parameters,
+    widened_demo_target,
+)
 from paceline.cluster.spec import (
     Checkpoints,
     Endpoint,
@@ -29,6 +36,7 @@ from paceline.cluster.spec import (
     plan_endpoints,
     plan_store_port,
     share_cpus,
+    share_memory,
     store_child,
 )
 from paceline.cluster.supervisor import BackOff, Child, Supervisor
@@ -219,6 +227,7 @@ class LocalFleet:
             *((endpoint, checkpoints.draft_of(number)) for number, endpoint in drafters),
         ]
         shares = [*verifier_shares, *drafter_shares]
+        memory = share_memory(spec, [num_parameters(checkpoint) for _, checkpoint in placed])
         children = [
             model_child(
                 spec,
@@ -231,8 +240,9 @@ class LocalFleet:
                 self._announce(endpoint),
                 checkpoints.target if is_eagle3(checkpoint) else None,
                 module=self._modules.get(endpoint.role, ""),
+                memory_utilization=utilization,
             )
-            for (endpoint, checkpoint), share in zip(placed, shares, strict=True)
+            for (endpoint, checkpoint), share, utilization in zip(placed, shares, memory, strict=True)
         ]
         await self._supervisor.start(children, self.spec.start_timeout_s)
 

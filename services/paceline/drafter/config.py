@@ -8,6 +8,9 @@ from pathlib import Path
 from paceline.config import setting
 from paceline.model_service import ModelServiceConfig
 
+# A host's memory is for others as well.
+HOST_PAGES = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig(ModelServiceConfig):
@@ -25,7 +28,13 @@ class DrafterConfig(ModelServiceConfig):
     idle_priority: bool = setting(
         False, help="Once loaded, take only CPU time that nobody else wants; for CPUs shared with a verifier."
     )
-    num_kv_blocks: int = 4096
+    num_kv_blocks: int | None = setting(
+        None,
+        help="Pages of 16 tokens for committed KV; 0: as many as --memory-utilization allows and --max-num-seqs can "
+        f"fill; without it so on a GPU, and on a CPU no more than {HOST_PAGES:,}.",
+        low=0,
+        high=10_000_000,
+    )
     max_num_seqs: int = setting(256, help="Most sessions drafted for.", low=1, high=65536)
     max_num_batched_tokens: int = 256
     draft_width: int = setting(

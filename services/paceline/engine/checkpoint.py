@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -41,6 +42,11 @@ class Checkpoint:
     def paths(self) -> list[Path]:
         """The weight files, sorted."""
         return sorted(self._shards)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers all tensors have together, by the headers of the files."""
+        return sum(math.prod(self._shards[path].get_slice(name).get_shape()) for name, path in self._shard_of.items())
 
     def has(self, name: str) -> bool:
         """Whether the tensor exists."""

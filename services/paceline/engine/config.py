@@ -57,7 +57,7 @@ class DecoderConfig:
         head_dim = getattr(config, "head_dim", None) or _size(config, "hidden_size") // num_heads
         return cls(
             model_type=config.model_type,
-            architecture=str(config.architectures[0]),
+            architecture=next(iter(config.architectures or ()), "unknown"),
             vocab_size=_size(config, "vocab_size"),
             context_len=_context_len(config),
             eos_token_ids=eos_token_ids(folder, config.eos_token_id),
