@@ -23,6 +23,7 @@ _MLA = "its attention is latent (MLA), and its KV has a shape of its own"
 _STATE = "its layers keep a state that is not paged KV"
 _IMAGES = "it reads more than text, and its decoder lies inside a larger model"
 _OWN_LOOP = "its layers do not go through transformers' attention interface"
+_ALIBI = "its positions are biases of the scores (ALiBi)"
 _NO_DECODER = "it is no causal language model"
 
 
@@ -103,8 +104,8 @@ FAMILIES: Final = (
     _vllm_only("gpt-oss", "GptOssForCausalLM", "openai/gpt-oss-20b", _SINKS),
     _vllm_only("GPT-J", "GPTJForCausalLM", "EleutherAI/gpt-j-6b", _OWN_LOOP, gated=False),
     _vllm_only("Falcon", "FalconForCausalLM", "tiiuae/falcon-7b", _OWN_LOOP, gated=False, tied=True),
-    _vllm_only("BLOOM", "BloomForCausalLM", "bigscience/bloom-7b1", _OWN_LOOP, gated=False, tied=True),
-    _vllm_only("MPT", "MPTForCausalLM MptForCausalLM", "mosaicml/mpt-7b", _OWN_LOOP, gated=False, tied=True),
+    _vllm_only("BLOOM", "BloomForCausalLM", "bigscience/bloom-7b1", _ALIBI, gated=False, tied=True),
+    _vllm_only("MPT", "MPTForCausalLM MptForCausalLM", "mosaicml/mpt-7b", _ALIBI, gated=False, tied=True),
     _vllm_only("DeepSeek V2", "DeepseekV2ForCausalLM", "deepseek-ai/DeepSeek-V2-Lite", _MLA),
     _vllm_only("DeepSeek V3, R1, Kimi K2", "DeepseekV3ForCausalLM", "deepseek-ai/DeepSeek-V3", _MLA),
     _vllm_only("Mamba", "MambaForCausalLM Mamba2ForCausalLM", "state-spaces/mamba-2.8b-hf", _STATE),

@@ -37,6 +37,8 @@ SERVED = {
     "phi": SIZES,
     "gemma": {**SIZES, "head_dim": 16, "pad_token_id": 0},
     "gpt2": {**GPT, "bos_token_id": 0, "eos_token_id": 1},
+    "stablelm": {**SIZES, "hidden_size": 64},
+    "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 REFUSED = {
     "gemma2": ({**SIZES, "head_dim": 16, "pad_token_id": 0}, r"its attention needs \['softcap'\]"),
