@@ -6,7 +6,9 @@ import logging
 import os
 import time
 from dataclasses import replace
+from typing import Any
 
+from paceline.checkpoint_source import folder_of
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
@@ -29,7 +31,7 @@ from paceline.engine.sizing import model_needs
 from paceline.engine.target import TargetEngine
 from paceline.heads import is_eagle3
 from paceline.service_memory import plan_service, with_pages
-from paceline.verifier.config import HOST_PAGES, Speculation, VerifierConfig, speculation_from
+from paceline.verifier.config import HOST_PAGES, NAME, TIER, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.learned import learned_file
 from paceline.verifier.make_sources import make_sources
 from paceline.verifier.served import ServedEngine
@@ -49,7 +51,7 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
     Raises:
         ConfigError: A setting or the checkpoint makes serving impossible.
     """
-    speculation = speculation_from(config.speculative_config)
+    speculation = _with_folders(speculation_from(config.speculative_config))
     own_identity = model_identity(config.model, config.model_name, config.dtype, config.device)
     config = with_pages(config, _plan(config, own_identity.context_len, speculation), logger.info)
     head = speculation.head
@@ -70,6 +72,15 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         make=lambda: make_engine(config, identity, speculation),
         learned=learned_file(config, identity, os.environ),
     )
+
+
+def _with_folders(speculation: Speculation) -> Speculation:
+    """Fetches what of the Hub is needed here: heads, and a draft model that runs in this process."""
+    keys = ("medusa_model", "eagle3_model", *(() if speculation.placement == TIER else ("model",)))
+    folders: dict[str, Any] = {
+        key: folder_of(given, f"{NAME} {key}") for key in keys if (given := getattr(speculation, key)) is not None
+    }
+    return replace(speculation, **folders)
 
 
 def _plan(config: VerifierConfig, context_len: int, speculation: Speculation) -> MemoryPlan:

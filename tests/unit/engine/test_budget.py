@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_a_process_smaller_than_its_parts_has_no_negative_rest() -> None:
     assert budget.other_bytes == 0
 
 
-PLAN = {
+PLAN: dict[str, Any] = {
     "free_bytes": 10_000 * MIB,
     "utilization": 0.9,
     "weight_bytes": 3000 * MIB,
