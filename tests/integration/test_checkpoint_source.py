@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
+import re
 import shutil
+import struct
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import huggingface_hub
@@ -183,3 +192,41 @@ def test_on_a_cluster_every_node_fetches_the_commit_that_the_launcher_found(hub:
     assert argv[argv.index("--model") + 1] == f"hf://org/tiny@{hub.repos['org/tiny'].commit}"
     assert str(repository_of(folder)) == f"hf://org/tiny@{hub.repos['org/tiny'].commit}"
     assert served_name(DEMO_DRAFTER) == "demo-drafter"
+
+
+FETCH = "import sys; from paceline.checkpoint_source import folder_of; folder_of('org/tiny', '--model', say=print)"
+
+
+def environment(hub: Hub, cache: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": "services", "HF_ENDPOINT": hub.url, "HF_HOME": str(cache)}
+
+
+def test_a_terminal_sees_a_bar_and_a_log_one_line(hub: Hub, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FETCH]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    shown = bytearray()
+    with subprocess.Popen(command, env=environment(hub, tmp_path / "a"), stderr=theirs) as process:
+        os.close(theirs)
+        # A terminal whose last writer has gone gives an error.
+        with suppress(OSError):
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert b"100%" in shown
+    ended = subprocess.run(
+        command, env=environment(hub, tmp_path / "b"), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stderr == ""
+    assert re.fullmatch(r"fetching hf://org/tiny at [0-9a-f]{12}: 5 files, 0.0103 GB\n", ended.stdout)
+
+
+def test_a_service_that_cannot_fetch_its_model_says_so_in_one_line(hub: Hub, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline", "gateway", "--model", "org/none"]
+    ended = subprocess.run(
+        command, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("paceline gateway: error: --model hf://org/none: there is no such folder here")
+    assert ended.stderr.count("\n") == 1

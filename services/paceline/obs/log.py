@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+# They tell of every request at INFO; what is wrong with one is told by whoever made it.
+HTTP_CLIENTS = ("httpx", "httpx2")
 _NEEDS_QUOTES = frozenset(' "=\\')
 
 # Trace of the request that a task serves, if that is recorded; it stands in all lines of the task.
@@ -27,6 +29,8 @@ def setup_logging(service: str, *, level: str = "INFO", stream: TextIO | None = 
         root.removeHandler(earlier)
     root.addHandler(handler)
     root.setLevel(level)
+    for client in HTTP_CLIENTS:
+        logging.getLogger(client).setLevel(logging.WARNING)
 
 
 class KeyValueFormatter(logging.Formatter):
