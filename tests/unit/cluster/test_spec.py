@@ -32,6 +32,7 @@ from paceline.cluster.spec import (
     plan_endpoints,
     plan_store_port,
     share_cpus,
+    share_memory,
 )
 from paceline.cluster.supervisor import ChildSpec
 from paceline.cluster.valkey import find_server
@@ -164,6 +165,21 @@ def test_lent_cpus_reach_the_services() -> None:
     lending = CpuShare(num_threads=1, cpus=(1,), lends=True)
     drafter = model_child(FleetSpec(), DRAFTER, lending, Path("/m"), "redis://r", Path("/l"), {})
     assert drafter.argv[-1] == "--idle-priority"
+
+
+def test_memory_is_shared_out_in_proportion_to_the_models_and_vllm_has_its_own_share() -> None:
+    spec = fleet("--memory-utilization", "0.6")
+    shares = share_memory(spec, [8_000_000_000, 500_000_000, 500_000_000])
+    assert sum(shares) == pytest.approx(0.6)
+    assert shares == pytest.approx([0.6 * 17 / 21, 0.6 * 2 / 21, 0.6 * 2 / 21])
+    assert share_memory(spec, [10**12, 0])[1] == 0.01
+    share = CpuShare(num_threads=1, cpus=())
+    sized = {"memory_utilization": 0.25}
+    told = flags(model_child(spec, VERIFIER, share, Path("/m"), "redis://r", Path("/l"), {}, **sized))
+    assert told["--memory-utilization"] == "0.25"
+    under_vllm = fleet("--verifier-engine", "vllm")
+    told = flags(model_child(under_vllm, VERIFIER, share, Path("/m"), "redis://r", Path("/l"), {}, **sized))
+    assert "--memory-utilization" not in told
 
 
 def test_vllm_is_started_with_its_own_python_and_borrows_no_cpus() -> None:
