@@ -7,6 +7,7 @@ users meet.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,9 @@ def asked(command_line: Sequence[str], *, parse: bool = True) -> Asked:
         SystemExit: The command refuses them, and has said so on stderr; or it has no arguments to read.
     """
     found: list[Asked] = []
-    with _stopping(found, parse):
+    # Benches are run as a main module, which Python wants to be new.
+    sys.modules.pop("loadtest.__main__", None)
+    with _stopping(found, parse), patch.object(sys, "argv", sys.argv), patch.object(sys, "path", [*sys.path]):
         try:
             cli.main(list(command_line))
         except _StoppedError:
