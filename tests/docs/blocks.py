@@ -23,9 +23,10 @@ _FENCE = re.compile(
 _BIN = re.compile(r"(?:\./)?\.venv/bin/")
 _RECORDER = r"""
 command_not_found_handle() {
-  local names=(${!PACELINE_@}) name
-  { printf '%s\0' "$#" "$@" "${#names[@]}"
-    for name in "${names[@]}"; do printf '%s=%s\0' "$name" "${!name}"; done; } >> "$RECORD"
+  local pairs=() name
+  for name in ${!PACELINE_@}; do pairs+=("$name=${!name}"); done
+  # In one piece: the commands of a pipe run side by side.
+  printf '%s\0' "$#" "$@" "${#pairs[@]}" "${pairs[@]}" >> "$RECORD"
 }
 for builtin in cd kill source wait; do eval "$builtin() { command_not_found_handle $builtin \"\$@\"; }"; done
 """

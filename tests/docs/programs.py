@@ -102,7 +102,8 @@ def check_make(arguments: Sequence[str], demo: Demo, folder: Path) -> None:
         [make, "-n", "--no-print-directory", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=MAKE_S
     )
     assert planned.returncode == 0, planned.stderr
-    ours = [line for line in planned.stdout.splitlines() if re.match(r"\.venv/bin/(paceline|python -m|pytest)", line)]
+    lines = planned.stdout.replace("\\\n", " ").splitlines()
+    ours = [line for line in lines if re.match(r"\.venv/bin/(paceline|python -m|pytest)", line)]
     for each in commands("\n".join(ours), folder, {}):
         check(each, demo, folder)
 
@@ -131,7 +132,7 @@ def check_pip(arguments: Sequence[str]) -> None:
 def check_curl(arguments: Sequence[str], demo: Demo) -> None:
     """Sends the request to the fleet, which must take it; what is for others is only read."""
     said = _curl().parse_args(arguments)
-    body = json.loads(said.data) if said.data is not None else None
+    body = json.loads(said.data) if said.data is not None and not said.data.startswith("@") else None
     if isinstance(body, dict) and "model" in body:
         body["model"] = demo.model
     address = urlsplit(said.url)
@@ -154,7 +155,7 @@ def check_helm(arguments: Sequence[str]) -> None:
         if flag in ("-f", "--values") and (ROOT / given).is_file():
             merge(values, yaml.safe_load((ROOT / given).read_text(encoding="utf-8")))
         elif flag in ("--set", "--set-string"):
-            for part in re.split(r"(?<!\\),", given):
+            for part in re.split(r"(?<!\\),(?![^{]*\})", given):
                 merge(values, _nested(part, text=flag == "--set-string"))
     render(values)
 
@@ -180,7 +181,8 @@ def merge(values: dict[str, Any], more: dict[str, Any]) -> None:
 def _nested(assignment: str, *, text: bool) -> dict[str, Any]:
     """`a.b=c` as a mapping."""
     name, _, value = assignment.partition("=")
-    read: Any = value if text else yaml.safe_load(value)
+    listed = re.fullmatch(r"\{(.*)\}", value)
+    read: Any = value if text else yaml.safe_load(f"[{listed[1]}]" if listed else value)
     for key in reversed(re.split(r"(?<!\\)\.", name)):
         read = {key.replace("\\", ""): read}
     nested: dict[str, Any] = read
