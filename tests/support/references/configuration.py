@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,10 +82,10 @@ def _of_parser(found: Asked) -> Iterator[str]:
 
 
 def _row(action: argparse.Action) -> tuple[str, str, str]:
-    default = "" if action.default in (None, False, (), []) else code(str(action.default))
+    default = "" if action.default in (None, (), []) or action.default is False else code(str(action.default))
     name = action.option_strings[-1] if action.option_strings else action.dest.upper()
-    said = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
-    return code(name), "required" if action.required else default, said
+    said = re.sub(r" \(default: %\(default\)s\)$", "", action.help or "").replace("%(default)s", str(action.default))
+    return code(name), "required" if action.required else default, said.replace("%%", "%")
 
 
 def _default(option: Any) -> str:
