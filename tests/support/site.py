@@ -27,6 +27,7 @@ SITE = ROOT / "reports" / "site"
 BUILD_S = 120.0
 _FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _ELSEWHERE = re.compile(r"[a-z]+:|#")
 
 
@@ -43,7 +44,9 @@ def main() -> int:
         return 1
     _lay_out()
     command = [tool, "build", "--strict", "--clean", "--config-file", SETTINGS.name]
-    if subprocess.run(command, cwd=WORK, env={**os.environ, "NO_COLOR": "1"}, check=False, timeout=BUILD_S).returncode:
+    built = subprocess.run(command, cwd=WORK, capture_output=True, text=True, check=False, timeout=BUILD_S)
+    if built.returncode:
+        sys.stderr.write(_COLOUR.sub("", built.stdout + built.stderr).partition("Traceback")[0])
         return 1
     shutil.rmtree(SITE, ignore_errors=True)
     shutil.move(WORK / "site", SITE)
