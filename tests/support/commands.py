@@ -63,10 +63,12 @@ def _stopping(found: list[Asked], parse: bool) -> Iterator[None]:
     real_parse, real_load = argparse.ArgumentParser.parse_args, config.load
     classes: list[type[Any]] = []
 
-    def load(config_class: type[Any], argv: Sequence[str], environ: Any, prog: str, description: str) -> Any:
+    def load(
+        config_class: type[Any], argv: Sequence[str], environ: Any, prog: str, description: str, *more: Any
+    ) -> Any:
         classes.append(config_class)
         parser = config._parser(config._options(config_class), prog, description)
-        values = real_load(config_class, argv, {}, prog, description) if parse else None
+        values = real_load(config_class, argv, {}, prog, description, *more) if parse else None
         found.append(Asked(parser=parser, config_class=config_class, values=values))
         raise _StoppedError
 
