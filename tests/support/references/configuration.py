@@ -60,10 +60,10 @@ def _of_command(line: str, said: str) -> Iterator[str]:
     yield f"\n## `paceline {line}`\n"
     if said:
         yield f"\n{said}\n"
-    yield from _of_parser(found)
+    yield from _of_parser(line, found)
 
 
-def _of_parser(found: Asked) -> Iterator[str]:
+def _of_parser(line: str, found: Asked) -> Iterator[str]:
     if found.config_class is not None:
         rows = [
             (code(each.flag), code(each.variable), _default(each), _meaning(each))
@@ -74,8 +74,8 @@ def _of_parser(found: Asked) -> Iterator[str]:
     commands = [each for each in found.parser._actions if isinstance(each, argparse._SubParsersAction)]
     for action in commands:
         for name, parser in action.choices.items():
-            yield f"\n### `{found.parser.prog} {name}`\n"
-            yield from _of_parser(Asked(parser=parser, config_class=None, values=None))
+            yield f"\n### `paceline {line} {name}`\n"
+            yield from _of_parser(f"{line} {name}", Asked(parser=parser, config_class=None, values=None))
     rows = [_row(each) for each in found.parser._actions if each not in commands and each.dest != "help"]
     if rows:
         yield "\n" + table(("flag", "default", "meaning"), rows)
