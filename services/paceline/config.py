@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+from paceline.called import as_called
 from paceline.core.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
@@ -161,7 +162,7 @@ def check_address(name: str, address: str) -> None:
 def exit_with_error(prog: str, error: Exception) -> NoReturn:
     """Says in one line why the process cannot start, and ends it."""
     message = " ".join(str(error).split())
-    sys.stderr.write(f"{prog}: error: {message}\n")
+    sys.stderr.write(f"{as_called(prog)}: error: {message}\n")
     raise SystemExit(EXIT_STATUS_CONFIG)
 
 
@@ -315,7 +316,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, described: Setting) -> _Op
 
 def _parser(options: Sequence[_Option], prog: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog=prog,
+        prog=as_called(prog),
         description=description,
         epilog="Every flag can also be set by the environment variable named beside it; the flag wins.",
         allow_abbrev=False,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import paceline
+from paceline.called import as_called
 from paceline.cluster.drain import say
 from paceline.cluster.foreground import describe_models, request_for, until_ctrl_c
 from paceline.cluster.local import LocalFleet
@@ -76,7 +77,7 @@ def describe(fleet: LocalFleet) -> str:
             "Try it:",
             f"  curl -N {fleet.gateway_url}/v1/completions -H 'Content-Type: application/json' \\",
             f"    -d '{request_for(fleet.checkpoints)}'",
-            f"  .venv/bin/paceline generate 'def read_lines(path):' --url {fleet.gateway_url}",
+            f"  {as_called('paceline generate')} 'def read_lines(path):' --url {fleet.gateway_url}",
             "",
             "Ctrl-C stops everything.",
         ]
