@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv, and no more; no root rights. Outside this folder: pip's cache, and in the
 # user's cache folder the widened demo target and environments of other engines.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test up demo bench chaos load locust clients-test k8s-test vllm-test clean
+.PHONY: help venv protos check style test up demo bench chaos load locust clients-test k8s-test vllm-test wheel-test sbom clean
 SHELL := /bin/bash
 
 PYTHON ?= python3
@@ -79,6 +79,16 @@ k8s-test: $(DEV) ## build the images and start the chart's cpu-demo with podman;
 
 vllm-test: $(DEV) ## the drafter tier under a real vLLM, in an environment of its own in the user's cache
 	$(BIN)/python -m tests.vllm $(ARGS)
+
+wheel-test: $(DEV) ## build the wheel, install it into an empty environment and run it there
+	$(BIN)/pytest tests/wheel -m wheel $(ARGS)
+
+# Of what is installed in .venv; SBOM_OF=/opt/paceline/bin/python for another environment.
+SBOM_OF ?= $(BIN)/python
+sbom: $(SERVE) ## write sbom.json, the software bill of materials (CycloneDX) of what .venv holds
+	test -x .build/sbom/bin/python || $(PYTHON) -m venv .build/sbom
+	.build/sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0
+	.build/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(SBOM_OF)
 
 clean: ## remove environments and caches
 	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
