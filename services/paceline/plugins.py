@@ -64,7 +64,7 @@ class Registry:
 
 
 _OURS = "paceline.verifier.make_sources"
-# Sources of guesses inside the verifier, the cheapest first; a maker takes a `paceline.verifier.make_sources.SourceSetup`.
+# Sources of guesses inside the verifier, the cheapest first; a maker takes `make_sources.SourceSetup`.
 SOURCES = Registry(
     "paceline.sources",
     {

@@ -182,7 +182,7 @@ class SpeculationParams:
         _require(
             "speculation.acceptance",
             not self.acceptance or _is_name(self.acceptance),
-            f"must be the name of a rule, such as {', '.join(ACCEPTANCE_RULES)}, got {self.acceptance[:80]!r}",
+            f"must be the name of a rule, such as {', '.join(ACCEPTANCE_RULES)}, got {self.acceptance!r}",
         )
         short = len(self.method) <= MAX_METHOD_CHARS
         _require("speculation.method", short, f"must have at most {MAX_METHOD_CHARS} characters")
