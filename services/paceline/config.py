@@ -16,6 +16,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -48,6 +49,14 @@ class Setting:
     choices: tuple[str, ...] | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """A value from a file, and where it stands there."""
+
+    value: Any
+    source: str
+
+
 def setting(
     default: Any = REQUIRED,
     *,
@@ -75,15 +84,17 @@ def parse(
     prog: str,
     description: str,
     first: str | None = None,
+    given: Mapping[str, Given] = MappingProxyType({}),
 ) -> ConfigT:
     """Builds the configuration; a bad value ends the process with one line on stderr and exit status 2.
 
-    The value of the flag `first` may stand first on the command line without it.
+    The value of the flag `first` may stand first on the command line without it; what a file has `given` holds where
+    neither flag nor variable says anything.
     """
     if first and argv and (argv[0] == "-" or not argv[0].startswith("-")):
         argv = [f"--{first}={argv[0]}", *argv[1:]]
     try:
-        return load(config_class, argv, environ, prog, description)
+        return load(config_class, argv, environ, prog, description, given)
     except ConfigError as error:
         exit_with_error(prog, error)
 
@@ -94,6 +105,7 @@ def load(
     environ: Mapping[str, str],
     prog: str,
     description: str,
+    given: Mapping[str, Given] = MappingProxyType({}),
 ) -> ConfigT:
     """Builds the configuration.
 
@@ -102,14 +114,17 @@ def load(
             setting, value and limit.
     """
     options = _options(config_class)
-    given = vars(_parser(options, prog, description).parse_args(list(argv)))
+    flags = vars(_parser(options, prog, description).parse_args(list(argv)))
     values: dict[str, Any] = {}
     for option in options:
-        raw = given[option.name]
+        raw = flags[option.name]
         if raw is not None:
             values[option.name] = option.convert(raw, source=option.flag)
         elif environ.get(option.variable):
             values[option.name] = option.convert_variable(environ[option.variable])
+        elif option.name in given:
+            found = given[option.name]
+            values[option.name] = option.convert_value(found.value, source=found.source)
         elif option.required:
             raise ConfigError(f"{option.flag} is required (or set {option.variable}): {option.setting.help}")
     return config_class(**values)

@@ -47,6 +47,9 @@ _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks fr
 class FleetSpec:
     """Settings of `paceline up`."""
 
+    fleet: Path | None = setting(
+        None, help="File that says what flags do not, in the words of the Helm chart's values; flags win."
+    )
     model: Path | None = setting(None, help="Checkpoint folder of the target; without it the demo pair.")
     draft_model: Path | None = setting(None, help="Checkpoint folder of the draft model.")
     drafter: bool = setting(True, help="Run drafters; --no-drafter decodes plainly.")
