@@ -20,7 +20,7 @@ help: ## this list
 venv: $(DEV) ## set up .venv with everything; make demo and make up set up what serves, and no more
 
 $(VENV)/%.stamp: pyproject.toml constraints.txt k8s/requirements.txt services/paceline/__init__.py
-	@$(PYTHON) tools/set_up.py $*
+	@$(PYTHON) tools/set_up.py $* --venv $(VENV)
 
 $(PROTOC_STAMP): Makefile
 	test -x $(PROTOC)/bin/python || $(PYTHON) -m venv $(PROTOC)
@@ -88,7 +88,7 @@ SBOM_OF ?= $(BIN)/python
 sbom: $(SERVE) ## write sbom.json, the software bill of materials (CycloneDX) of what .venv holds
 	test -x .build/sbom/bin/python || $(PYTHON) -m venv .build/sbom
 	.build/sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0
-	.build/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(SBOM_OF)
+	.build/sbom/bin/cyclonedx-py environment --output-reproducible -o sbom.json $(SBOM_OF)
 
 clean: ## remove environments and caches
 	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

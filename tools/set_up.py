@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment (default .venv)")
     arguments = parser.parse_args()
     try:
-        set_up(arguments.extra, arguments.venv)
+        set_up(arguments.extra, arguments.venv.absolute())
     except SetUpError as error:
         sys.stderr.write(f"set-up: {error}\n")
         raise SystemExit(1) from None
