@@ -21,8 +21,8 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 INSTALL_S = 600.0
 RUN_S = 300.0
 MOST_WHEEL_MB = 50
-# Settings of pip, its cache among them, are the user's; nothing else is.
-KEPT = ("PATH", "LANG", "PIP_", "SSL_", "REQUESTS_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "XDG_CONFIG_DIRS")
+# Settings of pip and of caches are the user's; nothing else is.
+KEPT = ("PATH", "HOME", "LANG", "PIP_", "XDG_", "SSL_", "REQUESTS_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
 def run(*command: str | Path, cwd: Path, env: dict[str, str], timeout_s: float = RUN_S) -> str:
@@ -33,14 +33,15 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str], timeout_s: float =
 
 @pytest.fixture(scope="module")
 def outside() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.upper().startswith(KEPT)}
+    kept = {name: value for name, value in os.environ.items() if name.upper().startswith(KEPT)}
+    return kept | {"PACELINE_LEARNED_DIR": "none"}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory, outside: dict[str, str]) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder)
-    run(*pip, CHECKOUT, cwd=folder, env=with_home(outside, None), timeout_s=INSTALL_S)
+    run(*pip, CHECKOUT, cwd=folder, env=outside, timeout_s=INSTALL_S)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -52,7 +53,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory, outside: di
     run(sys.executable, "-m", "venv", folder, cwd=folder, env=outside)
     programs = folder / "bin"
     pip = (programs / "python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", CHECKOUT / "constraints.txt")
-    run(*pip, f"paceline[serve] @ {wheel.as_uri()}", cwd=folder, env=with_home(outside, None), timeout_s=INSTALL_S)
+    run(*pip, f"paceline[serve] @ {wheel.as_uri()}", cwd=folder, env=outside, timeout_s=INSTALL_S)
     return programs
 
 
@@ -60,11 +61,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory, outside: di
 def empty(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     assert not list(tmp_path.glob("*.py")), "nothing of a checkout is here"
-
-
-def with_home(outside: dict[str, str], home: Path | None) -> dict[str, str]:
-    """An environment whose home folder is the user's, whose cache pip fills, or another."""
-    return outside | {"HOME": str(Path.home() if home is None else home)}
 
 
 def test_the_wheel_holds_models_and_console_and_is_small(wheel: Path) -> None:
@@ -77,13 +73,13 @@ def test_the_wheel_holds_models_and_console_and_is_small(wheel: Path) -> None:
 
 
 def test_the_version_is_that_of_the_sources(installed: Path, empty: Path, outside: dict[str, str]) -> None:
-    said = run(installed / "paceline", "--version", cwd=empty, env=with_home(outside, empty))
+    said = run(installed / "paceline", "--version", cwd=empty, env=outside)
     assert said == f"paceline {paceline.__version__}\n"
 
 
 def test_the_demo_runs_and_finds_all_texts_identical(installed: Path, empty: Path, outside: dict[str, str]) -> None:
     flags = ("--prompts=2", "--shown=1", "--max-tokens=16", "--concurrency=2")
-    said = run(installed / "paceline", "demo", *flags, cwd=empty, env=with_home(outside, empty))
+    said = run(installed / "paceline", "demo", *flags, cwd=empty, env=outside)
     assert "all texts identical" in said
 
 
@@ -92,7 +88,7 @@ def test_a_fleet_serves_a_completion_and_names_the_command_as_it_was_called(
 ) -> None:
     ports = ("gateway", "gateway-grpc", "verifier", "verifier-metrics", "drafter", "drafter-metrics", "redis")
     command = [installed / "python", "-m", "paceline", "up", *(f"--{port}-port=0" for port in ports)]
-    process = subprocess.Popen(command, cwd=empty, env=with_home(outside, empty), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=empty, env=outside, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         said = ""
