@@ -13,7 +13,6 @@ from paceline.core.errors import ConfigError
 from paceline.engine.config import DecoderConfig
 from paceline.model_families import GENERIC, LEAN, family_of, refusal, vllm_refusal
 from paceline.model_sizes import sizes_of
-from tests.support.model_table import PAGE, page
 
 CONFIGS = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text(encoding="utf-8"))
 QUANTISED = r"quantised checkpoints \({}\) are not served by our engine: name the one with bf16 weights, or .* vllm"
@@ -132,7 +131,3 @@ def test_models_check_reads_a_folder_and_counts_a_session(tmp_path: Path, capsys
     with pytest.raises(SystemExit) as ended:
         main(["models", "check", str(tmp_path)])
     assert ended.value.code == 1
-
-
-def test_the_page_of_models_is_that_of_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "write it anew: python -m tests.support.model_table"

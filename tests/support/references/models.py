@@ -1,18 +1,15 @@
-"""The families of models as a page: `python -m tests.support.model_table` writes `docs/models.md` from the table."""
+"""Which engine serves which family of models, as docs/models.md: from the table that our engine refuses by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 from paceline.model_families import FAMILIES, GENERIC, LEAN, Family
+from tests.support.references.tables import WRITTEN_BY, code, table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-HEAD = """# Models
+HEAD = f"""# Models
 
-Which engine serves which family of models. `python -m tests.support.model_table` writes this page from the table that
-the engine's own refusals come from; a test holds it against that. `paceline models check NAME` tells the same of one
-model, with the memory that it takes. [How to name a model of your own](bring-your-own-model.md).
+Which engine serves which family of models. {WRITTEN_BY}
+The refusals of our engine come from the same table. `paceline models check NAME` tells the same of one model, with the
+memory that it takes. [How to name a model of your own](bring-your-own-model.md).
 
 Our engine computes exactly what transformers computes, on a CPU or one GPU. It has two decoders:
 
@@ -22,15 +19,8 @@ Our engine computes exactly what transformers computes, on a CPU or one GPU. It 
 
 vLLM runs behind the same gateway with `--engine vllm`, and drafts with the same drafters.
 
-| family | architectures | our engine | vLLM | such as |
-| --- | --- | --- | --- | --- |
 """
-BESIDE = """
-## What the family does not tell
-
-| in `config.json` | our engine | what to do |
-| --- | --- | --- |
-"""
+BESIDE = "\n## What the family does not tell\n\n"
 # What config.json may say, what our engine does then, and what a user can do.
 RULES = (
     (
@@ -64,19 +54,19 @@ DECODERS = {LEAN: "fast", GENERIC: "generic"}
 
 def page() -> str:
     """The whole page."""
-    return HEAD + "".join(_rows()) + BESIDE + "".join(f"| {' | '.join(rule)} |\n" for rule in RULES) + TAIL
-
-
-def _rows() -> Iterator[str]:
-    for family in FAMILIES:
-        names = ", ".join(f"`{name}`" for name in family.architectures)
-        vllm = "yes" if family.vllm else "no"
-        yield f"| {family.name} | {names} | {_ours(family)} | {vllm} | {family.example} |\n"
+    families = table(
+        ("family", "architectures", "our engine", "vLLM", "such as"),
+        (
+            (family.name, ", ".join(map(code, family.architectures)), _ours(family), _vllm(family), family.example)
+            for family in FAMILIES
+        ),
+    )
+    return HEAD + families + BESIDE + table(("in `config.json`", "our engine", "what to do"), RULES) + TAIL
 
 
 def _ours(family: Family) -> str:
     return DECODERS[family.decoder] if family.decoder else f"no: {family.why}"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+def _vllm(family: Family) -> str:
+    return "yes" if family.vllm else "no"
