@@ -12,9 +12,10 @@ from paceline.called import as_called
 from paceline.cluster.drain import say
 from paceline.cluster.fleet_file import READ, read_fleet_file
 from paceline.cluster.foreground import describe_models, request_for, until_ctrl_c
-from paceline.cluster.local import LocalFleet
+from paceline.cluster.local import LocalFleet, fetch_models
 from paceline.cluster.spec import FleetSpec, gateway_scheme
-from paceline.config import parse, public_url
+from paceline.config import exit_with_error, parse, public_url
+from paceline.core.errors import ConfigError
 from paceline.service_process import run
 
 PROG = "paceline up"
@@ -33,7 +34,12 @@ def main(argv: Sequence[str]) -> None:
 
         up_on_ray(argv)
         return
-    run(serve(fleet_spec(argv)), prog=PROG)
+    try:
+        # Before the event loop, so that Ctrl-C ends a download.
+        spec = fetch_models(fleet_spec(argv), say)
+    except ConfigError as error:
+        exit_with_error(PROG, error)
+    run(serve(spec), prog=PROG)
 
 
 def fleet_spec(argv: Sequence[str]) -> FleetSpec:
