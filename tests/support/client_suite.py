@@ -12,13 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.fleet import FREE_PORTS
 from loadtest.peers.environments import child_environ, environment
 from loadtest.peers.processes import CommandFailedError
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FleetSpec
+from paceline.cluster.spec import FREE_PORTS, FleetSpec
 
 TESTS = Path(__file__).resolve().parents[1] / "clients"
 

@@ -107,6 +107,8 @@ def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
     for key, form in _LIMITS.items():
         if key in schema:
             yield form.format(schema[key]).replace("|", "\\|")
+    if "examples" in schema:
+        yield "such as " + ", ".join(f"`{each}`" for each in schema["examples"])
 
 
 def _without_effect(schema: Mapping[str, Any]) -> str:
