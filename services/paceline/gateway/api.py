@@ -83,6 +83,7 @@ MAX_EFFORT_CHARACTERS = 32
 # Those that may ask for a grammar, which takes up to a second to compile.
 GRAMMAR_FIELDS = frozenset(
     {
+        "output_config",
         "text",
         "tool_choice",
         "response_format",

@@ -70,9 +70,15 @@ class Asked:
 
 
 class Door(Protocol[TellingT]):
-    """An API."""
+    """An API.
+
+    Attributes:
+        id_prefix: Of its answers.
+        id_headers: What tells the name of a request.
+    """
 
     id_prefix: str
+    id_headers: Sequence[str]
 
     async def prepare(self, fields: Json) -> Any:
         """Returns what has to be fetched before a body is understood."""
@@ -113,7 +119,15 @@ class TranslatedEndpoint:
         request = Request(scope, receive)
         given, own = request_id(request.headers), f"{self._door.id_prefix}{uuid.uuid4().hex}"
         with traced_request(self._tracer, CHAT, request.headers.get(TRACEPARENT, ""), given) as trace:
-            exchange = Exchange(send, trace.fail, given_id=given, own_id=own, shape=self._door.error, named=True)
+            exchange = Exchange(
+                send,
+                trace.fail,
+                given_id=given,
+                own_id=own,
+                shape=self._door.error,
+                named=True,
+                id_headers=self._door.id_headers,
+            )
             try:
                 with self._sessions.errors_counted():
                     work = await self._work(request, exchange, trace)

@@ -9,7 +9,11 @@ from typing import Any, Literal
 
 from pydantic import Field, SkipValidation
 
+from paceline.gateway.api import MAX_EFFORT_CHARACTERS
 from paceline.gateway.fields import Fields
+
+# Asks the server to keep the conversation, and for all messages but the newest then.
+THREAD = "thread"
 
 
 class TextBlock(Fields):
@@ -86,12 +90,27 @@ class Thinking(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class OutputConfig(Fields):
+    """What an answer is like."""
+
+    no_effect = frozenset({"task_budget"})
+
+    effort: str | None = Field(None, max_length=MAX_EFFORT_CHARACTERS)
+    format: dict[str, Any] | None = Field(
+        None, json_schema_extra={"properties": {"type": {"const": "json_schema"}}, "required": ["type", "schema"]}
+    )
+
+
 class CountBody(Fields):
     """Body of /v1/messages/count_tokens."""
 
     no_effect = frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"})
-    not_served = {"container": (), "mcp_servers": ([],), "output_config": ({},), "output_format": ()}  # noqa: RUF012
-    objects = {"tool_choice": MessagesToolChoice, "thinking": Thinking}  # noqa: RUF012 - a class variable
+    not_served = {"container": (), "mcp_servers": ([],), "output_format": (), THREAD: ()}  # noqa: RUF012
+    objects = {  # noqa: RUF012 - a class variable
+        "output_config": OutputConfig,
+        "tool_choice": MessagesToolChoice,
+        "thinking": Thinking,
+    }
 
     model: str = ""
     messages: list[SkipValidation[MessageTurn]]
@@ -99,6 +118,7 @@ class CountBody(Fields):
     tools: list[SkipValidation[MessagesTool]] = []  # noqa: RUF012 - pydantic copies it
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
 
 
 class MessagesBody(CountBody):

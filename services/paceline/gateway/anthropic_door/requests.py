@@ -37,8 +37,11 @@ def chat_of(body: CountBody, unknown: UnknownFields) -> Json:
     if body.tools:
         tools = [read_fields(MessagesTool, each, unknown, f"tools[{at}]") for at, each in enumerate(body.tools)]
         chat["tools"] = [_tool(each) for each in tools]
-    if body.thinking is not None:
-        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    variables: Json = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
+    if body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    if variables:
+        chat["chat_template_kwargs"] = variables
     return chat
 
 
@@ -54,6 +57,9 @@ def generation_of(body: MessagesBody, unknown: UnknownFields) -> Json:
         chat["stop"] = body.stop_sequences
     chat |= {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
     chat["chat_template_kwargs"] = {**chat.get("chat_template_kwargs", {}), **body.chat_template_kwargs}
+    given = body.output_config.format
+    if given is not None:
+        chat["response_format"] = {"type": given.get("type"), "json_schema": {"schema": given.get("schema")}}
     choice = body.tool_choice
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name or ""}}

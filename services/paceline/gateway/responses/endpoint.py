@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +14,11 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, SessionNotFoundError
 from paceline.gateway.callers import current_caller
 from paceline.gateway.errors import HttpError
 from paceline.gateway.fields import UnknownFields, read_fields
-from paceline.gateway.http_response import Exchange, request_id
+from paceline.gateway.http_response import REQUEST_ID, Exchange, request_id
 from paceline.gateway.merge_streams import until_disconnect
 from paceline.gateway.messages_read import Message, any_message_of
 from paceline.gateway.reading import BodyReader
@@ -35,6 +36,8 @@ Json = dict[str, Any]
 
 IN_PROGRESS, CANCELLED = "in_progress", "cancelled"
 MAX_DIGITS = 12
+# A second in all.
+NUM_CLAIMS, CLAIM_PAUSE_S = 21, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class ResponsesDoor:
     """
 
     id_prefix = "resp_"
+    id_headers = (REQUEST_ID,)
 
     def __init__(self, shelf: ResponseShelf) -> None:
         self._shelf = shelf
@@ -197,7 +201,7 @@ class KeptResponses:
         """Runs the rest of the session here; whoever ran it is told that it goes on elsewhere."""
         caller = current_caller()
         with self._sessions.errors_counted(), self._sessions.admitted(1, caller):
-            session = await self._resumption.claim(_session_id(kept), 0, "", caller.name)
+            session = await self._claim(kept)
             telling = ResponseTelling(kept.response, session.session_id, after)
             ended = partial(self._shelf.keep, kept)
             async with aclosing(told(self._sessions.run(session), telling, any_message_of(session), ended)) as steps:
@@ -206,13 +210,20 @@ class KeptResponses:
     async def cancel(self, response_id: str, request: Request, exchange: Exchange) -> None:
         """Ends a response that is in progress, by taking its session and not going on with it."""
         del request
-        caller = current_caller().name
-        kept = await self._shelf.find(response_id, caller)
+        kept = await self._shelf.find(response_id, current_caller().name)
         if kept.response["status"] == IN_PROGRESS:
             kept = replace(kept, response={**kept.response, "status": CANCELLED})
-            await self._resumption.claim(_session_id(kept), 0, "", caller)
+            await self._claim(kept)
             await self._shelf.keep(kept)
         await exchange.whole(kept.response)
+
+    async def _claim(self, kept: KeptResponse) -> SessionRequest:
+        """Takes the session of a response, whose record may be written a moment after its first event is told."""
+        for _ in range(NUM_CLAIMS - 1):
+            with suppress(SessionNotFoundError):
+                return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
+            await asyncio.sleep(CLAIM_PAUSE_S)
+        return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
 
     async def delete(self, response_id: str, request: Request, exchange: Exchange) -> None:
         """Forgets a response."""
