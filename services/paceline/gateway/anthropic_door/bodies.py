@@ -95,9 +95,10 @@ class OutputConfig(Fields):
 
     no_effect = frozenset({"task_budget"})
 
-    effort: str | None = Field(None, max_length=MAX_EFFORT_CHARACTERS)
+    effort: str | None = Field(default=None, max_length=MAX_EFFORT_CHARACTERS)
     format: dict[str, Any] | None = Field(
-        None, json_schema_extra={"properties": {"type": {"const": "json_schema"}}, "required": ["type", "schema"]}
+        default=None,
+        json_schema_extra={"properties": {"type": {"const": "json_schema"}}, "required": ["type", "schema"]},
     )
 
 

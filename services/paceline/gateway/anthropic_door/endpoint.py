@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -54,7 +55,7 @@ class MessagesDoor:
     """Anthropic's API."""
 
     id_prefix = "msg_"
-    id_headers = ID_HEADERS
+    id_headers: Sequence[str] = ID_HEADERS
 
     async def prepare(self, fields: Json) -> None:
         """Nothing has to be fetched."""

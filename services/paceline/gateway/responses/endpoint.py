@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,7 +67,7 @@ class ResponsesDoor:
     """
 
     id_prefix = "resp_"
-    id_headers = (REQUEST_ID,)
+    id_headers: Sequence[str] = (REQUEST_ID,)
 
     def __init__(self, shelf: ResponseShelf) -> None:
         self._shelf = shelf
