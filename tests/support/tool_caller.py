@@ -7,7 +7,6 @@ engines and real clients can go through a conversation with tools that no small 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,8 @@ CERTAIN = 10.0
 CALL = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 WEATHER = CALL.format(name="get_weather", arguments='{"city": "Paris"}')
 ADD = CALL.format(name="add", arguments='{"a": 20, "b": 1}')
+# The model's own, where a request is silent.
+SAMPLING = {"do_sample": True, "temperature": 0.625, "top_p": 0.75, "top_k": 20}
 # By the token that ends a prompt.
 SAID = {
     "<|first|>": f"<think>\nWhat is the weather?\n</think>\n\n{WEATHER}",
@@ -68,8 +69,8 @@ def save_tool_caller(folder: Path, tokenizer_of: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((tokenizer_of / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
-    shutil.copy(tokenizer_of / "generation_config.json", folder)
     end = settings["eos_token"]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id(end), **SAMPLING}))
     follows = [pair for begin, chain in chains.items() for pair in zip([begin, *chain], [*chain, end], strict=True)]
     ids = [(tokenizer.token_to_id(before), tokenizer.token_to_id(after)) for before, after in follows]
     _save_model(folder, tokenizer.get_vocab_size(), ids, tokenizer.token_to_id(end))
