@@ -57,6 +57,8 @@ async def _with_fleets(python: Path, arguments: Sequence[str]) -> int:
                 "PACELINE_CLIENT_SUITE_CALLER_URL": caller_fleet.gateway_url,
                 "PACELINE_CLIENT_SUITE_CALLER_MODEL": str(tool_caller),
                 "PACELINE_CLIENT_SUITE_VLLM": str(_vllm() or ""),
+                # It asks the network for prices otherwise.
+                "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             }
             command = ["-m", "pytest", "-c", TESTS / "pytest.ini", "--rootdir", TESTS, "--confcutdir", TESTS, TESTS]
             process = await asyncio.create_subprocess_exec(
