@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import anthropic
 import pytest
 from anthropic import Anthropic
 from chats import ANSWER, CALLS, PARAMETERS, QUESTION
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 USER: Any = {"role": "user", "content": QUESTION}
 BOTH: Any = {"role": "user", "content": "Tell me both."}
@@ -20,9 +21,10 @@ class Weather(BaseModel):
     """What an answer is parsed as."""
 
     rain: bool
-    degrees: int = Field(ge=0, le=99)
+    sky: Literal["clear", "cloudy"]
 
 
+@cache
 def client_of(served) -> Anthropic:
     return Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=120)
 

@@ -107,7 +107,7 @@ def test_what_changes_no_token_changes_none(text, fields) -> None:
 
 
 def test_an_unbounded_chat_runs_to_the_end_of_the_context(chat) -> None:
-    long = {"role": "user", "content": "a story " * 640}
+    long = {"role": "user", "content": "a story " * 960}
     answer = chat([long], max_tokens=None, ignore_eos=True).parse()
     assert answer.usage.total_tokens == 2048
     assert answer.choices[0].finish_reason == "length"
