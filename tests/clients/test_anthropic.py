@@ -154,7 +154,10 @@ def test_thinking_is_asked_for_or_not(agent, thinking) -> None:
 
 
 def test_tokens_are_counted_as_they_are_used(served, caller, demo, agent) -> None:
-    count = client_of(served).messages.count_tokens(model=served.model, messages=[USER], system="Be brief.")
+    counting = client_of(served).messages.with_raw_response.count_tokens
+    counted = counting(model=served.model, messages=[USER], system="Be brief.")
+    assert "x-paceline-ignored-fields" not in counted.headers
+    count = counted.parse()
     usage = demo(system="Be brief.").usage
     assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
     count = client_of(caller).messages.count_tokens(model=caller.model, messages=[USER], tools=TOOLS)

@@ -56,6 +56,14 @@ def test_nulls_are_as_good_as_absent_at_every_depth(chat) -> None:
     assert IGNORED not in answer.headers
 
 
+def test_a_developer_s_message_is_read_as_the_system_s(chat) -> None:
+    told = [
+        chat([{"role": role, "content": "Be brief."}, USER], return_token_ids=True).parse().prompt_token_ids
+        for role in ("developer", "system")
+    ]
+    assert told[0] == told[1]
+
+
 def test_the_model_s_own_sampling_holds_where_a_request_is_silent(caller) -> None:
     client = OpenAI(base_url=caller.v1, api_key="none", max_retries=0, timeout=120)
     silent = client.responses.create(model=caller.model, input="Hello")

@@ -11,7 +11,7 @@ import pytest
 from anthropic import AsyncAnthropic, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
 
 from paceline.gateway.anthropic_door.bodies import CountBody
-from paceline.gateway.anthropic_door.requests import chat_of
+from paceline.gateway.anthropic_door.requests import prompt_of
 from paceline.gateway.fields import UnknownFields, read_fields
 from tests.integration.test_tool_calls import CALLS, PARSERS, THOUGHT, says
 from tests.support.demo_gateway import demo_gateway
@@ -101,8 +101,10 @@ async def test_the_stop_sequence_that_ended_a_message_is_named(fleet: ScriptedFl
 
 async def test_tokens_are_counted_as_they_are_when_served(fleet: ScriptedFleet, anthropic: AsyncAnthropic) -> None:
     await asked(anthropic, max_tokens=1, system="be brief")
-    counted = await anthropic.messages.count_tokens(model=MODEL, messages=[USER], system="be brief")
-    assert counted.input_tokens == len(fleet.verifier.requests[0].prompt_token_ids)
+    counting = anthropic.messages.with_raw_response.count_tokens
+    counted = await counting(model=MODEL, messages=[USER], system="be brief")
+    assert "x-paceline-ignored-fields" not in counted.headers
+    assert counted.parse().input_tokens == len(fleet.verifier.requests[0].prompt_token_ids)
 
 
 async def test_errors_have_anthropic_s_shape(fleet: ScriptedFleet, anthropic: AsyncAnthropic) -> None:
@@ -144,7 +146,7 @@ async def test_a_thread_is_refused_so_that_the_client_sends_the_whole_conversati
 def test_effort_and_thinking_are_told_to_the_template() -> None:
     unknown = UnknownFields(strict=True)
     fields = {"messages": [USER], "output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}
-    chat = chat_of(read_fields(CountBody, fields, unknown), unknown)
+    chat = prompt_of(read_fields(CountBody, fields, unknown), unknown)
     assert chat["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": False}
 
 

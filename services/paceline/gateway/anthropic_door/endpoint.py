@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from paceline.gateway.anthropic_door.bodies import THREAD, CountBody, MessagesBody
-from paceline.gateway.anthropic_door.requests import chat_of, generation_of
+from paceline.gateway.anthropic_door.requests import generation_of, prompt_of
 from paceline.gateway.anthropic_door.telling import MessageTelling
 from paceline.gateway.api import ChatFields
 from paceline.gateway.choices import chat_tokens
@@ -105,6 +105,6 @@ class CountTokensEndpoint:
 
     def _counted(self, fields: Json, unknown: UnknownFields) -> Json:
         body = read_fields(CountBody, fields, unknown)
-        chat = read_fields(ChatFields, chat_of(body, unknown), unknown)
+        chat = read_fields(ChatFields, prompt_of(body, unknown), unknown)
         tools = Toolbox.read(chat.tools, None, True, unknown).tools
         return {"input_tokens": len(chat_tokens(chat, self._sessions.model(body.model), unknown, tools=tools))}

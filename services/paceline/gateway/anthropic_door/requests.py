@@ -23,7 +23,7 @@ _PASSED = ("temperature", "top_p", "top_k", "seed", "cache_salt", "speculation")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(body: CountBody, unknown: UnknownFields) -> Json:
+def prompt_of(body: CountBody, unknown: UnknownFields) -> Json:
     """Returns the fields that make the prompt.
 
     Raises:
@@ -33,7 +33,7 @@ def chat_of(body: CountBody, unknown: UnknownFields) -> Json:
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     for at, given in enumerate(body.messages):
         messages += _messages(read_fields(MessageTurn, given, unknown, f"messages[{at}]"), f"messages[{at}]", unknown)
-    chat: Json = {"model": body.model, "messages": messages}
+    chat: Json = {"messages": messages}
     if body.tools:
         tools = [read_fields(MessagesTool, each, unknown, f"tools[{at}]") for at, each in enumerate(body.tools)]
         chat["tools"] = [_tool(each) for each in tools]
@@ -49,10 +49,10 @@ def generation_of(body: MessagesBody, unknown: UnknownFields) -> Json:
     """Returns the whole body.
 
     Raises:
-        InvalidRequestError: As of `chat_of`.
+        InvalidRequestError: As of `prompt_of`.
     """
-    chat = chat_of(body, unknown)
-    chat |= {"max_tokens": body.max_tokens, "stream": body.stream}
+    chat = prompt_of(body, unknown)
+    chat |= {"model": body.model, "max_tokens": body.max_tokens, "stream": body.stream}
     if body.stop_sequences:
         chat["stop"] = body.stop_sequences
     chat |= {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
