@@ -74,7 +74,7 @@ load: $(STAMP) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=max SPE
 locust: $(STAMP) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
 	$(BIN)/paceline bench locust $(ARGS)
 
-clients-test: $(STAMP) ## tests of real clients (OpenAI's, LangChain, LiteLLM, lm-eval), in an environment of their own
+clients-test: $(STAMP) ## tests of real clients (OpenAI's, Anthropic's, LangChain and others), in an environment of their own
 	$(BIN)/python -m tests.support.client_suite $(ARGS)
 
 k8s-test: $(STAMP) ## build the images and start the chart's cpu-demo with podman; ARGS=--keep-images for another run soon

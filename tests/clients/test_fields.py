@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic import Anthropic
 from openai import BadRequestError, OpenAI
 
 IGNORED = "x-paceline-ignored-fields"
@@ -115,7 +116,7 @@ def test_what_changes_no_token_changes_none(text, fields) -> None:
 
 
 def test_an_unbounded_chat_runs_to_the_end_of_the_context(chat) -> None:
-    long = {"role": "user", "content": "a story " * 960}
+    long = {"role": "user", "content": "a story " * 660}
     answer = chat([long], max_tokens=None, ignore_eos=True).parse()
     assert answer.usage.total_tokens == 2048
     assert answer.choices[0].finish_reason == "length"
@@ -143,6 +144,13 @@ def test_tokens_become_the_text_that_they_were(http, served) -> None:
 @pytest.mark.parametrize("path", ["/version", "/ping", "/load", "/health", "/livez", "/readyz", "/v1/models"])
 def test_small_doors_are_open(http, path) -> None:
     assert http.get(path).status_code == 200
+
+
+def test_models_are_listed_to_either_official_client(client, served) -> None:
+    others = Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60)
+    assert [each.id for each in client.models.list()] == [served.model]
+    assert [each.id for each in others.models.list()] == [served.model]
+    assert client.models.retrieve(served.model).max_model_len == 2048
 
 
 def test_pages_of_allowed_origins_may_ask(http) -> None:

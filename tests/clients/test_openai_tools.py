@@ -178,6 +178,16 @@ def test_an_answer_is_parsed_as_a_model(served) -> None:
         assert isinstance(answer.choices[0].message.parsed, Place)
 
 
+def test_an_object_grows_while_it_is_streamed(served) -> None:
+    asked: Any = {"model": served.model, "messages": [USER], "max_tokens": 120, "response_format": Place}
+    with client_of(served).chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+        grown = [event.parsed for event in stream if event.type == "content.delta" and event.parsed]
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Place)
+    assert grown[-1] == final.choices[0].message.parsed.model_dump(mode="json")
+    assert final.usage.total_tokens == final.usage.prompt_tokens + final.usage.completion_tokens
+
+
 def test_a_tool_made_of_a_model_parses_its_arguments(served) -> None:
     asked: Any = {"model": served.model, "messages": [USER], "max_tokens": 120, "parallel_tool_calls": False}
     tool = openai.pydantic_function_tool(Place)

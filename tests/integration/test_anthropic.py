@@ -104,7 +104,7 @@ async def test_tokens_are_counted_as_they_are_when_served(fleet: ScriptedFleet, 
     counting = anthropic.messages.with_raw_response.count_tokens
     counted = await counting(model=MODEL, messages=[USER], system="be brief")
     assert "x-paceline-ignored-fields" not in counted.headers
-    assert counted.parse().input_tokens == len(fleet.verifier.requests[0].prompt_token_ids)
+    assert (await counted.parse()).input_tokens == len(fleet.verifier.requests[0].prompt_token_ids)
 
 
 async def test_errors_have_anthropic_s_shape(fleet: ScriptedFleet, anthropic: AsyncAnthropic) -> None:
