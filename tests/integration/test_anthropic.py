@@ -99,6 +99,18 @@ async def test_the_stop_sequence_that_ended_a_message_is_named(fleet: ScriptedFl
     assert (await asked(anthropic, max_tokens=3)).stop_reason == "max_tokens"
 
 
+async def test_an_answer_goes_on_with_what_the_assistant_has_said_last(
+    fleet: ScriptedFleet, anthropic: AsyncAnthropic
+) -> None:
+    for content in ("So", [{"type": "text", "text": "So"}]):
+        begun = {"role": "assistant", "content": content}
+        await asked(anthropic, messages=[USER, begun], max_tokens=1)
+        counted = await anthropic.messages.count_tokens(model=MODEL, messages=[USER, begun])
+        tokens = fleet.verifier.requests[-1].prompt_token_ids
+        assert fleet.codec.decode(tokens, special_tokens=True).endswith("<|assistant|>So")
+        assert counted.input_tokens == len(tokens)
+
+
 async def test_tokens_are_counted_as_they_are_when_served(fleet: ScriptedFleet, anthropic: AsyncAnthropic) -> None:
     await asked(anthropic, max_tokens=1, system="be brief")
     counting = anthropic.messages.with_raw_response.count_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
@@ -34,6 +35,8 @@ def prompt_of(body: CountBody, unknown: UnknownFields) -> Json:
     for at, given in enumerate(body.messages):
         messages += _messages(read_fields(MessageTurn, given, unknown, f"messages[{at}]"), f"messages[{at}]", unknown)
     chat: Json = {"messages": messages}
+    if _is_begun(messages[-1:]):
+        chat["continue_final_message"] = True
     if body.tools:
         tools = [read_fields(MessagesTool, each, unknown, f"tools[{at}]") for at, each in enumerate(body.tools)]
         chat["tools"] = [_tool(each) for each in tools]
@@ -66,6 +69,11 @@ def generation_of(body: MessagesBody, unknown: UnknownFields) -> Json:
         chat["tool_choice"] = _CHOICES.get(choice.type, named)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return chat
+
+
+def _is_begun(last: Sequence[Json]) -> bool:
+    """Tells whether a conversation ends with text of the assistant, which the answer goes on with."""
+    return any(each["role"] == "assistant" and each["content"] and "tool_calls" not in each for each in last)
 
 
 def _tool(tool: MessagesTool) -> Json:
