@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -49,6 +50,7 @@ class MessagesDoor:
     """Anthropic's API."""
 
     id_prefix = "msg_"
+    names: Mapping[str, str] = {"stop": "stop_sequences", "tool_choice.function": "tool_choice"}
 
     async def prepare(self, fields: Json) -> None:
         """Nothing has to be fetched."""

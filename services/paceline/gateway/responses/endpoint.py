@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,6 +64,14 @@ class ResponsesDoor:
     """
 
     id_prefix = "resp_"
+    names: Mapping[str, str] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "tool_choice.function": "tool_choice",
+        "reasoning_effort": "reasoning.effort",
+    }
 
     def __init__(self, shelf: ResponseShelf) -> None:
         self._shelf = shelf
