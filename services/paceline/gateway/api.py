@@ -80,8 +80,8 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
 # Of these, what chats have.
 OF_CHATS = frozenset({"parallel_tool_calls", "reasoning_effort", "tool_choice", "tools"})
 MAX_EFFORT_CHARACTERS = 32
-# Those that may ask for a grammar, which takes up to a second to compile.
-GRAMMAR_FIELDS = frozenset(
+# Those that may ask for a grammar, as tools do that are strict.
+_GRAMMAR_FIELDS = frozenset(
     {
         "text",
         "tool_choice",
@@ -300,6 +300,18 @@ class DetokenizeBody(Fields):
 
     model: str = ""
     tokens: SkipValidation[list[_TokenId]]
+
+
+def asks_for_grammar(fields: Mapping[str, Any]) -> bool:
+    """Tells whether a body of any API may ask for a grammar, which takes up to a second to compile."""
+    tools = fields.get("tools")
+    given = tools[:MAX_TOOLS] if isinstance(tools, list) else ()
+    return not _GRAMMAR_FIELDS.isdisjoint(fields) or any(map(_is_strict, given))
+
+
+def _is_strict(tool: Any) -> bool:
+    inner = tool.get("function") if isinstance(tool, dict) else None
+    return any(isinstance(each, dict) and bool(each.get("strict")) for each in (tool, inner))
 
 
 def parse_body(body_class: type[BodyT], fields: Mapping[str, Any], unknown: UnknownFields) -> BodyT:

@@ -31,7 +31,7 @@ MOST_S, START_S = 0.8, 20.0
 MOST_KEPT = 64
 # As Python's `json.dumps` writes it: where the layout is fixed, most of an answer's scaffolding is forced.
 LAYOUT: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_LOOSE: Mapping[str, Any] = {"lenient": True, "coerce_one_of": True}
+LOOSE: Mapping[str, Any] = {"lenient": True, "coerce_one_of": True}
 
 
 class _TooSlowError(Exception):
@@ -129,7 +129,7 @@ def grammar_of_json_schema(
     """
     spaced = {"whitespace_flexible": True, "whitespace_pattern": whitespace_pattern}
     layout = LAYOUT if whitespace_pattern is None else spaced
-    return _grammar("json_schema", schema, field, {**layout, **({} if exact else _LOOSE)})
+    return _grammar("json_schema", schema, field, {**layout, **({} if exact else LOOSE)})
 
 
 def grammar_of_regex(pattern: str, *, field: str = "regex") -> str:

@@ -55,7 +55,9 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
   is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
   stands there once, also one without text of its own; text then waits for the end of its token.
 * A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them. Calls that
-  have to be made are enforced by a grammar of the schemas of all tools, or of the one that is named.
+  have to be made are enforced by a grammar of the schemas of all tools, or of the one that is named. With a tool that
+  is `strict`, a call that has begun is enforced as well, of models that write calls as Hermes, Llama 3 or Mistral do.
+* A model that reasons may do so before what a grammar enforces.
 * `/v1/responses` and `/v1/messages` are the same chats in the words of OpenAI's newer API and of Anthropic's: what is
   said here of fields holds for theirs, an error names theirs, and events of a stream have their types as names. A
   response with `store` (as is unless it says otherwise) is kept for a time (`--response-ttl-s`), for the same API key:
