@@ -54,6 +54,7 @@ _USAGE = shape(
     "Usage",
     **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), Count),
     prompt_tokens_details=shape("PromptTokensDetails", cached_tokens=Count),
+    completion_tokens_details=shape("CompletionTokensDetails", reasoning_tokens=Count),
 )
 _COUNTED = ("spec_steps", "accepted_draft_tokens", "draft_tokens", "steps", "hits", "misses")
 _SPECULATION = shape(

@@ -168,7 +168,7 @@ def _renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidReq
 
 
 async def told(
-    events: AsyncGenerator[Event, None], telling: Telling, message: Message, ended: Callable[[], Awaitable[None]]
+    events: AsyncGenerator[Event, None], telling: Telling, message: Message, ended: Callable[[], Awaitable[object]]
 ) -> AsyncGenerator[list[Json], None]:
     """Yields the events of an answer, step by step; `ended` is waited for before the last."""
     opened = False

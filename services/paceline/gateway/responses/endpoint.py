@@ -106,17 +106,17 @@ class ResponsesDoor:
 
     async def begun(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
         """From now on any gateway can go on with it."""
-        await self._keep(asked, telling, request)
+        if asked.context.body.store:
+            telling.document = await self._shelf.keep(_kept(asked, telling, request))
 
     async def ended(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
         """From now on others can go on from it."""
-        await self._keep(asked, telling, request)
+        if asked.context.body.store:
+            await self._shelf.change(_kept(asked, telling, request), telling.document)
 
-    async def _keep(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
-        context: _Context = asked.context
-        if context.body.store:
-            kept = KeptResponse(api_key=request.api_key, response=telling.response, messages=context.messages)
-            await self._shelf.keep(kept)
+
+def _kept(asked: Asked, telling: ResponseTelling, request: SessionRequest) -> KeptResponse:
+    return KeptResponse(api_key=request.api_key, response=telling.response, messages=asked.context.messages)
 
 
 def _response(body: ResponsesBody, request: SessionRequest, own_id: str) -> Json:
@@ -207,7 +207,7 @@ class KeptResponses:
         with self._sessions.errors_counted(), self._sessions.admitted(1, caller):
             session = await self._resumption.claim(_session_id(kept), 0, "", caller.name)
             telling = ResponseTelling(kept.response, session.session_id, after)
-            ended = partial(self._shelf.keep, kept)
+            ended = partial(self._shelf.change, kept, kept.document)
             async with aclosing(told(self._sessions.run(session), telling, any_message_of(session), ended)) as steps:
                 await stream(steps, exchange)
 
@@ -217,9 +217,10 @@ class KeptResponses:
         caller = current_caller().name
         kept = await self._shelf.find(response_id, caller)
         if kept.response["status"] == IN_PROGRESS:
-            kept = replace(kept, response={**kept.response, "status": CANCELLED})
+            cancelled = replace(kept, response={**kept.response, "status": CANCELLED})
             await self._resumption.claim(_session_id(kept), 0, "", caller)
-            await self._shelf.keep(kept)
+            stands = await self._shelf.change(cancelled, kept.document)
+            kept = cancelled if stands else await self._shelf.find(response_id, caller)
         await exchange.whole(kept.response)
 
     async def delete(self, response_id: str, request: Request, exchange: Exchange) -> None:
