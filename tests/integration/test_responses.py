@@ -193,6 +193,25 @@ async def test_a_response_is_cancelled_before_its_session_is_recorded(
         assert await fleet.verifier.abandoned.get() == f"{begun.response.id}-0"
 
 
+async def test_a_response_that_ends_after_its_cancellation_stays_cancelled(fleet: ScriptedFleet) -> None:
+    # The gateway that runs it is told so when it next writes, long after.
+    async with (
+        joining_doors(fleet, record_interval_s=30.0) as addresses,
+        client_of(f"http://{addresses.http}") as other,
+    ):
+        fleet.verifier.script = Script(pause_after=6)
+        running = await other.responses.create(model=MODEL, input="hello", stream=True, max_output_tokens=12)
+        begun: Any = await anext(aiter(running))
+        session = await fleet.verifier.paused.get()
+        await asyncio.sleep(0.1)
+        assert (await fleet.openai.responses.cancel(begun.response.id)).status == "cancelled"
+        fleet.verifier.script = Script()
+        fleet.verifier.resume(session)
+        kinds = [event.type async for event in running]
+    assert kinds[-1] == "response.incomplete"
+    assert (await fleet.openai.responses.retrieve(begun.response.id)).status == "cancelled"
+
+
 async def test_what_is_not_kept_is_not_known(fleet: ScriptedFleet) -> None:
     response = await fleet.openai.responses.create(model=MODEL, input="hello", store=False, max_output_tokens=3)
     assert (response.status, response.store) == ("incomplete", False)

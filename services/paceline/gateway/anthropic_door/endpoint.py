@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -56,6 +56,12 @@ class MessagesDoor:
 
     id_prefix = "msg_"
     id_headers: Sequence[str] = ID_HEADERS
+    names: Mapping[str, str] = {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "tool_choice.function": "tool_choice",
+        "stop": "stop_sequences",
+    }
 
     async def prepare(self, fields: Json) -> None:
         """Nothing has to be fetched."""

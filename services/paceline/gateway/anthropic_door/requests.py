@@ -20,7 +20,7 @@ from paceline.gateway.anthropic_door.bodies import (
 from paceline.gateway.fields import UnknownFields, read_fields
 
 Json = dict[str, Any]
-_PASSED = ("temperature", "top_p", "top_k", "seed", "cache_salt", "speculation")
+_PASSED = ("temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "speculation")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -84,14 +84,16 @@ def _tool(tool: MessagesTool) -> Json:
 
 def _messages(turn: MessageTurn, field: str, unknown: UnknownFields) -> list[Json]:
     """Returns the messages of one turn: results of tools are messages of their own, before what the user says."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    if not isinstance(turn.content, list):
+    # Not checked when the turn was read.
+    given: Any = turn.content
+    if isinstance(given, str):
+        return [{"role": turn.role, "content": given}]
+    if not isinstance(given, list):
         raise InvalidRequestError(f"{field}.content", "must be a string or a list of blocks")
     results: list[Json] = []
     texts: list[str] = []
     said: Json = {}
-    for at, block in enumerate(turn.content):
+    for at, block in enumerate(given):
         where = f"{field}.content[{at}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,6 +68,14 @@ class ResponsesDoor:
 
     id_prefix = "resp_"
     id_headers: Sequence[str] = (REQUEST_ID,)
+    names: Mapping[str, str] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "tool_choice.function": "tool_choice",
+        "reasoning_effort": "reasoning.effort",
+    }
 
     def __init__(self, shelf: ResponseShelf) -> None:
         self._shelf = shelf
@@ -102,17 +110,17 @@ class ResponsesDoor:
 
     async def begun(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
         """From now on any gateway can go on with it."""
-        await self._keep(asked, telling, request)
+        if asked.context.body.store:
+            telling.document = await self._shelf.keep(_kept(asked, telling, request))
 
     async def ended(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
         """From now on others can go on from it."""
-        await self._keep(asked, telling, request)
+        if asked.context.body.store:
+            await self._shelf.change(_kept(asked, telling, request), telling.document)
 
-    async def _keep(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
-        context: _Context = asked.context
-        if context.body.store:
-            kept = KeptResponse(api_key=request.api_key, response=telling.response, messages=context.messages)
-            await self._shelf.keep(kept)
+
+def _kept(asked: Asked, telling: ResponseTelling, request: SessionRequest) -> KeptResponse:
+    return KeptResponse(api_key=request.api_key, response=telling.response, messages=asked.context.messages)
 
 
 def _response(body: ResponsesBody, request: SessionRequest, own_id: str) -> Json:
@@ -203,7 +211,7 @@ class KeptResponses:
         with self._sessions.errors_counted(), self._sessions.admitted(1, caller):
             session = await self._claim(kept)
             telling = ResponseTelling(kept.response, session.session_id, after)
-            ended = partial(self._shelf.keep, kept)
+            ended = partial(self._shelf.change, kept, kept.document)
             async with aclosing(told(self._sessions.run(session), telling, any_message_of(session), ended)) as steps:
                 await stream(steps, exchange)
 
@@ -212,9 +220,10 @@ class KeptResponses:
         del request
         kept = await self._shelf.find(response_id, current_caller().name)
         if kept.response["status"] == IN_PROGRESS:
-            kept = replace(kept, response={**kept.response, "status": CANCELLED})
+            cancelled = replace(kept, response={**kept.response, "status": CANCELLED})
             await self._claim(kept)
-            await self._shelf.keep(kept)
+            stands = await self._shelf.change(cancelled, kept.document)
+            kept = cancelled if stands else await self._shelf.find(response_id, kept.api_key)
         await exchange.whole(kept.response)
 
     async def _claim(self, kept: KeptResponse) -> SessionRequest:
