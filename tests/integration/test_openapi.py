@@ -42,6 +42,7 @@ OUTSIDE_SCHEMAS = (
     "must not be true with continue_final_message",
     "as continue_final_message is set",
     '"param": "text.format',
+    "output_config.format",
     "must hold at least one message",
 )
 OPERATIONS = {

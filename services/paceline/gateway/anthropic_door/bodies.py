@@ -109,7 +109,10 @@ class OutputConfig(Fields):
     effort: str | None = Field(default=None, max_length=MAX_EFFORT_CHARACTERS)
     format: dict[str, Any] | None = Field(
         default=None,
-        json_schema_extra={"properties": {"type": {"const": "json_schema"}}, "required": ["type", "schema"]},
+        json_schema_extra={
+            "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
+            "required": ["type", "schema"],
+        },
     )
 
 
