@@ -23,6 +23,7 @@ from paceline.core.params import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     METHODS,
+    NAME_PATTERN,
 )
 from paceline.gateway.fields import Fields, UnknownFields, read_fields
 from paceline.gateway.requests import (
@@ -103,7 +104,6 @@ _LIMITS = {
 }
 # Variables of a chat template that the server sets.
 TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_METHOD = f"({'|'.join(METHODS)})"
 _Text = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
@@ -138,8 +138,12 @@ class SpeculationBody(Fields):
 
     enabled: bool = True
     max_draft_tokens: int | None = _told(None, minimum=0, maximum=MAX_DRAFT_TOKENS)
-    acceptance: str = _told("", enum=["", *ACCEPTANCE_RULES])
-    method: str = _told("", maxLength=MAX_METHOD_CHARS, pattern=rf"^({_METHOD}(\+{_METHOD})*)?$")
+    acceptance: str = _told(
+        "", maxLength=MAX_METHOD_CHARS, pattern=rf"^({NAME_PATTERN})?$", examples=[*ACCEPTANCE_RULES]
+    )
+    method: str = _told(
+        "", maxLength=MAX_METHOD_CHARS, pattern=rf"^({NAME_PATTERN}(\+{NAME_PATTERN})*)?$", examples=[*METHODS]
+    )
     token_fates: bool = False
 
 
