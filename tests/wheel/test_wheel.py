@@ -87,7 +87,7 @@ def test_a_fleet_serves_a_completion_and_names_the_command_as_it_was_called(
     installed: Path, empty: Path, outside: dict[str, str]
 ) -> None:
     ports = ("gateway", "gateway-grpc", "verifier", "verifier-metrics", "drafter", "drafter-metrics", "redis")
-    command = [installed / "python", "-m", "paceline", "up", *(f"--{port}-port=0" for port in ports)]
+    command: list[str | Path] = [installed / "python", "-m", "paceline", "up", *(f"--{port}-port=0" for port in ports)]
     with subprocess.Popen(command, cwd=empty, env=outside, stdout=subprocess.PIPE, text=True) as process:
         try:
             url = serving_at(process)
