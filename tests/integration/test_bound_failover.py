@@ -55,7 +55,12 @@ async def mortal() -> AsyncIterator[Any]:
 async def test_a_bound_text_outlives_its_verifier(mortal: Any, fields: Any, schema: Any, speculates: bool) -> None:
     client, kill = mortal
     asked: Any = {
-        **{"model": "tiny", "messages": [USER], "max_tokens": 100, "seed": 5, "stream": True, **fields},
+        "model": "tiny",
+        "messages": [USER],
+        "max_tokens": 100,
+        "seed": 5,
+        "stream": True,
+        **fields,
         "extra_body": {"speculation": {"enabled": speculates}},
     }
     undisturbed = "".join([said(chunk) async for chunk in await client.chat.completions.create(**asked)])
