@@ -217,8 +217,10 @@ async def test_what_is_not_kept_is_not_known(fleet: ScriptedFleet) -> None:
     assert (response.status, response.store) == ("incomplete", False)
     with pytest.raises(NotFoundError):
         await fleet.openai.responses.retrieve(response.id)
-    with pytest.raises(NotFoundError, match="previous_response_id"):
-        await fleet.openai.responses.create(model=MODEL, input="x", previous_response_id=response.id)
+    for name in (response.id, "resp_x", "\ud800", "x" * 1000):
+        body = {"model": MODEL, "input": "x", "previous_response_id": name}
+        answer = await fleet.http.post(RESPONSES, content=json.dumps(body))
+        assert (answer.status_code, "previous_response_id" in answer.json()["message"]) == (404, True)
 
 
 @pytest.mark.parametrize(

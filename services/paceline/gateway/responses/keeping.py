@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from paceline.core.errors import SessionNotFoundError, UnavailableError
 from paceline.store.base import Store
 
 Json = dict[str, Any]
-MAX_ID_CHARS = 128
+# As the gateway makes them; a store is not asked for others.
+_ID = re.compile(r"resp_[0-9a-f]{32}")
 _NAME = "response:{response_id}"
 
 _log = logging.getLogger(__name__)
@@ -113,7 +115,7 @@ class ResponseShelf:
         await self._store.forget(_NAME.format(response_id=response_id))
 
     async def _find(self, response_id: str) -> KeptResponse | None:
-        if len(response_id) > MAX_ID_CHARS:
+        if _ID.fullmatch(response_id) is None:
             return None
         document = await self._store.kept(_NAME.format(response_id=response_id))
         try:
