@@ -75,7 +75,7 @@ locust: $(DEV) ## users of both doors in ramps and spikes; ARGS='--shape ramp --
 docs: $(DEV) ## the site of the docs, into reports/site, by a tool in an environment of its own
 	$(BIN)/python -m tests.support.site
 
-clients-test: $(DEV) ## tests of real clients (OpenAI's, LangChain, LiteLLM, lm-eval), in an environment of their own
+clients-test: $(DEV) ## tests of real clients (OpenAI's, Anthropic's, LangChain and others), in an environment of their own
 	$(BIN)/python -m tests.support.client_suite $(ARGS)
 
 k8s-test: $(DEV) ## build the images and start the chart's cpu-demo with podman; ARGS=--keep-images for another run soon

@@ -87,21 +87,23 @@ def test_a_fleet_serves_a_completion_and_names_the_command_as_it_was_called(
     installed: Path, empty: Path, outside: dict[str, str]
 ) -> None:
     ports = ("gateway", "gateway-grpc", "verifier", "verifier-metrics", "drafter", "drafter-metrics", "redis")
-    command = [installed / "python", "-m", "paceline", "up", *(f"--{port}-port=0" for port in ports)]
-    process = subprocess.Popen(command, cwd=empty, env=outside, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:
-            said += line
-            if "Ctrl-C" in line:
-                break
-        (url,) = set(re.findall(r"python -m paceline generate .* --url (\S+)", said))
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def f(", "max_tokens": 8}, timeout=60.0)
-        assert answer.json()["usage"]["completion_tokens"] == 8
-        assert "<title>" in httpx.get(f"{url}/", timeout=60.0).text
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60.0) == 0
-    finally:
-        process.kill()
-        process.wait(60.0)
+    command: list[str | Path] = [installed / "python", "-m", "paceline", "up", *(f"--{port}-port=0" for port in ports)]
+    with subprocess.Popen(command, cwd=empty, env=outside, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            url = serving_at(process)
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def f(", "max_tokens": 8}, timeout=60.0)
+            assert answer.json()["usage"]["completion_tokens"] == 8
+            assert "<title>" in httpx.get(f"{url}/", timeout=60.0).text
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60.0) == 0
+        finally:
+            process.kill()
+
+
+def serving_at(process: subprocess.Popen[str]) -> str:
+    """The address that a fleet names in the line to try it with."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"python -m paceline generate .* --url (\S+)", line):
+            return found[1]
+    raise AssertionError("the fleet ended before it was up")

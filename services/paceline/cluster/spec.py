@@ -31,9 +31,6 @@ PORT_STRIDE = 10
 PACELINE, VLLM = "paceline", "vllm"
 # Of the time that a fleet has to end, how much running requests get; the rest is for goodbyes.
 GRACE_SHARE = 0.75
-# What a service needs whatever its model, when memory is shared out.
-SERVICE_BYTES = 10**9
-LEAST_SHARE = 0.01
 # Settings of `FleetSpec` for a fleet beside others.
 FREE_PORTS: dict[str, Any] = {
     "gateway_port": 0,
@@ -44,6 +41,9 @@ FREE_PORTS: dict[str, Any] = {
     "drafter_metrics_port": 0,
     "redis_port": 0,
 }
+# What a service needs whatever its model, when memory is shared out.
+SERVICE_BYTES = 10**9
+LEAST_SHARE = 0.01
 _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks free ones."
 
 

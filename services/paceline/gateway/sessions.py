@@ -279,7 +279,7 @@ class Sessions:
         if record is not None or lossy or trail.mixed or trail.law_only:
             record = replace(record or SpeculationRecord(), lossy=lossy, mixed=trail.mixed, law_only=trail.law_only)
         ending = _ending(request, num_generated, result, record, stopped=stopped)
-        ending = replace(ending, stop=text_stream.stop) if stopped else ending
+        ending = replace(ending, stop=text_stream.stop, num_reasoning_tokens=text_stream.num_reasoning_tokens)
         stopwatch.ended(ending)
         yield ending
 
