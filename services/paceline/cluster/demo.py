@@ -44,7 +44,7 @@ DIM, BOLD, RESET = ("\033[2m", "\033[1m", "\033[0m") if sys.stdout.isatty() else
 class DemoConfig:
     """Settings of `paceline demo`."""
 
-    prompts: int = setting(8, help="Prompts of the table.", low=1, high=1000)
+    prompts: int = setting(16, help="Prompts of the table.", low=1, high=1000)
     shown: int = setting(2, help="Prompts that are streamed to the screen.", low=0, high=100)
     max_tokens: int = setting(96, help="Tokens of each completion.", low=1, high=900)
     temperature: float = setting(0.8, help="0 is greedy.", low=0.0, high=100.0)
