@@ -5,11 +5,14 @@
 {{- $vllm := eq ($values.engine | default "paceline") "vllm" -}}
 metadata:
   labels:
-    {{- include "paceline.selector" . | nindent 4 }}
+    {{- include "paceline.podLabels" . | nindent 4 }}
   {{- include "paceline.annotations" . | nindent 2 }}
 spec:
   {{- include "paceline.pod" . | nindent 2 }}
   terminationGracePeriodSeconds: {{ add $values.drainSeconds ($values.graceSeconds | default 0) 15 }}
+  {{- with include "paceline.init" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
   containers:
     - name: {{ .tier }}
       image: {{ include "paceline.image" . }}
@@ -26,7 +29,7 @@ spec:
       {{- include "paceline.container" . | nindent 6 }}
       env:
         - name: PACELINE_MODEL
-          value: {{ get .root.Values.model (ternary "target" "draft" (eq .tier "verifier")) | quote }}
+          value: {{ (include "paceline.weights" . | fromJson).model | quote }}
         {{- if eq .tier "verifier" }}
         - name: PACELINE_MODEL_NAME
           value: {{ .root.Values.model.name | quote }}

@@ -71,14 +71,16 @@ def test_the_chart_is_of_the_version_of_the_package(defaults: Rendered) -> None:
 
 def test_pods_have_no_rights_and_a_read_only_root(rendered: Rendered) -> None:
     for tier in rendered.workloads:
-        spec, container = rendered.pod(tier)["spec"], rendered.container(tier)
+        spec = rendered.pod(tier)["spec"]
+        fetching = [each for name, each in rendered.init_containers(tier).items() if name == "fetch"]
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        for container in (rendered.container(tier), *fetching):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
         account = rendered.named("ServiceAccount", tier)
         assert account["metadata"]["name"] == spec["serviceAccountName"]
         assert account["automountServiceAccountToken"] is False
@@ -91,8 +93,9 @@ def test_kubernetes_adds_no_variables_that_are_names_of_settings(rendered: Rende
 
 def test_every_mount_has_its_volume_and_every_volume_its_mount(rendered: Rendered) -> None:
     for tier in rendered.workloads:
-        mounted = {mount["name"] for mount in rendered.container(tier)["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in rendered.pod(tier)["spec"]["volumes"]}
+        containers = [rendered.container(tier), *rendered.init_containers(tier).values()]
+        mounted = {mount["name"] for each in containers for mount in each.get("volumeMounts", ())}
+        assert mounted == set(rendered.volumes(tier))
 
 
 def test_only_verifiers_reach_drafters_and_only_gateways_reach_verifiers(rendered: Rendered) -> None:
