@@ -172,7 +172,7 @@ def test_images_run_as_the_user_of_the_pods_and_write_where_these_may(defaults: 
     text = (K8S / "Dockerfile").read_text()
     security = defaults.pod("verifier")["spec"]["securityContext"]
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == [f"{security['runAsUser']}:{security['runAsGroup']}"]
-    written = re.findall(r"\b(?:HOME|NUMBA_CACHE_DIR|XDG_CACHE_HOME)=(\S+)", text)
+    written = re.findall(r"\b(?:HOME|NUMBA_CACHE_DIR|XDG_CACHE_HOME)=(/\S+)", text)
     (mount,) = [each for each in defaults.container("verifier")["volumeMounts"] if each["name"] == "tmp"]
     assert len(written) == 3
     assert all(path == mount["mountPath"] or path.startswith(mount["mountPath"] + "/") for path in written)
