@@ -38,9 +38,10 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Labels of a tier's pods. */}}
+{{/* Labels of a tier's pods. Hosts of a verifier beside its leader are of no Service. */}}
 {{- define "paceline.podLabels" -}}
-{{- include "paceline.selector" . -}}
+{{- $worker := eq (.host | default "") "worker" -}}
+{{- include "paceline.selector" (dict "root" .root "tier" (ternary "verifier-host" .tier $worker)) -}}
 {{- with (get .root.Values .tier).podLabels }}
 {{ toYaml . }}
 {{- end }}

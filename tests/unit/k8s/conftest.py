@@ -59,6 +59,29 @@ EVERYTHING: dict[str, Any] = {
     },
 }
 SETS = {**values_files(), "everything": EVERYTHING}
+SCALED = {tier: {"autoscaling": {"enabled": True}} for tier in ("gateway", "verifier", "drafter")}
+# What takes the place of something else in the sets above.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "keda": {**SCALED, "keda": {"prometheus": "http://prometheus.monitoring.svc:9090"}},
+    "gateway api": {
+        "gateway": {
+            "httpRoute": {"enabled": True, "parentRefs": [{"name": "internet"}], "hostnames": ["llm.example.com"]},
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+        },
+        "test": {"apiKey": {"secret": "key"}},
+    },
+    "several hosts": {
+        "model": {"target": "hf://deepseek-ai/DeepSeek-V3"},
+        "verifier": {
+            "engine": "vllm",
+            "gpu": True,
+            "hosts": 2,
+            "vllmArgs": ["--distributed-executor-backend=ray", "--pipeline-parallel-size=2"],
+            "weights": {"claim": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Ti"}}}},
+        },
+        "networkPolicy": {"clients": [{"podSelector": {}}]},
+    },
+}
 
 
 @pytest.fixture(scope="package", params=sorted(SETS))

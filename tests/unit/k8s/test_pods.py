@@ -142,3 +142,9 @@ def test_pods_spread_over_nodes_or_as_the_values_say(everything: Rendered) -> No
         found, labels = spread(tier)
         assert found == key
         assert labels["app.kubernetes.io/component"] == tier
+
+
+def test_what_is_compiled_and_learned_is_kept_beside_a_checkpoint_that_was_fetched(of_the_hub: Rendered) -> None:
+    mounts = {each["mountPath"]: each for each in of_the_hub.container("verifier")["volumeMounts"]}
+    assert mounts["/cache"] == {"name": "weights", "mountPath": "/cache", "subPath": "cache"}
+    assert of_the_hub.variables("verifier")["XDG_CACHE_HOME"] == "/cache"
