@@ -58,6 +58,13 @@ securityContext:
 {{- $values := get .root.Values .tier -}}
 - name: PACELINE_REPLICA_ID
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: PACELINE_ZONE
+  {{- if .root.Values.zone }}
+  value: {{ .root.Values.zone | quote }}
+  {{- else }}
+  # Empty where Kubernetes does not give pods the label of their node.
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['topology.kubernetes.io/zone']"}}
+  {{- end }}
 - name: PACELINE_HOST
   value: {{ ternary "::" "0.0.0.0" .root.Values.ipv6 | quote }}
 - name: PACELINE_REDIS_URL

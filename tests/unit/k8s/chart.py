@@ -68,7 +68,12 @@ class Rendered:
 
     def variables(self, tier: str) -> dict[str, str]:
         """Environment of a tier, as the kubelet would fill it in."""
-        known = {"metadata.name": f"{RELEASE}-{tier}-0", "status.podIP": "10.1.2.3", "url": "redis://10.1.2.4:6379"}
+        known = {
+            "metadata.name": f"{RELEASE}-{tier}-0",
+            "metadata.labels['topology.kubernetes.io/zone']": "zone-1",
+            "status.podIP": "10.1.2.3",
+            "url": "redis://10.1.2.4:6379",
+        }
         filled: dict[str, str] = {}
         for entry in self.container(tier)["env"]:
             source = entry.get("valueFrom", {})

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 import helm_python
-import jsonschema
+import jsonschema_rs
 import kubernetes_validate
 import pytest
 import yaml
@@ -75,7 +75,7 @@ def test_every_custom_resource_is_as_its_project_defines_it() -> None:
 def test_the_definitions_refuse_a_field_that_does_not_exist(everything: Rendered) -> None:
     document: Document = json.loads(json.dumps(everything.of_kind("ServiceMonitor")[0]))
     document["spec"]["endpoints"][0]["intervall"] = "15s"
-    with pytest.raises(jsonschema.ValidationError, match="intervall"):
+    with pytest.raises(jsonschema_rs.ValidationError, match="intervall"):
         custom_resources.validate(document)
 
 
