@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv; no root rights. Outside this folder: pip's cache, and in the user's cache
 # folder the widened demo target and environments of other engines.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test up demo bench chaos load locust clients-test k8s-test vllm-test clean
+.PHONY: help venv protos check style test up demo bench chaos load locust docs clients-test k8s-test vllm-test clean
 SHELL := /bin/bash
 
 PYTHON ?= python3
@@ -73,6 +73,9 @@ load: $(STAMP) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=max SPE
 
 locust: $(STAMP) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
 	$(BIN)/paceline bench locust $(ARGS)
+
+docs: $(STAMP) ## the site of the docs, into reports/site, by a tool in an environment of its own
+	$(BIN)/python -m tests.support.site
 
 clients-test: $(STAMP) ## tests of real clients (OpenAI's, LangChain, LiteLLM, lm-eval), in an environment of their own
 	$(BIN)/python -m tests.support.client_suite $(ARGS)

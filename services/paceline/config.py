@@ -250,11 +250,11 @@ class _Option:
         if unit is not None:
             wanted += f" of {unit}"
         if low is not None and high is not None:
-            wanted += f" from {low:g} to {high:g}"
+            wanted += f" from {low:.15g} to {high:.15g}"
         elif low is not None:
-            wanted += f" of at least {low:g}" if unit is None else f", at least {low:g}"
+            wanted += f" of at least {low:.15g}" if unit is None else f", at least {low:.15g}"
         elif high is not None:
-            wanted += f" of at most {high:g}" if unit is None else f", at most {high:g}"
+            wanted += f" of at most {high:.15g}" if unit is None else f", at most {high:.15g}"
         return wanted
 
     @property

@@ -38,7 +38,7 @@ class Supervisor:
     """
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
-        meaning = "Times that a background task ended and was started again."
+        meaning = "Times that a background task ended and was started again, by its name."
         self._restarts = Meter(registry).counters("paceline:task_restarts", meaning, "task")
         self._clock = clock
         # When a task that ended lives again; infinity while it pauses.

@@ -28,6 +28,7 @@ OUTSIDE_SCHEMAS = (
     '"param": "response_format',
     '"param": "structured_outputs',
     "the context",
+    "max_tokens: must be at least 1, got 0",
     "must be from 0 to max_tokens",
     "is outside the vocabulary",
     "leave no token to choose",

@@ -42,7 +42,10 @@ async def sending_spans(
 ) -> AsyncIterator[Tracer]:
     """See `paceline.obs.tracing.open_tracing`; at the end what is left is given up when it takes too long."""
     dropped = Counter(
-        "paceline:spans_dropped", "Spans that no collector got, by reason.", ("reason",), registry=registry
+        "paceline:spans_dropped",
+        "Spans that no collector got, while tracing is on: queue_full, not_taken.",
+        ("reason",),
+        registry=registry,
     )
     exporter = _PatientExporter(endpoint, dropped)
     provider = TracerProvider(

@@ -58,7 +58,7 @@ def stalls_watched(registry: CollectorRegistry) -> Iterator[None]:
 
     gauge = Gauge(
         "paceline:event_loop_stall_seconds",
-        "Longest time in the last minute for which the event loop answered nobody.",
+        "Longest time in the last minute for which the event loop answered nobody: how late a callback came.",
         registry=registry,
     )
     gauge.set_function(lambda: longest.longest_s(loop.time()))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import yaml
 from tests.support.prometheus import ALERTS, needs_prometheus
 
 STORIES = Path(__file__).with_name("alerts_test.yaml")
+RUNBOOK = Path(__file__).parents[3] / "docs" / "operate.md"
 
 
 @needs_prometheus
@@ -25,7 +27,6 @@ def test_promtool_finds_nothing_wrong_with_the_rules() -> None:
 
 
 def test_every_alert_has_a_story_in_which_it_is_raised() -> None:
-    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
     stories = yaml.safe_load(STORIES.read_text(encoding="utf-8"))["tests"]
     raised = [
         name
@@ -34,11 +35,22 @@ def test_every_alert_has_a_story_in_which_it_is_raised() -> None:
         for name in re.findall(r'alertname="(\w+)"', asked["expr"])
         if asked["exp_samples"]
     ]
-    assert set(raised) == {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
+    assert set(raised) == {rule["alert"] for rule in alerts()}
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
 
 
 def test_every_alert_says_how_bad_it_is_what_happened_and_what_to_do() -> None:
-    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
-    for rule in (rule for group in groups for rule in group["rules"] if "alert" in rule):
+    for rule in alerts():
         assert rule["labels"]["severity"] in ("critical", "warning")
-        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["annotations"].keys() == {"summary", "description", "runbook"}
+
+
+def test_the_runbook_has_a_heading_for_each_alert_and_each_alert_names_its_own() -> None:
+    headings = re.findall(r"^### (\w+)$", RUNBOOK.read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings == [rule["alert"] for rule in alerts()]
+    for rule in alerts():
+        assert rule["annotations"]["runbook"] == f"docs/operate.md#{rule['alert'].lower()}"

@@ -1,20 +1,19 @@
-"""The HTTP API as a page, from its description: `python -m tests.support.http_table` writes `docs/http-api.md`."""
+"""What a gateway takes and answers over HTTP, as docs/http-api.md: from the models that requests are read with."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from paceline.gateway.api import ChatBody, ChatMessage, CompletionBody, TextPart
 from paceline.gateway.openapi import openapi_document
+from tests.support.references.tables import WRITTEN_BY
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "http-api.md"
-HEAD = """# The HTTP API
+HEAD = f"""# The HTTP API
 
-What a gateway takes and answers. `python -m tests.support.http_table` writes this page from the models that requests
-are read with; a test holds it against them. A gateway tells the same, for programs, at `/openapi.json`.
+What a gateway takes and answers. {WRITTEN_BY}
+A gateway tells the same, for programs, at `/openapi.json`.
 
 """
 # Bodies and the objects in them, in the order of the page.
@@ -140,7 +139,3 @@ def _lacking(paths: Mapping[str, Any]) -> Iterator[str]:
             yield f"| `{name}` | {where} | {', '.join(f'`{json.dumps(each)}`' for each in values) or 'null'} |\n"
     yield "\n| path | what it is |\n| --- | --- |\n"
     yield from (f"| {path} | {said} |\n" for path, said in VLLM_PATHS.items() if path not in paths)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

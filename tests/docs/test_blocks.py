@@ -1,0 +1,105 @@
+"""Every code block of README and docs: it runs, or as much of it as can be checked here is checked."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import json
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.cluster.ray import spec as fleet_file
+from paceline.rpc.v1 import gateway_pb2
+from tests.docs.blocks import Block, blocks, commands
+from tests.docs.demo import Demo
+from tests.docs.programs import check, merge
+from tests.unit.k8s.chart import CHART, render
+
+BLOCKS = list(blocks())
+# Pictures and outputs: there is nothing to run.
+SHOWN = ("", "text", "console", "mermaid", "diff")
+SHELLS = ("bash", "sh", "shell")
+PYTHON_S = 60.0
+# What pages take as given.
+VARIABLES = {"KEY": "pl-0", "HOST": "10.0.0.7", "REGISTRY": "registry.example", "tier": "gateway"}
+GIVEN: Mapping[str, Any] = {
+    "key": None,
+    "request": gateway_pb2.GatewayGenerateRequest(prompt="def f(", sampling={"max_tokens": 8}),
+}
+
+
+def of(*languages: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for block in BLOCKS if block.language in languages]
+
+
+def test_every_block_says_in_which_known_language_it_is() -> None:
+    known = {*SHOWN, *SHELLS, "python", "yaml", "json", "toml"}
+    assert [f"{block}: {block.language}" for block in BLOCKS if block.language not in known] == []
+
+
+@pytest.mark.parametrize("block", of(*SHELLS))
+def test_the_commands_of_a_shell_block_would_work(block: Block, demo: Demo, tmp_path: Path) -> None:
+    found = commands(block.text, tmp_path, VARIABLES)
+    assert found, "it starts nothing"
+    for command in found:
+        check(command, demo, tmp_path)
+
+
+@pytest.mark.parametrize("block", of("python"))
+def test_a_python_block_runs(block: Block, demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = re.sub(r"[\w.-]+:80[0-9]0\b", demo.address, block.text)
+    text = re.sub(r"[\w.-]+:80[0-9]1\b", demo.grpc_address, text)
+    program = compile(text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    names = {"__name__": "__main__", **GIVEN}
+    if program.co_flags & inspect.CO_COROUTINE:
+        asyncio.run(asyncio.wait_for(eval(program, names), PYTHON_S))
+    else:
+        exec(program, names)
+
+
+@pytest.mark.parametrize("block", of("json", "toml"))
+def test_a_json_or_toml_block_is_what_it_says(block: Block) -> None:
+    read: Callable[[str], Any] = json.loads if block.language == "json" else tomllib.loads
+    assert read(block.text)
+
+
+@pytest.mark.parametrize("block", of("yaml"))
+def test_a_yaml_block_is_yaml_and_what_looks_like_a_file_of_ours_is_taken_as_one(block: Block) -> None:
+    for document in yaml.safe_load_all(block.text):
+        assert document
+        readers = [read for names, read in files_of_ours().items() if is_one(document, names)]
+        errors = [error for read in readers if (error := refusal(read, document))]
+        assert not readers or len(errors) < len(readers), errors
+
+
+def files_of_ours() -> dict[frozenset[str], Callable[[dict[str, Any]], object]]:
+    """How files of ours are read, by the names that stand at their top."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    fleet = frozenset({*fleet_file.ROLES, *fleet_file.SHARED})
+    return {frozenset(values): as_values, fleet: fleet_file.parse_spec}
+
+
+def is_one(document: Any, names: frozenset[str]) -> bool:
+    return isinstance(document, dict) and document.keys() <= names
+
+
+def as_values(document: dict[str, Any]) -> object:
+    values: dict[str, Any] = {}
+    merge(values, document)
+    return render(values)
+
+
+def refusal(read: Callable[[dict[str, Any]], object], document: dict[str, Any]) -> str:
+    try:
+        read(document)
+    except Exception as error:  # noqa: BLE001 - each reader has errors of its own
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,20 @@
+"""Reference pages of docs/, written from code: `python -m tests.support.references` writes all that differ.
+
+Each module makes one page from what the services themselves read, and has a function `page` that returns its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tests.support.references import configuration, grpc_api, http_api, metrics, modules
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGES: Mapping[str, Callable[[], str]] = {
+    "configuration.md": configuration.page,
+    "grpc-api.md": grpc_api.page,
+    "http-api.md": http_api.page,
+    "metrics.md": metrics.page,
+    "modules.md": modules.page,
+}

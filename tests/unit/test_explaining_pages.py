@@ -1,0 +1,116 @@
+"""The pages that explain name files, functions and figures of the code: they hold what the code holds."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from paceline.core import draft_policy, drafter_growth, drafting_switch, goodput, link, rules, scheduled_session
+from paceline.core import drafter_worth as worth
+from paceline.core import step_time as times
+from paceline.gateway import ejection, placing, prefixes, routing, suspicion
+from paceline.gateway.config import GatewayConfig
+from paceline.store import announcer, base
+from paceline.verifier.config import DEFAULT_DRAFT_TOKENS, DEFAULT_METHODS, VerifierConfig
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "services" / "paceline"
+PAGES = (
+    "acceptance",
+    "architecture",
+    "controller",
+    "failures",
+    "glossary",
+    "life-of-a-request",
+    "routing",
+    "speculation",
+    "threat-model",
+)
+GATEWAY, VERIFIER = (each.__dataclass_fields__ for each in (GatewayConfig, VerifierConfig))
+
+
+@cache
+def page(name: str) -> str:
+    """Returns a page with its line breaks as spaces."""
+    return " ".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split())
+
+
+@cache
+def words_of_the_code() -> frozenset[str]:
+    """Returns every word of the sources."""
+    files = [*SOURCES.rglob("*.py"), *(ROOT / "protos").rglob("*.proto")]
+    return frozenset(word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8")))
+
+
+def told(page_name: str) -> set[str]:
+    """Returns what a page sets in backquotes and in indented formulas' last column."""
+    text = (ROOT / "docs" / f"{page_name}.md").read_text(encoding="utf-8")
+    return {*re.findall(r"`([^`\n]+)`", text), *re.findall(r"(?m)^ {4,}\S.*? {3,}([A-Za-z_.]+)$", text)}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_a_page_names_are_there(name):
+    paths = {each for each in told(name) if re.fullmatch(r"[\w/]+(\.py|/)", each)}
+    assert {each for each in paths if not ((SOURCES / each).exists() or (ROOT / each).exists())} == set()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_functions_classes_and_fields_that_a_page_names_are_there(name):
+    names = {each for each in told(name) if re.fullmatch(r"_?[A-Za-z]\w*[_A-Z.]\w+", each) and not each.endswith(".py")}
+    parts = {part for each in names for part in each.split(".")}
+    assert parts - words_of_the_code() == set()
+
+
+def test_the_page_of_the_controller_has_the_figures_of_the_code():
+    for said in (
+        f"price = max({worth.LEAST_SURVIVAL:g}, goodput(m*)",
+        f"(default {DEFAULT_DRAFT_TOKENS})",
+        f"Steps hold at most {times.MOST_ROWS} rows",
+        f"each of {len(times.KNOTS)} points from 1 to {times.MOST_ROWS} rows",
+        f"min(1 + answer time / step time, {link.MOST_STEPS_AHEAD:g})",
+        f"room = {link.ROOM_PER_NODE} * most nodes",
+        f"gain above {drafting_switch.WORTH_A_CALL:g}, or above {drafting_switch.CLEAR_GAIN:g}",
+        f"after {drafting_switch.LEAST_STEPS} steps with answers",
+        f"no drafter answered for {drafting_switch.MOST_UNANSWERED} steps",
+        f"`NOBODY` for {drafting_switch.REST_STEPS} steps",
+        f"each kind may cost {100 * goodput.EXPLORATION:g} % of the time",
+        f"fewer than {scheduled_session.SHORT_REMAINDER} tokens to go",
+    ):
+        assert said in page("controller")
+    assert draft_policy.FixedGamma.__name__ in page("controller")
+
+
+def test_the_pages_of_speculation_have_the_figures_of_the_code():
+    assert drafter_growth.AHEAD == 0.1
+    assert "stops at a tenth of the *price*" in page("speculation")
+    assert f"the default is `{DEFAULT_METHODS}`" in page("speculation")
+    assert f"The defaults are {rules.POSTERIOR_THRESHOLD:g} and {rules.POSTERIOR_ALPHA:g}" in page("acceptance")
+
+
+def test_the_page_of_failures_has_the_figures_of_the_code():
+    assert suspicion.MOST_DEATHS == 2
+    assert "a second death is proof" in page("failures")
+    for said in (
+        f"`--failover-s` seconds ({GATEWAY['failover_s'].default:g})",
+        f"`--verifier-silence-s` seconds ({GATEWAY['verifier_silence_s'].default:g})",
+        f"`--record-ttl-s` seconds ({GATEWAY['record_ttl_s'].default:g})",
+        f"`--engine-stall-s` seconds in one step ({VERIFIER['engine_stall_s'].default:g};",
+        f"its registry entry expires after {announcer.EXPIRY_S:g} s",
+        f"{placing.MOST_FAILURES} times in a row at most",
+        f"after {ejection.CONSECUTIVE} failures in a row, or half of at least {ejection.LEAST_OUTCOMES} sessions",
+        f"gets none for {ejection.EJECTION_S:g} s",
+        f"range of {base.EPOCHS_PER_OWNER:,} epochs",
+    ):
+        assert said in page("failures")
+
+
+def test_the_page_of_routing_has_the_figures_of_the_code():
+    assert f"`AFFINITY` is {routing.AFFINITY:g}." in page("routing")
+    assert f"remembers {prefixes.MAX_BLOCKS:,} names" in page("routing")
+    for num_names, num_tokens in ((64, 1024), (128, 4096), (288, 128 * 1024)):
+        assert prefixes.covered_tokens(num_names) == num_tokens
+    assert "first 1,024 tokens" in page("routing")
+    assert "128 names for 4,096 tokens, 288 for 128 k" in page("routing")
