@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def sending_spans(
-    endpoint: str, sample_ratio: float, *, role: str, replica_id: str, zone: str, registry: CollectorRegistry
+    endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry, zone: str = ""
 ) -> AsyncIterator[Tracer]:
     """See `paceline.obs.tracing.open_tracing`; at the end what is left is given up when it takes too long."""
     dropped = Counter(
