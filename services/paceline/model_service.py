@@ -19,10 +19,11 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from paceline.config import check_address, setting
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.credentials import CLIENT_ROLE_OF, FleetTls, only_for
 from paceline.engine.bridge import EngineThread
+from paceline.engine.budget import LEAST_PAGES
 from paceline.engine.watch import stacks, until_hung
 from paceline.obs.families import tell_replica
 from paceline.obs.metrics import metrics_server
@@ -106,15 +107,30 @@ class ModelServiceConfig:
     device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
     threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
     cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
-    num_kv_blocks: int = setting(help="Pages of 16 tokens for committed KV.", low=8, high=10_000_000)
+    num_kv_blocks: int | None
+    memory_utilization: float = setting(
+        0.9,
+        help="Share of the memory that is free at start (of the GPU; on a CPU of the host or its container's limit) "
+        "that the service may take.",
+        low=0.01,
+        high=1.0,
+    )
     max_num_seqs: int
     max_num_batched_tokens: int = setting(help="Most rows of a step.", unit="tokens", low=16, high=65536)
     engine_stall_s: float
 
     def __post_init__(self) -> None:
-        """Checks the address that others are told."""
+        """Checks the address that others are told, and the pages."""
         if self.announce:
             check_address("--announce", self.announce)
+        if self.num_kv_blocks and self.num_kv_blocks < LEAST_PAGES:
+            raise ConfigError(f"--num-kv-blocks must be 0 or at least {LEAST_PAGES}, got {self.num_kv_blocks}")
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of committed KV, once they are planned; see `paceline.service_memory`."""
+        assert self.num_kv_blocks, "the memory of this service is not planned"
+        return self.num_kv_blocks
 
 
 def traces_of(

@@ -18,6 +18,7 @@ from paceline.config import load
 from paceline.core.errors import ConfigError
 from paceline.dev_ca import make_certificates
 from tests.support.checkpoints import save_pair
+from tests.support.hub import Repo, serving
 
 PORTS = ("gateway", "gateway-grpc", "verifier", "verifier-metrics", "drafter", "drafter-metrics", "redis")
 FREE_PORTS = [word for port in PORTS for word in (f"--{port}-port", "0")]
@@ -45,12 +46,16 @@ async def gone(pid: int) -> None:
 
 
 async def complete(fleet: LocalFleet, authority: Path | None = None) -> str:
+    return await completion(fleet.gateway_url, fleet.model_name, authority)
+
+
+async def completion(url: str, model: str, authority: Path | None = None) -> str:
     """Asks until there is an answer: a gateway learns of a new verifier at its next look."""
     verify = False if authority is None else ssl.create_default_context(cafile=authority)
-    body = {"model": fleet.model_name, "prompt": "hello", "max_tokens": 12, "temperature": 0.8, "seed": 5}
+    body = {"model": model, "prompt": "hello", "max_tokens": 12, "temperature": 0.8, "seed": 5}
     async with httpx.AsyncClient(trust_env=False, timeout=60, verify=verify) as client, asyncio.timeout(60):
         while True:
-            response = await client.post(f"{fleet.gateway_url}/v1/completions", json=body)
+            response = await client.post(f"{url}/v1/completions", json=body)
             if response.status_code == httpx.codes.OK:
                 return str(response.json()["choices"][0]["text"])
             assert response.status_code == httpx.codes.SERVICE_UNAVAILABLE, response.text
@@ -105,23 +110,27 @@ async def test_a_service_that_cannot_start_is_reported_and_its_log_stays(
     assert "max-model-len" in (tmp_path / "logs" / "verifier-0.log").read_text()
 
 
-async def up(*argv: str) -> asyncio.subprocess.Process:
+async def up(*argv: str, **env: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "paceline", "up", *argv),
-        env=os.environ | {"PYTHONPATH": "services", "PACELINE_GRACE_S": "10"},
+        env=os.environ | {"PYTHONPATH": "services", "PACELINE_GRACE_S": "10"} | env,
         stdout=asyncio.subprocess.PIPE,
     )
 
 
-async def test_up_prints_where_it_listens_and_stops_on_ctrl_c(pair: tuple[Path, Path]) -> None:
-    process = await up(*arguments(pair), "--no-drafter")
+async def printed_until_up(process: asyncio.subprocess.Process) -> str:
     assert process.stdout is not None
     lines: list[str] = []
     async with asyncio.timeout(120):
         while "Ctrl-C" not in (lines or [""])[-1]:
             lines.append((await process.stdout.readline()).decode())
-            assert lines[-1], "it ended before it was up"
-    text = "".join(lines)
+            assert lines[-1], f"it ended before it was up: {lines}"
+    return "".join(lines)
+
+
+async def test_up_prints_where_it_listens_and_stops_on_ctrl_c(pair: tuple[Path, Path]) -> None:
+    process = await up(*arguments(pair), "--no-drafter")
+    text = await printed_until_up(process)
     assert "is up" in text
     assert "draft model   none, plain decoding" in text
     assert "curl -N http://127.0.0.1:" in text
@@ -148,3 +157,25 @@ async def test_ctrl_c_during_the_start_ends_what_was_started(pair: tuple[Path, P
     assert pids
     for pid in pids:
         await gone(pid)
+
+
+async def test_models_of_the_hub_are_fetched_at_the_first_start_and_served_offline_at_the_second(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, draft = pair
+    argv = [*FREE_PORTS, *SMALL, "--model", "org/target", "--draft-model", "hf://org/drafter@main"]
+    texts = []
+    with serving(target=Repo.of(target), drafter=Repo.of(draft)) as hub:
+        for offline in ("0", "1"):
+            process = await up(*argv, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path), HF_HUB_OFFLINE=offline)
+            printed = await printed_until_up(process)
+            assert [f"fetching hf://org/{name}" in printed for name in ("target", "drafter")] == 2 * [offline == "0"]
+            assert "target model  org/target (" in printed
+            assert "draft model   org/drafter" in printed
+            url = printed.partition("curl -N ")[2].partition("/v1/")[0]
+            texts.append(await completion(url, "org/target"))
+            process.send_signal(signal.SIGINT)
+            await asyncio.wait_for(process.communicate(), 60)
+            assert bool(hub.requests) == (offline == "0")
+            hub.requests.clear()
+    assert texts[0] == texts[1]

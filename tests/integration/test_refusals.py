@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cluster.checkpoints import DEMO_TARGET
+
 SERVICES = ["verifier", "drafter"]
 
 
@@ -51,6 +53,13 @@ def test_pickled_weights_are_refused(tiny_pair, tmp_path):
         "paceline.verifier", "--model", str(folder), "--redis-url", "memory://", "--port", "0", "--metrics-port", "0"
     )
     assert "holds pickled weights" in last_line(ended)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_more_pages_than_memory_say_how_much_is_lacking(service):
+    model = ("--model", str(DEMO_TARGET), "--redis-url", "memory://", "--port", "0", "--metrics-port", "0")
+    ended = start(f"paceline.{service}", *model, "--num-kv-blocks", "10000000", "--dtype", "float32")
+    assert "GB too few: lower --num-kv-blocks 10000000" in last_line(ended)
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paceline
+from paceline.checkpoint_source import repository_of, unreadable_weights
 from paceline.core.errors import ConfigError
 from paceline.vocabulary import vocab_hash
 
@@ -60,8 +61,9 @@ def check_checkpoint(path: Path, flag: str) -> Path:
         raise ConfigError(f"{flag} {path}: no such folder")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{flag} {path}: holds no config.json, so it is no Hugging Face checkpoint folder")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"{flag} {path}: holds no *.safetensors")
+    # On a Ray cluster those of a repository are fetched where they are needed.
+    if repository_of(path) is None and not any(path.glob("*.safetensors")):
+        raise unreadable_weights((file.name for file in path.iterdir()), f"{flag} {path}")
     return path.absolute()
 
 

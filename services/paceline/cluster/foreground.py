@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint_source import served_name
 from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, num_parameters
 from paceline.cluster.drain import say
 from paceline.cluster.spec import Checkpoints
@@ -38,7 +39,7 @@ def describe_target(target: Path) -> str:
     """Returns the target's name and size, and says plainly when it is a widened one."""
     millions = num_parameters(target) / 1e6
     if target.name != WIDENED_NAME.format(preset=WIDENED_PRESET):
-        return f"{target.name} ({millions:,.1f} M parameters)"
+        return f"{served_name(target)} ({millions:,.1f} M parameters)" if millions else served_name(target)
     honest = num_parameters(DEMO_TARGET) / 1e6
     return (
         f"{target.name} (the demo target of {honest:.1f} M parameters, widened with zero-effect neurons: "
@@ -50,11 +51,11 @@ def describe_models(checkpoints: Checkpoints) -> list[str]:
     """Returns lines on what a fleet serves."""
     return [
         f"target model  {describe_target(checkpoints.target)}",
-        f"draft model   {', '.join(draft.name for draft in checkpoints.drafts) or 'none, plain decoding'}",
+        f"draft model   {', '.join(served_name(draft) for draft in checkpoints.drafts) or 'none, plain decoding'}",
     ]
 
 
 def request_for(checkpoints: Checkpoints) -> str:
     """Returns the body of a request to try a fleet with."""
-    model = checkpoints.target.name
+    model = served_name(checkpoints.target)
     return json.dumps({"model": model, "prompt": "def read_lines(path):\n", "max_tokens": 64, "stream": True})

@@ -10,12 +10,20 @@ import json
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, check_checkpoint, widened_demo_target
+from paceline.checkpoint_source import MODEL_FILES, folder_of, served_name
+from paceline.cluster.checkpoints import (
+    DEMO_DRAFTER,
+    DEMO_EAGLE3,
+    DEMO_MEDUSA,
+    check_checkpoint,
+    num_parameters,
+    widened_demo_target,
+)
 from paceline.cluster.spec import (
     Checkpoints,
     Endpoint,
@@ -28,6 +36,7 @@ from paceline.cluster.spec import (
     plan_endpoints,
     plan_store_port,
     share_cpus,
+    share_memory,
     store_child,
 )
 from paceline.cluster.supervisor import BackOff, Child, Supervisor
@@ -40,6 +49,9 @@ from paceline.vocabulary import vocab_hash
 
 # Methods that draft with heads: the key of --speculative-config that names their folder, and the demo target's.
 HEADS = {MEDUSA: ("medusa_model", DEMO_MEDUSA), EAGLE3: ("eagle3_model", DEMO_EAGLE3)}
+
+# Keys of --speculative-config that name checkpoints.
+MODEL_KEYS = ("model", *(key for key, _ in HEADS.values()))
 
 
 class LocalFleet:
@@ -109,7 +121,7 @@ class LocalFleet:
     def model_name(self) -> str:
         """Name of the model to ask the gateways for."""
         assert self.checkpoints is not None, "the fleet is not started"
-        return self.checkpoints.target.name
+        return served_name(self.checkpoints.target)
 
     def endpoint(self, role: str) -> Endpoint:
         """Returns where a service listens.
@@ -168,7 +180,8 @@ class LocalFleet:
             self._temporary_dir = None
 
     async def _start(self) -> None:
-        spec, environ = with_heads(self.spec), self._environ
+        environ = self._environ
+        spec = with_heads(await asyncio.to_thread(fetch_models, self.spec, self._say))
         self.spec = spec
         self.checkpoints = await asyncio.to_thread(resolve_checkpoints, spec, environ, self._say)
         self.endpoints = plan_endpoints(spec)
@@ -214,6 +227,7 @@ class LocalFleet:
             *((endpoint, checkpoints.draft_of(number)) for number, endpoint in drafters),
         ]
         shares = [*verifier_shares, *drafter_shares]
+        memory = share_memory(spec, [num_parameters(checkpoint) for _, checkpoint in placed])
         children = [
             model_child(
                 spec,
@@ -226,13 +240,39 @@ class LocalFleet:
                 self._announce(endpoint),
                 checkpoints.target if is_eagle3(checkpoint) else None,
                 module=self._modules.get(endpoint.role, ""),
+                memory_utilization=utilization,
             )
-            for (endpoint, checkpoint), share in zip(placed, shares, strict=True)
+            for (endpoint, checkpoint), share, utilization in zip(placed, shares, memory, strict=True)
         ]
         await self._supervisor.start(children, self.spec.start_timeout_s)
 
     def _child(self, role: str) -> Child:
         return self._supervisor.child(self.endpoint(role).name)
+
+
+def fetch_models(spec: FleetSpec, say: Callable[[str], None], *, files: Sequence[str] = MODEL_FILES) -> FleetSpec:
+    """Returns the settings with folders where they named checkpoints, heads among them.
+
+    Args:
+        spec: The settings.
+        say: Gets a line before something is fetched.
+        files: Those of target and draft model that are needed here, see `folder_of`.
+
+    Raises:
+        ConfigError: One cannot be had; names its setting and says what to do.
+    """
+    settings = {
+        key: str(folder_of(str(value), f"--speculative-config {key}", say=say))
+        if value and key in MODEL_KEYS
+        else value
+        for key, value in draft_settings(spec).items()
+    }
+    spec = replace(spec, speculative_config=json.dumps(settings) if settings else "")
+    if spec.model is not None:
+        spec = replace(spec, model=folder_of(spec.model, "--model", files=files, say=say))
+    if spec.draft_model is not None and spec.drafter:
+        spec = replace(spec, draft_model=folder_of(spec.draft_model, "--draft-model", files=files, say=say))
+    return spec
 
 
 def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]) -> Checkpoints:

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint_source import Repository
 from paceline.cluster.checkpoints import child_environment
 from paceline.cluster.health import grpc_health, http_health, store_health
 from paceline.cluster.ports import Ports
@@ -30,6 +31,9 @@ PORT_STRIDE = 10
 PACELINE, VLLM = "paceline", "vllm"
 # Of the time that a fleet has to end, how much running requests get; the rest is for goodbyes.
 GRACE_SHARE = 0.75
+# What a service needs whatever its model, when memory is shared out.
+SERVICE_BYTES = 10**9
+LEAST_SHARE = 0.01
 _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks free ones."
 
 
@@ -37,8 +41,10 @@ _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks fr
 class FleetSpec:
     """Settings of `paceline up`."""
 
-    model: Path | None = setting(None, help="Checkpoint folder of the target; without it the demo pair.")
-    draft_model: Path | None = setting(None, help="Checkpoint folder of the draft model.")
+    model: Path | None = setting(
+        None, help="Target: ORG/NAME or hf://ORG/NAME@REVISION of the Hub, or a folder; without it the demo pair."
+    )
+    draft_model: Path | None = setting(None, help="Draft model, named likewise.")
     drafter: bool = setting(True, help="Run drafters; --no-drafter decodes plainly.")
     speculative_config: str = setting(
         "", help='JSON with vLLM\'s keys, such as {"method": "draft_model", "num_speculative_tokens": 8}.'
@@ -47,6 +53,12 @@ class FleetSpec:
         "auto",
         help="Weight type; auto: as stored, but float32 where a CPU only emulates bfloat16.",
         choices=("auto", "bfloat16", "float32"),
+    )
+    memory_utilization: float = setting(
+        0.9,
+        help="Share of the free memory that verifiers and drafters may take together, each in proportion to its model.",
+        low=0.01,
+        high=1.0,
     )
     host: str = setting("127.0.0.1", help="Address all services listen on.")
     gateway_port: int = setting(8000, help=f"HTTP port of gateways: {_PORT_OF_FIRST}", low=0, high=65000)
@@ -232,6 +244,12 @@ def share_cpus(spec: FleetSpec, available: Sequence[int]) -> tuple[list[CpuShare
     return verifiers, [CpuShare(num_threads=drafter_threads, cpus=cpus, lends=bool(lent)) for cpus in drafting]
 
 
+def share_memory(spec: FleetSpec, num_parameters: Sequence[int]) -> list[float]:
+    """Shares of the free memory for services of these sizes: in proportion, with something for what all need."""
+    sizes = [2 * count + SERVICE_BYTES for count in num_parameters]
+    return [max(LEAST_SHARE, spec.memory_utilization * size / sum(sizes)) for size in sizes]
+
+
 def store_child(server: Path, host: str, port: int, work_dir: Path, environ: Mapping[str, str]) -> ChildSpec:
     """Returns the process of a Valkey or Redis server."""
     return ChildSpec(
@@ -247,13 +265,14 @@ def model_child(
     spec: FleetSpec,
     endpoint: Endpoint,
     share: CpuShare,
-    checkpoint: Path,
+    checkpoint: Path | Repository,
     redis_url: str,
     log_dir: Path,
     environ: Mapping[str, str],
     announce: str = "",
-    target: Path | None = None,
+    target: Path | Repository | None = None,
     module: str = "",
+    memory_utilization: float | None = None,
 ) -> ChildSpec:
     """Returns the process of a verifier or a drafter.
 
@@ -268,14 +287,18 @@ def model_child(
         announce: Where others reach it if not where it listens.
         target: The target of an EAGLE-3 head, for its drafter.
         module: What is started; empty: the service itself.
+        memory_utilization: Its share of the free memory; None: its own default.
     """
     verifies = endpoint.role == VERIFIER
+    # vLLM has a share of its own, of all memory.
+    sized = memory_utilization is not None and not (verifies and spec.verifier_engine == VLLM)
     argv = [
         *_service(spec, endpoint, module),
         *flags(
             metrics_port=endpoint.second_port,
             model=checkpoint,
             dtype=spec.dtype,
+            memory_utilization=f"{memory_utilization:.4g}" if sized else None,
             threads=share.num_threads,
             target_model=target,
             announce=announce,
@@ -299,7 +322,7 @@ def model_child(
 def gateway_child(
     spec: FleetSpec,
     endpoint: Endpoint,
-    tokenizer: Path,
+    tokenizer: Path | Repository,
     redis_url: str,
     log_dir: Path,
     environ: Mapping[str, str],

@@ -10,9 +10,10 @@ from functools import partial
 import paceline
 from paceline.cluster.drain import say
 from paceline.cluster.foreground import describe_models, request_for, until_ctrl_c
-from paceline.cluster.local import LocalFleet
+from paceline.cluster.local import LocalFleet, fetch_models
 from paceline.cluster.spec import FleetSpec, gateway_scheme
-from paceline.config import parse, public_url
+from paceline.config import exit_with_error, parse, public_url
+from paceline.core.errors import ConfigError
 from paceline.service_process import run
 
 PROG = "paceline up"
@@ -32,6 +33,11 @@ def main(argv: Sequence[str]) -> None:
         up_on_ray(argv)
         return
     spec = parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION)
+    try:
+        # Before the event loop, so that Ctrl-C ends a download.
+        spec = fetch_models(spec, say)
+    except ConfigError as error:
+        exit_with_error(PROG, error)
     run(serve(spec), prog=PROG)
 
 

@@ -7,27 +7,32 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
+from paceline.checkpoint_source import fetched
 from paceline.config import loggable, parse
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
 from paceline.credentials import load_tls
-from paceline.drafter.config import DrafterConfig
+from paceline.drafter.config import HOST_PAGES, DrafterConfig
 from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
-from paceline.engine.budget import draft_scratch_blocks
+from paceline.engine.budget import LEAST_PAGES, draft_page_bytes, draft_scratch_blocks
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.memory import log_memory
 from paceline.engine.process import prepare_process, yield_cpus
+from paceline.engine.sizing import model_needs
+from paceline.heads import is_eagle3
 from paceline.model_service import serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
 from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc
+from paceline.service_memory import plan_service, with_pages
 from paceline.service_process import run
 
 logger = logging.getLogger(__name__)
@@ -40,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     config = parse(DrafterConfig, arguments, os.environ, PROG, "Runs a draft model and grows draft trees.")
     setup_logging("drafter")
-    run(serve(config), prog=PROG)
+    run(serve(fetched(config, PROG, "model", "target_model")), prog=PROG)
 
 
 async def serve(config: DrafterConfig) -> None:
@@ -61,6 +66,7 @@ async def _serve(config: DrafterConfig, registry: CollectorRegistry, tracer: Tra
     tls = load_tls(config.tls_dir, DRAFTER)
     prepare_process(config.cpus)
     identity = checkpoint_of(config).identity()
+    config = with_memory(config, identity)
     host = DraftHost(
         identity=identity,
         make_engine=lambda: make_engine(config, identity),
@@ -89,13 +95,34 @@ def checkpoint_of(config: DrafterConfig) -> DraftCheckpoint:
     )
 
 
+def with_memory(config: DrafterConfig, identity: ModelIdentity) -> DrafterConfig:
+    """Returns the settings with a number of pages that fits; a head has one layer, for which any number does.
+
+    Raises:
+        ConfigError: None fits; says by how much and what to change.
+    """
+    if is_eagle3(config.model):
+        return replace(config, num_kv_blocks=config.num_kv_blocks or HOST_PAGES)
+    needs = model_needs(config.model, config.dtype, config.device)
+    plan = plan_service(
+        config,
+        [needs],
+        page_bytes=draft_page_bytes(needs.page_bytes),
+        scratch_bytes=0,
+        context_len=identity.context_len,
+        host_pages=HOST_PAGES,
+        least_pages=LEAST_PAGES,
+    )
+    return with_pages(config, plan, logger.info)
+
+
 def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
     """Loads the model and grows one tree, so that the first session finds everything compiled."""
     decoder = checkpoint_of(config).load(config.threads)
     engine = DraftEngine(
         decoder=decoder,
         identity=identity,
-        num_blocks=config.num_kv_blocks,
+        num_blocks=config.num_pages,
         limits=DraftLimits(
             width=config.draft_width,
             max_rows=config.draft_rows,
@@ -110,8 +137,8 @@ def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:
     logger.info("model is ready", extra={"weight_bytes": decoder.weight_bytes, "model": identity.name})
     log_memory(
         decoder,
-        num_blocks=config.num_kv_blocks,
-        num_scratch_blocks=draft_scratch_blocks(config.num_kv_blocks),
+        num_blocks=config.num_pages,
+        num_scratch_blocks=draft_scratch_blocks(config.num_pages),
     )
     if config.idle_priority:
         yield_cpus()

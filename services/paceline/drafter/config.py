@@ -8,22 +8,33 @@ from pathlib import Path
 from paceline.config import setting
 from paceline.model_service import ModelServiceConfig
 
+# A host's memory is for others as well.
+HOST_PAGES = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig(ModelServiceConfig):
     """Flags and environment variables of `paceline drafter`."""
 
-    model: Path = setting(help="Checkpoint folder of the draft model, in Hugging Face layout, or of an EAGLE-3 head.")
-    target_model: Path | None = setting(
-        None, help="Checkpoint folder of the target, for an EAGLE-3 head: embedding and vocabulary are the target's."
+    model: Path = setting(
+        help="Draft model or EAGLE-3 head: ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, or a folder."
     )
-    model_name: str = setting("", help="Name shown in the registry; empty: the folder's name.")
+    target_model: Path | None = setting(
+        None, help="The target, named likewise, for an EAGLE-3 head: embedding and vocabulary are the target's."
+    )
+    model_name: str = setting("", help="Name shown in the registry; empty: the folder's, or ORG/NAME.")
     port: int = 8201
     metrics_port: int = 8202
     idle_priority: bool = setting(
         False, help="Once loaded, take only CPU time that nobody else wants; for CPUs shared with a verifier."
     )
-    num_kv_blocks: int = 4096
+    num_kv_blocks: int | None = setting(
+        None,
+        help="Pages of 16 tokens for committed KV; 0: as many as --memory-utilization allows and --max-num-seqs can "
+        f"fill; without it so on a GPU, and on a CPU no more than {HOST_PAGES:,}.",
+        low=0,
+        high=10_000_000,
+    )
     max_num_seqs: int = setting(256, help="Most sessions drafted for.", low=1, high=65536)
     max_num_batched_tokens: int = 256
     draft_width: int = setting(

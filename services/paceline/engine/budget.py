@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE
 
 MIB = 1024 * 1024
+GB = 1e9
+LEAST_PAGES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,102 @@ class MemoryBudget:
             "total_mib": self.total_bytes,
         }
         return {**{name: round(size / MIB, 1) for name, size in parts.items()}, "kv_tokens": self.num_tokens}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What a service is going to take, planned before it loads anything.
+
+    Attributes:
+        free_bytes: Memory that is free where the model will be.
+        utilization: Share of it that the service may take.
+        weight_bytes: Weights, of all models in the process.
+        scratch_bytes: KV of tree nodes, and the logits of a full step.
+        page_bytes: Of one page of committed KV, with what goes with it.
+        num_pages: Pages that it gets.
+    """
+
+    free_bytes: int
+    utilization: float
+    weight_bytes: int
+    scratch_bytes: int
+    page_bytes: int
+    num_pages: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All that it takes."""
+        return self.weight_bytes + self.scratch_bytes + self.num_pages * self.page_bytes
+
+    def lines(self) -> list[str]:
+        """The account, a line a part."""
+        tokens = self.num_pages * BLOCK_SIZE
+        return [
+            f"memory: {self.free_bytes / GB:.3g} GB free, {self.utilization:.3g} of it may be taken",
+            f"memory: weights {self.weight_bytes / GB:.3g} GB",
+            f"memory: scratch {self.scratch_bytes / GB:.3g} GB",
+            f"memory: KV {self.num_pages * self.page_bytes / GB:.3g} GB, {self.num_pages:,} pages = {tokens:,} tokens",
+        ]
+
+
+def plan_memory(
+    *,
+    free_bytes: int,
+    utilization: float,
+    weight_bytes: int,
+    scratch_bytes: int,
+    page_bytes: int,
+    most_pages: int,
+    least_pages: int = LEAST_PAGES,
+    asked_pages: int = 0,
+) -> MemoryPlan:
+    """Returns how many pages a service gets: as many as fit and are of use, or those that were asked for.
+
+    Args:
+        free_bytes: Memory that is free where the model will be.
+        utilization: Share of it that the service may take; what is asked for by number may take all of it.
+        weight_bytes: Weights, of all models in the process.
+        scratch_bytes: What a step needs besides.
+        page_bytes: Of one page, with what goes with it.
+        most_pages: More are of no use.
+        least_pages: Fewer are of no use.
+        asked_pages: Exactly so many; 0: as many as fit.
+
+    Raises:
+        ConfigError: They do not fit; says by how much, and what to change.
+    """
+    allowed = free_bytes if asked_pages else int(utilization * free_bytes)
+    fixed = weight_bytes + scratch_bytes
+    needed = fixed + (asked_pages or least_pages) * page_bytes
+    if needed > allowed:
+        raise _does_not_fit(free_bytes, utilization, allowed, needed, fixed, weight_bytes, asked_pages)
+    return MemoryPlan(
+        free_bytes=free_bytes,
+        utilization=utilization,
+        weight_bytes=weight_bytes,
+        scratch_bytes=scratch_bytes,
+        page_bytes=page_bytes,
+        num_pages=asked_pages or max(least_pages, min(most_pages, (allowed - fixed) // page_bytes)),
+    )
+
+
+def _does_not_fit(
+    free_bytes: int, utilization: float, allowed: int, needed: int, fixed: int, weight_bytes: int, asked_pages: int
+) -> ConfigError:
+    share = "all" if asked_pages else f"{utilization:.3g}"
+    weights, scratch, pages, may, free, lacking = (
+        f"{size / GB:.3g} GB"
+        for size in (weight_bytes, fixed - weight_bytes, needed - fixed, allowed, free_bytes, needed - allowed)
+    )
+    said = (
+        f"the model does not fit: weights take {weights}, scratch {scratch} and KV {pages}; {may} may be taken "
+        f"({share} of {free} that are free), {lacking} too few"
+    )
+    if asked_pages and fixed < allowed:
+        return ConfigError(f"{said}: lower --num-kv-blocks {asked_pages}, or leave it out for as many as fit")
+    if needed <= free_bytes:
+        return ConfigError(f"{said}: raise --memory-utilization")
+    return ConfigError(f"{said}: take a smaller model, a larger machine, or a quantised one with --engine vllm")
 
 
 def account(
@@ -84,3 +183,8 @@ def target_scratch_blocks(max_num_batched_tokens: int) -> int:
 def draft_scratch_blocks(num_blocks: int) -> int:
     """Blocks a drafter sets aside: the trees of all sessions, grown ahead of the commits."""
     return max(1, num_blocks // 4)
+
+
+def draft_page_bytes(page_bytes: int) -> int:
+    """A drafter's page with the scratch that comes with it."""
+    return page_bytes * 5 // 4

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from paceline.checkpoint_source import INDEX, unreadable_weights
 from paceline.core.errors import ConfigError
-
-_INDEX: Final = "model.safetensors.index.json"
-_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 
 class Checkpoint:
@@ -45,6 +43,11 @@ class Checkpoint:
         """The weight files, sorted."""
         return sorted(self._shards)
 
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers all tensors have together, by the headers of the files."""
+        return sum(math.prod(self._shards[path].get_slice(name).get_shape()) for name, path in self._shard_of.items())
+
     def has(self, name: str) -> bool:
         """Whether the tensor exists."""
         return name in self._shard_of
@@ -66,7 +69,7 @@ class Checkpoint:
 
 
 def _shard_paths(folder: Path) -> list[Path]:
-    index = folder / _INDEX
+    index = folder / INDEX
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -80,13 +83,6 @@ def _shard_paths(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     paths = sorted(folder.glob("*.safetensors"))
-    if paths:
-        return paths
-    pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickled:
-        raise ConfigError(
-            f"{folder} holds pickled weights only ({pickled[0]}), which can run code when read and are refused: "
-            "convert models with transformers' save_pretrained(..., safe_serialization=True), heads with "
-            "safetensors.torch.save_file"
-        )
-    raise ConfigError(f"{folder} has no *.safetensors weights")
+    if not paths:
+        raise unreadable_weights((path.name for path in folder.iterdir()), folder)
+    return paths

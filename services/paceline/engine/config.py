@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from transformers import AutoConfig, PretrainedConfig
 
 from paceline.core.errors import ConfigError
 from paceline.engine.rope import RopeFrequencies, rope_frequencies
+from paceline.json_file import read_object
+from paceline.model_families import refusal
 from paceline.vocabulary import eos_token_ids
-
-LEAN_ARCHITECTURES: Final = frozenset(
-    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +57,7 @@ class DecoderConfig:
         head_dim = getattr(config, "head_dim", None) or _size(config, "hidden_size") // num_heads
         return cls(
             model_type=config.model_type,
-            architecture=architecture_of(config, folder),
+            architecture=next(iter(config.architectures or ()), "unknown"),
             vocab_size=_size(config, "vocab_size"),
             context_len=_context_len(config),
             eos_token_ids=eos_token_ids(folder, config.eos_token_id),
@@ -110,25 +107,13 @@ def read_transformers_config(folder: Path) -> PretrainedConfig:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json: give a folder in the Hugging Face checkpoint format")
+    if refused := refusal(read_object(folder / "config.json")):
+        raise ConfigError(f"{refused} ({folder})")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'} cannot be read by transformers: {error}") from error
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"quantization_config: quantised checkpoints are not served ({folder}); use the bf16 one")
     return config
-
-
-def architecture_of(config: PretrainedConfig, folder: Path) -> str:
-    """The class that config.json names.
-
-    Raises:
-        ConfigError: None is named, or it is no causal language model.
-    """
-    names = list(getattr(config, "architectures", None) or [])
-    if len(names) != 1 or not names[0].endswith(("ForCausalLM", "LMHeadModel")):
-        raise ConfigError(f"architectures: {folder / 'config.json'} must name one causal language model, got {names}")
-    return str(names[0])
 
 
 def _size(config: PretrainedConfig, name: str) -> int:

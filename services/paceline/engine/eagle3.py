@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from transformers import PretrainedConfig
 
+from paceline.checkpoint_source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.engine.backends.choice import choose_platform
@@ -139,7 +140,7 @@ def head_identity(folder: Path, target: Path, name: str = "", dtype: str = "auto
         ConfigError: One of the folders is no such checkpoint.
     """
     of_target = model_identity(target, dtype=dtype)
-    return replace(of_target, name=name or folder.resolve().name, weights_hash="", states_hash=states_hash(folder))
+    return replace(of_target, name=name or served_name(folder), weights_hash="", states_hash=states_hash(folder))
 
 
 def load_fusion(folder: Path, target: Decoder) -> StateLayout:

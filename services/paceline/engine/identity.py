@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.checkpoint_source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.engine.backends.choice import choose_platform
@@ -19,7 +20,7 @@ def model_identity(folder: Path, name: str = "", dtype: str = "auto", device: st
 
     Args:
         folder: Checkpoint folder.
-        name: Name for users; empty: the folder's.
+        name: Name for users; empty: see `served_name`.
         dtype: Weight type asked for, see `load_decoder`.
         device: Where, see `load_decoder`.
 
@@ -31,7 +32,7 @@ def model_identity(folder: Path, name: str = "", dtype: str = "auto", device: st
         raise ConfigError(f"--model {folder}: no such folder; give a checkpoint in Hugging Face layout")
     config = DecoderConfig.from_folder(path)
     return ModelIdentity(
-        name=name or path.resolve().name,
+        name=name or served_name(path),
         vocab_hash=vocab_hash(path),
         vocab_size=config.vocab_size,
         context_len=config.context_len,

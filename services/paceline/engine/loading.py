@@ -15,15 +15,14 @@ from paceline.engine.backends.choice import choose_platform
 from paceline.engine.backends.interface import Platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import (
-    LEAN_ARCHITECTURES,
     DecoderConfig,
     LlamaShape,
-    architecture_of,
     read_transformers_config,
 )
 from paceline.engine.decoder import Decoder
 from paceline.engine.llama_reader import LlamaReader
 from paceline.engine.packing import BatchBuilder
+from paceline.model_families import LEAN_ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def load_decoder(folder: Path, dtype: str = "auto", device: str = "auto", num_th
             "this CPU emulates bfloat16: slow, and with several threads tokens may depend on the batch; "
             "--dtype auto takes float32, which is neither, for twice the memory"
         )
-    if architecture_of(described, folder) not in LEAN_ARCHITECTURES:
+    if config.architecture not in LEAN_ARCHITECTURES:
         from paceline.engine.backends.generic.backend import GenericBackend
 
         return Decoder(GenericBackend.load(folder, config, kind, platform))

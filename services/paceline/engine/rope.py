@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paceline.core.errors import ConfigError
+from paceline.model_families import LENGTH_DEPENDENT
 
-LENGTH_DEPENDENT: Final = frozenset({"dynamic", "longrope"})
 _CHUNK: Final = 1024
 
 

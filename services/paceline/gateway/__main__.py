@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from paceline.config import loggable, parse
+from paceline.config import exit_with_error, loggable, parse
+from paceline.core.errors import ConfigError
 from paceline.gateway.config import GatewayConfig, model_folders
 from paceline.gateway.generation_config import model_defaults
 from paceline.gateway.service import Addresses, serve
@@ -30,10 +32,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     config = parse(GatewayConfig, arguments, os.environ, PROG, "The front door: OpenAI HTTP and gRPC.")
     setup_logging("gateway")
-    run(serve_until_signal(config), prog=PROG)
+    try:
+        folders = model_folders(config.model, config.model_name)
+    except ConfigError as error:
+        exit_with_error(PROG, error)
+    run(serve_until_signal(config, folders), prog=PROG)
 
 
-async def serve_until_signal(config: GatewayConfig) -> None:
+async def serve_until_signal(config: GatewayConfig, folders: Mapping[str, Path]) -> None:
     """Serves until SIGTERM or SIGINT.
 
     Raises:
@@ -44,7 +50,6 @@ async def serve_until_signal(config: GatewayConfig) -> None:
     sys.setswitchinterval(SWITCH_S)
     stop = asyncio.Event()
     install_signal_handlers(stop)
-    folders = model_folders(config.model, config.model_name)
     codecs = {name: TextCodec.from_folder(folder, config.chat_template) for name, folder in folders.items()}
     defaults = {name: model_defaults(config.generation_config, folder) for name, folder in folders.items()}
     settle_heap()

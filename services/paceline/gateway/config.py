@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checkpoint_source import TEXT_FILES, folder_of, served_name
 from paceline.config import setting
 from paceline.core.errors import ConfigError
 from paceline.gateway.message_form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
@@ -16,9 +17,9 @@ class GatewayConfig:
     """Flags and environment variables of `paceline gateway`."""
 
     model: tuple[str, ...] = setting(
-        help="Checkpoint folder with the tokenizer of a served model; NAME=FOLDER to give it a name."
+        help="Folder with the tokenizer of a served model, or ORG/NAME of the Hub; NAME=FOLDER to give it a name."
     )
-    model_name: str = setting("", help="Name of the model if there is one only; empty: the folder's name.")
+    model_name: str = setting("", help="Name of the model if there is one only; empty: the folder's, or ORG/NAME.")
     served_model_name: tuple[str, ...] = setting(
         (), help="Further names that a model is asked for by; ALIAS=NAME where --model names several."
     )
@@ -144,14 +145,15 @@ def model_aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 
 
 def model_folders(models: Sequence[str], model_name: str) -> dict[str, Path]:
-    """Returns the tokenizer folder of each served name.
+    """Returns the tokenizer folder of each served name; what the Hub has of it is fetched.
 
     Args:
-        models: FOLDER or NAME=FOLDER.
+        models: FOLDER or NAME=FOLDER, the folder as `paceline.checkpoint_source` takes it.
         model_name: Name for a single FOLDER; empty: its own.
 
     Raises:
-        ConfigError: No model is given, a name is given twice, or `model_name` comes with several models.
+        ConfigError: No model is given, a name is given twice, `model_name` comes with several models, or one cannot be
+            fetched.
     """
     if not models:
         raise ConfigError("--model is required: a checkpoint folder with the tokenizer of the served model")
@@ -161,8 +163,8 @@ def model_folders(models: Sequence[str], model_name: str) -> dict[str, Path]:
     for given in models:
         # A folder of that very name wins, since "=" may stand in a path.
         before, separator, after = ("", "", "") if Path(given).is_dir() else given.partition("=")
-        folder = Path(after if separator else given).expanduser()
-        name = model_name or (before if separator else folder.resolve().name)
+        folder = folder_of(after if separator else given, "--model", files=TEXT_FILES)
+        name = model_name or (before if separator else served_name(folder))
         if name in folders:
             raise ConfigError(f"--model names {name!r} twice")
         folders[name] = folder

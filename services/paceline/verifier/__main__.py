@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from prometheus_client import CollectorRegistry
 
+from paceline.checkpoint_source import fetched
 from paceline.config import loggable, parse
 from paceline.core.messages import VERIFIER
 from paceline.credentials import load_tls
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     config = parse(VerifierConfig, arguments, os.environ, PROG, "Runs a target model and verifies draft trees.")
     setup_logging("verifier")
-    run(serve(config), prog=PROG)
+    run(serve(fetched(config, PROG, "model")), prog=PROG)
 
 
 async def serve(config: VerifierConfig) -> None:

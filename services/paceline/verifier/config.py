@@ -37,12 +37,18 @@ MOST_LAYERS = 1024
 NAME = "--speculative-config"
 
 
+# A host's memory is for others as well.
+HOST_PAGES = 2048
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig(ModelServiceConfig):
     """Flags and environment variables of `paceline verifier`."""
 
-    model: Path = setting(help="Checkpoint folder of the target model, in Hugging Face layout.")
-    model_name: str = setting("", help="Name users ask for; empty: the folder's name.")
+    model: Path = setting(
+        help="Target model: ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, or a checkpoint folder."
+    )
+    model_name: str = setting("", help="Name users ask for; empty: the folder's, or ORG/NAME.")
     engine: str = setting(
         PACELINE,
         help="What computes the model: our own engine, or vLLM where it is installed in the same Python.",
@@ -56,7 +62,13 @@ class VerifierConfig(ModelServiceConfig):
     spare_cpus: str = setting(
         "", help="CPUs of its drafters, such as 4-5; plain steps run a thread on each while drafters rest."
     )
-    num_kv_blocks: int = 2048
+    num_kv_blocks: int | None = setting(
+        None,
+        help="Pages of 16 tokens for committed KV; 0: as many as --memory-utilization allows and --max-num-seqs can "
+        f"fill; without it so on a GPU, and on a CPU no more than {HOST_PAGES:,}.",
+        low=0,
+        high=10_000_000,
+    )
     max_num_seqs: int = setting(64, help="Most sessions that run at once.", low=1, high=4096)
     max_num_batched_tokens: int = 512
     max_model_len: int = setting(

@@ -6,18 +6,20 @@ import logging
 import os
 import time
 from dataclasses import replace
+from typing import Any
 
+from paceline.checkpoint_source import folder_of
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.pages import BLOCK_SIZE
-from paceline.core.params import EAGLE3, SpeculationParams
+from paceline.core.params import EAGLE3, MEDUSA, SpeculationParams
 from paceline.core.step_time import StepMode
 from paceline.core.target_events import TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.checkpoint import warm_up as warm_up_draft
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.engine.budget import target_scratch_blocks
+from paceline.engine.budget import LEAST_PAGES, MemoryPlan, draft_page_bytes, target_scratch_blocks
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
 from paceline.engine.grammar import Grammars
@@ -25,8 +27,11 @@ from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
 from paceline.engine.memory import log_memory
 from paceline.engine.process import StepThreads, parse_cpus, prepare_process, until_quiet
+from paceline.engine.sizing import model_needs
 from paceline.engine.target import TargetEngine
-from paceline.verifier.config import Speculation, VerifierConfig, speculation_from
+from paceline.heads import is_eagle3
+from paceline.service_memory import plan_service, with_pages
+from paceline.verifier.config import HOST_PAGES, NAME, TIER, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.learned import learned_file
 from paceline.verifier.make_sources import make_sources
 from paceline.verifier.served import ServedEngine
@@ -46,8 +51,9 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
     Raises:
         ConfigError: A setting or the checkpoint makes serving impossible.
     """
-    speculation = speculation_from(config.speculative_config)
+    speculation = _with_folders(speculation_from(config.speculative_config))
     own_identity = model_identity(config.model, config.model_name, config.dtype, config.device)
+    config = with_pages(config, _plan(config, own_identity.context_len, speculation), logger.info)
     head = speculation.head
     identity = replace(
         own_identity,
@@ -68,6 +74,40 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
     )
 
 
+def _with_folders(speculation: Speculation) -> Speculation:
+    """Fetches what of the Hub is needed here: heads, and a draft model that runs in this process."""
+    keys = ("medusa_model", "eagle3_model", *(() if speculation.placement == TIER else ("model",)))
+    folders: dict[str, Any] = {
+        key: folder_of(given, f"{NAME} {key}") for key in keys if (given := getattr(speculation, key)) is not None
+    }
+    return replace(speculation, **folders)
+
+
+def _plan(config: VerifierConfig, context_len: int, speculation: Speculation) -> MemoryPlan:
+    """Plans the memory of this process, before anything is loaded.
+
+    Raises:
+        ConfigError: It does not fit; says by how much and what to change.
+    """
+    states = (speculation.head is not None) + (MEDUSA in speculation.methods)
+    target = model_needs(config.model, config.dtype, config.device, state_width=states)
+    models, page_bytes = [target], target.page_bytes
+    # A head has one layer; what it takes is not counted.
+    if speculation.own_draft is not None and not is_eagle3(speculation.own_draft):
+        draft = model_needs(speculation.own_draft, config.dtype, config.device)
+        models, page_bytes = [target, draft], page_bytes + draft_page_bytes(draft.page_bytes)
+    longest = min(config.max_model_len or context_len, context_len)
+    return plan_service(
+        config,
+        models,
+        page_bytes=page_bytes,
+        scratch_bytes=target_scratch_blocks(config.max_num_batched_tokens) * target.page_bytes,
+        context_len=longest,
+        host_pages=HOST_PAGES,
+        least_pages=-(-longest // BLOCK_SIZE) + 1 if config.max_model_len else LEAST_PAGES,
+    )
+
+
 def _grammars(config: VerifierConfig, identity: ModelIdentity) -> Grammars | None:
     try:
         return Grammars(config.model, identity.vocab_size, identity.eos_token_ids)
@@ -82,12 +122,12 @@ def _max_model_len(config: VerifierConfig, identity: ModelIdentity) -> int:
     Raises:
         ConfigError: `--max-model-len` is more than either allows.
     """
-    paged = (config.num_kv_blocks - 1) * BLOCK_SIZE
+    paged = (config.num_pages - 1) * BLOCK_SIZE
     allowed = min(identity.context_len, paged)
     if config.max_model_len > allowed:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is more than the model's {identity.context_len} tokens or "
-            f"the {paged} tokens of --num-kv-blocks {config.num_kv_blocks} allow"
+            f"the {paged} tokens of {config.num_kv_blocks} pages (--num-kv-blocks) allow"
         )
     return config.max_model_len or allowed
 
@@ -108,7 +148,7 @@ def make_engine(
     draft = DraftEngine(
         decoder=decoder,
         identity=draft_identity,
-        num_blocks=config.num_kv_blocks,
+        num_blocks=config.num_pages,
         limits=DraftLimits(max_num_seqs=config.max_num_seqs),
         clock=time.monotonic,
     )
@@ -125,7 +165,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
     engine = TargetEngine(
         decoder=decoder,
         identity=identity,
-        num_blocks=config.num_kv_blocks,
+        num_blocks=config.num_pages,
         limits=TargetLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -156,7 +196,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
     )
     log_memory(
         decoder,
-        num_blocks=config.num_kv_blocks,
+        num_blocks=config.num_pages,
         num_scratch_blocks=target_scratch_blocks(config.max_num_batched_tokens),
     )
     return engine

@@ -303,7 +303,7 @@ def test_a_folder_of_heads_that_is_none_is_refused(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("removed", "message"),
-    [("config.json", r"holds no config\.json"), ("model.safetensors", r"holds no \*\.safetensors")],
+    [("config.json", r"holds no config\.json"), ("model.safetensors", r"has no \*\.safetensors")],
 )
 def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint: Path, removed: str, message: str) -> None:
     (checkpoint / removed).unlink()

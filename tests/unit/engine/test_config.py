@@ -132,7 +132,7 @@ def test_rotations_that_depend_on_the_longest_of_a_batch_are_refused(tmp_path, k
     scaling = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 128}
     if kind == "longrope":
         scaling |= {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
-    with pytest.raises(ConfigError, match=rf"rope_parameters\.rope_type: '{kind}' is not served"):
+    with pytest.raises(ConfigError, match=f"rope_scaling: '{kind}' is not served by our engine"):
         shape_of(write(tmp_path, rope_scaling=scaling))
 
 
@@ -157,7 +157,7 @@ def test_quantised_checkpoints_are_refused(tmp_path):
 
 
 def test_what_is_no_causal_language_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"architectures: .* must name one causal language model"):
+    with pytest.raises(ConfigError, match="architectures: must name one causal language model, got "):
         DecoderConfig.from_folder(write(tmp_path, architectures=["LlamaForSequenceClassification"]))
 
 
@@ -165,5 +165,5 @@ def test_a_folder_without_config_and_a_broken_one_are_told_apart(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         DecoderConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read by transformers"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         DecoderConfig.from_folder(tmp_path)

@@ -78,7 +78,9 @@ def settings_schema(tier: str) -> dict[str, Any]:
 
 
 def _property(setting: Setting, hint: Any) -> dict[str, Any]:
-    described: dict[str, Any] = {"type": JSON_TYPES.get(hint, "string")}
+    # What may be left out is what it is where it is given.
+    kinds = [kind for kind in (*typing.get_args(hint), hint) if kind in JSON_TYPES]
+    described: dict[str, Any] = {"type": JSON_TYPES[kinds[0]] if kinds else "string"}
     if setting.choices is not None:
         described["enum"] = list(setting.choices)
     if setting.low is not None:

@@ -19,8 +19,9 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from paceline.checkpoint_source import TEXT_FILES
 from paceline.cluster.drain import DrainConfig, drain
-from paceline.cluster.local import resolve_checkpoints, with_heads
+from paceline.cluster.local import fetch_models, resolve_checkpoints, with_heads
 from paceline.cluster.ray.host import ServiceHost
 from paceline.cluster.ray.lag import read_lag
 from paceline.cluster.ray.order import Order
@@ -138,7 +139,8 @@ class RayFleet:
             await self._exits.aclose()
 
     async def _start(self) -> None:
-        self._services = services = with_heads(self.spec.services)
+        named = await asyncio.to_thread(fetch_models, self.spec.services, self._say, files=TEXT_FILES)
+        self._services = services = with_heads(named)
         self.checkpoints = await asyncio.to_thread(resolve_checkpoints, services, self._environ, self._say)
         await asyncio.to_thread(_connect, self._address)
         self._exits.push_async_callback(asyncio.to_thread, ray.shutdown)

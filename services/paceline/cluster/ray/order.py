@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.checkpoint_source import Repository, repository_of
 from paceline.cluster.spec import CpuShare, Endpoint, FleetSpec, gateway_child, model_child
 from paceline.cluster.supervisor import BackOff, ChildSpec
 from paceline.core.messages import GATEWAY
@@ -18,7 +19,7 @@ class Order:
 
     Attributes:
         name: Of the replica, in the registry too.
-        checkpoint: Folder of its model, on every node; of a gateway that of the tokenizer.
+        checkpoint: Folder of its model, on every node but for snapshots of the Hub; of a gateway that of the tokenizer.
         target: Folder of the target, for the drafter of an EAGLE-3 head.
         num_threads: Threads of a forward pass.
         port: Of the service; 0: a free one.
@@ -44,15 +45,22 @@ def service_child(order: Order, endpoint: Endpoint) -> ChildSpec:
     """Returns the process of a replica."""
     environ = {**os.environ, **order.env}
     if order.role == GATEWAY:
-        return gateway_child(order.services, endpoint, order.checkpoint, order.redis_url, order.log_dir, environ)
+        return gateway_child(
+            order.services, endpoint, _anywhere(order.checkpoint), order.redis_url, order.log_dir, environ
+        )
     return model_child(
         order.services,
         endpoint,
         CpuShare(num_threads=order.num_threads, cpus=()),
-        order.checkpoint,
+        _anywhere(order.checkpoint),
         order.redis_url,
         order.log_dir,
         environ,
         endpoint.address,
-        order.target,
+        None if order.target is None else _anywhere(order.target),
     )
+
+
+def _anywhere(checkpoint: Path) -> Path | Repository:
+    """What names a checkpoint on every node: a repository of the Hub, or a folder that is on all of them."""
+    return repository_of(checkpoint) or checkpoint

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint_source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VLLM_ARITHMETIC, ModelIdentity
 from paceline.core.params import DRAFT_MODEL, REJECTION
@@ -22,7 +23,7 @@ def vllm_identity(folder: Path, name: str, *, context_len: int, versions: str, p
 
     Args:
         folder: Checkpoint folder.
-        name: Name for users; empty: the folder's.
+        name: Name for users; empty: see `served_name`.
         context_len: Longest session that vLLM allows.
         versions: Of vLLM and what it computes with.
         precision: What decides its logits beside the weights, such as their type and quantisation.
@@ -36,7 +37,7 @@ def vllm_identity(folder: Path, name: str, *, context_len: int, versions: str, p
     text = config.get("text_config")
     arithmetic = f"{VLLM_ARITHMETIC}{versions}, {precision}"
     return ModelIdentity(
-        name=name or path.resolve().name,
+        name=name or served_name(path),
         vocab_hash=vocab_hash(path),
         vocab_size=_vocab_size(path, [config, *([text] if isinstance(text, dict) else [])]),
         context_len=context_len,

@@ -25,6 +25,7 @@ PROPOSER = "paceline.vllm.Proposer"
 # Our settings that are nothing to vLLM, and what stands for them.
 NOT_FOR_VLLM = {
     "num_kv_blocks": "--vllm-arg=--kv-cache-memory-bytes=...",
+    "memory_utilization": "--vllm-arg=--gpu-memory-utilization=...",
     "max_num_batched_tokens": "--vllm-arg=--max-num-batched-tokens=...",
     "spare_cpus": "nothing; vLLM's threads stay where they are",
 }

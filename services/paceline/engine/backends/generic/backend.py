@@ -28,7 +28,7 @@ from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
 from paceline.engine.linear import Head, Linear
 from paceline.engine.packing import BatchBuilder
-from paceline.engine.rope import LENGTH_DEPENDENT
+from paceline.model_families import LENGTH_DEPENDENT
 
 # What models may hand to an attention function without changing what it computes. A sliding window changes
 # nothing, because DecoderConfig.context_len never exceeds it.

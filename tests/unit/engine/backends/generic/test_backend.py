@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from paceline.core.errors import ConfigError
 from paceline.engine.backends.generic.backend import GenericBackend
@@ -36,6 +37,8 @@ SERVED = {
     "phi": SIZES,
     "gemma": {**SIZES, "head_dim": 16, "pad_token_id": 0},
     "gpt2": {**GPT, "bos_token_id": 0, "eos_token_id": 1},
+    "stablelm": {**SIZES, "hidden_size": 64},
+    "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 REFUSED = {
     "gemma2": ({**SIZES, "head_dim": 16, "pad_token_id": 0}, r"its attention needs \['softcap'\]"),
@@ -80,5 +83,9 @@ def test_bfloat16_weights_are_packed_and_logits_stay_near(tmp_path):
 def test_what_paged_attention_cannot_do_is_refused_by_name(model_type, tmp_path):
     options, reason = REFUSED[model_type]
     model = save_tiny(tmp_path, model_type, options)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=r"is not served by our engine, since .*: use --engine vllm"):
         model.load()
+    # What the table of families says is what a trial finds.
+    with pytest.raises(ConfigError, match=reason):
+        config = DecoderConfig.from_transformers(AutoConfig.from_pretrained(tmp_path), tmp_path)
+        GenericBackend.load(tmp_path, config, torch.float32, TorchPlatform(torch.device("cpu")))

@@ -1,0 +1,108 @@
+"""`paceline models check`: which engine serves a model and what it takes, from its config.json alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.checkpoint_source import CONFIG_FILES, folder_of, parse
+from paceline.cluster.drain import say
+from paceline.config import parse as parse_settings
+from paceline.config import setting
+from paceline.core.errors import ConfigError
+from paceline.json_file import read_object
+from paceline.model_families import GENERIC, LEAN, Config, family_of, quant_method, refusal, vllm_refusal
+from paceline.model_sizes import Sizes, sizes_of
+
+PROG = "paceline models check"
+DESCRIPTION = (
+    "Says which engine serves a model, what it takes of memory and what limits it; reads its config.json alone."
+)
+GB = 1e9
+KIB = 1024
+DECODERS = {
+    LEAN: "serves it, by the decoder made for it",
+    GENERIC: "serves it, by transformers' modules (slower), if a trial at start gives transformers' own logits",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckConfig:
+    """Settings of `paceline models check`."""
+
+    name: str = setting(help="ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, or a checkpoint folder.")
+    context: int | None = setting(None, help="Length of a session to count.", unit="tokens", low=1, high=100_000_000)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the answer; ends with status 1 when neither engine serves the model."""
+    settings = parse_settings(CheckConfig, argv, os.environ, PROG, DESCRIPTION, first="name")
+    folder = folder_of(settings.name, "NAME", files=CONFIG_FILES)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{settings.name} holds no config.json: name a checkpoint in Hugging Face layout")
+    config = read_object(path)
+    say("\n".join(answer(str(parse(settings.name)), config, settings.context)))
+    if refusal(config) and vllm_refusal(config):
+        raise SystemExit(1)
+
+
+def answer(name: str, config: Config, context: int | None = None) -> Iterator[str]:
+    """Lines on one model.
+
+    Args:
+        name: What the user has named.
+        config: Its config.json.
+        context: Length of a session whose KV is told, beside that of the longest.
+    """
+    family, sizes = family_of(config), sizes_of(config)
+    yield f"{name}  {', '.join(config.get('architectures') or ('no architecture',))}{_size(sizes)}"
+    why, vllm_why = refusal(config), vllm_refusal(config)
+    trial = DECODERS[family.decoder] if family is not None and family.decoder else DECODERS[GENERIC]
+    yield f"our engine  {'no: ' + why if why else trial}"
+    yield f"vLLM        {'no: ' + vllm_why if vllm_why else _vllm(config, known=family is not None)}"
+    if sizes is not None and not (why and vllm_why):
+        yield from _memory(config, sizes, context)
+        yield f"limits      {_limits(sizes, ours=not why)}"
+
+
+def _size(sizes: Sizes | None) -> str:
+    if sizes is None:
+        return ""
+    count = "" if sizes.num_parameters is None else f", {_billions(sizes.num_parameters)} parameters"
+    return f", {sizes.num_layers} layers{count}"
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.3g} B" if count >= 0.9995e9 else f"{count / 1e6:.3g} M"
+
+
+def _vllm(config: Config, *, known: bool) -> str:
+    images = ", its text alone" if "vision_config" in config else ""
+    return f"serves it with --engine vllm{images}" if known else "is not known to serve it; try --engine vllm"
+
+
+def _memory(config: Config, sizes: Sizes, context: int | None) -> Iterator[str]:
+    if sizes.weight_bytes is None:
+        yield "weights     config.json does not tell: the sizes of the *.safetensors do"
+    else:
+        kind = quant_method(config) or "as stored"
+        yield f"weights     {sizes.weight_bytes / GB:.3g} GB ({kind})"
+    if not sizes.full_layers and not sizes.window_layers:
+        yield "KV          none: a state of fixed size for each session"
+        return
+    lengths = [length for length in (1000, context, sizes.context_len) if length]
+    told = ", ".join(f"{sizes.kv_bytes(length) / GB:.3g} GB for {length:,}" for length in dict.fromkeys(lengths))
+    yield f"KV          {sizes.kv_bytes(1) / KIB:.4g} KiB a token, {told} tokens (16 bits)"
+
+
+def _limits(sizes: Sizes, *, ours: bool) -> str:
+    context = (
+        "a context that config.json does not tell" if sizes.context_len is None else f"{sizes.context_len:,} tokens"
+    )
+    if not sizes.window_layers:
+        return context
+    if ours:
+        return f"{context}; {sizes.window:,} in our engine, which serves no further than the sliding window"
+    return f"{context}; {sizes.window_layers} layers look back {sizes.window:,} tokens"

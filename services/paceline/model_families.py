@@ -1,0 +1,202 @@
+"""Families of models: which engine serves which, and what stands in the way. Needs nothing but the standard library.
+
+One table for all who ask: our engine's refusals, `paceline models check` and `docs/models.md`. What config.json says
+beyond the family, such as a quantisation, is judged here as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+Config = Mapping[str, Any]
+
+# Decoders of our engine.
+LEAN, GENERIC = "lean", "generic"
+# Positions turned by frequencies that depend on the longest sequence of a batch.
+LENGTH_DEPENDENT: Final = frozenset({"dynamic", "longrope"})
+
+_SOFTCAP = "its attention caps scores (attn_logit_softcapping)"
+_SINKS = "its attention has sinks"
+_MLA = "its attention is latent (MLA), and its KV has a shape of its own"
+_STATE = "its layers keep a state that is not paged KV"
+_IMAGES = "it reads more than text, and its decoder lies inside a larger model"
+_OWN_LOOP = "its layers do not go through transformers' attention interface"
+_ALIBI = "its positions are biases of the scores (ALiBi)"
+_NO_DECODER = "it is no causal language model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        architectures: As config.json names them.
+        example: A repository of the Hub.
+        decoder: Of our engine; empty: it serves none of them.
+        why: Why it serves none.
+        vllm: Whether vLLM serves them.
+        gated: Whether an MLP has a gate beside its two matrices.
+        tied: Whether the head is the embedding where config.json does not say.
+        remark: What else a reader should know.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    example: str
+    decoder: str = ""
+    why: str = ""
+    vllm: bool = True
+    gated: bool = True
+    tied: bool = False
+    remark: str = ""
+
+
+def _lean(name: str, architecture: str, example: str, **more: Any) -> Family:
+    return Family(name=name, architectures=(architecture,), example=example, decoder=LEAN, **more)
+
+
+def _generic(name: str, architecture: str, example: str, **more: Any) -> Family:
+    return Family(name=name, architectures=(architecture,), example=example, decoder=GENERIC, **more)
+
+
+def _vllm_only(name: str, architectures: str, example: str, why: str, **more: Any) -> Family:
+    return Family(name=name, architectures=tuple(architectures.split()), example=example, why=why, **more)
+
+
+FAMILIES: Final = (
+    _lean("Llama 2, 3", "LlamaForCausalLM", "meta-llama/Llama-3.1-8B-Instruct"),
+    _lean("Mistral", "MistralForCausalLM", "mistralai/Mistral-7B-Instruct-v0.3"),
+    _lean("Qwen2, 2.5", "Qwen2ForCausalLM", "Qwen/Qwen2.5-7B-Instruct"),
+    _lean("Qwen3", "Qwen3ForCausalLM", "Qwen/Qwen3-8B"),
+    _generic("Arcee", "ArceeForCausalLM", "arcee-ai/AFM-4.5B", gated=False),
+    _generic("Cohere", "CohereForCausalLM", "CohereForAI/c4ai-command-r-v01", tied=True),
+    _generic("Cohere 2", "Cohere2ForCausalLM", "CohereForAI/c4ai-command-r7b-12-2024", tied=True),
+    _generic("ERNIE 4.5", "Ernie4_5ForCausalLM", "baidu/ERNIE-4.5-0.3B-PT", tied=True),
+    _generic("EXAONE 4", "Exaone4ForCausalLM", "LGAI-EXAONE/EXAONE-4.0-1.2B"),
+    _generic("Gemma", "GemmaForCausalLM", "google/gemma-7b", tied=True),
+    _generic("Gemma 3, text", "Gemma3ForCausalLM", "google/gemma-3-1b-it", tied=True),
+    _generic("GLM 4", "GlmForCausalLM", "zai-org/glm-4-9b-hf"),
+    _generic("GLM 4, 0414", "Glm4ForCausalLM", "zai-org/GLM-4-9B-0414"),
+    _generic("GPT-2", "GPT2LMHeadModel", "openai-community/gpt2", gated=False, tied=True),
+    _generic("GPT-BigCode", "GPTBigCodeForCausalLM", "bigcode/starcoder", gated=False, tied=True),
+    _generic("GPT-NeoX, Pythia", "GPTNeoXForCausalLM", "EleutherAI/pythia-6.9b", gated=False),
+    _generic("Granite", "GraniteForCausalLM", "ibm-granite/granite-3.3-8b-instruct", tied=True),
+    _generic("Hunyuan", "HunYuanDenseV1ForCausalLM", "tencent/Hunyuan-7B-Instruct", tied=True),
+    _generic("Nemotron", "NemotronForCausalLM", "nvidia/Minitron-8B-Base", gated=False),
+    _generic("OLMo", "OlmoForCausalLM", "allenai/OLMo-7B-hf"),
+    _generic("OLMo 2", "Olmo2ForCausalLM", "allenai/OLMo-2-1124-7B"),
+    _generic("OLMo 3", "Olmo3ForCausalLM", "allenai/Olmo-3-7B-Instruct"),
+    _generic("OPT", "OPTForCausalLM", "facebook/opt-1.3b", gated=False, tied=True),
+    _generic("Phi 1, 2", "PhiForCausalLM", "microsoft/phi-2", gated=False),
+    _generic("Phi 3, 4", "Phi3ForCausalLM", "microsoft/Phi-3-mini-4k-instruct"),
+    _generic("Seed-OSS", "SeedOssForCausalLM", "ByteDance-Seed/Seed-OSS-36B-Instruct"),
+    _generic("SmolLM3", "SmolLM3ForCausalLM", "HuggingFaceTB/SmolLM3-3B", tied=True),
+    _generic("StableLM", "StableLmForCausalLM", "stabilityai/stablelm-2-1_6b"),
+    _generic("StarCoder 2", "Starcoder2ForCausalLM", "bigcode/starcoder2-7b", gated=False, tied=True),
+    _generic("Mixtral", "MixtralForCausalLM", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
+    _generic("Qwen2 MoE", "Qwen2MoeForCausalLM", "Qwen/Qwen1.5-MoE-A2.7B"),
+    _generic("Qwen3 MoE", "Qwen3MoeForCausalLM", "Qwen/Qwen3-30B-A3B"),
+    _generic("OLMoE", "OlmoeForCausalLM", "allenai/OLMoE-1B-7B-0924"),
+    _generic("GLM 4.5", "Glm4MoeForCausalLM", "zai-org/GLM-4.5-Air"),
+    _vllm_only("Gemma 2", "Gemma2ForCausalLM", "google/gemma-2-9b-it", _SOFTCAP, tied=True),
+    _vllm_only("gpt-oss", "GptOssForCausalLM", "openai/gpt-oss-20b", _SINKS),
+    _vllm_only("GPT-J", "GPTJForCausalLM", "EleutherAI/gpt-j-6b", _OWN_LOOP, gated=False),
+    _vllm_only("Falcon", "FalconForCausalLM", "tiiuae/falcon-7b", _OWN_LOOP, gated=False, tied=True),
+    _vllm_only("BLOOM", "BloomForCausalLM", "bigscience/bloom-7b1", _ALIBI, gated=False, tied=True),
+    _vllm_only("MPT", "MPTForCausalLM MptForCausalLM", "mosaicml/mpt-7b", _ALIBI, gated=False, tied=True),
+    _vllm_only("DeepSeek V2", "DeepseekV2ForCausalLM", "deepseek-ai/DeepSeek-V2-Lite", _MLA),
+    _vllm_only("DeepSeek V3, R1, Kimi K2", "DeepseekV3ForCausalLM", "deepseek-ai/DeepSeek-V3", _MLA),
+    _vllm_only("Mamba", "MambaForCausalLM Mamba2ForCausalLM", "state-spaces/mamba-2.8b-hf", _STATE),
+    _vllm_only("Jamba", "JambaForCausalLM", "ai21labs/Jamba-v0.1", _STATE),
+    _vllm_only("Qwen3-Next", "Qwen3NextForCausalLM", "Qwen/Qwen3-Next-80B-A3B-Instruct", _STATE),
+    _vllm_only("Falcon H1, Bamba", "FalconH1ForCausalLM BambaForCausalLM", "tiiuae/Falcon-H1-7B-Instruct", _STATE),
+    _vllm_only("Granite 4", "GraniteMoeHybridForCausalLM", "ibm-granite/granite-4.0-h-tiny", _STATE),
+    _vllm_only("LFM2", "Lfm2ForCausalLM Lfm2MoeForCausalLM", "LiquidAI/LFM2-1.2B", _STATE),
+    _vllm_only("Nemotron-H", "NemotronHForCausalLM", "nvidia/Nemotron-H-8B-Base-8K", _STATE),
+    _vllm_only("Gemma 3", "Gemma3ForConditionalGeneration", "google/gemma-3-12b-it", _IMAGES, tied=True),
+    _vllm_only("Llama 4", "Llama4ForConditionalGeneration", "meta-llama/Llama-4-Scout-17B-16E-Instruct", _IMAGES),
+    _vllm_only("Mistral 3", "Mistral3ForConditionalGeneration", "mistralai/Mistral-Small-3.1-24B-Base-2503", _IMAGES),
+    _vllm_only(
+        "Qwen VL",
+        "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration",
+        "Qwen/Qwen2.5-VL-7B-Instruct",
+        _IMAGES,
+    ),
+)  # fmt: skip
+_BY_ARCHITECTURE: Final = {name: family for family in FAMILIES for name in family.architectures}
+LEAN_ARCHITECTURES: Final = frozenset(
+    name for family in FAMILIES if family.decoder == LEAN for name in family.architectures
+)
+
+
+def family_of(config: Config) -> Family | None:
+    """The family that a config.json is of; None: it is not in the table."""
+    names = config.get("architectures") or ()
+    return next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
+
+
+def refusal(config: Config) -> str:
+    """Why our engine does not serve a model, from its config.json, and what does; empty: it does, or will try."""
+    family, own_code = family_of(config), config.get("auto_map")
+    if family is None and not is_causal(config):
+        return f"architectures: must name one causal language model, got {_named(config)}"
+    if family is not None and family.why:
+        return f"architectures: {_named(config)} is not served by our engine, since {family.why}: use --engine vllm"
+    quantised = quant_method(config)
+    if quantised:
+        return (
+            f"quantization_config: quantised checkpoints ({quantised}) are not served by our engine: name the one with "
+            "bf16 weights, or serve this one with --engine vllm"
+        )
+    if family is None and own_code:
+        return (
+            f"auto_map: the model brings Python code of its own ({_named(config)}), which is never run here: name a "
+            "model of a family in docs/models.md, or serve it with --engine vllm --vllm-arg=--trust-remote-code"
+        )
+    scaled = rope_types(config) & LENGTH_DEPENDENT
+    if scaled:
+        return (
+            f"rope_scaling: {sorted(scaled)[0]!r} is not served by our engine, since it depends on the longest "
+            "sequence of a batch: use --engine vllm"
+        )
+    return ""
+
+
+def vllm_refusal(config: Config) -> str:
+    """Why vLLM does not serve a model behind a gateway; empty: it does, or will try."""
+    family = family_of(config)
+    if family is None and not is_causal(config):
+        return f"{_NO_DECODER} ({_named(config)})"
+    return "" if family is None or family.vllm else "vLLM knows no such architecture"
+
+
+def is_causal(config: Config) -> bool:
+    """Whether config.json names one model that goes on with text, as our engine reads it."""
+    names = list(config.get("architectures") or ())
+    return len(names) == 1 and str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def quant_method(config: Config) -> str:
+    """How the weights are quantised; empty: they are not."""
+    found = config.get("quantization_config") or text_config(config).get("quantization_config")
+    return str(found.get("quant_method", "unknown")) if isinstance(found, Mapping) else ""
+
+
+def rope_types(config: Config) -> frozenset[str]:
+    """Names of the scalings of rotary positions, in old and new spellings."""
+    text = text_config(config)
+    found = [part for name in ("rope_scaling", "rope_parameters") if isinstance(part := text.get(name), Mapping)]
+    parts = [*found, *(each for part in found for each in part.values() if isinstance(each, Mapping))]
+    return frozenset(str(part.get("rope_type") or part.get("type") or "default") for part in parts)
+
+
+def text_config(config: Config) -> Config:
+    """The part of config.json that describes the decoder of text."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _named(config: Config) -> str:
+    return ", ".join(map(str, config.get("architectures") or ())) or "none is named"

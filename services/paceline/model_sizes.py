@@ -1,0 +1,177 @@
+"""What a model weighs and what its KV takes, from config.json alone. Needs nothing but the standard library.
+
+Sums of matrices; norms and biases are left out, so counts are a little low. A state that is no KV (Mamba's and its
+like) is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from paceline.model_families import Config, family_of, text_config
+
+KV_BYTES: Final = 2
+_WIDE: Final = ("float32", "float64")
+# Bits of a quantised weight besides its own: a 16-bit scale, and a zero point, for each group.
+_SCALE_BITS: Final = 16
+_GROUP: Final = 128
+# Sinks of bits by method, where config.json gives no number: 8-bit floats, 4-bit floats in groups of 32.
+_METHOD_BITS: Final = {"fp8": 8.0, "fbgemm_fp8": 8.0, "modelopt": 8.0, "mxfp4": 4.25}
+# Architectures with a decoder layer that has KV each so many layers.
+_ATTENTION_EVERY: Final = ("attn_layer_period", "full_attention_interval")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of a decoder of text.
+
+    Attributes:
+        num_parameters: None: config.json does not tell.
+        weight_bytes: As stored; None likewise.
+        kv_layer_bytes: KV of one token in one layer, in 16 bits.
+        full_layers: Layers whose KV grows with the text.
+        window_layers: Layers that look back no further than `window` tokens.
+        context_len: None: config.json does not tell.
+    """
+
+    num_layers: int
+    num_parameters: int | None
+    weight_bytes: int | None
+    kv_layer_bytes: int
+    full_layers: int
+    window_layers: int
+    window: int
+    context_len: int | None
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """KV of a session of so many tokens."""
+        return self.kv_layer_bytes * (
+            self.full_layers * num_tokens + self.window_layers * min(num_tokens, self.window or num_tokens)
+        )
+
+
+def sizes_of(config: Config) -> Sizes | None:
+    """Reads the sizes; None: config.json does not give those of a decoder of text."""
+    text = {**config, **text_config(config)}
+    layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    hidden = _first(text, "hidden_size", "n_embd", "d_model")
+    if not layers or not hidden:
+        return None
+    full, window_layers, window = _layer_kinds(text, layers)
+    mixed = any(text.get(name) for name in _ATTENTION_EVERY) or not _heads(text)
+    counted = None if mixed else _parameters(text, layers, hidden)
+    return Sizes(
+        num_layers=layers,
+        num_parameters=None if counted is None else sum(counted),
+        weight_bytes=None if counted is None else _weight_bytes(config, text, *counted),
+        kv_layer_bytes=_kv_layer_bytes(text, hidden),
+        full_layers=full,
+        window_layers=window_layers,
+        window=window,
+        context_len=_first(text, "max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"),
+    )
+
+
+def _first(config: Config, *names: str) -> int | None:
+    return next((int(value) for name in names if isinstance(value := config.get(name), int | float) and value), None)
+
+
+def _heads(text: Config) -> int | None:
+    return _first(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
+
+
+def _kv_heads(text: Config) -> int:
+    one = text.get("multi_query") and not text.get("new_decoder_architecture")
+    return 1 if one else _first(text, "num_key_value_heads", "num_kv_heads") or _heads(text) or 0
+
+
+def _head_dim(text: Config, hidden: int) -> int:
+    return _first(text, "head_dim") or hidden // (_heads(text) or hidden)
+
+
+def _kv_layer_bytes(text: Config, hidden: int) -> int:
+    latent = _first(text, "kv_lora_rank")
+    if latent:
+        return KV_BYTES * (latent + (_first(text, "qk_rope_head_dim") or 0))
+    return 2 * KV_BYTES * _kv_heads(text) * _head_dim(text, hidden)
+
+
+def _layer_kinds(text: Config, layers: int) -> tuple[int, int, int]:
+    """Returns how many layers see the whole text, how many a window of it, and the window."""
+    every = _first(text, *_ATTENTION_EVERY)
+    if every or not _heads(text):
+        return (layers // every if every else 0), 0, 0
+    window = 0 if text.get("use_sliding_window") is False else _first(text, "sliding_window") or 0
+    kinds, pattern = text.get("layer_types"), _first(text, "sliding_window_pattern", "_sliding_window_pattern")
+    if isinstance(kinds, list):
+        windowed = kinds.count("sliding_attention")
+        return kinds.count("full_attention"), windowed, window if windowed else 0
+    if not window or window >= (_first(text, "max_position_embeddings") or 0):
+        return layers, 0, 0
+    if text.get("model_type") == "gemma2":
+        pattern = 2
+    full = layers // pattern if pattern else 0
+    return full, layers - full, window
+
+
+def _parameters(text: Config, layers: int, hidden: int) -> tuple[int, int, int]:
+    """Returns how many parameters embeddings and head have, the attention of all layers, and their MLPs."""
+    family = family_of(text)
+    vocab, tied = _first(text, "vocab_size") or 0, text.get("tie_word_embeddings", family is not None and family.tied)
+    positions = (_first(text, "n_positions") or 0) * hidden
+    embedding = vocab * hidden * (1 if tied else 2) + positions
+    matrices = 3 if family is None or family.gated else 2
+    default = matrices * hidden * (_first(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden)
+    experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    if not experts:
+        return embedding, layers * _attention(text, hidden), layers * default
+    dense = _first(text, "first_k_dense_replace") or 0
+    width = _first(text, "moe_intermediate_size", "intermediate_size") or 4 * hidden
+    shared = (_first(text, "n_shared_experts") or 0) * width + (_first(text, "shared_expert_intermediate_size") or 0)
+    if "llama4" in str(text.get("model_type")):
+        shared = width
+    mixture = hidden * experts + matrices * hidden * (experts * width + shared)
+    return embedding, layers * _attention(text, hidden), dense * default + (layers - dense) * mixture
+
+
+def _attention(text: Config, hidden: int) -> int:
+    heads, rank = _heads(text) or 0, _first(text, "kv_lora_rank")
+    if not rank:
+        head_dim = _head_dim(text, hidden)
+        return 2 * hidden * head_dim * (heads + _kv_heads(text))
+    plain, turned = _first(text, "qk_nope_head_dim") or 0, _first(text, "qk_rope_head_dim") or 0
+    value, low = _first(text, "v_head_dim") or 0, _first(text, "q_lora_rank")
+    queries = heads * (plain + turned)
+    asking = hidden * low + low * queries if low else hidden * queries
+    return asking + hidden * (rank + turned) + rank * heads * (plain + value) + heads * value * hidden
+
+
+def _weight_bytes(config: Config, text: Config, embedding: int, attention: int, mlps: int) -> int:
+    kept = 4 if str(text.get("dtype") or text.get("torch_dtype")) in _WIDE else 2
+    quantised = config.get("quantization_config") or text.get("quantization_config")
+    if not isinstance(quantised, Mapping):
+        return kept * (embedding + attention + mlps)
+    bits = _bits(quantised)
+    # gpt-oss keeps all but its experts as they were.
+    whole = embedding + (attention if quantised.get("quant_method") == "mxfp4" else 0)
+    return round(kept * whole + (embedding + attention + mlps - whole) * bits / 8)
+
+
+def _bits(quantised: Mapping[str, Any]) -> float:
+    """Bits of a quantised weight, scales included."""
+    method = str(quantised.get("quant_method"))
+    if method == "bitsandbytes":
+        return 4 + 0.13 if quantised.get("load_in_4bit") else 8
+    groups = quantised.get("config_groups")
+    if isinstance(groups, Mapping) and groups:
+        weights = next(iter(groups.values())).get("weights") or {}
+        return _grouped(weights.get("num_bits") or 8, weights.get("group_size"))
+    if "bits" in quantised:
+        return _grouped(quantised["bits"], quantised.get("group_size", _GROUP))
+    return _METHOD_BITS.get(method, 8.0)
+
+
+def _grouped(bits: int, group: int | None) -> float:
+    return float(bits) if not group or group < 0 else bits + (_SCALE_BITS + bits) / group

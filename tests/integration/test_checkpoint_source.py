@@ -1,0 +1,185 @@
+"""Checkpoints by their names: fetched from a server that speaks the Hub's protocol, and found again without it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from paceline.checkpoint_source import MODEL_FILES, TEXT_FILES, folder_of, parse, repository_of, served_name
+from paceline.cluster.checkpoints import DEMO_DRAFTER
+from paceline.cluster.ray.order import Order, service_child
+from paceline.cluster.spec import Endpoint, FleetSpec
+from paceline.core.errors import ConfigError
+from paceline.engine.identity import model_identity
+from paceline.gateway.config import model_folders
+from tests.support.hub import TOKEN, Hub, Repo, serving
+
+
+@pytest.fixture(scope="module")
+def demo() -> Repo:
+    return Repo.of(DEMO_DRAFTER)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo: Repo) -> Iterator[Hub]:
+    """A server with one repository, and an empty cache; huggingface_hub reads its variables when it is imported."""
+    with serving(tiny=Repo(files=dict(demo.files))) as hub:
+        point_to(hub.url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield hub
+    huggingface_hub.close_session()
+
+
+def point_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+def fetch(name: str, *, files: Sequence[str] = MODEL_FILES) -> Path:
+    return folder_of(name, "--model", files=files)
+
+
+def test_what_is_named_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    assert parse("here/model") == Path("here/model")
+    assert parse(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
+    assert parse("/models/large") == Path("/models/large")
+    assert parse("large") == Path("large")
+    for given in ("hf://Qwen/Qwen3-8B", "Qwen/Qwen3-8B", Path("hf://Qwen/Qwen3-8B")):
+        assert str(parse(given)) == "hf://Qwen/Qwen3-8B"
+    assert str(parse("Qwen/Qwen3-8B@refs/pr/1")) == "hf://Qwen/Qwen3-8B@refs/pr/1"
+    with pytest.raises(ConfigError, match="must be hf://ORG/NAME"):
+        parse("hf://Qwen3-8B")
+
+
+def test_the_first_start_fetches_what_is_needed_and_the_second_one_asks_nobody(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = ("README.md", "pytorch_model.bin", "model.gguf", "consolidated.safetensors", "original/params.json")
+    hub.repos["org/tiny"].files |= dict.fromkeys(extra, b"not needed")
+    folder = fetch("org/tiny")
+    needed = {path.name for path in DEMO_DRAFTER.iterdir()} - {"README.md"}
+    assert hub.fetched() == needed
+    assert {path.name for path in folder.iterdir()} == needed
+    own, fetched = model_identity(DEMO_DRAFTER), model_identity(folder)
+    assert (fetched.name, fetched.weights_hash, fetched.vocab_hash) == ("org/tiny", own.weights_hash, own.vocab_hash)
+    hub.requests.clear()
+    assert fetch(f"org/tiny@{hub.repos['org/tiny'].commit}") == folder
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch("org/tiny") == folder
+    assert not hub.requests
+
+
+def test_a_newer_revision_is_fetched_when_its_name_is_asked_for_again(hub: Hub) -> None:
+    before = fetch("org/tiny")
+    hub.repos["org/tiny"].files["generation_config.json"] = b'{"temperature": 0.5}'
+    after = fetch("org/tiny")
+    assert after != before
+    assert '"temperature": 0.5' in (after / "generation_config.json").read_text()
+    assert before.is_dir()
+
+
+def test_without_the_server_the_cache_serves(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fetch("org/tiny")
+    point_to("http://127.0.0.1:9", monkeypatch)
+    assert fetch("org/tiny") == folder
+    with pytest.raises(
+        ConfigError, match=r"--model hf://org/other: it could not be fetched from http://127.0.0.1:9 .*"
+    ):
+        fetch("org/other")
+
+
+def test_a_gateway_fetches_tokenizer_and_templates_only(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    (name, folder), *_ = model_folders(["org/tiny"], "").items()
+    assert name == "org/tiny"
+    assert "model.safetensors" not in hub.fetched()
+    assert (folder / "tokenizer.json").is_file()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch("org/tiny", files=TEXT_FILES) == folder
+    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE forbids to ask the Hub, and it is not .* in the cache"):
+        fetch("org/tiny")
+
+
+def test_a_broken_download_goes_on_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What it has when the connection breaks counts by whole pieces.
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)
+    hub.repos["org/tiny"].cut_after = 1_000_000
+    folder = fetch("org/tiny")
+    assert len(hub.ranges) == 1
+    start = int(hub.ranges[0].removeprefix("bytes=").rstrip("-"))
+    assert 0 < start <= 1_000_000
+    assert (folder / "model.safetensors").read_bytes() == (DEMO_DRAFTER / "model.safetensors").read_bytes()
+
+
+def test_other_bytes_than_the_hubs_are_refused_and_fetched_anew(hub: Hub) -> None:
+    hub.repos["org/tiny"].spoil = True
+    with pytest.raises(ConfigError, match=r"model.safetensors arrived with the sha256 .* it is removed, start again"):
+        fetch("org/tiny")
+    hub.repos["org/tiny"].spoil = False
+    assert model_identity(fetch("org/tiny")).weights_hash == model_identity(DEMO_DRAFTER).weights_hash
+
+
+def test_a_gated_repository_says_what_to_do(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/tiny"].gated = True
+    with pytest.raises(ConfigError, match=rf"is gated: accept its licence at {hub.url}/org/tiny, and set HF_TOKEN"):
+        fetch("org/tiny")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert fetch("org/tiny").is_dir()
+
+
+def test_what_is_not_there_is_named(hub: Hub) -> None:
+    with pytest.raises(ConfigError, match=r"no such folder here, and no repository org/none \(revision main\)"):
+        fetch("org/none")
+    with pytest.raises(ConfigError, match="org/tiny has no revision v9"):
+        fetch("hf://org/tiny@v9")
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("pytorch_model.bin", "pickled weights only .* convert models with"),
+        ("model-q4.gguf", "GGUF weights only .* name the checkpoint with safetensors"),
+        ("weights.h5", "has no .*safetensors weights: name a checkpoint"),
+    ],
+)
+def test_formats_that_are_not_read_are_refused_before_anything_is_fetched(hub: Hub, file: str, said: str) -> None:
+    files = hub.repos["org/tiny"].files
+    files[file] = files.pop("model.safetensors")
+    with pytest.raises(ConfigError, match=said):
+        fetch("org/tiny")
+    assert not hub.fetched()
+
+
+def test_too_little_disk_says_how_much_is_needed(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
+    with pytest.raises(ConfigError, match=r"needs 0.0103 GB in .*, where 0.001 GB are free: .* set HF_HOME"):
+        fetch("org/tiny")
+    assert not hub.fetched()
+
+
+def test_on_a_cluster_every_node_fetches_the_commit_that_the_launcher_found(hub: Hub, tmp_path: Path) -> None:
+    folder = fetch("org/tiny", files=TEXT_FILES)
+    order = Order(
+        name="verifier-0",
+        role="verifier",
+        services=FleetSpec(),
+        checkpoint=folder,
+        target=None,
+        redis_url="",
+        log_dir=tmp_path,
+        num_threads=1,
+    )
+    endpoint = Endpoint(name="verifier-0", role="verifier", host="127.0.0.1", port=1, second_port=2)
+    argv = service_child(order, endpoint).argv
+    assert argv[argv.index("--model") + 1] == f"hf://org/tiny@{hub.repos['org/tiny'].commit}"
+    assert str(repository_of(folder)) == f"hf://org/tiny@{hub.repos['org/tiny'].commit}"
+    assert served_name(DEMO_DRAFTER) == "demo-drafter"
