@@ -1,13 +1,15 @@
-# Every target sets up what it needs in .venv; no root rights. Outside this folder: pip's cache, and in the user's cache
-# folder the widened demo target and environments of other engines.
+# Every target sets up what it needs in .venv, and no more; no root rights. Outside this folder: pip's cache, and in the
+# user's cache folder the widened demo target and environments of other engines.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test up demo bench chaos load locust docs clients-test k8s-test vllm-test clean
+.PHONY: help venv protos check style test up demo bench chaos load locust docs clients-test k8s-test vllm-test wheel-test \
+  sbom clean
 SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.stamp
+SERVE := $(VENV)/serve.stamp
+DEV := $(VENV)/dev.stamp
 PROTOC := .build/protoc
 PROTOC_STAMP := $(PROTOC)/.stamp
 PROTOS := $(wildcard protos/paceline/rpc/v1/*.proto)
@@ -16,14 +18,10 @@ GENERATED := services/paceline/rpc
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
-venv: $(STAMP) ## set up .venv
+venv: $(DEV) ## set up .venv with everything; make demo and make up set up what serves, and no more
 
-$(STAMP): pyproject.toml constraints.txt k8s/requirements.txt services/paceline/__init__.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one with make PYTHON=...")'
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r k8s/requirements.txt
-	@touch $@
+$(VENV)/%.stamp: pyproject.toml constraints.txt k8s/requirements.txt services/paceline/__init__.py
+	@$(PYTHON) tools/set_up.py $* --venv $(VENV)
 
 $(PROTOC_STAMP): Makefile
 	test -x $(PROTOC)/bin/python || $(PYTHON) -m venv $(PROTOC)
@@ -32,15 +30,15 @@ $(PROTOC_STAMP): Makefile
 	@touch $@
 
 # The oldest grpcio-tools we support: generated code may not be newer than the runtime.
-protos: $(PROTOC_STAMP) $(STAMP) ## regenerate services/paceline/rpc from protos/
+protos: $(PROTOC_STAMP) $(DEV) ## regenerate services/paceline/rpc from protos/
 	PATH="$(PROTOC)/bin:$$PATH" $(PROTOC)/bin/python -m grpc_tools.protoc -I protos --python_out=services \
 	  --grpc_python_out=services --mypy_out=services --mypy_grpc_out=services $(PROTOS)
 
-style: $(STAMP) ## format and fix what can be fixed
+style: $(DEV) ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-check: $(STAMP) protos ## lint, types, import law, generated code up to date
+check: $(DEV) protos ## lint, types, import law, generated code up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -48,43 +46,53 @@ check: $(STAMP) protos ## lint, types, import law, generated code up to date
 	@test -z "$$(git status --porcelain -- $(GENERATED))" || \
 	  { git status --short -- $(GENERATED); echo "generated code is not up to date: commit what make protos made"; exit 1; }
 
-test: $(STAMP) ## all tests
+test: $(DEV) ## all tests
 	$(BIN)/pytest $(ARGS)
 
-up: $(STAMP) ## serve the demo pair until Ctrl-C; ARGS='--model PATH --draft-model PATH ...' for others
+up: $(SERVE) ## serve the demo pair until Ctrl-C; ARGS='--model PATH --draft-model PATH ...' for others
 	$(BIN)/paceline up $(ARGS)
 
-demo: $(STAMP) ## stream completions with and without speculation and compare them
-	$(BIN)/paceline bench demo $(ARGS)
+demo: $(SERVE) ## stream completions with and without speculation and compare them
+	$(BIN)/paceline demo $(ARGS)
 
-bench: $(STAMP) ## run a bench: make bench NAME=acceptance; without NAME lists them
+bench: $(DEV) ## run a bench: make bench NAME=acceptance; without NAME lists them
 	$(BIN)/paceline bench $(NAME) $(ARGS)
 
-chaos: $(STAMP) ## break a whole fleet while streams run, and compare every token; ARGS='--seconds 60 --streams 200'
+chaos: $(DEV) ## break a whole fleet while streams run, and compare every token; ARGS='--seconds 60 --streams 200'
 	$(BIN)/paceline bench chaos $(ARGS)
 
 # A trace is replayed at length and in all modes, a generated load briefly and as it is served.
 MINUTES ?= $(if $(TRACE),10,2)
 RATE ?= $(if $(TRACE),max,1)
 SPECULATION ?= $(if $(TRACE),all,adaptive)
-load: $(STAMP) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=max SPECULATION=all; without TRACE 2 minutes made up
+load: $(DEV) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=max SPECULATION=all; without TRACE 2 minutes made up
 	$(BIN)/paceline bench load $(if $(TRACE),--trace '$(TRACE)') --minutes $(MINUTES) --rate $(RATE) \
 	  --speculation $(SPECULATION) $(ARGS)
 
-locust: $(STAMP) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
+locust: $(DEV) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
 	$(BIN)/paceline bench locust $(ARGS)
 
-docs: $(STAMP) ## the site of the docs, into reports/site, by a tool in an environment of its own
+docs: $(DEV) ## the site of the docs, into reports/site, by a tool in an environment of its own
 	$(BIN)/python -m tests.support.site
 
-clients-test: $(STAMP) ## tests of real clients (OpenAI's, LangChain, LiteLLM, lm-eval), in an environment of their own
+clients-test: $(DEV) ## tests of real clients (OpenAI's, Anthropic's, LangChain and others), in an environment of their own
 	$(BIN)/python -m tests.support.client_suite $(ARGS)
 
-k8s-test: $(STAMP) ## build the images and start the chart's cpu-demo with podman; ARGS=--keep-images for another run soon
+k8s-test: $(DEV) ## build the images and start the chart's cpu-demo with podman; ARGS=--keep-images for another run soon
 	$(BIN)/pytest tests/k8s -m podman $(ARGS)
 
-vllm-test: $(STAMP) ## the drafter tier under a real vLLM, in an environment of its own in the user's cache
+vllm-test: $(DEV) ## the drafter tier under a real vLLM, in an environment of its own in the user's cache
 	$(BIN)/python -m tests.vllm $(ARGS)
+
+wheel-test: $(DEV) ## build the wheel, install it into an empty environment and run it there
+	$(BIN)/pytest tests/wheel -m wheel $(ARGS)
+
+# Of what is installed in .venv; SBOM_OF=/opt/paceline/bin/python for another environment.
+SBOM_OF ?= $(BIN)/python
+sbom: $(SERVE) ## write sbom.json, the software bill of materials (CycloneDX) of what .venv holds
+	test -x .build/sbom/bin/python || $(PYTHON) -m venv .build/sbom
+	.build/sbom/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0
+	.build/sbom/bin/cyclonedx-py environment --output-reproducible -o sbom.json $(SBOM_OF)
 
 clean: ## remove environments and caches
 	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -14,7 +14,6 @@ BENCHES = {
     "concurrency": "speculative against plain decoding at 1 to 64 streams, with one configuration",
     "console": "screenshots of the console in Chromium, of a fleet under load, for the docs",
     "controller": "the controller against three oracles on a replayed load of 1 to 64 sessions",
-    "demo": "the fleet at work on a few prompts, with and without speculation, and a table",
     "engines": "vLLM plain, with its own draft model and with the drafter tier, at 1 to 32 streams",
     "facts": "measures the profile of the demo pair on this machine that `paceline plan` takes",
     "failover": "pauses when a verifier or a drafter dies, and guesses after a session has moved",

@@ -47,7 +47,7 @@ from loadtest.faults import (
 )
 from loadtest.faulty.orders import FOLDER_VARIABLE
 from loadtest.flags import bench_parser
-from loadtest.fleet import DEMO_PAIR, FREE_PORTS, machine
+from loadtest.fleet import DEMO_PAIR, machine
 from loadtest.histories import History, Kind, Verdict, judge, judge_one
 from loadtest.proxy import DelayProxy
 from loadtest.resuming_http import ResumingHttpClient
@@ -63,7 +63,7 @@ from loadtest.steadfast import (
 )
 from loadtest.store_faults import UNWRITABLE_S
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import Endpoint, FleetSpec
+from paceline.cluster.spec import FREE_PORTS, Endpoint, FleetSpec
 from paceline.cluster.supervisor import BackOff
 from paceline.resuming import ResumingClient
 from paceline.store.opening import open_store

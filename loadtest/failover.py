@@ -30,12 +30,12 @@ from tqdm import tqdm
 
 from loadtest.faulty.orders import FOLDER_VARIABLE, HANG, order
 from loadtest.flags import bench_parser
-from loadtest.fleet import DEMO_PAIR, FREE_PORTS, machine
+from loadtest.fleet import DEMO_PAIR, machine
 from loadtest.histories import Event, History
 from loadtest.scrape import scrape
 from loadtest.steadfast import Request, mixed_requests, over_grpc, run_each, run_one
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FleetSpec
+from paceline.cluster.spec import FREE_PORTS, FleetSpec
 from paceline.cluster.supervisor import BackOff
 from paceline.core.params import DRAFT_MODEL
 from paceline.resuming import ResumingClient

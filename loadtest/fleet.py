@@ -12,22 +12,13 @@ from typing import Any
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET, widened_demo_target
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import CpuShare, FleetSpec, model_child, plan_endpoints
+from paceline.cluster.spec import FREE_PORTS, CpuShare, FleetSpec, model_child, plan_endpoints
 from paceline.cluster.supervisor import Supervisor
 
 # `FleetSpec` settings of the demo pair as shipped, whose steps are short.
 DEMO_PAIR: dict[str, Any] = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER}
 # A verifier on a core of its own, nothing lent: what a tier on other machines has.
 OWN_HARDWARE: dict[str, Any] = {"verifier_threads": 1, "lend": False}
-FREE_PORTS: dict[str, Any] = {
-    "gateway_port": 0,
-    "gateway_grpc_port": 0,
-    "verifier_port": 0,
-    "verifier_metrics_port": 0,
-    "drafter_port": 0,
-    "drafter_metrics_port": 0,
-    "redis_port": 0,
-}
 
 
 def bench_fleet(**settings: Any) -> LocalFleet:

@@ -3,8 +3,9 @@
 A fleet of processes (gateway, verifier, drafter, store; the bundled demo pair in float32) is sent bad messages, seeded,
 over several connections at once: HTTP requests to the gateway, gRPC calls to the gateway and to the verifier, streams
 to the drafter. There are bytes that are no message, messages cut short or changed, fields beyond their limits, tokens
-outside the vocabulary, numbers of thousands of digits, bodies and messages that are too large, and streams that break
-the protocol's order. Each kind has the statuses that are right for it; the table counts what came.
+outside the vocabulary, numbers of thousands of digits, hostile tools, schemas, grammars and messages (`bodies`), bodies
+and messages that are too large, and streams that break the protocol's order. Each kind has the statuses that are right
+for it; the table counts what came.
 
 Judged are: every message is answered, none with a status that is not right for it (5xx, INTERNAL and UNKNOWN never
 are); the resident memory of no service grows from the end of the first quarter, in which caches and pools fill, to the
@@ -37,7 +38,7 @@ import grpc
 import uvloop
 from tqdm import tqdm
 
-from loadtest.bad import http, rpc
+from loadtest.bad import bodies, http, rpc
 from loadtest.bad.kinds import Bad, Kind, Target, bad_messages
 from loadtest.client import Ask, complete, http_client
 from loadtest.doors import CallDoor, Door, HttpDoor, StreamDoor, send_all
@@ -52,14 +53,15 @@ from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 MIB = 1024 * 1024
 GROWTH_SHARE, GROWTH_MIB = 0.03, 4.0
 # Of all messages.
-SHARES: Mapping[str, float] = {"http": 0.4, "gateway": 0.2, "verifier": 0.25, "drafter": 0.15}
+SHARES: Mapping[str, float] = {"http": 0.2, "bodies": 0.2, "gateway": 0.2, "verifier": 0.25, "drafter": 0.15}
 KINDS: Mapping[str, Sequence[Kind]] = {
     "http": http.KINDS,
+    "bodies": bodies.KINDS,
     "gateway": rpc.GATEWAY_KINDS,
     "verifier": rpc.VERIFIER_KINDS,
     "drafter": rpc.DRAFTER_KINDS,
 }
-CONNECTIONS = {"http": 8, "gateway": 4, "verifier": 4, "drafter": 4}
+CONNECTIONS = {"http": 4, "bodies": 4, "gateway": 4, "verifier": 4, "drafter": 4}
 REST_S = 30
 GOOD = Ask(prompt="The drafter guesses, and the verifier", max_tokens=48, seed=11)
 
@@ -182,7 +184,7 @@ def open_doors(addresses: Addresses) -> Iterator[dict[str, Sequence[Door]]]:
     host, port = addresses.http.rsplit(":", 1)
     with ThreadPoolExecutor(CONNECTIONS["drafter"], thread_name_prefix="drafter") as executor:
         yield {
-            "http": [HttpDoor(host, int(port)) for _ in range(CONNECTIONS["http"])],
+            **{door: [HttpDoor(host, int(port)) for _ in range(CONNECTIONS[door])] for door in ("http", "bodies")},
             "gateway": [CallDoor(addresses.gateway) for _ in range(CONNECTIONS["gateway"])],
             "verifier": [CallDoor(addresses.verifier) for _ in range(CONNECTIONS["verifier"])],
             "drafter": [StreamDoor(addresses.drafter, executor) for _ in range(CONNECTIONS["drafter"])],

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from loadtest.bad.kinds import Kind, Target, junk
+from loadtest.bad.kinds import Kind, Target, junk, posted
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LIMIT_BYTES = 4 * 1024 * 1024
@@ -86,17 +86,14 @@ _BAD_CHATS: tuple[Any, ...] = (
 
 
 def _request(method: str, path: str, body: bytes = b"") -> tuple[bytes, ...]:
-    head = (
-        f"{method} {path} HTTP/1.1\r\nhost: fleet\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    )
-    return (head.encode() + b"\r\n" + body,)
+    return posted(path, body, method)
 
 
 def _completion(**fields: Any) -> bytes:
     return json.dumps({"prompt": "x", "max_tokens": 1, **fields}).encode()
 
 
-def _posted(make: Callable[[random.Random], bytes]) -> Callable[[random.Random, Target], tuple[bytes, ...]]:
+def _sent(make: Callable[[random.Random], bytes]) -> Callable[[random.Random, Target], tuple[bytes, ...]]:
     return lambda chance, _: _request("POST", chance.choice((COMPLETIONS, CHAT)), make(chance))
 
 
@@ -161,12 +158,12 @@ def _refused(name: str, make: Callable[[random.Random, Target], tuple[bytes, ...
 
 
 KINDS = (
-    _refused("random bytes", _posted(lambda chance: b"\0" + junk(chance))),
-    _refused("cut JSON", _posted(_cut)),
-    _refused("broken UTF-8", _posted(lambda chance: b'{"prompt": "' + junk(chance, 8).hex().encode() + b'\xff"}')),
-    _refused("no object", _posted(lambda chance: json.dumps(chance.choice(([], "x", 5, None, True))).encode())),
-    _refused("NaN", _posted(lambda _: b'{"prompt": "x", "temperature": NaN}')),
-    _refused("half a surrogate pair", _posted(lambda _: b'{"prompt": "\\ud800", "messages": []}')),
+    _refused("random bytes", _sent(lambda chance: b"\0" + junk(chance))),
+    _refused("cut JSON", _sent(_cut)),
+    _refused("broken UTF-8", _sent(lambda chance: b'{"prompt": "' + junk(chance, 8).hex().encode() + b'\xff"}')),
+    _refused("no object", _sent(lambda chance: json.dumps(chance.choice(([], "x", 5, None, True))).encode())),
+    _refused("NaN", _sent(lambda _: b'{"prompt": "x", "temperature": NaN}')),
+    _refused("half a surrogate pair", _sent(lambda _: b'{"prompt": "\\ud800", "messages": []}')),
     _refused("wrong type", _one_of(_WRONG_TYPES)),
     _refused("beyond a limit", _one_of(_BEYOND)),
     _refused("not served", _one_of(_NOT_SERVED)),
@@ -176,9 +173,9 @@ KINDS = (
         make=lambda chance, _: _request("POST", COMPLETIONS, _completion(**_unknown(chance))),
         right=frozenset({"200"}),
     ),
-    _refused("huge number", _posted(_huge_number)),
-    _refused("nested deeply", _posted(_nested)),
-    _refused("no prompt", _posted(lambda _: b'{"max_tokens": 1}')),
+    _refused("huge number", _sent(_huge_number)),
+    _refused("nested deeply", _sent(_nested)),
+    _refused("no prompt", _sent(lambda _: b'{"max_tokens": 1}')),
     _refused("token outside", _tokens),
     _refused("beyond the context", _too_long),
     _refused(

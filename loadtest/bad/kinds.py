@@ -57,3 +57,11 @@ def bad_messages(kinds: Sequence[Kind], target: Target, seed: int, count: int) -
 def junk(chance: random.Random, longest: int = 64) -> bytes:
     """Returns random bytes, at least one."""
     return chance.randbytes(chance.randint(1, longest))
+
+
+def posted(path: str, body: bytes, method: str = "POST") -> tuple[bytes, ...]:
+    """Returns an HTTP request with a body of JSON."""
+    head = (
+        f"{method} {path} HTTP/1.1\r\nhost: fleet\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    )
+    return (head.encode() + b"\r\n" + body,)

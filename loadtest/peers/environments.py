@@ -67,16 +67,28 @@ def environment(name: str, environ: Mapping[str, str], say: Callable[[str], None
     Raises:
         CommandFailedError: It cannot be made; the message is one line.
     """
-    requirements = REQUIREMENTS / f"{name}.txt"
-    recipe = f"{recipe_of(requirements)}{sys.version}{LLAMA_SETTINGS if name == 'llama-cpp' else ''}"
-    folder = peers_folder(environ) / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
-    python = folder / "bin" / "python"
+    folder = _folder(name, environ)
     with locked(folder):
         if not (folder / READY).is_file():
             say(f"setting up {name}, once: {folder}")
-            _make(name, folder, requirements, child_environ(environ))
+            _make(name, folder, REQUIREMENTS / f"{name}.txt", child_environ(environ))
             (folder / READY).touch()
-    return python
+    return _python(folder)
+
+
+def known_environment(name: str, environ: Mapping[str, str]) -> Path | None:
+    """Returns the Python of a peer's environment that is there already; None: it is not."""
+    folder = _folder(name, environ)
+    return _python(folder) if (folder / READY).is_file() else None
+
+
+def _folder(name: str, environ: Mapping[str, str]) -> Path:
+    recipe = f"{recipe_of(REQUIREMENTS / f'{name}.txt')}{sys.version}{LLAMA_SETTINGS if name == 'llama-cpp' else ''}"
+    return peers_folder(environ) / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+
+
+def _python(folder: Path) -> Path:
+    return folder / "bin" / "python"
 
 
 def recipe_of(requirements: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import paceline
+from paceline.called import as_called
 from paceline.config import exit_with_error, parse, setting
 from paceline.core.errors import ConfigError
 
@@ -23,9 +24,11 @@ EXTRA_OF_COMMAND = {
     "drafter": "engine",
     "train": "train",
     "models": "engine",
-    "up": "ray",
+    "up": "serve",
+    "demo": "serve",
     "plan": "plan",
 }
+EXTRA_OF_PACKAGE = {"ray": "ray", "opentelemetry": "otel"}
 CHECKOUT = Path(paceline.__file__).parents[2]
 
 COMMANDS = {
@@ -35,6 +38,7 @@ COMMANDS = {
     "drafter": "run a draft model",
     "drain": "move sessions off a replica before it is stopped",
     "generate": "stream a completion from a running fleet",
+    "demo": "stream completions with and without speculation, and compare them",
     "plan": "say how many verifiers and drafters a load needs",
     "bench": "list the benches of a checkout, or run one",
     "train": "train the demo pair, or distil a drafter",
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "paceline":
             raise
-        extra = EXTRA_OF_COMMAND.get(command, "dev")
+        extra = EXTRA_OF_PACKAGE.get(error.name.partition(".")[0]) or EXTRA_OF_COMMAND.get(command, "dev")
         message = f"needs the package {error.name}: install paceline[{extra}]"
         exit_with_error(f"{PROG} {command}", ConfigError(message))
     except ConfigError as error:
@@ -81,13 +85,13 @@ def usage() -> str:
     lines = [f"  {name.ljust(width)}  {what}" for name, what in COMMANDS.items()]
     return "\n".join(
         [
-            f"usage: {PROG} COMMAND [OPTIONS]",
+            f"usage: {as_called(PROG)} COMMAND [OPTIONS]",
             "",
             "Serves language models with speculative decoding whose drafter is a tier of its own.",
             "",
             *lines,
             "",
-            f"{PROG} COMMAND --help tells more; {PROG} --version tells the version.",
+            f"{as_called(PROG)} COMMAND --help tells more; {as_called(PROG)} --version tells the version.",
             "",
         ]
     )
@@ -103,6 +107,7 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
         return actions[command]
     modules = {
         "up": "paceline.cluster.up",
+        "demo": "paceline.cluster.demo",
         "drain": "paceline.cluster.drain",
         "generate": "paceline.client",
         "plan": "paceline.planning.__main__",
@@ -130,7 +135,7 @@ def _train(argv: Sequence[str]) -> None:
 
     from paceline.training import cli
 
-    parser = argparse.ArgumentParser(prog=f"{PROG} train")
+    parser = argparse.ArgumentParser(prog=as_called(f"{PROG} train"))
     cli.add_arguments(parser)
     raise SystemExit(cli.main(parser.parse_args(list(argv))))
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from paceline.called import as_called
 from paceline.config import parse, setting
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         generate(config)
     except PacelineError as error:
-        sys.stderr.write(f"{PROG}: error: {error}\n")
+        sys.stderr.write(f"{as_called(PROG)}: error: {error}\n")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

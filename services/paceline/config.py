@@ -16,9 +16,11 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+from paceline.called import as_called
 from paceline.core.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
@@ -45,6 +47,14 @@ class Setting:
     low: float | None
     high: float | None
     choices: tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """A value from a file, and where it stands there."""
+
+    value: Any
+    source: str
 
 
 def setting(
@@ -74,15 +84,17 @@ def parse(
     prog: str,
     description: str,
     first: str | None = None,
+    given: Mapping[str, Given] = MappingProxyType({}),
 ) -> ConfigT:
     """Builds the configuration; a bad value ends the process with one line on stderr and exit status 2.
 
-    The value of the flag `first` may stand first on the command line without it.
+    The value of the flag `first` may stand first on the command line without it; what a file has `given` holds where
+    neither flag nor variable says anything.
     """
     if first and argv and (argv[0] == "-" or not argv[0].startswith("-")):
         argv = [f"--{first}={argv[0]}", *argv[1:]]
     try:
-        return load(config_class, argv, environ, prog, description)
+        return load(config_class, argv, environ, prog, description, given)
     except ConfigError as error:
         exit_with_error(prog, error)
 
@@ -93,6 +105,7 @@ def load(
     environ: Mapping[str, str],
     prog: str,
     description: str,
+    given: Mapping[str, Given] = MappingProxyType({}),
 ) -> ConfigT:
     """Builds the configuration.
 
@@ -101,14 +114,17 @@ def load(
             setting, value and limit.
     """
     options = _options(config_class)
-    given = vars(_parser(options, prog, description).parse_args(list(argv)))
+    flags = vars(_parser(options, prog, description).parse_args(list(argv)))
     values: dict[str, Any] = {}
     for option in options:
-        raw = given[option.name]
+        raw = flags[option.name]
         if raw is not None:
             values[option.name] = option.convert(raw, source=option.flag)
         elif environ.get(option.variable):
             values[option.name] = option.convert_variable(environ[option.variable])
+        elif option.name in given:
+            found = given[option.name]
+            values[option.name] = option.convert_value(found.value, source=found.source)
         elif option.required:
             raise ConfigError(f"{option.flag} is required (or set {option.variable}): {option.setting.help}")
     return config_class(**values)
@@ -161,7 +177,7 @@ def check_address(name: str, address: str) -> None:
 def exit_with_error(prog: str, error: Exception) -> NoReturn:
     """Says in one line why the process cannot start, and ends it."""
     message = " ".join(str(error).split())
-    sys.stderr.write(f"{prog}: error: {message}\n")
+    sys.stderr.write(f"{as_called(prog)}: error: {message}\n")
     raise SystemExit(EXIT_STATUS_CONFIG)
 
 
@@ -315,7 +331,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, described: Setting) -> _Op
 
 def _parser(options: Sequence[_Option], prog: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog=prog,
+        prog=as_called(prog),
         description=description,
         epilog="Every flag can also be set by the environment variable named beside it; the flag wins.",
         allow_abbrev=False,

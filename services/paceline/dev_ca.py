@@ -15,6 +15,7 @@ from pathlib import Path
 
 import trustme
 
+from paceline.called import as_called
 from paceline.certificates import utc_now
 from paceline.config import parse, setting
 from paceline.core.errors import ConfigError
@@ -103,12 +104,12 @@ def _next_steps(folder: Path) -> str:
         f"{folder} holds certificates for {LIFETIME.days} days, for development only.",
         "",
         "A whole fleet on this machine with mutual TLS between its tiers and TLS at its doors:",
-        f"  paceline up --tls-dir {folder} --tls-cert {folder / GATEWAY / CERTIFICATE_FILE} "
+        f"  {as_called('paceline up')} --tls-dir {folder} --tls-cert {folder / GATEWAY / CERTIFICATE_FILE} "
         f"--tls-key {folder / GATEWAY / KEY_FILE}",
         "Single services, each with the folder of its role only:",
-        f"  paceline verifier --tls-dir {folder / 'verifier'} ...",
+        f"  {as_called('paceline verifier')} --tls-dir {folder / 'verifier'} ...",
         "A client:",
         f"  curl --cacert {folder / CA_FILE} https://127.0.0.1:8000/health",
-        f"  paceline generate --url https://127.0.0.1:8000 --ca-file {folder / CA_FILE} ...",
+        f"  {as_called('paceline generate')} --url https://127.0.0.1:8000 --ca-file {folder / CA_FILE} ...",
     ]
     return "\n".join(lines) + "\n"

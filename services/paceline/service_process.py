@@ -19,6 +19,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from paceline.called import as_called
 from paceline.config import exit_with_error
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.status import ErrorInterceptor
@@ -216,7 +217,7 @@ def run(main: Coroutine[Any, Any, ResultT], *, prog: str = "paceline") -> Result
     except ConfigError as error:
         exit_with_error(prog, error)
     except PacelineError as error:
-        sys.stderr.write(f"{prog}: error: {error}\n")
+        sys.stderr.write(f"{as_called(prog)}: error: {error}\n")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-_URL = os.environ.get("PACELINE_CLIENT_SUITE_URL", "")
-if not _URL:
+if not os.environ.get("PACELINE_CLIENT_SUITE_URL", ""):
     # Their packages are in an environment of their own.
     collect_ignore_glob = ["test_*.py"]
 
@@ -28,7 +28,44 @@ class Served:
         return f"{self.url}/v1"
 
 
+def _served(name: str) -> Served:
+    folder = Path(os.environ[f"PACELINE_CLIENT_SUITE_{name}MODEL"])
+    return Served(url=os.environ[f"PACELINE_CLIENT_SUITE_{name}URL"], model=folder.name, folder=folder)
+
+
 @pytest.fixture(scope="session")
 def served() -> Served:
-    folder = Path(os.environ["PACELINE_CLIENT_SUITE_MODEL"])
-    return Served(url=_URL, model=folder.name, folder=folder)
+    """The demo pair, which knows no tools."""
+    return _served("")
+
+
+@pytest.fixture(scope="session")
+def caller() -> Served:
+    """A model that reasons, and calls `get_weather`, then `add`; or both at once, if the user says so."""
+    return _served("CALLER_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """The tools that it calls, as functions."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def get_weather(self, city: str) -> str:
+        """The degrees in a city."""
+        self.calls.append(f"get_weather({city!r})")
+        return "20"
+
+    def add(self, a: int, b: int) -> int:
+        """The sum of two numbers."""
+        self.calls.append(f"add({a}, {b})")
+        return a + b
+
+    def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Calls one by its name."""
+        return str(getattr(self, name)(**arguments))
+
+
+@pytest.fixture
+def tools() -> Tools:
+    return Tools()

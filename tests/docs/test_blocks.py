@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import helm_python
 import pytest
 import yaml
 
@@ -19,8 +20,8 @@ from paceline.cluster.ray import spec as fleet_file
 from paceline.rpc.v1 import gateway_pb2
 from tests.docs.blocks import Block, blocks, commands
 from tests.docs.demo import Demo
-from tests.docs.programs import check, merge
-from tests.unit.k8s.chart import CHART, render
+from tests.docs.programs import check
+from tests.unit.k8s.chart import CHART
 
 BLOCKS = list(blocks())
 # Pictures and outputs: there is nothing to run.
@@ -92,9 +93,9 @@ def is_one(document: Any, names: frozenset[str]) -> bool:
 
 
 def as_values(document: dict[str, Any]) -> object:
-    values: dict[str, Any] = {}
-    merge(values, document)
-    return render(values)
+    """By the schema alone: a block may be a part of a file."""
+    with helm_python.Chart.load(CHART) as chart:
+        return chart.validate_schema(document)
 
 
 def refusal(read: Callable[[dict[str, Any]], object], document: dict[str, Any]) -> str:

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from loadtest.fleet import FREE_PORTS
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FleetSpec
+from paceline.cluster.spec import FREE_PORTS, FleetSpec
 
 
 class FleetRunner:

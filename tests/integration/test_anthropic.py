@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 from anthropic import AsyncAnthropic, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
 
+from paceline.gateway.anthropic_door.bodies import CountBody
+from paceline.gateway.anthropic_door.requests import prompt_of
+from paceline.gateway.fields import UnknownFields, read_fields
 from tests.integration.test_tool_calls import CALLS, PARSERS, THOUGHT, says
 from tests.support.demo_gateway import demo_gateway
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
@@ -95,10 +99,24 @@ async def test_the_stop_sequence_that_ended_a_message_is_named(fleet: ScriptedFl
     assert (await asked(anthropic, max_tokens=3)).stop_reason == "max_tokens"
 
 
+async def test_an_answer_goes_on_with_what_the_assistant_has_said_last(
+    fleet: ScriptedFleet, anthropic: AsyncAnthropic
+) -> None:
+    for content in ("So", [{"type": "text", "text": "So"}]):
+        begun = {"role": "assistant", "content": content}
+        await asked(anthropic, messages=[USER, begun], max_tokens=1)
+        counted = await anthropic.messages.count_tokens(model=MODEL, messages=[USER, begun])
+        tokens = fleet.verifier.requests[-1].prompt_token_ids
+        assert fleet.codec.decode(tokens, special_tokens=True).endswith("<|assistant|>So")
+        assert counted.input_tokens == len(tokens)
+
+
 async def test_tokens_are_counted_as_they_are_when_served(fleet: ScriptedFleet, anthropic: AsyncAnthropic) -> None:
     await asked(anthropic, max_tokens=1, system="be brief")
-    counted = await anthropic.messages.count_tokens(model=MODEL, messages=[USER], system="be brief")
-    assert counted.input_tokens == len(fleet.verifier.requests[0].prompt_token_ids)
+    counting = anthropic.messages.with_raw_response.count_tokens
+    counted = await counting(model=MODEL, messages=[USER], system="be brief")
+    assert "x-paceline-ignored-fields" not in counted.headers
+    assert (await counted.parse()).input_tokens == len(fleet.verifier.requests[0].prompt_token_ids)
 
 
 async def test_errors_have_anthropic_s_shape(fleet: ScriptedFleet, anthropic: AsyncAnthropic) -> None:
@@ -111,6 +129,46 @@ async def test_errors_have_anthropic_s_shape(fleet: ScriptedFleet, anthropic: As
     with pytest.raises(BadRequestError, match=r"tools\[0\].type"):
         await asked(anthropic, tools=[{"type": "web_search_20250305", "name": "web_search", "input_schema": {}}])
     assert fleet.verifier.requests == []
+
+
+async def test_every_answer_has_its_id_where_the_official_client_looks(
+    fleet: ScriptedFleet, anthropic: AsyncAnthropic
+) -> None:
+    answer = await anthropic.messages.with_raw_response.create(model=MODEL, max_tokens=1, messages=[USER])
+    count = await anthropic.messages.with_raw_response.count_tokens(model=MODEL, messages=[USER])
+    for headers in (answer.headers, count.headers):
+        assert headers["request-id"] == headers["x-request-id"]
+    with pytest.raises(NotFoundError) as missing:
+        await asked(anthropic, model="strange")
+    assert missing.value.request_id
+    assert "request-id" not in (await fleet.http.post("/v1/chat/completions", json={"messages": [USER]})).headers
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_a_thread_is_refused_so_that_the_client_sends_the_whole_conversation(
+    fleet: ScriptedFleet, anthropic: AsyncAnthropic, thread: dict[str, Any]
+) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        await asked(anthropic, extra_body={"thread": thread})
+    body: Any = refused.value.body
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    assert fleet.verifier.requests == []
+
+
+def test_effort_and_thinking_are_told_to_the_template() -> None:
+    unknown = UnknownFields(strict=True)
+    fields = {"messages": [USER], "output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}
+    chat = prompt_of(read_fields(CountBody, fields, unknown), unknown)
+    assert chat["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": False}
+
+
+async def test_the_form_of_an_answer_is_enforced() -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    async with demo_gateway() as url, client_of(url) as client:
+        answer = await asked(client, output_config={"format": {"type": "json_schema", "schema": schema}}, max_tokens=60)
+        assert json.loads(answer.content[0].text)["n"] in (1, 2)
+        with pytest.raises(BadRequestError, match="yaml"):
+            await asked(client, output_config={"format": {"type": "yaml", "schema": schema}})
 
 
 async def test_any_tool_is_called_under_a_grammar() -> None:

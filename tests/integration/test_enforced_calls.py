@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import jsonschema_rs
@@ -28,10 +29,15 @@ TOOLS: Any = [
 NAMED: Any = {"type": "function", "function": {"name": "move"}}
 
 
-@pytest.fixture
-async def openai() -> AsyncIterator[AsyncOpenAI]:
+# Its answers begin within reasoning.
+THINKS = "{{ messages[-1].content }}<think>\n"
+
+
+@asynccontextmanager
+async def served(**settings: Any) -> AsyncIterator[AsyncOpenAI]:
+    """A client of a gateway with these settings."""
     async with (
-        demo_gateway() as url,
+        demo_gateway(**settings) as url,
         AsyncOpenAI(
             base_url=f"{url}/v1",
             api_key="none",
@@ -39,6 +45,12 @@ async def openai() -> AsyncIterator[AsyncOpenAI]:
             http_client=DefaultAsyncHttpxClient(verify=False, trust_env=False),
         ) as client,
     ):
+        yield client
+
+
+@pytest.fixture
+async def openai() -> AsyncIterator[AsyncOpenAI]:
+    async with served() as client:
         yield client
 
 
@@ -68,3 +80,15 @@ async def test_the_named_tool_is_called_with_arguments_of_its_schema(openai: Asy
         assert call.type == "function"
         assert call.function.name == "move"
         jsonschema_rs.Draft202012Validator(MOVE).validate(json.loads(call.function.arguments))
+
+
+async def test_a_call_that_is_required_waits_for_the_end_of_reasoning() -> None:
+    fields: Any = {"tools": TOOLS, "tool_choice": "required", "seed": 3, "messages": [USER], "model": "tiny"}
+    async with served(reasoning_parser="qwen3", trust_request_chat_template=True) as openai:
+        begun = await openai.chat.completions.create(max_tokens=20, extra_body={"chat_template": THINKS}, **fields)
+        closed = {"chat_template": f"{THINKS}hm</think>"}
+        called = await openai.chat.completions.create(max_tokens=100, extra_body=closed, **fields)
+    message: Any = begun.choices[0].message
+    assert (begun.choices[0].finish_reason, message.tool_calls) == ("length", None)
+    assert message.reasoning_content
+    assert called.choices[0].message.tool_calls

@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> str:
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     line = refusal("--model", str(tmp_path), "--redis-url", "memory://")
-    assert line.startswith("paceline gateway: error: ")
+    assert line.startswith("python -m paceline.gateway: error: ")
     assert "holds no tokenizer.json" in line
 
 

@@ -19,6 +19,7 @@ from paceline.core.params import GRAMMAR, NGRAM, SamplingParams, SpeculationPara
 from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.gateway.grammars import LAYOUT
+from paceline.gateway.partial_grammars import Opening
 from tests.support.engines import EnginePair
 
 OFF = SpeculationParams(enabled=False)
@@ -110,6 +111,24 @@ def test_drafts_leave_the_tokens_alone(run, plain, name, methods):
     sessions = run(SAMPLINGS[name], speculation, policy=FixedGamma(gamma=8), width=3, methods=methods)
     assert ids(sessions) == plain[name]
     assert sum(session.result.speculation.num_accepted_draft_tokens for session in sessions) > 20
+
+
+def test_what_follows_free_text_is_bound_and_drafts_leave_all_of_it_alone(run, tokenizer):
+    opening = Opening(reasoning="", prompt_end="", token_of=lambda _: None)
+    rules = "\n".join(["start: to_mark @answer", *opening.text_up_to("mark", "(")])
+    grammar = json.dumps({"grammars": [{"lark_grammar": rules}, {"name": "answer", "json_schema": SCHEMA}]})
+    sampling = replace(GREEDY, temperature=0.9, seed=3, grammar=grammar)
+    plain = run(sampling)
+    text = tokenizer.decode(plain[0].token_ids)
+    assert "({" in text
+    methods = ("draft_model", NGRAM, GRAMMAR)
+    drafted = run(
+        sampling, SpeculationParams(method="+".join(methods)), policy=FixedGamma(gamma=8), width=3, methods=methods
+    )
+    assert ids(drafted) == ids(plain)
+    cut = len(plain[0].token_ids) // 2
+    rest = run(sampling, count=1, committed=plain[0].token_ids[:cut])
+    assert plain[0].token_ids[:cut] + ids(rest)[0] == plain[0].token_ids
 
 
 def test_a_session_goes_on_from_its_committed_tokens_with_the_same_text(run, plain):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import jsonschema_rs
 import pytest
 from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
 
+from paceline.store.base import SessionWrite, Written
+from paceline.store.memory import MemoryStore
 from tests.integration.test_tool_calls import CALLS, PARSERS, THOUGHT, says
 from tests.support.demo_gateway import demo_gateway
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, joining_doors, scripted_fleet
@@ -173,13 +176,51 @@ async def test_a_response_that_runs_is_cancelled(fleet: ScriptedFleet) -> None:
         await fleet.openai.responses.create(model=MODEL, input="x", previous_response_id=response_id)
 
 
+async def test_a_response_is_cancelled_before_its_session_is_recorded(
+    fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = MemoryStore.write_sessions
+
+    async def write_later(store: MemoryStore, writes: Sequence[SessionWrite]) -> list[Written]:
+        await asyncio.sleep(0.2)
+        return await write(store, writes)
+
+    monkeypatch.setattr(MemoryStore, "write_sessions", write_later)
+    fleet.verifier.script = Script(pause_after=6)
+    async with await fleet.openai.responses.create(model=MODEL, input="hello", stream=True) as running:
+        begun: Any = await anext(aiter(running))
+        assert (await fleet.openai.responses.cancel(begun.response.id)).status == "cancelled"
+        assert await fleet.verifier.abandoned.get() == f"{begun.response.id}-0"
+
+
+async def test_a_response_that_ends_after_its_cancellation_stays_cancelled(fleet: ScriptedFleet) -> None:
+    # The gateway that runs it is told so when it next writes, long after.
+    async with (
+        joining_doors(fleet, record_interval_s=30.0) as addresses,
+        client_of(f"http://{addresses.http}") as other,
+    ):
+        fleet.verifier.script = Script(pause_after=6)
+        running = await other.responses.create(model=MODEL, input="hello", stream=True, max_output_tokens=12)
+        begun: Any = await anext(aiter(running))
+        session = await fleet.verifier.paused.get()
+        await asyncio.sleep(0.1)
+        assert (await fleet.openai.responses.cancel(begun.response.id)).status == "cancelled"
+        fleet.verifier.script = Script()
+        fleet.verifier.resume(session)
+        kinds = [event.type async for event in running]
+    assert kinds[-1] == "response.incomplete"
+    assert (await fleet.openai.responses.retrieve(begun.response.id)).status == "cancelled"
+
+
 async def test_what_is_not_kept_is_not_known(fleet: ScriptedFleet) -> None:
     response = await fleet.openai.responses.create(model=MODEL, input="hello", store=False, max_output_tokens=3)
     assert (response.status, response.store) == ("incomplete", False)
     with pytest.raises(NotFoundError):
         await fleet.openai.responses.retrieve(response.id)
-    with pytest.raises(NotFoundError, match="previous_response_id"):
-        await fleet.openai.responses.create(model=MODEL, input="x", previous_response_id=response.id)
+    for name in (response.id, "resp_x", "\ud800", "x" * 1000):
+        body = {"model": MODEL, "input": "x", "previous_response_id": name}
+        answer = await fleet.http.post(RESPONSES, content=json.dumps(body))
+        assert (answer.status_code, "previous_response_id" in answer.json()["message"]) == (404, True)
 
 
 @pytest.mark.parametrize(

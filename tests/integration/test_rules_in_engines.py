@@ -21,7 +21,7 @@ PROMPT = [random.Random(3).randrange(250) for _ in range(30)]
 
 
 def engines(folders, **settings) -> EnginePair:
-    return EnginePair(*folders, **{"policy": FixedGamma(gamma=4), "rules": Rules(typical=Typical()), **settings})
+    return EnginePair(*folders, **{"policy": FixedGamma(gamma=4), "rules": Rules(more=(Typical(),)), **settings})
 
 
 def run(pair: EnginePair, sampling: SamplingParams, rule: str, name: str = "s", **speculation):

@@ -65,6 +65,19 @@ async def test_a_stream_joins_to_the_whole_answer(fleet: ScriptedFleet, step_len
     assert [call.type for call in final.message.tool_calls or ()] == ["function", "function"]
 
 
+@pytest.mark.parametrize("step_len", [1, 3, 200])
+async def test_tokens_of_reasoning_are_counted_however_they_come(fleet: ScriptedFleet, step_len: int) -> None:
+    says(fleet, f"{THOUGHT}So:", step_len)
+    thought = fleet.codec.encode(THOUGHT, field="text", special_tokens=False, context_len=CONTEXT_LEN)
+    details = (await asked(fleet)).usage.completion_tokens_details
+    assert details.reasoning_tokens == len(thought)
+    response = await fleet.openai.responses.create(model=MODEL, input="hello")
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == len(thought)
+    says(fleet, "So:", step_len)
+    assert (await asked(fleet)).usage.completion_tokens_details.reasoning_tokens == 0
+
+
 @pytest.mark.parametrize("choice", [None, "none"])
 async def test_without_tools_or_with_none_to_be_called_calls_are_content(
     fleet: ScriptedFleet, choice: str | None

@@ -8,12 +8,11 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from loadtest.fleet import FREE_PORTS
 from loadtest.scrape import scrape
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FleetSpec
+from paceline.cluster.spec import FREE_PORTS, FleetSpec
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service_process import CHANNEL_OPTIONS
 from paceline.training.corpus import unseen_prompts

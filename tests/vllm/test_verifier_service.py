@@ -14,12 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from loadtest.fleet import FREE_PORTS
 from loadtest.procfs import children_of
 from loadtest.scrape import scrape
 
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FleetSpec
+from paceline.cluster.spec import FREE_PORTS, FleetSpec
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

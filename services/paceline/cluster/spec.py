@@ -31,6 +31,16 @@ PORT_STRIDE = 10
 PACELINE, VLLM = "paceline", "vllm"
 # Of the time that a fleet has to end, how much running requests get; the rest is for goodbyes.
 GRACE_SHARE = 0.75
+# Settings of `FleetSpec` for a fleet beside others.
+FREE_PORTS: dict[str, Any] = {
+    "gateway_port": 0,
+    "gateway_grpc_port": 0,
+    "verifier_port": 0,
+    "verifier_metrics_port": 0,
+    "drafter_port": 0,
+    "drafter_metrics_port": 0,
+    "redis_port": 0,
+}
 # What a service needs whatever its model, when memory is shared out.
 SERVICE_BYTES = 10**9
 LEAST_SHARE = 0.01
@@ -41,6 +51,9 @@ _PORT_OF_FIRST = "the first one; more replicas follow at steps of 10; 0 picks fr
 class FleetSpec:
     """Settings of `paceline up`."""
 
+    fleet: Path | None = setting(
+        None, help="File that says what flags do not, in the words of the Helm chart's values; flags win."
+    )
     model: Path | None = setting(
         None, help="Target: ORG/NAME or hf://ORG/NAME@REVISION of the Hub, or a folder; without it the demo pair."
     )

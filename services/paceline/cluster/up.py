@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import paceline
+from paceline.called import as_called
 from paceline.cluster.drain import say
+from paceline.cluster.fleet_file import READ, read_fleet_file
 from paceline.cluster.foreground import describe_models, request_for, until_ctrl_c
 from paceline.cluster.local import LocalFleet, fetch_models
 from paceline.cluster.spec import FleetSpec, gateway_scheme
@@ -20,7 +22,7 @@ PROG = "paceline up"
 DESCRIPTION = (
     "Starts a whole fleet on this machine (Valkey, verifiers, drafters, gateways), prints where it listens, "
     "restarts what dies and stops everything on Ctrl-C. Without --model it serves the demo pair. "
-    "With --ray ADDRESS --spec FILE it does so on a Ray cluster: paceline up --ray ADDRESS --help."
+    "With --ray ADDRESS and --fleet FILE or --spec FILE it does so on a Ray cluster: paceline up --ray ADDRESS --help."
 )
 RAY_FLAG, RAY_VARIABLE = "--ray", "PACELINE_RAY"
 
@@ -32,13 +34,27 @@ def main(argv: Sequence[str]) -> None:
 
         up_on_ray(argv)
         return
-    spec = parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION)
     try:
         # Before the event loop, so that Ctrl-C ends a download.
-        spec = fetch_models(spec, say)
+        spec = fetch_models(fleet_spec(argv), say)
     except ConfigError as error:
         exit_with_error(PROG, error)
     run(serve(spec), prog=PROG)
+
+
+def fleet_spec(argv: Sequence[str]) -> FleetSpec:
+    """Returns what flags, environment and, below them, the fleet's file say; names values that are not used here.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    spec = parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION)
+    if spec.fleet is None:
+        return spec
+    file = read_fleet_file(spec.fleet)
+    if unused := file.unused(READ):
+        say(f"not used on one machine: {', '.join(unused)}")
+    return parse(FleetSpec, argv, os.environ, PROG, DESCRIPTION, given=file.local())
 
 
 async def serve(spec: FleetSpec) -> None:
@@ -82,7 +98,7 @@ def describe(fleet: LocalFleet) -> str:
             "Try it:",
             f"  curl -N {fleet.gateway_url}/v1/completions -H 'Content-Type: application/json' \\",
             f"    -d '{request_for(fleet.checkpoints)}'",
-            f"  .venv/bin/paceline generate 'def read_lines(path):' --url {fleet.gateway_url}",
+            f"  {as_called('paceline generate')} 'def read_lines(path):' --url {fleet.gateway_url}",
             "",
             "Ctrl-C stops everything.",
         ]

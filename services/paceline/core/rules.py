@@ -92,6 +92,15 @@ class Rule(Protocol):
         """True when the committed tokens do not have the target's law."""
         ...
 
+    @property
+    def drafts(self) -> str:
+        """The rule that drafters are told: what they send follows from it.
+
+        Under `coupled` trees whose guesses follow the session's noise, under `rejection` chains whose nodes say from
+        which distribution they were sampled.
+        """
+        ...
+
     def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
         """Decides one round.
 
@@ -109,6 +118,7 @@ class Coupled:
 
     name: str = COUPLED
     lossy: bool = False
+    drafts: str = COUPLED
 
     def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
         """See `Rule`."""
@@ -130,6 +140,11 @@ class Chain:
     name: str
     walk: Walk
     lossy: bool = False
+
+    @property
+    def drafts(self) -> str:
+        """See `Rule`."""
+        return self.name
 
     def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
         """See `Rule`; nodes are a chain, each with its distribution."""
@@ -173,6 +188,7 @@ class Typical:
     posterior_alpha: float = POSTERIOR_ALPHA
     name: str = TYPICAL
     lossy: bool = True
+    drafts: str = TYPICAL
 
     def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
         """See `Rule`."""
@@ -197,38 +213,41 @@ class Typical:
         return best if law[best.token_id] > threshold else None
 
 
+LAWFUL: tuple[Rule, ...] = (
+    Coupled(),
+    Chain(name=REJECTION, walk=reject_walk),
+    Chain(name=BLOCK, walk=block_walk),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The rules that a verifier serves.
+    """The rules that a verifier serves: those that keep the target's law, and what it was told to serve besides.
 
     Args:
         default: Name of the rule of requests that name none.
-        typical: None: no lossy rule is served.
+        more: Lossy rules, and rules of other packages.
     """
 
     default: str = COUPLED
-    typical: Typical | None = None
+    more: tuple[Rule, ...] = ()
 
     def names(self, methods: Sequence[str]) -> tuple[str, ...]:
         """Names of the rules that can be asked for, the default first, where a verifier drafts by these methods."""
-        chains = CHAIN_RULES if set(methods) & set(TIER_METHODS) else ()
-        served = (COUPLED, *chains, *(() if self.typical is None else (TYPICAL,)))
+        chains = bool(set(methods) & set(TIER_METHODS))
+        served = (rule.name for rule in (*LAWFUL, *self.more) if chains or rule.drafts not in CHAIN_RULES)
         return (self.default, *(name for name in served if name != self.default))
 
     def of(self, speculation: SpeculationParams) -> Rule:
         """Returns the rule of a session; without speculation there is nothing to accept, and all are the first one.
 
         Raises:
-            InvalidRequestError: It is lossy, and lossy rules are not served.
+            InvalidRequestError: It is not served.
         """
-        name = speculation.acceptance or self.default
-        if speculation.cap == 0 or name == COUPLED:
-            return Coupled()
-        if name in CHAIN_RULES:
-            return Chain(name=name, walk={REJECTION: reject_walk, BLOCK: block_walk}[name])
-        if self.typical is None:
-            raise InvalidRequestError(
-                "speculation.acceptance",
-                f'{name} is lossy, and served only where the verifier\'s --speculative-config says "lossy": true',
-            )
-        return self.typical
+        name = COUPLED if speculation.cap == 0 else speculation.acceptance or self.default
+        rules = {rule.name: rule for rule in (*LAWFUL, *self.more)}
+        if name not in rules:
+            told = 'is lossy, and served only where the verifier\'s --speculative-config says "lossy": true'
+            only = f"is not served here, only {', '.join(rules)}"
+            raise InvalidRequestError("speculation.acceptance", f"{name} {told if name == TYPICAL else only}")
+        return rules[name]

@@ -64,7 +64,7 @@ class SourceCalls:
     def sources_of(self, request: GenerateRequest) -> list[AnySource]:
         """Those that a request lets draft."""
         speculation = request.speculation
-        if self._rules.of(speculation).name in CHAIN_RULES:
+        if self._rules.of(speculation).drafts in CHAIN_RULES:
             # These rules need the distribution of every guess, and only drafters send it.
             return []
         methods = speculation.methods or [source.name for source in self._sources]

@@ -93,7 +93,7 @@ class TargetSession(ScheduledSession):
             calibrations=calibrations,
             stop_ids=stop_ids,
             max_model_len=max_model_len,
-            acceptance=rule.name,
+            acceptance=rule.drafts,
             lossy=rule.lossy,
             submitted_s=submitted_s,
             price=price,

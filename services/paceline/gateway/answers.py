@@ -195,11 +195,13 @@ class Answer:
         num_prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in prompts)
         num_generated = sum(choice.num_generated_tokens for choice in self._choices)
         num_cached = sum(c.ending.num_cached_tokens for c in prompts if c.ending is not None)
+        num_reasoning = sum(c.ending.num_reasoning_tokens for c in self._choices if c.ending is not None)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt_tokens + num_generated,
             "prompt_tokens_details": {"cached_tokens": num_cached},
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         }
 
     def _metrics(self) -> Json:

@@ -23,6 +23,7 @@ from paceline.core.params import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     METHODS,
+    NAME_PATTERN,
 )
 from paceline.gateway.fields import Fields, UnknownFields, read_fields
 from paceline.gateway.requests import (
@@ -80,9 +81,10 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
 # Of these, what chats have.
 OF_CHATS = frozenset({"parallel_tool_calls", "reasoning_effort", "tool_choice", "tools"})
 MAX_EFFORT_CHARACTERS = 32
-# Those that may ask for a grammar, which takes up to a second to compile.
-GRAMMAR_FIELDS = frozenset(
+# Those that may ask for a grammar, as tools do that are strict.
+_GRAMMAR_FIELDS = frozenset(
     {
+        "output_config",
         "text",
         "tool_choice",
         "response_format",
@@ -102,15 +104,16 @@ _LIMITS = {
 }
 # Variables of a chat template that the server sets.
 TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_METHOD = f"({'|'.join(METHODS)})"
 _Text = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
 _SOME = Field(min_length=1, max_length=MAX_CHOICES)
 _Prompt = _Text | _TokenIds | Annotated[list[_Text], _SOME] | Annotated[list[_TokenIds], _SOME]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
-_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)]
+# Of variables of a chat template that a request brings.
+TEMPLATE_LIMITS: Mapping[str, Any] = {"propertyNames": {"not": {"enum": sorted(TEMPLATE_NAMES)}}}
 
 
 def _told(default: Any = ..., **limits: Any) -> Any:
@@ -135,25 +138,39 @@ class SpeculationBody(Fields):
 
     enabled: bool = True
     max_draft_tokens: int | None = _told(None, minimum=0, maximum=MAX_DRAFT_TOKENS)
-    acceptance: str = _told("", enum=["", *ACCEPTANCE_RULES])
-    method: str = _told("", maxLength=MAX_METHOD_CHARS, pattern=rf"^({_METHOD}(\+{_METHOD})*)?$")
+    acceptance: str = _told(
+        "", maxLength=MAX_METHOD_CHARS, pattern=rf"^({NAME_PATTERN})?$", examples=[*ACCEPTANCE_RULES]
+    )
+    method: str = _told(
+        "", maxLength=MAX_METHOD_CHARS, pattern=rf"^({NAME_PATTERN}(\+{NAME_PATTERN})*)?$", examples=[*METHODS]
+    )
     token_fates: bool = False
 
 
-class CommonBody(Fields):
+class SharedBody(Fields):
+    """Fields that bodies of all APIs have."""
+
+    model: str = ""
+    # Where these are absent, the model's own hold: see `paceline.gateway.generation_config`.
+    temperature: float | None = _told(None, minimum=0, maximum=100)
+    top_p: float | None = _told(None, exclusiveMinimum=0, maximum=1)
+    top_k: int | None = _told(None, minimum=-1, maximum=2**32 - 1)
+    priority: int = _told(0, minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+    cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
+    seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)
+    stream: bool = False
+    speculation: SpeculationBody = SpeculationBody()
+
+
+class CommonBody(SharedBody):
     """Fields of both completion endpoints."""
 
     no_effect = NO_EFFECT
     not_served = NOT_SERVED
     objects = {"stream_options": StreamOptions, "speculation": SpeculationBody}  # noqa: RUF012 - a class variable
 
-    model: str = ""
     n: int = Field(default=1, ge=1, json_schema_extra={"maximum": MAX_CHOICES})
     max_tokens: int | None = _told(None, minimum=1)
-    # Where these are absent, the model's own hold: see `paceline.gateway.generation_config`.
-    temperature: float | None = _told(None, minimum=0, maximum=100)
-    top_p: float | None = _told(None, exclusiveMinimum=0, maximum=1)
-    top_k: int | None = _told(None, minimum=-1, maximum=2**32 - 1)
     min_p: float | None = _told(None, minimum=0, maximum=1)
     repetition_penalty: float | None = _told(None, minimum=0.01, maximum=100)
     presence_penalty: float = _told(0.0, minimum=-2, maximum=2)
@@ -165,7 +182,7 @@ class CommonBody(Fields):
         additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
     )
     min_tokens: int = _told(0, minimum=0)
-    stop: SkipValidation[_Stop | _Stops | None] = None
+    stop: SkipValidation[Stop | Stops | None] = None
     stop_token_ids: list[_TokenId] = _told([], maxItems=MAX_STOP_TOKEN_IDS)
     allowed_token_ids: _TokenIds | None = _told(None, maxItems=MAX_ALLOWED_TOKEN_IDS)
     bad_words: list[_BadWord] = _told([], maxItems=MAX_BAD_WORDS)
@@ -185,12 +202,7 @@ class CommonBody(Fields):
     )
     prompt_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
     return_token_ids: bool = False
-    priority: int = _told(0, minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
-    cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
-    seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)
-    stream: bool = False
     stream_options: StreamOptions | None = None
-    speculation: SpeculationBody = SpeculationBody()
 
 
 class CompletionBody(CommonBody):
@@ -248,7 +260,7 @@ class ChatFields(Fields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template: str | None = _told(None, maxLength=MAX_TEMPLATE_CHARACTERS)
-    chat_template_kwargs: dict[str, Any] = _told({}, propertyNames={"not": {"enum": sorted(TEMPLATE_NAMES)}})
+    chat_template_kwargs: dict[str, Any] = _told({}, **TEMPLATE_LIMITS)
 
 
 class ChatBody(CommonBody, ChatFields):
@@ -293,6 +305,18 @@ class DetokenizeBody(Fields):
 
     model: str = ""
     tokens: SkipValidation[list[_TokenId]]
+
+
+def asks_for_grammar(fields: Mapping[str, Any]) -> bool:
+    """Tells whether a body of any API may ask for a grammar, which takes up to a second to compile."""
+    tools = fields.get("tools")
+    given = tools[:MAX_TOOLS] if isinstance(tools, list) else ()
+    return not _GRAMMAR_FIELDS.isdisjoint(fields) or any(map(_is_strict, given))
+
+
+def _is_strict(tool: Any) -> bool:
+    inner = tool.get("function") if isinstance(tool, dict) else None
+    return any(isinstance(each, dict) and bool(each.get("strict")) for each in (tool, inner))
 
 
 def parse_body(body_class: type[BodyT], fields: Mapping[str, Any], unknown: UnknownFields) -> BodyT:

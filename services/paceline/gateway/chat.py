@@ -19,6 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from paceline.core.errors import ConfigError, InvalidRequestError
 
 Message = Mapping[str, Any]
+# Later models' name for a system that is not the platform; templates that do not know it would leave it out.
+DEVELOPER, SYSTEM = "developer", "system"
 
 
 class ChatTemplate:
@@ -57,9 +59,15 @@ class ChatTemplate:
         """
         variables = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return self._template.render({**self._special_tokens, **variables, **extra, "messages": list(messages)})
+            told = [self._with_known_role(message) for message in messages]
+            return self._template.render({**self._special_tokens, **variables, **extra, "messages": told})
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError("messages", f"the chat template refuses them: {error}") from error
+
+    def _with_known_role(self, message: Message) -> Message:
+        if message["role"] != DEVELOPER or DEVELOPER in self.source:
+            return message
+        return {**message, "role": SYSTEM}
 
 
 class _GenerationBlock(Extension):

@@ -18,6 +18,7 @@ from paceline.gateway.fields import UnknownFields, read_fields
 from paceline.gateway.generation_config import MODEL_SAMPLING
 from paceline.gateway.grammars import grammar_of_json_schema
 from paceline.gateway.message_form import QWEN3_CODER, MessageForm, begins_thinking
+from paceline.gateway.partial_grammars import BOUND, Opening, after_reasoning, calls_amid_text
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
@@ -109,8 +110,8 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
     token_ids = chat_tokens(body, model, unknown, keep_last, tools=toolbox.tools, extra=_effort(body))
     token_ids = check_prompt(model, token_ids, field="messages")
     # Calls that have to be made leave no room for content of another form.
-    enforced = grammar_of_json_schema(toolbox.schema, field="tools", exact=False) if toolbox.enforced else ""
-    grammar = enforced or grammar_of(body)
+    asked = "" if toolbox.enforced else grammar_of(body)
+    prompt_end = _prompt_end(model, token_ids)
     return _sessions(
         body,
         model,
@@ -120,27 +121,49 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
         wanted_field=field,
         unasked=model.defaults.max_new_tokens,
         logprobs=top_logprobs if body.logprobs else None,
-        grammar=grammar,
-        form=_form(model, toolbox, token_ids, grammar),
+        grammar=_chat_grammar(asked, model, toolbox, prompt_end),
+        form=_form(model, toolbox, prompt_end, bool(asked)),
         prompt_logprobs=body.prompt_logprobs,
     )
 
 
-def _form(model: ServedModel, toolbox: Toolbox, prompt: Sequence[int], grammar: str) -> MessageForm | None:
-    """Returns how answers to a chat are read; None: all of them is content, as under any other grammar."""
+def _prompt_end(model: ServedModel, token_ids: Sequence[int]) -> str:
+    """Returns the end of a prompt where it says whether the answer begins within reasoning."""
+    return model.codec.decode(token_ids[-PROMPT_END_TOKENS:], special_tokens=True) if model.families.reasoning else ""
+
+
+def _chat_grammar(asked: str, model: ServedModel, toolbox: Toolbox, prompt_end: str) -> str:
+    """Returns the grammar of an answer; empty: none. May take up to a second.
+
+    Args:
+        asked: That of the content; empty: it has none.
+        model: Whose the answer is.
+        toolbox: Its tools.
+        prompt_end: See `Opening`.
+    """
     families = model.families
+    opening = Opening(reasoning=families.reasoning, prompt_end=prompt_end, token_of=model.codec.added_token_id)
     if toolbox.enforced:
-        return MessageForm(enforced=True, named=toolbox.named)
-    if grammar or not (families.reasoning or toolbox.parsed):
+        asked = grammar_of_json_schema(toolbox.schema, field="tools", exact=False)
+    if asked:
+        return after_reasoning(asked, opening, field="tools" if toolbox.enforced else "response_format")
+    if toolbox.parsed and any(toolbox.strict) and families.tool_calls in BOUND:
+        return calls_amid_text(toolbox, families.tool_calls, opening)
+    return ""
+
+
+def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) -> MessageForm | None:
+    """Returns how answers to a chat are read; None: all of them is content. One of a form of its own holds no calls."""
+    reasoning = model.families.reasoning
+    calls = model.families.tool_calls if toolbox.parsed and not toolbox.enforced and not bound else ""
+    if not (reasoning or calls or toolbox.enforced):
         return None
-    calls = families.tool_calls if toolbox.parsed else ""
-    if not families.reasoning and not calls:
-        return None
-    prompt_end = model.codec.decode(prompt[-PROMPT_END_TOKENS:], special_tokens=True) if families.reasoning else ""
     return MessageForm(
-        reasoning=families.reasoning,
-        thinks=begins_thinking(families.reasoning, prompt_end),
+        reasoning=reasoning,
+        thinks=begins_thinking(reasoning, prompt_end),
         tool_calls=calls,
+        enforced=toolbox.enforced,
+        named=toolbox.named,
         types=toolbox.types if calls == QWEN3_CODER else {},
     )
 

@@ -1,13 +1,14 @@
-"""A process that compiles what strangers call a grammar: `python -m paceline.gateway.grammar_checker`.
+"""A process that compiles what strangers call a grammar: `python -m paceline.gateway.grammar_checker SECONDS`.
 
-Reads a JSON object a line, `{"kind", "value", "options"}`, and answers each with `{"grammar"}` or `{"error"}`. Whoever
-asks ends it when an answer takes too long, for nothing else bounds every grammar's time.
+Reads a JSON object a line, `{"kind", "value", "options"}`, and answers each with `{"grammar"}` or `{"error"}`. It dies
+of a question that takes more than so many seconds of the processor, for nothing else bounds every grammar's time.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -89,8 +90,13 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def main() -> None:
     """Answers until its input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    most_s = float(sys.argv[1])
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
+        # Its own time, not that of a clock: on a busy machine every grammar would be too slow.
+        signal.setitimer(signal.ITIMER_PROF, most_s)
+        answered = json.dumps(answer(json.loads(line))).encode() + b"\n"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answered)
         sys.stdout.buffer.flush()
 
 

@@ -21,21 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.params import MAX_GRAMMAR_CHARS
 
 MAX_CHOICES = 1024
-# Of a compilation, and of the start of the process that does it.
-MOST_S, START_S = 0.8, 20.0
+# Of the processor's time for a compilation; of a clock's for it, however busy the machine is, and for the start of the
+# process that does it.
+MOST_S, PATIENCE_S, START_S = 0.8, 5.0, 20.0
 # Answers that are kept: the same schema comes with every request of a client.
 MOST_KEPT = 64
 # As Python's `json.dumps` writes it: where the layout is fixed, most of an answer's scaffolding is forced.
 LAYOUT: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_LOOSE: Mapping[str, Any] = {"lenient": True, "coerce_one_of": True}
+LOOSE: Mapping[str, Any] = {"lenient": True, "coerce_one_of": True}
 
 
-class _TooSlowError(Exception):
-    """No answer came in time, or the process died of the question."""
+class _DiedError(Exception):
+    """The process died of the question."""
 
 
 class Checker:
@@ -48,15 +49,18 @@ class Checker:
         atexit.register(self.close)
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the answer; see `paceline.gateway.grammar_checker`."""
+        """Returns the answer; see `paceline.gateway.grammar_checker`.
+
+        Raises:
+            UnavailableError: There is none yet, as the machine is too busy.
+        """
         line = json.dumps(question).encode() + b"\n"
         key = hashlib.sha256(line).digest()
         with self._lock:
-            known = self._kept.get(key)
-            if known is None:
-                known = self._kept[key] = self._answer(line)
-                while len(self._kept) > MOST_KEPT:
-                    self._kept.popitem(last=False)
+            known = self._kept.get(key) or self._answer(line)
+            self._kept[key] = known
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
             self._kept.move_to_end(key)
         return known
 
@@ -72,13 +76,21 @@ class Checker:
             if self._process is None:
                 self._process = _start()
                 self._exchange(b'{"kind": "regex", "value": "a"}\n', START_S)
-            answer: dict[str, str] = json.loads(self._exchange(line, MOST_S))
-        except (_TooSlowError, OSError):
+            answer: dict[str, str] = json.loads(self._exchange(line, PATIENCE_S))
+        except TimeoutError:
+            self.close()
+            raise UnavailableError("the machine is too busy to compile a grammar; try again") from None
+        except (_DiedError, OSError):
             self.close()
             return {"error": f"takes more than {MOST_S:g} s, or too much memory, to be compiled"}
         return answer
 
     def _exchange(self, line: bytes, most_s: float) -> bytes:
+        """Returns the answer to a line.
+
+        Raises:
+            TimeoutError: None came in time.
+        """
         assert self._process is not None, "it is started before it is asked"
         assert self._process.stdin is not None, "it has pipes"
         assert self._process.stdout is not None, "it has pipes"
@@ -90,10 +102,10 @@ class Checker:
             selector.register(output, selectors.EVENT_READ)
             while not received.endswith(b"\n"):
                 if not selector.select(max(0.0, until_s - time.monotonic())):
-                    raise _TooSlowError
+                    raise TimeoutError
                 part = os.read(output, 1 << 16)
                 if not part:
-                    raise _TooSlowError
+                    raise _DiedError
                 received += part
         return bytes(received)
 
@@ -102,7 +114,7 @@ def _start() -> subprocess.Popen[bytes]:
     source = str(Path(paceline.__file__).parents[1])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", ""))))
     return subprocess.Popen(
-        [sys.executable, "-m", "paceline.gateway.grammar_checker"],
+        [sys.executable, "-m", "paceline.gateway.grammar_checker", str(MOST_S)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -129,7 +141,7 @@ def grammar_of_json_schema(
     """
     spaced = {"whitespace_flexible": True, "whitespace_pattern": whitespace_pattern}
     layout = LAYOUT if whitespace_pattern is None else spaced
-    return _grammar("json_schema", schema, field, {**layout, **({} if exact else _LOOSE)})
+    return _grammar("json_schema", schema, field, {**layout, **({} if exact else LOOSE)})
 
 
 def grammar_of_regex(pattern: str, *, field: str = "regex") -> str:

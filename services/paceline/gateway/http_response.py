@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -52,6 +52,7 @@ class Exchange:
         own_id: str = "",
         shape: Callable[[HttpError, str], Any] = lambda error, _: error.to_json(),
         named: bool = False,
+        id_headers: Sequence[str] = (REQUEST_ID,),
     ) -> None:
         """Sends nothing yet.
 
@@ -62,6 +63,7 @@ class Exchange:
             own_id: Ours, which is answered with if the client gives none.
             shape: What an error looks like; it is given the name of the request, too.
             named: Whether the events of a stream have their types as names, and the last one ends it.
+            id_headers: What tells the name of the request.
         """
         self._send = send
         self._on_error = on_error
@@ -69,6 +71,7 @@ class Exchange:
         self._given_id = given_id
         self._shape = shape
         self._named = named
+        self._id_headers = id_headers
         self.own_id = own_id
         self.headers: dict[str, str] = {}
 
@@ -77,7 +80,7 @@ class Exchange:
         self._begun = True
         headers = headers | self.headers
         if self._request_id:
-            headers[REQUEST_ID] = self._request_id
+            headers |= dict.fromkeys(self._id_headers, self._request_id)
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 

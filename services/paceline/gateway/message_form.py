@@ -6,13 +6,14 @@ Families are named by flags, or told by what the model's chat template holds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.gateway.message_parts import Content, Part, PartReader, joined
-from paceline.gateway.reasoning.channels import SPECIAL, ChannelReader
+from paceline.gateway.reasoning.channels import ANALYSIS, MESSAGE_END, SPECIAL, ChannelReader
+from paceline.gateway.reasoning.count import ReasoningCount
 from paceline.gateway.reasoning.think import BEGIN as THINK
 from paceline.gateway.reasoning.think import END as THINK_END
 from paceline.gateway.reasoning.think import ThinkReader
@@ -137,6 +138,17 @@ class MessageForm:
     def reader(self) -> MessageReader:
         """Returns what reads an answer of this form."""
         return MessageReader(self._reasoning_reader(), self._call_reader())
+
+    def reasoning_count(self, decode: Callable[[Sequence[int]], str]) -> ReasoningCount | None:
+        """Returns what counts the tokens of its reasoning; None: it has none.
+
+        Args:
+            decode: Text of tokens, special ones spelled out.
+        """
+        if not self.reasoning:
+            return None
+        begin, end = (ANALYSIS, MESSAGE_END) if self.reasoning == GPT_OSS else (THINK, THINK_END)
+        return ReasoningCount(begin, end, decode, begun=self.thinks)
 
     def _reasoning_reader(self) -> PartReader | None:
         if self.reasoning == GPT_OSS:

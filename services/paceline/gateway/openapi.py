@@ -5,7 +5,7 @@ It knows no sessions and no transport; the schemas in it are those of the models
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,10 +13,13 @@ from pydantic.json_schema import models_json_schema
 
 import paceline
 from paceline.gateway import answer_shapes as shapes
+from paceline.gateway import door_shapes as doors
+from paceline.gateway.anthropic_door.bodies import CountBody, MessagesBody
 from paceline.gateway.api import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from paceline.gateway.http_response import REQUEST_ID
 from paceline.gateway.reading import IGNORED_FIELDS
 from paceline.gateway.requests import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPT_LOGPROBS
+from paceline.gateway.responses.bodies import ResponsesBody
 
 Json = dict[str, Any]
 
@@ -52,7 +55,13 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
   is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
   stands there once, also one without text of its own; text then waits for the end of its token.
 * A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them. Calls that
-  have to be made are enforced by a grammar of the schemas of all tools, or of the one that is named.
+  have to be made are enforced by a grammar of the schemas of all tools, or of the one that is named. With a tool that
+  is `strict`, a call that has begun is enforced as well, of models that write calls as Hermes, Llama 3 or Mistral do.
+* A model that reasons may do so before what a grammar enforces.
+* `/v1/responses` and `/v1/messages` are the same chats in the words of OpenAI's newer API and of Anthropic's: what is
+  said here of fields holds for theirs, an error names theirs, and events of a stream have their types as names. A
+  response with `store` (as is unless it says otherwise) is kept for a time (`--response-ttl-s`), for the same API key:
+  to be shown, gone on with behind event `starting_after`, named as `previous_response_id`, cancelled, or deleted.
 * Special tokens spelled out in the messages of a chat stay text; a `prompt` is read as it stands, and may hold some.
 * A stream that fails after its first byte ends with an event that holds the error object.
 * Methods that a path does not have are answered with 405, unknown paths with 404, both with the error object.
@@ -62,8 +71,11 @@ _TEXT: Json = {"text/plain": {"schema": {"type": "string"}}}
 _COMPLETION = (CompletionBody, shapes.COMPLETION, shapes.COMPLETION_CHUNK)
 _CHAT = (ChatBody, shapes.CHAT_COMPLETION, shapes.CHAT_COMPLETION_CHUNK)
 _TOKENIZE = (TokenizeTextBody, TokenizeChatBody)
+_RESPONSES = (doors.RESPONSE, doors.RESPONSE_ERROR, *doors.RESPONSE_EVENTS)
+_MESSAGES = (doors.MESSAGE, doors.MESSAGE_ERROR, *doors.MESSAGE_EVENTS)
 _MODELS = (
     *(*_COMPLETION, *_CHAT, *_TOKENIZE, DetokenizeBody, shapes.TOKENS, shapes.PROMPT),
+    *(ResponsesBody, *_RESPONSES, doors.DELETED, MessagesBody, CountBody, *_MESSAGES, doors.INPUT_TOKENS),
     *(shapes.MODEL, shapes.MODELS, shapes.HEALTH, shapes.LIFE, shapes.VERSION, shapes.LOAD, shapes.ERROR),
 )
 _FAILURES = {
@@ -81,6 +93,11 @@ _FAILURES = {
 }
 _RETRIED = ("429", "503")
 _OF_TOKENIZER = ("400", "401", "404", "408", "413", "429", "500", "503")
+_OF_KEPT = ("400", "401", "404", "429", "500", "503")
+# Those that go on with a session.
+_OF_RUN = ("400", "401", "404", "409", "422", "429", "500", "502", "503")
+# Answered before it is known what API is asked.
+_AT_THE_DOOR = ("401", "429")
 # The HTTP server, too, answers so, with plain text: to what is no HTTP, or beyond its connections.
 _FROM_SERVER = ("400", "503")
 
@@ -97,6 +114,13 @@ def openapi_document() -> Json:
     posts = {
         "/v1/completions": _generation("createCompletion", *_COMPLETION),
         "/v1/chat/completions": _generation("createChatCompletion", *_CHAT),
+        "/v1/responses": _generation(
+            "createResponse", ResponsesBody, doors.RESPONSE, *doors.RESPONSE_EVENTS, error=doors.RESPONSE_ERROR
+        ),
+        "/v1/messages": _generation(
+            "createMessage", MessagesBody, doors.MESSAGE, *doors.MESSAGE_EVENTS, error=doors.MESSAGE_ERROR
+        ),
+        "/v1/messages/count_tokens": _counting(),
         "/tokenize": _of_tokenizer("tokenize", "The tokens of a prompt or a chat", _TOKENIZE, shapes.TOKENS),
         "/detokenize": _of_tokenizer("detokenize", "The text of tokens", (DetokenizeBody,), shapes.PROMPT),
     }
@@ -108,6 +132,7 @@ def openapi_document() -> Json:
         "paths": {
             **{path: {"post": operation} for path, operation in posts.items()},
             **{path: {"get": operation, **(ping if path == "/ping" else {})} for path, operation in reads.items()},
+            **_kept(),
         },
         "components": {"schemas": schemas["$defs"]},
     }
@@ -137,17 +162,53 @@ def _reads() -> Json:
     }
 
 
-def _generation(name: str, body: type[BaseModel], answer: type[BaseModel], chunk: type[BaseModel]) -> Json:
-    answers = {**_json(answer), "text/event-stream": {"schema": _event(chunk)}}
-    failures = {status: _failure(status, description) for status, description in _FAILURES.items()}
-    operation = _operation(name, "Generates text, whole or as a stream", answers, failures)
+def _kept() -> Json:
+    """Returns the operations on responses that are kept, by path."""
+    name = {
+        "name": "response_id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"},
+    }
+    number = {"type": "integer", "minimum": 0, "maximum": 10**12 - 1}
+    asked = [
+        {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "Whether as a stream."},
+        {"name": "starting_after", "in": "query", "schema": number, "description": "Its last event that is there."},
+    ]
+    error = doors.RESPONSE_ERROR
+    streamed = {**_json(doors.RESPONSE), **_stream(doors.RESPONSE_EVENTS, error, named=True)}
+    failures = {status: _failures(each, error) for status, each in {"run": _OF_RUN, "kept": _OF_KEPT}.items()}
+    show = _operation("showResponse", "A response that is kept", streamed, failures["run"])
+    delete = _operation("deleteResponse", "Forgets a response", _json(doors.DELETED), failures["kept"])
+    cancel = _operation("cancelResponse", "Ends a response in progress", _json(doors.RESPONSE), failures["run"])
+    one = "/v1/responses/{response_id}"
+    return {
+        one: {"get": {**show, "parameters": [name, *asked]}, "delete": {**delete, "parameters": [name]}},
+        f"{one}/cancel": {"post": {**cancel, "parameters": [name]}},
+    }
+
+
+def _generation(
+    name: str,
+    body: type[BaseModel],
+    answer: type[BaseModel],
+    *events: type[BaseModel],
+    error: type[BaseModel] = shapes.ERROR,
+) -> Json:
+    answers = {**_json(answer), **_stream(events, error, named=error is not shapes.ERROR)}
+    operation = _operation(name, "Generates text, whole or as a stream", answers, _failures(_FAILURES, error))
     return _with_body(operation, _json(body))
 
 
+def _counting() -> Json:
+    failures = _failures(_OF_TOKENIZER, doors.MESSAGE_ERROR)
+    operation = _operation("countMessageTokens", "The tokens of a prompt", _json(doors.INPUT_TOKENS), failures)
+    return _with_body(operation, _json(CountBody))
+
+
 def _of_tokenizer(name: str, summary: str, bodies: Sequence[type[BaseModel]], answer: type[BaseModel]) -> Json:
-    failures = {status: _failure(status, _FAILURES[status]) for status in _OF_TOKENIZER}
-    content = {"application/json": {"schema": {"anyOf": [_reference(each) for each in bodies]}}}
-    return _with_body(_operation(name, summary, _json(answer), failures), content)
+    failures = _failures(_OF_TOKENIZER, shapes.ERROR)
+    return _with_body(_operation(name, summary, _json(answer), failures), _json(*bodies))
 
 
 def _with_body(operation: Json, content: Json) -> Json:
@@ -160,11 +221,20 @@ def _with_body(operation: Json, content: Json) -> Json:
     return {**operation, "requestBody": {"required": True, "content": content}}
 
 
-def _event(chunk: type[BaseModel]) -> Json:
-    """Returns the schema of one server-sent event, as OpenAPI 3.1 describes streams: a chunk, an error, or the end."""
-    payload = {"anyOf": [_reference(chunk), _reference(shapes.ERROR)]}
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
-    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}}
+def _stream(events: Sequence[type[BaseModel]], error: type[BaseModel], *, named: bool) -> Json:
+    """Returns the schema of one server-sent event, as OpenAPI 3.1 describes streams: one of these, an error, the end.
+
+    Args:
+        events: What the data of one may hold.
+        error: What it holds when the stream fails.
+        named: Whether events have names; otherwise the last one says that it is.
+    """
+    payload = {"anyOf": [_reference(each) for each in (*events, error)]}
+    data: Json = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
+    named_data = {"event": {"type": "string"}, "data": data}
+    properties = named_data if named else {"data": {"anyOf": [{"const": "[DONE]"}, data]}}
+    schema = {"type": "object", "required": list(properties), "properties": properties}
+    return {"text/event-stream": {"schema": schema}}
 
 
 def _operation(name: str, summary: str, answer: Json, failures: Mapping[str, Json] | None = None) -> Json:
@@ -172,8 +242,14 @@ def _operation(name: str, summary: str, answer: Json, failures: Mapping[str, Jso
     return {"operationId": name, "summary": summary, "responses": responses}
 
 
-def _failure(status: str, description: str) -> Json:
-    failure = _response(description, _json(shapes.ERROR) | (_TEXT if status in _FROM_SERVER else {}))
+def _failures(statuses: Iterable[str], error: type[BaseModel]) -> Json:
+    return {status: _failure(status, error) for status in statuses}
+
+
+def _failure(status: str, error: type[BaseModel]) -> Json:
+    models = dict.fromkeys((error, shapes.ERROR) if status in _AT_THE_DOOR else (error,))
+    content = _json(*models) | (_TEXT if status in _FROM_SERVER else {})
+    failure = _response(_FAILURES[status], content)
     if status in _RETRIED:
         failure["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
     return failure
@@ -183,8 +259,9 @@ def _response(description: str, content: Json) -> Json:
     return {"description": description, "content": content}
 
 
-def _json(model: type[BaseModel]) -> Json:
-    return {"application/json": {"schema": _reference(model)}}
+def _json(*models: type[BaseModel]) -> Json:
+    schemas = [_reference(each) for each in models]
+    return {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
 
 
 def _reference(model: type[BaseModel]) -> Json:

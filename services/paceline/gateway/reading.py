@@ -14,7 +14,7 @@ from prometheus_client import Counter
 from starlette.requests import Request
 
 from paceline.core.errors import PacelineError
-from paceline.gateway.api import GRAMMAR_FIELDS
+from paceline.gateway.api import asks_for_grammar
 from paceline.gateway.body import parse_json_object, read_body
 from paceline.gateway.callers import current_caller
 from paceline.gateway.fair_shares import Shares
@@ -98,9 +98,12 @@ class BodyReader:
         small = len(raw) <= MAX_INLINE_BYTES
         fields = parse_json_object(raw) if small else await self.workers.run(partial(parse_json_object, raw))
         if prepare is not None:
-            understand = partial(understand, await prepare(fields))
+            prepared = await prepare(fields)
+            # What was fetched may be long.
+            small &= not prepared
+            understand = partial(understand, prepared)
         work = partial(understand, fields, unknown)
-        if not GRAMMAR_FIELDS.isdisjoint(fields):
+        if asks_for_grammar(fields):
             return await self.grammar_workers.run(work)
         return work() if small else await self.workers.run(work)
 

@@ -38,6 +38,7 @@ class Ending:
         num_prompt_tokens: Tokens of the prompt.
         num_cached_tokens: Of these, found in the verifier's prefix cache.
         num_generated_tokens: Tokens of the answer, a stop token included.
+        num_reasoning_tokens: Of these, its reasoning.
         speculation: What speculation did, at all verifiers that ran the session; None where none told, or what is known
             all the same: that the text was lossy, mixed or in law only.
         timings: Where the time went, as far as the verifier told.
@@ -48,6 +49,7 @@ class Ending:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int = 0
     speculation: SpeculationRecord | None = None
     timings: Timings = field(default_factory=Timings)
     stop: str | None = None

@@ -21,7 +21,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     SpeculationRecord,
 )
-from paceline.core.params import TYPICAL
+from paceline.core.params import LAWFUL_RULES
 from paceline.gateway.callers import Caller
 from paceline.gateway.fairness import fits
 from paceline.gateway.fleet import Fleet
@@ -279,14 +279,14 @@ class Sessions:
         if record is not None or lossy or trail.mixed or trail.law_only:
             record = replace(record or SpeculationRecord(), lossy=lossy, mixed=trail.mixed, law_only=trail.law_only)
         ending = _ending(request, num_generated, result, record, stopped=stopped)
-        ending = replace(ending, stop=text_stream.stop) if stopped else ending
+        ending = replace(ending, stop=text_stream.stop, num_reasoning_tokens=text_stream.num_reasoning_tokens)
         stopwatch.ended(ending)
         yield ending
 
     async def _committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
         """Yields what was committed before this gateway got the session, then what verifiers commit."""
         if request.committed_token_ids or request.finished is not None:
-            lossy = request.speculation.acceptance == TYPICAL
+            lossy = request.speculation.acceptance not in ("", *LAWFUL_RULES)
             yield CommittedTokens(token_ids=request.committed_token_ids, result=_result_of(request), lossy=lossy)
         if request.finished is None:
             async with aclosing(self._placer.committed(request, trail)) as steps:

@@ -73,6 +73,7 @@ class TextCodec:
             self._visible[token_id] = token_id not in added or not added[token_id].special
         self.with_special_tokens = _WithSpecialTokens(tokenizer, frozenset(vocab.values()))
         self._added = {token_id: token.content for token_id, token in added.items()}
+        self._added_ids = {spelling: token_id for token_id, spelling in self._added.items()}
         # By the few sets of special tokens that readers of answers ask for.
         self._showing: dict[tuple[str, ...], Decodes] = {}
         self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
@@ -194,6 +195,10 @@ class TextCodec:
     def is_visible(self, token_id: int) -> bool:
         """Tells whether a token has text: known to the tokenizer and not special."""
         return token_id < self.vocab_size and bool(self._visible[token_id])
+
+    def added_token_id(self, spelling: str) -> int | None:
+        """Returns the token that was added to the vocabulary under this spelling; None: there is none."""
+        return self._added_ids.get(spelling)
 
     def showing(self, spellings: tuple[str, ...]) -> Decodes:
         """Returns decoding in which these special tokens have their text, and others none."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.core.messages import TokenFate
 from paceline.gateway.detokenizer import Decodes, Detokenizer
@@ -56,13 +57,26 @@ class TextStream:
         self._detokenizer = Detokenizer(decodes, request.prompt_token_ids)
         self._matcher = StopMatcher(request.stops)
         self._token_texts = TokenTexts() if request.token_fates else None
+        decode = partial(codec.decode, special_tokens=True)
+        self._reasoning = None if request.form is None else request.form.reasoning_count(decode)
         self._one_by_one = bool(request.stops) or request.token_fates
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
         self.stop: str | None = None
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning that the answer begins with."""
+        return 0 if self._reasoning is None else self._reasoning.num_tokens
+
     def feed(self, token_ids: Sequence[int], fates: Sequence[TokenFate] = ()) -> Fed:
         """Takes the tokens of one step, and how they came about as far as that is known: a fate a token, or none."""
+        fed = self._taken(token_ids, fates)
+        if self._reasoning is not None:
+            self._reasoning.take(token_ids[: fed.num_tokens])
+        return fed
+
+    def _taken(self, token_ids: Sequence[int], fates: Sequence[TokenFate]) -> Fed:
         if not self._one_by_one:
             self._num_tokens += len(token_ids)
             return Fed(text=self._text_of(token_ids), num_tokens=len(token_ids))

@@ -67,6 +67,7 @@ class Toolbox:
         enforced: Whether it has to.
         named: The tool that it has to call; empty: any.
         parallel: Whether it may hold several.
+        strict: Whether each tool's calls have to be as its schema says, in the order of the tools.
     """
 
     tools: tuple[Json, ...] = ()
@@ -74,6 +75,7 @@ class Toolbox:
     enforced: bool = False
     named: str = ""
     parallel: bool = True
+    strict: tuple[bool, ...] = ()
 
     @classmethod
     def read(cls, tools: Sequence[Any], choice: Any, parallel: bool, unknown: UnknownFields) -> Toolbox:
@@ -84,13 +86,24 @@ class Toolbox:
         """
         if len(tools) > MAX_TOOLS:
             raise InvalidRequestError("tools", f"has {len(tools)} entries, at most {MAX_TOOLS} are allowed")
-        told = tuple(_told(read_fields(Tool, each, unknown, f"tools[{at}]")) for at, each in enumerate(tools))
+        given = [read_fields(Tool, each, unknown, f"tools[{at}]") for at, each in enumerate(tools)]
+        told, strict = tuple(map(_told, given)), tuple(each.function.strict for each in given)
         choice = ("auto" if told else "none") if choice is None else choice
         if choice in ("none", "auto"):
-            return cls(tools=told, parsed=bool(told) and choice == "auto", parallel=parallel)
+            return cls(tools=told, parsed=bool(told) and choice == "auto", parallel=parallel, strict=strict)
         if not told:
             raise InvalidRequestError("tool_choice", "needs tools")
-        return cls(tools=told, parsed=True, enforced=True, named=_named(choice, told), parallel=parallel)
+        return cls(tools=told, parsed=True, enforced=True, named=_named(choice, told), parallel=parallel, strict=strict)
+
+    @property
+    def names(self) -> list[str]:
+        """What the tools are called."""
+        return [each["function"]["name"] for each in self.tools]
+
+    @property
+    def parameters(self) -> list[tuple[Json, bool]]:
+        """The JSON schema of each tool's arguments, and whether calls have to follow it."""
+        return [(each["function"]["parameters"], strict) for each, strict in zip(self.tools, self.strict, strict=True)]
 
     @property
     def types(self) -> dict[str, dict[str, str]]:

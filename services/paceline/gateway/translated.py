@@ -6,7 +6,7 @@ It knows no API; each is a `Door`.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from paceline.core.errors import InvalidRequestError
 from paceline.gateway.api import ChatBody, parse_body
 from paceline.gateway.callers import current_caller
 from paceline.gateway.choices import chat_sessions
@@ -70,9 +71,17 @@ class Asked:
 
 
 class Door(Protocol[TellingT]):
-    """An API."""
+    """An API.
+
+    Attributes:
+        id_prefix: What ids of its answers begin with.
+        id_headers: What tells the name of a request.
+        names: Its own names of fields of chats, for errors; the longest stand first.
+    """
 
     id_prefix: str
+    id_headers: Sequence[str]
+    names: Mapping[str, str]
 
     async def prepare(self, fields: Json) -> Any:
         """Returns what has to be fetched before a body is understood."""
@@ -113,7 +122,15 @@ class TranslatedEndpoint:
         request = Request(scope, receive)
         given, own = request_id(request.headers), f"{self._door.id_prefix}{uuid.uuid4().hex}"
         with traced_request(self._tracer, CHAT, request.headers.get(TRACEPARENT, ""), given) as trace:
-            exchange = Exchange(send, trace.fail, given_id=given, own_id=own, shape=self._door.error, named=True)
+            exchange = Exchange(
+                send,
+                trace.fail,
+                given_id=given,
+                own_id=own,
+                shape=self._door.error,
+                named=True,
+                id_headers=self._door.id_headers,
+            )
             try:
                 with self._sessions.errors_counted():
                     work = await self._work(request, exchange, trace)
@@ -128,9 +145,12 @@ class TranslatedEndpoint:
 
     def _order(self, own_id: str, trace: RequestTrace, prepared: Any, fields: Json, unknown: UnknownFields) -> _Order:
         asked = self._door.understand(prepared, fields, unknown)
-        body = parse_body(ChatBody, asked.chat, unknown)
-        model = self._sessions.model(body.model)
-        [request] = chat_sessions(body, model, own_id, unknown)
+        try:
+            body = parse_body(ChatBody, asked.chat, unknown)
+            model = self._sessions.model(body.model)
+            [request] = chat_sessions(body, model, own_id, unknown)
+        except InvalidRequestError as error:
+            raise _renamed(error, self._door.names) from None
         trace.asked([request], own_id, 1)
         return _Order(asked=asked, request=replace(request, api_key=current_caller().name, span=trace.span))
 
@@ -148,8 +168,17 @@ class TranslatedEndpoint:
             await exchange.fail(error)
 
 
+def _renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+    """Returns an error of a chat with the field's name in the API; places within messages are others there."""
+    for name, own in names.items():
+        rest = error.field.removeprefix(name)
+        if error.field.startswith(name) and rest[:1] in ("", ".", "["):
+            return InvalidRequestError(own if rest.startswith("[") else own + rest, error.problem)
+    return error
+
+
 async def told(
-    events: AsyncGenerator[Event, None], telling: Telling, message: Message, ended: Callable[[], Awaitable[None]]
+    events: AsyncGenerator[Event, None], telling: Telling, message: Message, ended: Callable[[], Awaitable[object]]
 ) -> AsyncGenerator[list[Json], None]:
     """Yields the events of an answer, step by step; `ended` is waited for before the last."""
     opened = False

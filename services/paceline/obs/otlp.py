@@ -41,12 +41,7 @@ async def sending_spans(
     endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry, zone: str = ""
 ) -> AsyncIterator[Tracer]:
     """See `paceline.obs.tracing.open_tracing`; at the end what is left is given up when it takes too long."""
-    dropped = Counter(
-        "paceline:spans_dropped",
-        "Spans that no collector got, while tracing is on: queue_full, not_taken.",
-        ("reason",),
-        registry=registry,
-    )
+    dropped = spans_dropped(registry)
     exporter = _PatientExporter(endpoint, dropped)
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
@@ -94,6 +89,12 @@ class _BoundedProcessor(BatchSpanProcessor):
             return
         self._num_queued += 1
         super().on_end(span)
+
+
+def spans_dropped(registry: CollectorRegistry) -> Counter:
+    """Returns the counter of lost spans, which is shown while tracing is on."""
+    meaning = "Spans that no collector got, while tracing is on: queue_full, not_taken."
+    return Counter("paceline:spans_dropped", meaning, ("reason",), registry=registry)
 
 
 class _PatientExporter(SpanExporter):

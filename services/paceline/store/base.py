@@ -177,6 +177,13 @@ class Store(Protocol):
     async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
         """Writes a document, in place of one of that name, for `ttl_s` seconds."""
 
+    async def exchange(self, name: str, old: bytes, new: bytes, ttl_s: float) -> bool:
+        """Writes a document in place of the very one that is given, for `ttl_s` seconds; atomic.
+
+        Returns:
+            Whether it did: another one is kept under that name by now, or none.
+        """
+
     async def kept(self, name: str) -> bytes | None:
         """Returns a document; None when it is unknown or expired."""
 

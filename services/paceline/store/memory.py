@@ -127,6 +127,13 @@ class MemoryStore:
         self._documents = {key: entry for key, entry in self._documents.items() if entry[1] > now_s}
         self._documents[name] = (document, now_s + ttl_s)
 
+    async def exchange(self, name: str, old: bytes, new: bytes, ttl_s: float) -> bool:
+        """Writes a document in place of the very one that is given."""
+        if await self.kept(name) != old:
+            return False
+        await self.keep(name, new, ttl_s)
+        return True
+
     async def kept(self, name: str) -> bytes | None:
         """Returns a document."""
         document, expires_s = self._documents.get(name, (None, 0.0))

@@ -127,6 +127,11 @@ if stored[1] ~= ARGV[1] or stored[2] ~= ARGV[2] then return false end
 redis.call('HSET', KEYS[1], 'epoch', ARGV[3], 'owner', ARGV[4])
 return {redis.call('HMGET', KEYS[1], unpack(ARGV, 5)), redis.call('GET', KEYS[2])}
 """
+_EXCHANGE_SCRIPT = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return false end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return true
+"""
 _TOKEN_TYPE = np.dtype("<u4")
 _WRITTEN = (Written.DONE, Written.TAKEN_OVER, Written.MISSING)
 _SESSION_FIELDS = tuple(field.name for field in fields(SessionRecord))
@@ -156,6 +161,7 @@ class RedisStore:
         self._put = self._client.register_script(_PUT_SCRIPT)
         self._advance = self._client.register_script(_ADVANCE_SCRIPT)
         self._claim = self._client.register_script(_CLAIM_SCRIPT)
+        self._exchange = self._client.register_script(_EXCHANGE_SCRIPT)
 
     @property
     def num_bad_entries(self) -> int:
@@ -252,6 +258,11 @@ class RedisStore:
     async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
         """Writes a document."""
         await self._call(lambda: self._client.set(DOCUMENT_PREFIX + name, document, px=_milliseconds(ttl_s)))
+
+    async def exchange(self, name: str, old: bytes, new: bytes, ttl_s: float) -> bool:
+        """Writes a document in place of the very one that is given."""
+        arguments: _Arguments = [old, new, _milliseconds(ttl_s)]
+        return bool(await self._call(partial(self._exchange, keys=[DOCUMENT_PREFIX + name], args=arguments)))
 
     async def kept(self, name: str) -> bytes | None:
         """Returns a document."""

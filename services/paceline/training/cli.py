@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.called import as_called
 from paceline.training.corpus import unseen_prompts
 from paceline.training.demo import DemoConfig, held_out_loss, prepare, target_config, train_target
 from paceline.training.distill import DistillConfig, distill
@@ -56,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         actions[args.train_command](args)
     except (FileNotFoundError, ValueError) as error:
-        sys.stderr.write(f"paceline train {args.train_command}: {error}\n")
+        sys.stderr.write(f"{as_called('paceline train')} {args.train_command}: {error}\n")
         return 2
     return 0
 
@@ -309,6 +310,6 @@ def acceptance_table(target_folder: Path, drafter_folder: Path, num_prompts: int
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="paceline train", description=__doc__)
+    parser = argparse.ArgumentParser(prog=as_called("paceline train"), description=__doc__)
     add_arguments(parser)
     sys.exit(main(parser.parse_args()))

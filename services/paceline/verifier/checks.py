@@ -38,12 +38,12 @@ def check_request(
     unserved = sorted(set(request.speculation.methods) - set(methods))
     if unserved:
         raise InvalidRequestError("speculation.method", f"{unserved[0]} is not served here, only {', '.join(methods)}")
-    rule = rules.of(request.speculation).name
+    rule = rules.of(request.speculation)
     wanted = request.speculation.methods or tuple(methods)
-    if rule in CHAIN_RULES and not set(wanted) & set(TIER_METHODS):
+    if rule.drafts in CHAIN_RULES and not set(wanted) & set(TIER_METHODS):
         raise InvalidRequestError(
             "speculation.acceptance",
-            f"{rule} needs the method {' or '.join(TIER_METHODS)}, and here it is {'+'.join(wanted)}",
+            f"{rule.name} needs the method {' or '.join(TIER_METHODS)}, and here it is {'+'.join(wanted)}",
         )
     prompt_len, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     if prompt_len + max_tokens > max_model_len:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.config import from_mapping, setting
 from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
-    ACCEPTANCE_RULES,
     CHAIN_RULES,
     COUPLED,
     DRAFT_MODEL,
     EAGLE3,
     GRAMMAR,
+    LAWFUL_RULES,
     MAX_DRAFT_TOKENS,
     MEDUSA,
     METHODS,
@@ -22,10 +25,11 @@ from paceline.core.params import (
     TIER_METHODS,
     TYPICAL,
 )
-from paceline.core.rules import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules, Typical
+from paceline.core.rules import LAWFUL, POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules
 from paceline.json_file import parse_object
 from paceline.learned import NOWHERE
 from paceline.model_service import ModelServiceConfig
+from paceline.plugins import RULES, SOURCES
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}+{GRAMMAR}"
 GOODPUT, FIXED = "goodput", "fixed"
@@ -85,7 +89,8 @@ class VerifierConfig(ModelServiceConfig):
             "the verifier, for comparison), medusa_model and eagle3_model (folders of the heads of these methods), "
             "exit_layer (layer_skip drafts with so many first layers of the target; default a quarter of them) or "
             "layers (a list of their indices), acceptance (rule of requests that name none: coupled, rejection, "
-            "block, or typical; default coupled), lossy (true serves the rule typical too, whose texts are marked), "
+            "block, or typical; default coupled; more after it, joined by +, are served too), lossy (true serves the "
+            "rule typical too, whose texts are marked), options (of methods and rules of other packages, by name), "
             "posterior_threshold and posterior_alpha (of that rule, default 0.09 and 0.3)."
         ),
     )
@@ -138,16 +143,18 @@ class Speculation:
     eagle3_model: Path | None = setting(None, help="Folder of the EAGLE-3 head that drafters have.")
     exit_layer: int | None = setting(None, help="So many first layers draft.", low=1, high=MOST_LAYERS)
     layers: tuple[int, ...] | None = setting(None, help="Layers that draft, ascending.", low=0, high=MOST_LAYERS - 1)
-    acceptance: str = setting(COUPLED, help="Rule of requests that name none.", choices=ACCEPTANCE_RULES)
-    lossy: bool = setting(False, help="Serve the rule typical, too.")
+    acceptance: str = setting(COUPLED, help="Rule of requests that name none; more after it, joined by +, are served.")
+    lossy: bool = setting(False, help="Serve the rule typical, and let others be lossy.")
+    options: str = setting("", help="By the name of a method or rule of another package, its options.")
     posterior_threshold: float = setting(POSTERIOR_THRESHOLD, help="Of the rule typical.")
     posterior_alpha: float = setting(POSTERIOR_ALPHA, help="Of the rule typical.")
 
     def __post_init__(self) -> None:
         """Checks what goes together; how many layers the model has is checked where it is loaded."""
         for method in self.methods:
-            if method not in METHODS:
-                raise ConfigError(f"{NAME}: method must be one of {', '.join(METHODS)}, got {method!r}")
+            if method not in TIER_METHODS and method not in SOURCES:
+                known = ", ".join((*TIER_METHODS, *SOURCES.names))
+                raise ConfigError(f"{NAME}: method must be one of {known}, got {method!r}")
         if self.exit_layer is not None and self.layers is not None:
             raise ConfigError(f"{NAME}: exit_layer and layers exclude one another")
         if self.layers is not None and (not self.layers or sorted(set(self.layers)) != list(self.layers)):
@@ -163,8 +170,28 @@ class Speculation:
     @property
     def rules(self) -> Rules:
         """Acceptance rules that are served."""
-        typical = Typical(posterior_threshold=self.posterior_threshold, posterior_alpha=self.posterior_alpha)
-        return Rules(default=self.acceptance, typical=typical if self.lossy else None)
+        default, *others = self.acceptance.split("+")
+        own = {"posterior_threshold": self.posterior_threshold, "posterior_alpha": self.posterior_alpha}
+        named = dict.fromkeys((*((TYPICAL,) if self.lossy else ()), default, *others))
+        return Rules(
+            default=default,
+            more=tuple(
+                RULES.make(name, **(own if name == TYPICAL else self.options_of(name)))
+                for name in named
+                if name not in LAWFUL_RULES
+            ),
+        )
+
+    def options_of(self, name: str) -> Mapping[str, Any]:
+        """Options of a method or rule of another package; those of ours have keys of their own.
+
+        Raises:
+            ConfigError: They are no JSON object.
+        """
+        options = parse_object(f"{NAME}: options", self.options or "{}").get(name, {})
+        if not isinstance(options, dict):
+            raise ConfigError(f"{NAME}: options.{name} must be a JSON object, got {options!r}")
+        return options
 
     @property
     def head(self) -> Path | None:
@@ -187,11 +214,12 @@ class Speculation:
         return FixedGamma(gamma=gamma) if self.policy == FIXED else Goodput(max_nodes=gamma)
 
     def _check_rules(self) -> None:
-        if self.acceptance in CHAIN_RULES and not set(self.methods) & set(TIER_METHODS):
-            one = " or ".join(TIER_METHODS)
-            raise ConfigError(f"{NAME}: acceptance {self.acceptance} needs the method {one}, got {self.method}")
-        if self.acceptance == TYPICAL and not self.lossy:
-            raise ConfigError(f'{NAME}: acceptance {TYPICAL} is lossy, and needs "lossy": true')
+        for rule in (each for each in (*LAWFUL, *self.rules.more) if each.name in self.acceptance.split("+")):
+            if rule.drafts in CHAIN_RULES and not set(self.methods) & set(TIER_METHODS):
+                one = " or ".join(TIER_METHODS)
+                raise ConfigError(f"{NAME}: acceptance {rule.name} needs the method {one}, got {self.method}")
+            if rule.lossy and not self.lossy:
+                raise ConfigError(f'{NAME}: acceptance {rule.name} is lossy, and needs "lossy": true')
         for name in ("posterior_threshold", "posterior_alpha"):
             if not 0.0 < (value := getattr(self, name)) <= 1.0:
                 raise ConfigError(f"{NAME}: {name} must be a number above 0 and at most 1, got {value:g}")
@@ -215,4 +243,7 @@ def speculation_from(speculative_config: str) -> Speculation:
     Raises:
         ConfigError: The JSON is broken or asks for what is not served.
     """
-    return from_mapping(Speculation, parse_object(NAME, speculative_config), f"{NAME}: ")
+    values = dict(parse_object(NAME, speculative_config))
+    if isinstance(values.get("options"), dict):
+        values["options"] = json.dumps(values["options"])
+    return from_mapping(Speculation, values, f"{NAME}: ")

@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from paceline.gateway.anthropic_door.bodies import MessagesBody
 from paceline.gateway.api import ChatBody, ChatMessage, CompletionBody, TextPart
 from paceline.gateway.openapi import openapi_document
+from paceline.gateway.responses.bodies import ResponsesBody
 from tests.support.references.tables import WRITTEN_BY
 
 HEAD = f"""# The HTTP API
@@ -20,6 +22,9 @@ A gateway tells the same, for programs, at `/openapi.json`.
 BODIES = {
     "POST /v1/completions": "CompletionBody",
     "POST /v1/chat/completions": "ChatBody",
+    "POST /v1/responses": "ResponsesBody",
+    "POST /v1/messages": "MessagesBody",
+    "POST /v1/messages/count_tokens": "CountBody",
     "POST /tokenize, of a text": "TokenizeTextBody",
     "POST /tokenize, of a chat": "TokenizeChatBody",
     "POST /detokenize": "DetokenizeBody",
@@ -30,8 +35,6 @@ BODIES = {
 }
 # Of vLLM 0.32; those of its development mode, and of training, are left out.
 VLLM_PATHS = {
-    "/v1/responses": "OpenAI's newer API",
-    "/v1/messages": "Anthropic's API",
     "/v1/embeddings, /pooling, /classify, /score, /rerank": "models that generate nothing",
     "/v1/audio/transcriptions, /v1/audio/translations, /v1/realtime": "models that hear and speak",
     "/v1/chat/completions/batch, /v1/completions/render": "many chats at once; prompts without an answer",
@@ -90,6 +93,8 @@ def _row(name: str, field: Mapping[str, Any], required: bool) -> str:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_kind, schema["anyOf"])))
     if "$ref" in schema:
         return f"object `{schema['$ref'].rpartition('/')[2]}`"
     if "const" in schema:
@@ -107,6 +112,8 @@ def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
     for key, form in _LIMITS.items():
         if key in schema:
             yield form.format(schema[key]).replace("|", "\\|")
+    if "examples" in schema:
+        yield "such as " + ", ".join(f"`{each}`" for each in schema["examples"])
 
 
 def _without_effect(schema: Mapping[str, Any]) -> str:
@@ -129,9 +136,10 @@ def _lacking(paths: Mapping[str, Any]) -> Iterator[str]:
     yield "\n## What vLLM has and we do not\n\nFields that are refused by name, but for values that ask for nothing:\n"
     yield "\n| field | of | values taken |\n| --- | --- | --- |\n"
     bodies = {"both": CompletionBody.not_served, "chats": ChatBody.not_served}
+    doors = {"`/v1/responses`": ResponsesBody.not_served, "`/v1/messages`": MessagesBody.not_served}
     objects = {"messages": ChatMessage.not_served, "parts of messages": TextPart.not_served}
     told: set[str] = set()
-    for where, not_served in {**bodies, **objects}.items():
+    for where, not_served in {**bodies, **objects, **doors}.items():
         for name, values in not_served.items():
             if where in bodies and name in told:
                 continue

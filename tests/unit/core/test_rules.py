@@ -59,13 +59,13 @@ def test_a_request_names_its_rule_and_else_it_is_the_verifiers() -> None:
 
 def test_without_speculation_there_is_nothing_to_accept_and_tokens_are_those_of_the_coupled_rule() -> None:
     assert Rules(default=REJECTION).of(SpeculationParams(enabled=False)).name == COUPLED
-    assert Rules(default=TYPICAL, typical=Typical()).of(SpeculationParams(max_draft_tokens=0)).name == COUPLED
+    assert Rules(default=TYPICAL, more=(Typical(),)).of(SpeculationParams(max_draft_tokens=0)).name == COUPLED
 
 
 def test_only_the_typical_rule_is_lossy_and_it_is_served_only_where_the_verifier_says_so() -> None:
     with pytest.raises(InvalidRequestError, match=r'speculation.acceptance: typical is lossy.*"lossy": true'):
         Rules().of(SpeculationParams(acceptance=TYPICAL))
-    served = Rules(typical=Typical())
+    served = Rules(more=(Typical(),))
     lossy = {name: served.of(SpeculationParams(acceptance=name)).lossy for name in (COUPLED, REJECTION, BLOCK, TYPICAL)}
     assert lossy == {COUPLED: False, REJECTION: False, BLOCK: False, TYPICAL: True}
 

@@ -84,7 +84,7 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"min_tokens": 20}, "min_tokens", "max_tokens (16)"),
         ({"logprobs": 21}, "logprobs", "from 0 to 20"),
         (
-            {"speculation": {"method": "magic"}},
+            {"speculation": {"method": "Magic!"}},
             "speculation.method",
             "draft_model, eagle3, ngram, suffix, grammar, medusa, layer_skip",
         ),
@@ -137,7 +137,7 @@ def refusal(raw: bytes, *, of_chat: bool = False) -> HttpError:
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens", "from 0 to 64"),
-        ({"speculation": {"acceptance": "lucky"}}, "speculation.acceptance", "coupled, rejection, block, typical"),
+        ({"speculation": {"acceptance": "Lucky!"}}, "speculation.acceptance", "coupled, rejection, block, typical"),
         ({"speculation": True}, "speculation", "must be"),
     ],
 )

@@ -71,6 +71,13 @@ def test_a_template_runs_in_a_sandbox() -> None:
         ChatTemplate("{{ messages.append(1) }}", {}).render([], {})
 
 
+@pytest.mark.parametrize(("knows", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_to_templates_that_do_not_know_one(knows: str, role: str) -> None:
+    template = ChatTemplate(knows + "{% for message in messages %}{{ message.role }} {% endfor %}", {})
+    messages = [{"role": each, "content": "x"} for each in ("developer", "user")]
+    assert template.render(messages, {}) == f"{role} user "
+
+
 def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
         TextCodec.from_folder(tmp_path)

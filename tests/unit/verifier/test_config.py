@@ -22,7 +22,7 @@ from paceline.verifier.config import speculation_from
 
 
 def test_the_coupled_rule_is_the_default_and_no_lossy_one_is_served() -> None:
-    assert speculation_from("{}").rules == Rules(default=COUPLED, typical=None)
+    assert speculation_from("{}").rules == Rules(default=COUPLED, more=())
 
 
 def test_a_deployment_may_have_another_default() -> None:
@@ -31,10 +31,10 @@ def test_a_deployment_may_have_another_default() -> None:
 
 def test_lossy_serves_the_typical_rule_with_its_parameters() -> None:
     assert speculation_from('{"lossy": true}').rules == Rules(
-        typical=Typical(posterior_threshold=0.09, posterior_alpha=0.3)
+        more=(Typical(posterior_threshold=0.09, posterior_alpha=0.3),)
     )
     given = '{"lossy": true, "acceptance": "typical", "posterior_threshold": 0.2, "posterior_alpha": 1}'
-    expected = Rules(default=TYPICAL, typical=Typical(posterior_threshold=0.2, posterior_alpha=1.0))
+    expected = Rules(default=TYPICAL, more=(Typical(posterior_threshold=0.2, posterior_alpha=1.0),))
     assert speculation_from(given).rules == expected
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import paceline
 from paceline.cluster.drain import say
+from paceline.cluster.fleet_file import READ_ON_RAY, read_fleet_file
 from paceline.cluster.foreground import describe_models, request_for, until_ctrl_c
 from paceline.cluster.ray.fleet import RayFleet
-from paceline.cluster.ray.spec import RayFleetSpec, read_spec
+from paceline.cluster.ray.spec import RayFleetSpec, parse_spec, read_spec
 from paceline.cluster.spec import gateway_scheme
 from paceline.config import parse, setting
 from paceline.core.errors import ConfigError
@@ -33,12 +34,32 @@ class RayUpConfig:
     """Settings of `paceline up --ray`; all others are in the file."""
 
     ray: str = setting(help="Address of the Ray cluster, host:port, or auto on one of its hosts.")
-    spec: Path = setting(help="The fleet's file, such as fleet.yaml.")
+    spec: Path | None = setting(None, help="The fleet's file in Ray's words, such as docs/ray/demo.yaml.")
+    fleet: Path | None = setting(None, help="Instead: the fleet's file in the words of the Helm chart's values.")
 
     def __post_init__(self) -> None:
         """Refuses Ray's client protocol: services dial the store on the launcher's host."""
         if "://" in self.ray:
             raise ConfigError(f"--ray must be host:port or auto, on a host of the cluster, got {self.ray!r}")
+        if (self.spec is None) == (self.fleet is None):
+            raise ConfigError("one of --spec FILE and --fleet FILE is needed, and only one")
+
+    def read(self) -> RayFleetSpec:
+        """Reads the file as it is now.
+
+        Raises:
+            ConfigError: It cannot be read, or a key or value in it is wrong.
+        """
+        if self.spec is not None:
+            return read_spec(self.spec)
+        assert self.fleet is not None, "checked above"
+        file = read_fleet_file(self.fleet)
+        if unused := file.unused(READ_ON_RAY):
+            say(f"not used on Ray: {', '.join(unused)}")
+        try:
+            return parse_spec(file.on_ray())
+        except ConfigError as error:
+            raise ConfigError(f"--fleet {self.fleet}, in Ray's words: {error}") from None
 
 
 def main(argv: Sequence[str]) -> None:
@@ -56,7 +77,7 @@ async def serve(config: RayUpConfig) -> None:
         ConfigError: The file, the cluster or a checkpoint makes it impossible.
         UnavailableError: A service was not well in time.
     """
-    spec = read_spec(config.spec)
+    spec = config.read()
 
     async def run_fleet(started: asyncio.Event, stop: asyncio.Event) -> None:
         fleet = RayFleet(spec, address=config.ray, environ=os.environ, say=say)
@@ -65,7 +86,7 @@ async def serve(config: RayUpConfig) -> None:
             say(describe(fleet))
             controllers = [
                 tasks.create_task(fleet.follow_lag()),
-                tasks.create_task(_resize_on_hangup(fleet, config.spec)),
+                tasks.create_task(_resize_on_hangup(fleet, config)),
             ]
             await stop.wait()
             say("stopping: running requests may finish")
@@ -75,14 +96,14 @@ async def serve(config: RayUpConfig) -> None:
     await until_ctrl_c(run_fleet)
 
 
-async def _resize_on_hangup(fleet: RayFleet, path: Path) -> None:
+async def _resize_on_hangup(fleet: RayFleet, config: RayUpConfig) -> None:
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
     while True:
         await asked.wait()
         asked.clear()
         try:
-            await fleet.resize(read_spec(path))
+            await fleet.resize(config.read())
         except ConfigError as error:
             say(f"not taken over: {error}")
 

@@ -9,7 +9,12 @@ from typing import Any, Literal
 
 from pydantic import Field, SkipValidation
 
+from paceline.gateway.api import MAX_EFFORT_CHARACTERS, TEMPLATE_LIMITS, SharedBody, SpeculationBody, Stops
 from paceline.gateway.fields import Fields
+from paceline.gateway.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
+
+# Asks the server to keep the conversation, and for all messages but the newest then.
+THREAD = "thread"
 
 
 class TextBlock(Fields):
@@ -28,6 +33,14 @@ class ThinkingBlock(Fields):
 
     type: Literal["thinking"]
     thinking: str
+
+
+class RedactedThinkingBlock(Fields):
+    """Reasoning that only its author can read: passed over."""
+
+    no_effect = frozenset({"data"})
+
+    type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(Fields):
@@ -55,7 +68,9 @@ class MessageTurn(Fields):
     """One message; `content` is text or a list of blocks, each read by itself."""
 
     role: Literal["user", "assistant", "system"]
-    content: SkipValidation[str | list[Any]]
+    content: SkipValidation[
+        str | list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]
+    ]
 
 
 class MessagesTool(Fields):
@@ -64,7 +79,7 @@ class MessagesTool(Fields):
     no_effect = frozenset({"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers"})
 
     type: Literal["custom"] = "custom"
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool = False
@@ -86,31 +101,46 @@ class Thinking(Fields):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class OutputConfig(Fields):
+    """What an answer is like."""
+
+    no_effect = frozenset({"task_budget"})
+
+    effort: str | None = Field(default=None, max_length=MAX_EFFORT_CHARACTERS)
+    format: dict[str, Any] | None = Field(
+        default=None,
+        json_schema_extra={
+            "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
+            "required": ["type", "schema"],
+        },
+    )
+
+
 class CountBody(Fields):
     """Body of /v1/messages/count_tokens."""
 
     no_effect = frozenset({"cache_control", "context_management", "metadata", "service_tier", "speed"})
-    not_served = {"container": (), "mcp_servers": ([],), "output_config": ({},), "output_format": ()}  # noqa: RUF012
-    objects = {"tool_choice": MessagesToolChoice, "thinking": Thinking}  # noqa: RUF012 - a class variable
+    not_served = {"container": (), "mcp_servers": ([],), "output_format": (), THREAD: ()}  # noqa: RUF012
+    objects = {  # noqa: RUF012 - a class variable
+        "output_config": OutputConfig,
+        "tool_choice": MessagesToolChoice,
+        "thinking": Thinking,
+    }
 
     model: str = ""
-    messages: list[SkipValidation[MessageTurn]]
+    messages: list[SkipValidation[MessageTurn]] = Field(json_schema_extra={"minItems": 1})
     system: SkipValidation[str | list[TextBlock]] = ""
-    tools: list[SkipValidation[MessagesTool]] = []  # noqa: RUF012 - pydantic copies it
+    tools: list[SkipValidation[MessagesTool]] = Field(default=[], json_schema_extra={"maxItems": MAX_TOOLS})
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
 
 
-class MessagesBody(CountBody):
+class MessagesBody(SharedBody, CountBody):
     """Body of /v1/messages."""
 
-    max_tokens: int
-    stop_sequences: list[str] = []  # noqa: RUF012 - pydantic copies it
-    stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
-    speculation: dict[str, Any] | None = None
+    objects = {**CountBody.objects, "speculation": SpeculationBody}  # noqa: RUF012 - a class variable
+
+    max_tokens: int = Field(json_schema_extra={"minimum": 1})
+    stop_sequences: Stops = []  # noqa: RUF012 - pydantic copies it
+    chat_template_kwargs: dict[str, Any] = Field(default={}, json_schema_extra=dict(TEMPLATE_LIMITS))

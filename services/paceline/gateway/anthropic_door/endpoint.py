@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from paceline.gateway.anthropic_door.bodies import CountBody, MessagesBody
-from paceline.gateway.anthropic_door.requests import chat_of, generation_of
+from paceline.gateway.anthropic_door.bodies import THREAD, CountBody, MessagesBody
+from paceline.gateway.anthropic_door.requests import generation_of, prompt_of
 from paceline.gateway.anthropic_door.telling import MessageTelling
 from paceline.gateway.api import ChatFields
 from paceline.gateway.choices import chat_tokens
 from paceline.gateway.errors import HttpError
 from paceline.gateway.fields import UnknownFields, read_fields
-from paceline.gateway.http_response import Exchange, request_id
+from paceline.gateway.http_response import REQUEST_ID, Exchange, request_id
 from paceline.gateway.messages_read import Message
 from paceline.gateway.reading import BodyReader
 from paceline.gateway.requests import SessionRequest
@@ -36,12 +37,17 @@ _ERROR_TYPES = {
     503: "overloaded_error",
 }
 _BAD_REQUESTS = range(400, 500)
+# The first is where the official client looks.
+ID_HEADERS = ("request-id", REQUEST_ID)
 
 
 def error_shape(error: HttpError, request_id: str) -> Json:
     """Returns Anthropic's error object."""
     other = "invalid_request_error" if error.status in _BAD_REQUESTS else "api_error"
-    told = {"type": _ERROR_TYPES.get(error.status, other), "message": error.message}
+    told: Json = {"type": _ERROR_TYPES.get(error.status, other), "message": error.message}
+    if error.param == THREAD:
+        # The official client sends the whole conversation then.
+        told["details"] = {"error_code": "thread_unsupported_request"}
     return {"type": "error", "error": told, "request_id": request_id or None}
 
 
@@ -49,6 +55,13 @@ class MessagesDoor:
     """Anthropic's API."""
 
     id_prefix = "msg_"
+    id_headers: Sequence[str] = ID_HEADERS
+    names: Mapping[str, str] = {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "tool_choice.function": "tool_choice",
+        "stop": "stop_sequences",
+    }
 
     async def prepare(self, fields: Json) -> None:
         """Nothing has to be fetched."""
@@ -87,7 +100,8 @@ class CountTokensEndpoint:
         """Answers one request; errors become error objects, nothing is raised to the server."""
         request = Request(scope, receive)
         own_id = f"tok-{uuid.uuid4().hex}"
-        exchange = Exchange(send, given_id=request_id(request.headers), own_id=own_id, shape=error_shape)
+        given = request_id(request.headers)
+        exchange = Exchange(send, given_id=given, own_id=own_id, shape=error_shape, id_headers=ID_HEADERS)
         try:
             with self._sessions.errors_counted():
                 answer = await self._reader.read(request, exchange, self._counted)
@@ -97,6 +111,6 @@ class CountTokensEndpoint:
 
     def _counted(self, fields: Json, unknown: UnknownFields) -> Json:
         body = read_fields(CountBody, fields, unknown)
-        chat = read_fields(ChatFields, chat_of(body, unknown), unknown)
+        chat = read_fields(ChatFields, prompt_of(body, unknown), unknown)
         tools = Toolbox.read(chat.tools, None, True, unknown).tools
         return {"input_tokens": len(chat_tokens(chat, self._sessions.model(body.model), unknown, tools=tools))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
@@ -19,11 +20,11 @@ from paceline.gateway.anthropic_door.bodies import (
 from paceline.gateway.fields import UnknownFields, read_fields
 
 Json = dict[str, Any]
-_PASSED = ("temperature", "top_p", "top_k", "seed", "cache_salt", "speculation")
+_PASSED = ("temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "speculation")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(body: CountBody, unknown: UnknownFields) -> Json:
+def prompt_of(body: CountBody, unknown: UnknownFields) -> Json:
     """Returns the fields that make the prompt.
 
     Raises:
@@ -33,12 +34,17 @@ def chat_of(body: CountBody, unknown: UnknownFields) -> Json:
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     for at, given in enumerate(body.messages):
         messages += _messages(read_fields(MessageTurn, given, unknown, f"messages[{at}]"), f"messages[{at}]", unknown)
-    chat: Json = {"model": body.model, "messages": messages}
+    chat: Json = {"messages": messages}
+    if _is_begun(messages[-1:]):
+        chat["continue_final_message"] = True
     if body.tools:
         tools = [read_fields(MessagesTool, each, unknown, f"tools[{at}]") for at, each in enumerate(body.tools)]
         chat["tools"] = [_tool(each) for each in tools]
-    if body.thinking is not None:
-        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    variables: Json = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
+    if body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    if variables:
+        chat["chat_template_kwargs"] = variables
     return chat
 
 
@@ -46,20 +52,28 @@ def generation_of(body: MessagesBody, unknown: UnknownFields) -> Json:
     """Returns the whole body.
 
     Raises:
-        InvalidRequestError: As of `chat_of`.
+        InvalidRequestError: As of `prompt_of`.
     """
-    chat = chat_of(body, unknown)
-    chat |= {"max_tokens": body.max_tokens, "stream": body.stream}
+    chat = prompt_of(body, unknown)
+    chat |= {"model": body.model, "max_tokens": body.max_tokens, "stream": body.stream}
     if body.stop_sequences:
         chat["stop"] = body.stop_sequences
     chat |= {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
     chat["chat_template_kwargs"] = {**chat.get("chat_template_kwargs", {}), **body.chat_template_kwargs}
+    given = body.output_config.format
+    if given is not None:
+        chat["response_format"] = {"type": given.get("type"), "json_schema": {"schema": given.get("schema")}}
     choice = body.tool_choice
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name or ""}}
         chat["tool_choice"] = _CHOICES.get(choice.type, named)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return chat
+
+
+def _is_begun(last: Sequence[Json]) -> bool:
+    """Tells whether a conversation ends with text of the assistant, which the answer goes on with."""
+    return any(each["role"] == "assistant" and each["content"] and "tool_calls" not in each for each in last)
 
 
 def _tool(tool: MessagesTool) -> Json:
@@ -70,14 +84,16 @@ def _tool(tool: MessagesTool) -> Json:
 
 def _messages(turn: MessageTurn, field: str, unknown: UnknownFields) -> list[Json]:
     """Returns the messages of one turn: results of tools are messages of their own, before what the user says."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    if not isinstance(turn.content, list):
+    # Not checked when the turn was read.
+    given: Any = turn.content
+    if isinstance(given, str):
+        return [{"role": turn.role, "content": given}]
+    if not isinstance(given, list):
         raise InvalidRequestError(f"{field}.content", "must be a string or a list of blocks")
     results: list[Json] = []
     texts: list[str] = []
     said: Json = {}
-    for at, block in enumerate(turn.content):
+    for at, block in enumerate(given):
         where = f"{field}.content[{at}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":

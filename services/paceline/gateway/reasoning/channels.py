@@ -12,7 +12,9 @@ from paceline.gateway.held_text import StatefulReader, certain_len, first_marker
 from paceline.gateway.message_parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MESSAGE_END = "<|end|>"
+ENDS = (MESSAGE_END, "<|call|>", "<|return|>")
+ANALYSIS = f"{CHANNEL}analysis"
 SPECIAL = (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.:-]+)")
 MAX_HEAD_CHARS = 512

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from pydantic import Field, SkipValidation
 
+from paceline.gateway.api import MAX_EFFORT_CHARACTERS, TEMPLATE_LIMITS, SharedBody, SpeculationBody, Stop, Stops
 from paceline.gateway.fields import Fields
+from paceline.gateway.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
 
 
 class InputText(Fields):
@@ -73,10 +75,17 @@ class ResponsesTool(Fields):
     """A tool that the model may call; those that a server would run are not served."""
 
     type: Literal["function"]
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+
+
+class ChosenFunction(Fields):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    name: str
 
 
 class ReasoningOptions(Fields):
@@ -84,7 +93,7 @@ class ReasoningOptions(Fields):
 
     no_effect = frozenset({"summary", "generate_summary"})
 
-    effort: str | None = None
+    effort: str | None = Field(default=None, json_schema_extra={"maxLength": MAX_EFFORT_CHARACTERS})
 
 
 class TextOptions(Fields):
@@ -92,10 +101,16 @@ class TextOptions(Fields):
 
     no_effect = frozenset({"verbosity"})
 
-    format: dict[str, Any] | None = None
+    format: dict[str, Any] | None = Field(
+        default=None,
+        json_schema_extra={
+            "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}},
+            "required": ["type"],
+        },
+    )
 
 
-class ResponsesBody(Fields):
+class ResponsesBody(SharedBody):
     """Body of /v1/responses."""
 
     no_effect = frozenset(
@@ -114,26 +129,22 @@ class ResponsesBody(Fields):
         "top_logprobs": (0,),
         "truncation": ("disabled", "auto"),
     }
-    objects = {"reasoning": ReasoningOptions, "text": TextOptions}  # noqa: RUF012 - a class variable
+    objects = {  # noqa: RUF012 - a class variable
+        "reasoning": ReasoningOptions,
+        "speculation": SpeculationBody,
+        "text": TextOptions,
+    }
 
-    model: str = ""
-    input: SkipValidation[str | list[Any]]
+    input: SkipValidation[str | list[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem]]
     instructions: str | None = None
-    tools: list[SkipValidation[ResponsesTool]] = []  # noqa: RUF012 - pydantic copies it
-    tool_choice: SkipValidation[str | dict[str, Any] | None] = None
+    tools: list[SkipValidation[ResponsesTool]] = Field(default=[], json_schema_extra={"maxItems": MAX_TOOLS})
+    tool_choice: SkipValidation[Literal["none", "auto", "required"] | ChosenFunction | None] = None
     parallel_tool_calls: bool = True
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_output_tokens: int | None = Field(default=None, json_schema_extra={"minimum": 1})
+    stop: SkipValidation[Stop | Stops | None] = None
     reasoning: ReasoningOptions = ReasoningOptions()
     text: TextOptions = TextOptions()
-    stream: bool = False
     store: bool = True
     previous_response_id: str | None = None
     metadata: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
-    seed: int | None = None
-    top_k: int | None = None
-    stop: SkipValidation[Any] = None
-    cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    speculation: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default={}, json_schema_extra=dict(TEMPLATE_LIMITS))

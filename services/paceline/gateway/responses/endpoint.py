@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +14,11 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, SessionNotFoundError
 from paceline.gateway.callers import current_caller
 from paceline.gateway.errors import HttpError
 from paceline.gateway.fields import UnknownFields, read_fields
-from paceline.gateway.http_response import Exchange, request_id
+from paceline.gateway.http_response import REQUEST_ID, Exchange, request_id
 from paceline.gateway.merge_streams import until_disconnect
 from paceline.gateway.messages_read import Message, any_message_of
 from paceline.gateway.reading import BodyReader
@@ -35,6 +36,8 @@ Json = dict[str, Any]
 
 IN_PROGRESS, CANCELLED = "in_progress", "cancelled"
 MAX_DIGITS = 12
+# A second in all.
+NUM_CLAIMS, CLAIM_PAUSE_S = 21, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,15 @@ class ResponsesDoor:
     """
 
     id_prefix = "resp_"
+    id_headers: Sequence[str] = (REQUEST_ID,)
+    names: Mapping[str, str] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "tool_choice.function": "tool_choice",
+        "reasoning_effort": "reasoning.effort",
+    }
 
     def __init__(self, shelf: ResponseShelf) -> None:
         self._shelf = shelf
@@ -98,17 +110,17 @@ class ResponsesDoor:
 
     async def begun(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
         """From now on any gateway can go on with it."""
-        await self._keep(asked, telling, request)
+        if asked.context.body.store:
+            telling.document = await self._shelf.keep(_kept(asked, telling, request))
 
     async def ended(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
         """From now on others can go on from it."""
-        await self._keep(asked, telling, request)
+        if asked.context.body.store:
+            await self._shelf.change(_kept(asked, telling, request), telling.document)
 
-    async def _keep(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
-        context: _Context = asked.context
-        if context.body.store:
-            kept = KeptResponse(api_key=request.api_key, response=telling.response, messages=context.messages)
-            await self._shelf.keep(kept)
+
+def _kept(asked: Asked, telling: ResponseTelling, request: SessionRequest) -> KeptResponse:
+    return KeptResponse(api_key=request.api_key, response=telling.response, messages=asked.context.messages)
 
 
 def _response(body: ResponsesBody, request: SessionRequest, own_id: str) -> Json:
@@ -197,22 +209,30 @@ class KeptResponses:
         """Runs the rest of the session here; whoever ran it is told that it goes on elsewhere."""
         caller = current_caller()
         with self._sessions.errors_counted(), self._sessions.admitted(1, caller):
-            session = await self._resumption.claim(_session_id(kept), 0, "", caller.name)
+            session = await self._claim(kept)
             telling = ResponseTelling(kept.response, session.session_id, after)
-            ended = partial(self._shelf.keep, kept)
+            ended = partial(self._shelf.change, kept, kept.document)
             async with aclosing(told(self._sessions.run(session), telling, any_message_of(session), ended)) as steps:
                 await stream(steps, exchange)
 
     async def cancel(self, response_id: str, request: Request, exchange: Exchange) -> None:
         """Ends a response that is in progress, by taking its session and not going on with it."""
         del request
-        caller = current_caller().name
-        kept = await self._shelf.find(response_id, caller)
+        kept = await self._shelf.find(response_id, current_caller().name)
         if kept.response["status"] == IN_PROGRESS:
-            kept = replace(kept, response={**kept.response, "status": CANCELLED})
-            await self._resumption.claim(_session_id(kept), 0, "", caller)
-            await self._shelf.keep(kept)
+            cancelled = replace(kept, response={**kept.response, "status": CANCELLED})
+            await self._claim(kept)
+            stands = await self._shelf.change(cancelled, kept.document)
+            kept = cancelled if stands else await self._shelf.find(response_id, kept.api_key)
         await exchange.whole(kept.response)
+
+    async def _claim(self, kept: KeptResponse) -> SessionRequest:
+        """Takes the session of a response, whose record may be written a moment after its first event is told."""
+        for _ in range(NUM_CLAIMS - 1):
+            with suppress(SessionNotFoundError):
+                return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
+            await asyncio.sleep(CLAIM_PAUSE_S)
+        return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
 
     async def delete(self, response_id: str, request: Request, exchange: Exchange) -> None:
         """Forgets a response."""

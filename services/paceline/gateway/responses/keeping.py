@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import SessionNotFoundError, UnavailableError
 from paceline.store.base import Store
 
 Json = dict[str, Any]
-MAX_ID_CHARS = 128
+# As the gateway makes them; a store is not asked for others.
+_ID = re.compile(r"resp_[0-9a-f]{32}")
 _NAME = "response:{response_id}"
 
 _log = logging.getLogger(__name__)
@@ -25,11 +27,18 @@ class KeptResponse:
         api_key: Name of the key it was asked for with; empty without keys.
         response: As clients see it.
         messages: The conversation before it, without instructions.
+        document: What it was read from; empty: it was not read.
     """
 
     api_key: str
     response: Json
     messages: list[Json]
+    document: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        """Returns it as it is written."""
+        told = {"api_key": self.api_key, "response": self.response, "messages": self.messages}
+        return json.dumps(told, separators=(",", ":")).encode()
 
 
 class ResponseShelf:
@@ -44,13 +53,43 @@ class ResponseShelf:
         self._store = store
         self._ttl_s = ttl_s
 
-    async def keep(self, kept: KeptResponse) -> None:
-        """Writes a response; a store that does not answer costs what could be asked of it later, no answer."""
-        name = _NAME.format(response_id=kept.response["id"])
+    async def keep(self, kept: KeptResponse) -> bytes:
+        """Writes a response; a store that does not answer costs what could be asked of it later, no answer.
+
+        Returns:
+            The document, for whoever changes it later; empty: it is not kept.
+        """
+        document = kept.to_bytes()
         try:
-            await self._store.keep(name, json.dumps(asdict(kept), separators=(",", ":")).encode(), self._ttl_s)
+            await self._store.keep(self._name(kept), document, self._ttl_s)
         except UnavailableError as error:
-            _log.warning("a response is not kept: %s", error, extra={"response_id": kept.response["id"]})
+            self._warn(kept, error)
+            return b""
+        return document
+
+    async def change(self, kept: KeptResponse, document: bytes) -> bool:
+        """Writes what has become of a response, unless it was cancelled, ended elsewhere or deleted in the meantime.
+
+        Args:
+            kept: As it is now.
+            document: As it was kept; empty: it was not.
+
+        Returns:
+            Whether it stands as it is now.
+        """
+        if not document:
+            return bool(await self.keep(kept))
+        try:
+            return await self._store.exchange(self._name(kept), document, kept.to_bytes(), self._ttl_s)
+        except UnavailableError as error:
+            self._warn(kept, error)
+            return False
+
+    def _name(self, kept: KeptResponse) -> str:
+        return _NAME.format(response_id=kept.response["id"])
+
+    def _warn(self, kept: KeptResponse, error: UnavailableError) -> None:
+        _log.warning("a response is not kept: %s", error, extra={"response_id": kept.response["id"]})
 
     async def find(self, response_id: str, api_key: str, field: str = "response_id") -> KeptResponse:
         """Returns a response.
@@ -76,11 +115,11 @@ class ResponseShelf:
         await self._store.forget(_NAME.format(response_id=response_id))
 
     async def _find(self, response_id: str) -> KeptResponse | None:
-        if len(response_id) > MAX_ID_CHARS:
+        if _ID.fullmatch(response_id) is None:
             return None
         document = await self._store.kept(_NAME.format(response_id=response_id))
         try:
-            return None if document is None else KeptResponse(**json.loads(document))
+            return None if document is None else KeptResponse(**json.loads(document), document=document)
         except (ValueError, TypeError):
             _log.warning("a kept response cannot be read", extra={"response_id": response_id})
             return None

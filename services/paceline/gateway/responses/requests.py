@@ -19,7 +19,10 @@ from paceline.gateway.responses.bodies import (
 )
 
 Json = dict[str, Any]
-_PASSED = ("temperature", "top_p", "seed", "top_k", "stop", "cache_salt", "chat_template_kwargs", "speculation")
+_PASSED = (
+    *("temperature", "top_p", "top_k", "seed", "stop"),
+    *("priority", "cache_salt", "chat_template_kwargs", "speculation"),
+)
 
 
 def chat_of(body: ResponsesBody, earlier: Sequence[Json], unknown: UnknownFields) -> Json:
@@ -70,15 +73,17 @@ def input_messages(body: ResponsesBody, unknown: UnknownFields) -> list[Json]:
     Raises:
         InvalidRequestError: An item is wrong, or of a kind that is not served.
     """
-    if isinstance(body.input, str):
-        return [{"role": "user", "content": body.input}]
-    if not isinstance(body.input, list):
+    # Not checked when the body was read.
+    given: Any = body.input
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list):
         raise InvalidRequestError("input", "must be a string or a list of items")
-    return joined_turns([_message(item, f"input[{at}]", unknown) for at, item in enumerate(body.input)])
+    return joined_turns([_message(item, f"input[{at}]", unknown) for at, item in enumerate(given)])
 
 
 def _message(item: Any, field: str, unknown: UnknownFields) -> Json:
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    kind = (item.get("type") if isinstance(item, dict) else None) or "message"
     if kind == "message":
         message = read_fields(InputMessage, item, unknown, field)
         return {"role": message.role, "content": _text(message.content, f"{field}.content", unknown)}

@@ -32,10 +32,15 @@ class ResponseTelling:
         response: As it is before the first token.
         session_id: What ids of calls are made of.
         after: Number of the last event that the client has; -1: none.
+
+    Attributes:
+        response: As it is now.
+        document: As it was kept before; empty: it was not.
     """
 
     def __init__(self, response: Json, session_id: str, after: int = -1) -> None:
         self.response = response
+        self.document = b""
         self._session_id = session_id
         self._after = after
         self._number = -1
@@ -61,7 +66,7 @@ class ResponseTelling:
                 "input_tokens": ending.num_prompt_tokens,
                 "input_tokens_details": {"cached_tokens": ending.num_cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": ending.num_generated_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": ending.num_reasoning_tokens},
                 "total_tokens": ending.num_prompt_tokens + ending.num_generated_tokens,
             },
             "metrics": metrics(ending.speculation),

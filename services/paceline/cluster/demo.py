@@ -1,0 +1,229 @@
+"""`paceline demo`: a real fleet streams completions with and without speculation, and compares every text.
+
+A few prompts are streamed to the screen both ways; then a table measures both ways at two concurrencies. What the
+benches of a checkout measure with care, this shows in a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import httpx
+
+from paceline.cluster.drain import say
+from paceline.cluster.foreground import describe_models, until_ctrl_c
+from paceline.cluster.local import LocalFleet
+from paceline.cluster.spec import FREE_PORTS, FleetSpec
+from paceline.cluster.up import table
+from paceline.config import parse, setting
+from paceline.core.errors import PacelineError
+from paceline.service_process import run
+from paceline.training.corpus import unseen_prompts
+
+PROG = "paceline demo"
+DESCRIPTION = (
+    "Starts a fleet of the demo pair on free ports, streams a few completions with and without speculation, compares "
+    "all texts and prints the speed of both ways. Exit status 1 if a text differs or it is stopped."
+)
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+WAYS = {"plain": False, "speculative": True}
+TOP_P = 0.95
+DIM, BOLD, RESET = ("\033[2m", "\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """Settings of `paceline demo`."""
+
+    prompts: int = setting(8, help="Prompts of the table.", low=1, high=1000)
+    shown: int = setting(2, help="Prompts that are streamed to the screen.", low=0, high=100)
+    max_tokens: int = setting(96, help="Tokens of each completion.", low=1, high=900)
+    temperature: float = setting(0.8, help="0 is greedy.", low=0.0, high=100.0)
+    concurrency: tuple[int, ...] = setting((1, 8), help="Requests at a time, of two lines of the table.", low=1)
+
+
+@dataclass(slots=True)
+class Completion:
+    """What one request brought: its text, its speed and its speculation record."""
+
+    text: str = ""
+    num_tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first piece, over the time from it to the last."""
+        return (self.num_tokens - 1) / (self.last_s - self.first_s) if self.last_s > self.first_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All completions of one way at one concurrency."""
+
+    completions: Sequence[Completion]
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens over the whole time, prompts included."""
+        return sum(each.num_tokens for each in self.completions) / self.seconds
+
+    @property
+    def texts(self) -> list[str]:
+        """What was written, in the order of the prompts."""
+        return [each.text for each in self.completions]
+
+    def total(self, key: str) -> int:
+        """Sum of one entry of the speculation records."""
+        return sum(int(each.record.get(key, 0)) for each in self.completions)
+
+    def row(self, way: str, concurrency: int, plain: Run) -> tuple[str, ...]:
+        """Its line of the table; the ratio is to `plain`."""
+        keys = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        steps, drafted, accepted = map(self.total, keys)
+        shares = (accepted / drafted, 1 + accepted / steps, drafted / steps) if drafted else ()
+        batch = fmean(each.record.get("mean_batch_size", 0.0) for each in self.completions)
+        return (
+            *(way, str(concurrency), f"{self.tokens_per_s:.1f}", f"{self.tokens_per_s / plain.tokens_per_s:.2f}"),
+            *([f"{share:.2f}" for share in shares] or "---"),
+            f"{batch:.2f}",
+        )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Entry point of `paceline demo`; exit status 1 when a text differs, or when it was stopped before its end."""
+    config = parse(DemoConfig, argv, os.environ, PROG, DESCRIPTION)
+    verdicts: list[bool] = []
+    run(until_ctrl_c(partial(_show, config, verdicts)), prog=PROG)
+    raise SystemExit(0 if verdicts == [True] else 1)
+
+
+async def _show(config: DemoConfig, verdicts: list[bool], started: asyncio.Event, stop: asyncio.Event) -> None:
+    """Runs the demo until its end, which adds a verdict, or until `stop`."""
+    async with LocalFleet(FleetSpec(**FREE_PORTS), environ=os.environ, say=say) as fleet:
+        started.set()
+        assert fleet.checkpoints is not None, "the fleet is started"
+        say("\n".join(describe_models(fleet.checkpoints)))
+        showing = asyncio.create_task(_compare(config, fleet))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({showing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not showing.done():
+            showing.cancel()
+            return
+        verdicts.append(showing.result())
+
+
+async def _compare(config: DemoConfig, fleet: LocalFleet) -> bool:
+    """Streams, measures and prints; says whether all texts were identical."""
+    prompts = unseen_prompts(config.prompts)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=fleet.gateway_url, timeout=TIMEOUT, limits=limits) as client:
+        for seed, prompt in enumerate(prompts[: config.shown]):
+            await _show_one(client, config, prompt, seed)
+        # Prompts once untimed: both ways then find them in the prefix cache.
+        await measure(client, replace(config, max_tokens=1), prompts, 1, speculative=False)
+        rows: list[Sequence[str]] = [("", "streams", "tokens/s", "ratio", "accepted", "length", "gamma", "batch")]
+        same = True
+        for concurrency in config.concurrency:
+            runs = {
+                way: await measure(client, config, prompts, concurrency, speculative=on) for way, on in WAYS.items()
+            }
+            rows += [each.row(way, concurrency, runs["plain"]) for way, each in runs.items()]
+            same = same and runs["plain"].texts == runs["speculative"].texts
+    say("\n".join(table(rows)))
+    say(f"{DIM}ratio: to plain; accepted: accepted over verified draft tokens; length: mean acceptance length;")
+    say(f"gamma: draft tokens a round; batch: mean number of sessions in a step{RESET}")
+    verdict = "all texts identical" if same else "TEXTS DIFFER: please report this"
+    say(f"\n{BOLD}{verdict}{RESET}; temperature {config.temperature:g}, {os.cpu_count()} cores")
+    return same
+
+
+async def _show_one(client: httpx.AsyncClient, config: DemoConfig, prompt: str, seed: int) -> None:
+    for way, speculative in WAYS.items():
+        _write(f"\n{BOLD}{way} decoding{RESET}\n{DIM}{prompt}{RESET}")
+        done = await complete(client, body_of(config, prompt, seed, speculative), _write)
+        say(f"\n{BOLD}{done.tokens_per_s:.0f} tokens/s{RESET}")
+
+
+async def measure(
+    client: httpx.AsyncClient, config: DemoConfig, prompts: Sequence[str], concurrency: int, *, speculative: bool
+) -> Run:
+    """Completes all prompts, `concurrency` at a time, each with a seed of its own.
+
+    Raises:
+        PacelineError: A request failed; the message is the server's.
+    """
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(seed: int, prompt: str) -> Completion:
+        async with gate:
+            return await complete(client, body_of(config, prompt, seed, speculative))
+
+    started_s = time.perf_counter()
+    completions = await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))
+    return Run(completions, time.perf_counter() - started_s)
+
+
+def body_of(config: DemoConfig, prompt: str, seed: int, speculative: bool) -> dict[str, Any]:
+    """Returns the body of one request of `/v1/completions`."""
+    return {
+        "prompt": prompt,
+        "max_tokens": config.max_tokens,
+        "temperature": config.temperature,
+        "top_p": TOP_P,
+        "seed": seed,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "speculation": {"enabled": speculative},
+    }
+
+
+async def complete(
+    client: httpx.AsyncClient, body: dict[str, Any], on_text: Callable[[str], None] = lambda _: None
+) -> Completion:
+    """Streams one completion.
+
+    Raises:
+        PacelineError: It failed; the message is the server's.
+    """
+    done = Completion()
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != httpx.codes.OK:
+            raise PacelineError((await response.aread()).decode(errors="replace"))
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                _take(done, json.loads(line.removeprefix("data: ")), on_text)
+    return done
+
+
+def _take(done: Completion, event: dict[str, Any], on_text: Callable[[str], None]) -> None:
+    if "error" in event:
+        raise PacelineError(str(event["error"].get("message", event["error"])))
+    text = "".join(choice.get("text", "") for choice in event.get("choices", ()))
+    if text:
+        done.last_s = time.perf_counter()
+        done.first_s = done.first_s or done.last_s
+        done.text += text
+        on_text(text)
+    if event.get("usage"):
+        done.num_tokens = event["usage"]["completion_tokens"]
+    if event.get("metrics"):
+        done.record = event["metrics"]["speculative_decoding"]
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

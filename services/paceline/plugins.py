@@ -1,0 +1,79 @@
+"""Draft methods and acceptance rules by name: ours, and those that other packages declare as entry points.
+
+A package declares a maker under `paceline.sources` or `paceline.rules` in its metadata; the name of the entry point is
+the name of the method or rule, and a name of ours cannot be taken over. Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.params import GRAMMAR, LAYER_SKIP, MEDUSA, NGRAM, SUFFIX, TYPICAL
+
+
+class Registry:
+    """Makers by name.
+
+    Args:
+        group: Of entry points.
+        ours: What comes with this package, as entry points write it: `module:attribute`.
+    """
+
+    def __init__(self, group: str, ours: Mapping[str, str]) -> None:
+        self._group = group
+        self._ours = {name: EntryPoint(name, value, group) for name, value in ours.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self._entries(name))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that there are on this machine, ours first."""
+        return tuple(dict.fromkeys((*self._ours, *sorted(entry_points(group=self._group).names))))
+
+    def make(self, name: str, *args: Any, **options: Any) -> Any:
+        """Makes the source or rule of this name.
+
+        Raises:
+            ConfigError: There is none, several packages declare it, it cannot be imported or does not take the options.
+        """
+        entries = self._entries(name)
+        if len(entries) != 1:
+            why = f"{len(entries)} packages declare it" if entries else f"there are {', '.join(self.names)}"
+            raise ConfigError(f"{self._group}: {name!r} is not known here; {why}")
+        (entry,) = entries
+        try:
+            maker: Callable[..., Any] = entry.load()
+            made = maker(*args, **options)
+        except (ImportError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{self._group}: {name!r} cannot be made by {entry.value}: {error}") from error
+        if made.name != name:
+            raise ConfigError(
+                f"{self._group}: {name!r} is what {entry.value} is declared as, and it says {made.name!r}"
+            )
+        return made
+
+    def _entries(self, name: str) -> list[EntryPoint]:
+        if name in self._ours:
+            return [self._ours[name]]
+        # A package that is on the path twice is one.
+        return list({entry.value: entry for entry in entry_points(group=self._group, name=name)}.values())
+
+
+_OURS = "paceline.verifier.make_sources"
+# Sources of guesses inside the verifier, the cheapest first; a maker takes `make_sources.SourceSetup`.
+SOURCES = Registry(
+    "paceline.sources",
+    {
+        NGRAM: f"{_OURS}:text",
+        SUFFIX: f"{_OURS}:text",
+        GRAMMAR: f"{_OURS}:grammar",
+        MEDUSA: f"{_OURS}:medusa",
+        LAYER_SKIP: f"{_OURS}:early_exit",
+    },
+)
+# Rules besides those that are always served; a maker takes the options by name, and makes a `paceline.core.rules.Rule`.
+RULES = Registry("paceline.rules", {TYPICAL: "paceline.core.rules:Typical"})
