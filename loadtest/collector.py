@@ -37,6 +37,7 @@ class ReceivedSpan:
     """One span as it came over the wire; an event is its name, its time and its attributes."""
 
     service: str
+    zone: str
     name: str
     kind: str
     trace_id: str
@@ -65,8 +66,9 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         del context
         async with self._came:
             for resource in request.resource_spans:
-                service = _values(resource.resource.attributes)["service.name"]
-                received = [_received(service, span) for scope in resource.scope_spans for span in scope.spans]
+                said = _values(resource.resource.attributes)
+                service, zone = said["service.name"], said.get("cloud.availability_zone", "")
+                received = [_received(service, zone, span) for scope in resource.scope_spans for span in scope.spans]
                 self.spans += received
                 self.heard_s.update(dict.fromkeys((span.trace_id for span in received), time.monotonic()))
             self.num_bytes += request.ByteSize()
@@ -179,9 +181,10 @@ def _show_quiet_ones(collector: Collector) -> None:
         collector.spans = [span for span in collector.spans if span.trace_id != trace_id]
 
 
-def _received(service: str, span: trace_pb2.Span) -> ReceivedSpan:
+def _received(service: str, zone: str, span: trace_pb2.Span) -> ReceivedSpan:
     return ReceivedSpan(
         service=service,
+        zone=zone,
         name=span.name,
         kind=trace_pb2.Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower(),
         trace_id=span.trace_id.hex(),

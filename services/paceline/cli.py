@@ -42,7 +42,7 @@ COMMANDS = {
     "plan": "say how many verifiers and drafters a load needs",
     "bench": "list the benches of a checkout, or run one",
     "train": "train the demo pair, or distil a drafter",
-    "models": "list checkpoints; models check NAME says what serves one, and at which memory",
+    "models": "list checkpoints; models check NAME says what serves one, models fetch NAME fetches it",
     "dev-ca": "make certificates to try mutual TLS with",
     "key": "make an API key for a gateway",
 }
@@ -143,17 +143,17 @@ def _train(argv: Sequence[str]) -> None:
 def _models(argv: Sequence[str]) -> None:
     import os
 
-    if argv and argv[0] == "check":
-        from paceline.cluster.model_check import main as check
-
-        check(argv[1:])
+    if argv and argv[0] in ("check", "fetch"):
+        module = importlib.import_module(f"paceline.cluster.model_{argv[0]}")
+        module.main(argv[1:])
         return
     from paceline.cluster.checkpoints import bundled_and_cached, facts_of
     from paceline.cluster.up import table
 
     description = (
         "Lists checkpoints: those in the package, the widened demo target, and folders named. "
-        "paceline models check NAME says which engine serves a model, and at which memory."
+        "paceline models check NAME says which engine serves a model, and at which memory; paceline models fetch NAME "
+        "fetches one of the Hub."
     )
     config = parse(ModelsConfig, argv, os.environ, f"{PROG} models", description)
     rows = [("name", "architecture", "parameters", "vocabulary", "context", "vocabulary hash", "folder")]

@@ -93,6 +93,9 @@ class ModelServiceConfig:
     metrics_port: int = setting(help="Prometheus port; 0 picks a free one.", low=0, high=65535)
     redis_url: str = setting("redis://127.0.0.1:6379", help="Registry; memory:// for none.")
     replica_id: str = setting("", help="Name of this replica in the registry; empty: role and address.")
+    zone: str = setting(
+        "", help="Zone that this replica runs in, such as a cloud's; those of one zone prefer each other."
+    )
     otlp_traces_endpoint: str = setting(
         "", help="OTLP collector that takes traces over gRPC, http://host:port or https://host:port; empty: no traces."
     )
@@ -135,7 +138,14 @@ def traces_of(
 ) -> AbstractAsyncContextManager[Tracer]:
     """Opens the traces of such a service; see `open_tracing`."""
     replica_id = config.replica_id or f"{role}-{config.announce or f'{config.host}:{config.port}'}"
-    return open_tracing(config.otlp_traces_endpoint, sample_ratio, role=role, replica_id=replica_id, registry=registry)
+    return open_tracing(
+        config.otlp_traces_endpoint,
+        sample_ratio,
+        role=role,
+        replica_id=replica_id,
+        zone=config.zone,
+        registry=registry,
+    )
 
 
 async def serve_model(
@@ -267,6 +277,7 @@ async def _serve_announced(
             draining=draining,
             # The same host, whatever stands between: the port is not translated.
             metrics_address=f"{address.rpartition(':')[0]}:{metrics_port}",
+            zone=config.zone,
         )
 
     me = replica()

@@ -19,6 +19,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from paceline import cli
 from paceline.checkpoint_source import MODEL_FILES, TEXT_FILES, folder_of, parse, repository_of, served_name
 from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.ray.order import Order, service_child
@@ -115,6 +116,17 @@ def test_a_gateway_fetches_tokenizer_and_templates_only(hub: Hub, monkeypatch: p
     assert fetch("org/tiny", files=TEXT_FILES) == folder
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE forbids to ask the Hub, and it is not .* in the cache"):
         fetch("org/tiny")
+
+
+def test_who_starts_before_a_service_fetches_for_it(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["models", "fetch", "hf://org/tiny", "--tokenizer-only"])
+    assert "model.safetensors" not in hub.fetched()
+    cli.main(["models", "fetch", "hf://org/tiny"])
+    assert "model.safetensors" in hub.fetched()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert capsys.readouterr().out.splitlines()[-1] == str(fetch("hf://org/tiny"))
 
 
 def test_a_broken_download_goes_on_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ GATEWAY_SERVICE, VERIFIER_SERVICE, DRAFTER_SERVICE = (
     "paceline-drafter",
 )
 ROUND_ATTRIBUTES = {"paceline.gamma", "paceline.num_accepted", "paceline.batch_size", "paceline.price"}
+ZONE = "eu-1b"
 PROMPT = "the quick brown fox"
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -83,7 +84,8 @@ class TracedFleet:
 @asynccontextmanager
 async def traced(role: str, endpoint: str, registry: CollectorRegistry | None = None) -> AsyncIterator[Any]:
     registry = registry or CollectorRegistry()
-    async with open_tracing(endpoint, 0.0, role=role, replica_id=f"{role}-0", registry=registry) as tracer:
+    name = f"{role}-0"
+    async with open_tracing(endpoint, 0.0, role=role, replica_id=name, zone=ZONE, registry=registry) as tracer:
         yield tracer
 
 
@@ -106,7 +108,13 @@ async def fleet(tmp_path_factory) -> AsyncIterator[TracedFleet]:
             replica = Replica(replica_id=name, role=role, address=address, identity=host.identity, max_sessions=4)
             await store.announce(replica, 3600)
         config = GatewayConfig(
-            model=(), port=0, grpc_port=0, otlp_traces_endpoint=endpoint, trace_sample_ratio=0.0, grace_s=5.0
+            model=(),
+            port=0,
+            grpc_port=0,
+            zone=ZONE,
+            otlp_traces_endpoint=endpoint,
+            trace_sample_ratio=0.0,
+            grace_s=5.0,
         )
         async with running_gateway(config, store, {"tiny": TextCodec.from_folder(target)}) as addresses:
             async with httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=60, trust_env=False) as http:
@@ -148,6 +156,7 @@ async def test_a_trace_goes_from_the_gateway_over_the_verifier_to_the_drafter(fl
         "prefill": (VERIFIER_SERVICE, "internal"),
         "draft": (DRAFTER_SERVICE, "server"),
     }
+    assert {span.zone for span in spans.values()} == {ZONE}
     parents = {
         "placement": "text_completion tiny",
         "verify": "placement",

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import VERIFIER, DraftNodes, GenerateRequest, ModelIdentity, NodeGuess
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
 from paceline.engine.identity import model_identity
 from paceline.model_service import engine_ended
@@ -381,6 +381,22 @@ async def test_sixty_four_long_sessions_are_opened_anew_at_a_drafter_without_los
         assert heard == [(each.session_id, len(tokens)) for each in opens]
         assert (servicer.num_streams, up.is_set()) == (1, True)
         await link.close()
+
+
+async def test_the_way_to_a_drafter_is_measured_and_counted_from_then_on(tiny_pair):
+    async with running_verifier(tiny_pair[0]) as (_, host), running_drafter(tiny_pair[1]) as (address, drafter):
+        near, far = (
+            Replica(replica_id=name, role="drafter", address=at, identity=drafter.identity, max_sessions=8)
+            for name, at in (("near", address), ("far", "127.0.0.1:1"))
+        )
+        host.drafters.know([far, near])
+        assert host.drafters.choose((DRAFT_MODEL,)) == far.address, "the first of two that seem alike"
+        host.drafters.know([near])
+        assert host.drafters.choose((DRAFT_MODEL,)) == address
+        async with asyncio.timeout(20):
+            while (round_trip_s := host.drafters._links[address].round_trip_s) is None:  # noqa: ASYNC110 - told nobody
+                await asyncio.sleep(0.01)
+        assert 0 < round_trip_s < 1
 
 
 async def test_drafters_beyond_the_bound_are_not_dialled_and_their_sessions_served(tiny_pair, monkeypatch):

@@ -15,6 +15,7 @@ def replica(
     num_sessions: int = 0,
     max_sessions: int = 8,
     draining: bool = False,
+    zone: str = "",
 ) -> Replica:
     identity = ModelIdentity(name=model, vocab_hash=vocab_hash, vocab_size=300, context_len=64)
     return Replica(
@@ -25,4 +26,5 @@ def replica(
         max_sessions=max_sessions,
         num_sessions=num_sessions,
         draining=draining,
+        zone=zone,
     )

@@ -1,22 +1,35 @@
-{{/* The pod of a verifier or a drafter: the two differ in their model and in what their GPUs are. */}}
+{{/* The pod of a verifier or a drafter: the two differ in their model and in what their GPUs are. With `host` it is one
+of several hosts that compute one target, `leader` or `worker`; the leader is the verifier, workers are Ray's. */}}
 {{- define "paceline.engine" -}}
+{{- $host := .host | default "" -}}
+{{- $worker := eq $host "worker" -}}
 {{- $values := get .root.Values .tier -}}
 {{- $ports := include "paceline.ports" .tier | fromJson -}}
+{{- $cache := (include "paceline.weights" . | fromJson).fetch -}}
 {{- $vllm := eq ($values.engine | default "paceline") "vllm" -}}
 metadata:
   labels:
-    {{- include "paceline.selector" . | nindent 4 }}
+    {{- include "paceline.podLabels" . | nindent 4 }}
   {{- include "paceline.annotations" . | nindent 2 }}
 spec:
   {{- include "paceline.pod" . | nindent 2 }}
   terminationGracePeriodSeconds: {{ add $values.drainSeconds ($values.graceSeconds | default 0) 15 }}
+  {{- with include "paceline.init" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
   containers:
     - name: {{ .tier }}
       image: {{ include "paceline.image" . }}
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-      {{- if $vllm }}
+      {{- if $worker }}
+      command: [sh, -c, 'exec ray start --address="$LWS_LEADER_ADDRESS:6379" --block']
+      {{- else if $vllm }}
+      {{- if $host }}
+      command: [sh, -c, 'ray start --head --port=6379 --include-dashboard=false && exec "$@"', sh, paceline, verifier]
+      {{- else }}
       # vLLM's own images start its server.
       command: [paceline, verifier]
+      {{- end }}
       args:
         - --engine=vllm
         {{- range $values.vllmArgs }}
@@ -26,7 +39,7 @@ spec:
       {{- include "paceline.container" . | nindent 6 }}
       env:
         - name: PACELINE_MODEL
-          value: {{ get .root.Values.model (ternary "target" "draft" (eq .tier "verifier")) | quote }}
+          value: {{ (include "paceline.weights" . | fromJson).model | quote }}
         {{- if eq .tier "verifier" }}
         - name: PACELINE_MODEL_NAME
           value: {{ .root.Values.model.name | quote }}
@@ -36,6 +49,9 @@ spec:
         {{- if $vllm }}
         # The user of the pod has none in vLLM's images, and vLLM keeps there what it compiles.
         - {name: HOME, value: /tmp}
+        {{- end }}
+        {{- if $cache }}
+        - {name: XDG_CACHE_HOME, value: /cache}
         {{- end }}
         - name: PACELINE_DEVICE
           value: {{ ternary "cuda" "cpu" $values.gpu }}
@@ -55,6 +71,7 @@ spec:
         - name: PACELINE_REPLICA
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
         {{- include "paceline.env" . | nindent 8 }}
+      {{- if not $worker }}
       ports:
         {{- range $name, $port := $ports }}
         - {name: {{ $name }}, containerPort: {{ $port }}}
@@ -79,6 +96,7 @@ spec:
         preStop:
           exec:
             command: [paceline, drain, --timeout-s={{ $values.drainSeconds }}]
+      {{- end }}
       {{- $resources := deepCopy $values.resources }}
       {{- if $values.gpu }}
       {{- $_ := set $resources "limits" (merge ($resources.limits | default dict) (dict $values.gpuResource 1)) }}
@@ -87,6 +105,10 @@ spec:
         {{- toYaml $resources | nindent 8 }}
       volumeMounts:
         {{- include "paceline.mounts" . | nindent 8 }}
+        {{- if $cache }}
+        # What is compiled and what is learned of step times goes on from there when a pod is started anew.
+        - {name: weights, mountPath: /cache, subPath: cache}
+        {{- end }}
         {{- if $vllm }}
         - {name: shm, mountPath: /dev/shm}
         {{- end }}

@@ -28,9 +28,18 @@ labels:
   {{- include "paceline.labels" . | nindent 2 }}
 {{- end -}}
 
+{{/* What runs the pods of a tier, and is scaled. */}}
+{{- define "paceline.kind" -}}
+{{- if ne .tier "verifier" -}}Deployment
+{{- else -}}{{ ternary "LeaderWorkerSet" "StatefulSet" (gt (int .root.Values.verifier.hosts) 1) }}
+{{- end -}}
+{{- end -}}
+
 {{- define "paceline.image" -}}
 {{- $image := .root.Values.image -}}
-{{- get (get .root.Values .tier) "image" | default (printf "%s/%s:%s" $image.repository .tier ($image.tag | default .root.Chart.AppVersion)) -}}
+{{- $values := get .root.Values .tier -}}
+{{- $name := ternary (printf "%s-vllm" .tier) .tier (eq ($values.engine | default "") "vllm") -}}
+{{- $values.image | default (printf "%s/%s:%s" $image.repository $name ($image.tag | default .root.Chart.AppVersion)) -}}
 {{- end -}}
 
 {{/* Ports of a service with a model; its Service, probes and NetworkPolicy read them here. */}}

@@ -12,31 +12,45 @@ imagePullSecrets:
   {{- end }}
 {{- end }}
 securityContext:
-  runAsNonRoot: true
-  runAsUser: 10001
-  runAsGroup: 10001
-  fsGroup: 10001
-  seccompProfile: {type: RuntimeDefault}
+  {{- include "paceline.security" (dict "scope" . "field" "podSecurityContext") | nindent 2 }}
 {{- range $field := list "priorityClassName" "runtimeClassName" "nodeSelector" "tolerations" "affinity" }}
 {{- with get $values $field }}
 {{ $field }}: {{ toJson . }}
 {{- end }}
 {{- end }}
 topologySpreadConstraints:
-  - topologyKey: kubernetes.io/hostname
-    maxSkew: 1
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector:
-      matchLabels:
-        {{- include "paceline.selector" . | nindent 8 }}
+  {{- range $values.topologySpreadConstraints | default (list (dict "topologyKey" "kubernetes.io/hostname" "maxSkew" 1 "whenUnsatisfiable" "ScheduleAnyway")) }}
+  {{- $selector := dict "labelSelector" (dict "matchLabels" (include "paceline.selector" $ | fromYaml)) }}
+  - {{ merge (deepCopy .) $selector | toJson }}
+  {{- end }}
+{{- end -}}
+
+{{/* Who a pod or a container runs as: the chart's, and the tier's laid over it; null drops a field. */}}
+{{- define "paceline.security" -}}
+{{- $context := deepCopy (get .scope.root.Values .field) -}}
+{{- range $name, $value := get (get .scope.root.Values .scope.tier) .field | default dict -}}
+{{- $_ := set $context $name $value -}}
+{{- end -}}
+{{- range $name, $value := $context }}
+{{- if not (kindIs "invalid" $value) }}
+{{ $name }}: {{ toJson $value }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of a tier's pods. Hosts of a verifier beside its leader are of no Service. */}}
+{{- define "paceline.podLabels" -}}
+{{- $worker := eq (.host | default "") "worker" -}}
+{{- include "paceline.selector" (dict "root" .root "tier" (ternary "verifier-host" .tier $worker)) -}}
+{{- with (get .root.Values .tier).podLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* What all containers say. */}}
 {{- define "paceline.container" -}}
 securityContext:
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  capabilities: {drop: [ALL]}
+  {{- include "paceline.security" (dict "scope" . "field" "securityContext") | nindent 2 }}
 {{- end -}}
 
 {{/* Environment of the three services; a setting's variable is its flag in capitals. */}}
@@ -44,6 +58,13 @@ securityContext:
 {{- $values := get .root.Values .tier -}}
 - name: PACELINE_REPLICA_ID
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: PACELINE_ZONE
+  {{- if .root.Values.zone }}
+  value: {{ .root.Values.zone | quote }}
+  {{- else }}
+  # Empty where Kubernetes does not give pods the label of their node.
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['topology.kubernetes.io/zone']"}}
+  {{- end }}
 - name: PACELINE_HOST
   value: {{ ternary "::" "0.0.0.0" .root.Values.ipv6 | quote }}
 - name: PACELINE_REDIS_URL
@@ -64,9 +85,23 @@ securityContext:
 - name: PACELINE_{{ $flag | upper | replace "-" "_" }}
   value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
 {{- end }}
+{{- with include "paceline.weights.env" . }}
+{{ . }}
+{{- end }}
+{{- with include "paceline.env.own" . }}
+{{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* The environment that a tier's values add. */}}
+{{- define "paceline.env.own" -}}
+{{- $values := get .root.Values .tier -}}
 {{- range $name, $value := $values.env }}
 - name: {{ $name }}
   value: {{ $value | quote }}
+{{- end }}
+{{- with $values.extraEnv }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
@@ -77,6 +112,12 @@ securityContext:
 {{- end }}
 {{- if .root.Values.tls.enabled }}
 - {name: tls, mountPath: /etc/paceline/tls, readOnly: true}
+{{- end }}
+{{- if (include "paceline.weights" . | fromJson).volume }}
+- {name: weights, mountPath: /weights, readOnly: true}
+{{- end }}
+{{- with (get .root.Values .tier).extraVolumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
@@ -96,6 +137,13 @@ securityContext:
       - {key: ca.crt, path: ca.pem}
       - {key: tls.crt, path: tls.pem}
       - {key: tls.key, path: tls.key}
+{{- end }}
+{{- $weights := include "paceline.weights" . | fromJson }}
+{{- if and $weights.volume (not $weights.claim) }}
+- {{ merge (dict "name" "weights") $weights.volume | toJson }}
+{{- end }}
+{{- with (get .root.Values .tier).extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 

@@ -59,6 +59,9 @@ class GatewayConfig:
         "nobody is asked for a key.",
     )
     replica_id: str = setting("", help="Name of this replica in the registry, and of the owner in session records.")
+    zone: str = setting(
+        "", help="Zone that this replica runs in, such as a cloud's; those of one zone prefer each other."
+    )
     max_sessions: int = setting(256, help="Most sessions at once; requests beyond get status 429.", low=1, high=100_000)
     strict_fields: bool = setting(
         False, help="Refuse requests with unknown fields, instead of ignoring these and naming them in a header."

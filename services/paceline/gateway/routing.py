@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 
 from paceline.core.messages import GATEWAY, VERIFIER
+from paceline.core.pairing import expected_round_trip_s
 from paceline.gateway.prefixes import HASH_BYTES, MAX_BLOCKS, PrefixIndex, covered_tokens, prefix_blocks
 from paceline.store.base import Replica
 
@@ -25,15 +26,17 @@ class Router:
     Args:
         affinity: See `AFFINITY`; 0 never prefers a verifier with more than its share.
         max_blocks: Names remembered for each verifier.
+        zone: Where this gateway runs; of verifiers that hold as much, those of its zone go first. Empty: not known.
 
     Raises:
         ValueError: The affinity is negative: the least loaded verifier could be passed over.
     """
 
-    def __init__(self, *, affinity: float = AFFINITY, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, *, affinity: float = AFFINITY, max_blocks: int = MAX_BLOCKS, zone: str = "") -> None:
         if affinity < 0:
             raise ValueError(f"affinity must be 0 or more, got {affinity}")
         self._affinity = affinity
+        self._zone = zone
         self._index = PrefixIndex(max_blocks)
         self._replicas: Sequence[Replica] = ()
         self._elsewhere: dict[str, int] = {}
@@ -95,8 +98,8 @@ class Router:
         known = self._index.longest(blocks)
         held = {replica_id: covered_tokens(length) / num_tokens for replica_id, length in known.items()}
         eligible = within_bound(able, sessions, held, self._affinity)
-        longest = max(held.get(replica.replica_id, 0.0) for replica in eligible)
-        best = [replica for replica in eligible if held.get(replica.replica_id, 0.0) == longest]
+        ranks = [(held.get(each.replica_id, 0.0), -expected_round_trip_s(self._zone, each.zone)) for each in eligible]
+        best = [each for each, rank in zip(eligible, ranks, strict=True) if rank == max(ranks)]
         num_known = max(known.values(), default=0)
         if num_known < len(blocks) and _is_one_of_several(self._replicas):
             return max(best, key=lambda replica: _rendezvous(blocks[num_known], replica.replica_id))

@@ -130,6 +130,7 @@ async def serve(
         config.trace_sample_ratio,
         role=GATEWAY,
         replica_id=replica_id,
+        zone=config.zone,
         registry=registry,
     ) as tracer:
         with stalls_watched(registry), Workers() as texts, Workers() as grammars:
@@ -254,7 +255,7 @@ def _placer(
 ) -> Placer:
     return Placer(
         fleet=fleet,
-        router=Router(),
+        router=Router(zone=config.zone),
         client=client,
         failover_s=config.failover_s,
         max_wait_s=config.max_wait_s,
@@ -300,6 +301,7 @@ def _replica(replica_id: str, config: GatewayConfig, addresses: Addresses, sessi
         max_sessions=config.max_sessions,
         num_sessions=sessions.num_running,
         draining=sessions.stopping,
+        zone=config.zone,
     )
 
 

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def sending_spans(
-    endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry
+    endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry, zone: str = ""
 ) -> AsyncIterator[Tracer]:
     """See `paceline.obs.tracing.open_tracing`; at the end what is left is given up when it takes too long."""
     dropped = spans_dropped(registry)
@@ -50,6 +50,7 @@ async def sending_spans(
                 "service.name": f"paceline-{role}",
                 "service.version": paceline.__version__,
                 "service.instance.id": replica_id,
+                **({"cloud.availability_zone": zone} if zone else {}),
             }
         ),
         span_limits=SpanLimits(max_events=MAX_EVENTS, max_span_attribute_length=MAX_ATTRIBUTE_CHARS),

@@ -106,7 +106,7 @@ def ended(span: Span) -> Iterator[Span]:
 
 @asynccontextmanager
 async def open_tracing(
-    endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry
+    endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry, zone: str = ""
 ) -> AsyncIterator[Tracer]:
     """Records and sends spans while a block runs; what is left at its end is sent within a deadline.
 
@@ -116,6 +116,7 @@ async def open_tracing(
         role: Of the service.
         replica_id: Which one.
         registry: Where lost spans are counted.
+        zone: Where it runs; empty: not known.
 
     Raises:
         ConfigError: The endpoint cannot be right, or OpenTelemetry's SDK is not installed.
@@ -129,5 +130,7 @@ async def open_tracing(
         raise ConfigError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}); install it with paceline[otel]"
         ) from error
-    async with sending_spans(endpoint, sample_ratio, role=role, replica_id=replica_id, registry=registry) as tracer:
+    async with sending_spans(
+        endpoint, sample_ratio, role=role, replica_id=replica_id, zone=zone, registry=registry
+    ) as tracer:
         yield tracer

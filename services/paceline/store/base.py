@@ -24,6 +24,7 @@ class Replica:
     Attributes:
         address: Where its gRPC server is reached, `host:port`.
         metrics_address: Where its Prometheus page is reached, `host:port`; empty: not told.
+        zone: Where it runs, such as a zone of a cloud; empty: not told.
     """
 
     replica_id: str
@@ -34,6 +35,7 @@ class Replica:
     num_sessions: int = 0
     draining: bool = False
     metrics_address: str = ""
+    zone: str = ""
 
 
 class SessionState(enum.StrEnum):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
-from paceline.core.pairing import KnownDrafter, Pairing
+from paceline.core.pairing import KnownDrafter, Pairing, expected_round_trip_s
 from paceline.credentials import FleetTls
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_served_by
@@ -33,6 +33,7 @@ class Drafters:
         on_change: Called with a drafter's identity when its stream is up, with None when it is lost.
         on_messages: Called with what a drafter says.
         metrics: Where sessions are counted by drafter, and streams that are lost.
+        zone: Where we run; empty: not known.
         tls: Certificate to show; None: plain text.
     """
 
@@ -44,6 +45,7 @@ class Drafters:
         on_change: Callable[[str, ModelIdentity | None], None],
         on_messages: Callable[[str, Sequence[ToVerifier]], None],
         metrics: VerifierMetrics,
+        zone: str = "",
         tls: FleetTls | None = None,
     ) -> None:
         self._target = target
@@ -51,6 +53,7 @@ class Drafters:
         self._on_change = on_change
         self._on_messages = on_messages
         self._metrics = metrics
+        self._zone = zone
         self._tls = tls
         self._links: dict[str, DrafterLink] = {}
         self._pairing = Pairing()
@@ -64,6 +67,7 @@ class Drafters:
                 method=each.identity.draft_method,
                 num_sessions=each.num_sessions,
                 max_sessions=each.max_sessions,
+                round_trip_s=expected_round_trip_s(self._zone, each.zone),
             )
             for each in replicas
             if not each.draining and each.identity is not None and each.identity.drafts_for(self._target)
@@ -74,7 +78,7 @@ class Drafters:
         self._know(KnownDrafter(address=address) for address in addresses)
 
     def _know(self, drafters: Iterable[KnownDrafter]) -> None:
-        self._pairing.know(replace(each, down_s=self._down_s(each.address)) for each in drafters)
+        self._pairing.know(self._as_measured(each) for each in drafters)
         self._spare = self._pairing.spare()
         self._dial(self._spare)
 
@@ -123,11 +127,16 @@ class Drafters:
     def _is_unused(self, address: str) -> bool:
         return not self._pairing.num_own[address] and address != self._spare
 
-    def _down_s(self, address: str) -> float:
-        link = self._links.get(address)
-        if link is not None:
-            return link.down_s
-        return 0.0 if len(self._links) < MAX_LINKS else math.inf
+    def _as_measured(self, drafter: KnownDrafter) -> KnownDrafter:
+        link = self._links.get(drafter.address)
+        if link is None:
+            return drafter if len(self._links) < MAX_LINKS else replace(drafter, down_s=math.inf)
+        measured_s = link.round_trip_s
+        return replace(
+            drafter,
+            down_s=link.down_s,
+            round_trip_s=drafter.round_trip_s if measured_s is None else measured_s,
+        )
 
     def _dial(self, address: str) -> None:
         if address and address not in self._links and len(self._links) < MAX_LINKS:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import DRAFTER, ModelIdentity, ToDrafter, ToVerifier
@@ -26,6 +28,8 @@ HELLO_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.1
 # Short, as sessions wait for a drafter that comes back while another dies; a refused connection costs next to nothing.
 LAST_BACKOFF_S = 0.5
+# A round trip is the least of so many in a row, since event loops may be busy; paths change now and then.
+PINGS, PING_TIMEOUT_S, PING_PERIOD_S = 5, 1.0, 60.0
 # A drafter that leaves so many messages unread is as good as dead; it is dialled anew and told everything again.
 OUTBOX_LIMIT = 4096
 _OPTIONS = (
@@ -66,6 +70,7 @@ class DrafterLink:
         self._up = False
         # Of each loss the first failure is told, not every try after it.
         self._complained = False
+        self._round_trip_s: float | None = None
         self._down_since_s = asyncio.get_running_loop().time()
         # A context of its own: the link outlives the request it was dialled for, whose trace its lines do not name.
         self._keeper = asyncio.create_task(self._keep_up(), name=f"link to {address}", context=Context())
@@ -74,6 +79,11 @@ class DrafterLink:
     def down_s(self) -> float:
         """Seconds since the stream was up; 0 while it is."""
         return 0.0 if self._up else asyncio.get_running_loop().time() - self._down_since_s
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """Seconds to the drafter and back, without its work; None before it was measured."""
+        return self._round_trip_s
 
     def send(self, messages: Sequence[ToDrafter]) -> None:
         """Queues messages of one step; never blocks. What is queued while the stream is down is not sent."""
@@ -133,11 +143,39 @@ class DrafterLink:
             self._up, self._complained = True, False
             logger.info("stream to drafter is up", extra={"drafter": self.address})
             self._on_change(self.address, draft)
-            async for response in responses:
-                if response is None:  # what gRPC hands on for bytes that are no message
-                    raise RemoteProtocolError(f"drafter {self.address} sent bytes that are no message")
-                _, messages = draft_response_from_pb(response)
-                self._on_messages(self.address, messages)
+            async with self._pinged(opened):
+                await self._hear(responses)
+
+    async def _hear(self, responses: AsyncIterator[drafter_pb2.DraftResponse]) -> None:
+        async for response in responses:
+            if response is None:  # what gRPC hands on for bytes that are no message
+                raise RemoteProtocolError(f"drafter {self.address} sent bytes that are no message")
+            _, messages = draft_response_from_pb(response)
+            self._on_messages(self.address, messages)
+
+    @asynccontextmanager
+    async def _pinged(self, opened: grpc.aio.Channel) -> AsyncIterator[None]:
+        """Measures the round trip now and then while a block runs."""
+        pinging = asyncio.create_task(self._ping(opened), name=f"pings to {self.address}")
+        try:
+            yield
+        finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
+
+    async def _ping(self, opened: grpc.aio.Channel) -> None:
+        """Asks for the drafter's health, which its engine has no part in; who does not answer is not measured."""
+        stub: health_pb2_grpc.HealthAsyncStub = health_pb2_grpc.HealthStub(opened)
+        clock = asyncio.get_running_loop().time
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                taken_s = []
+                for _ in range(PINGS):
+                    begun_s = clock()
+                    await stub.Check(health_pb2.HealthCheckRequest(), timeout=PING_TIMEOUT_S)
+                    taken_s.append(clock() - begun_s)
+                self._round_trip_s = min(taken_s)
+            await asyncio.sleep(PING_PERIOD_S)
 
     async def _greet(self, responses: AsyncIterator[drafter_pb2.DraftResponse]) -> ModelIdentity:
         draft, _ = draft_response_from_pb(await anext(responses))

@@ -69,6 +69,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
             learned=served.learned,
             make_engine=served.make,
             metrics=VerifierMetrics(registry, served.identity.name),
+            zone=config.zone,
             tls=tls,
             tracer=tracer,
         )

@@ -103,6 +103,7 @@ class TargetHost:
         stream_interval_s: Longest time for which tokens of a session gather while many sessions run.
         make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
+        zone: Where it runs; empty: not known.
         tls: Certificate to show to drafters; None: plain text.
         tracer: Records spans of sessions, if it does.
     """
@@ -123,6 +124,7 @@ class TargetHost:
         stream_interval_s: float,
         make_engine: Callable[[], TargetStepper],
         metrics: VerifierMetrics,
+        zone: str = "",
         tls: FleetTls | None = None,
         tracer: Tracer = OFF,
     ) -> None:
@@ -151,6 +153,7 @@ class TargetHost:
             on_change=self._link_changed,
             on_messages=self._drafts_arrived,
             metrics=metrics,
+            zone=zone,
             tls=tls,
         )
         self._make_engine = make_engine

@@ -72,6 +72,7 @@ class Helper:
             on_change=self._link_changed,
             on_messages=self._drafts_arrived,
             metrics=self._metrics,
+            zone=job.settings.zone,
             tls=self._tls,
         )
         self._scheduler = ChainScheduler(

@@ -26,6 +26,7 @@ class TierSettings:
     tls_dir: str = setting("", help="Folder with the certificate to show to drafters; empty: plain text.")
     cpus: str = setting("", help="CPUs of the helper process, such as 4-5; empty: those that vLLM does not use.")
     learned_dir: str = setting("", help="As of paceline verifier.")
+    zone: str = setting("", help="As of paceline verifier.")
     untested: bool = setting(False, help="Go on with a version of vLLM that was not tested.")
 
     def __post_init__(self) -> None:

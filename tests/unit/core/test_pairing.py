@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from paceline.core.pairing import DOWN_S, KnownDrafter, Pairing
+from paceline.core.pairing import DOWN_S, FAR_S, FULL_S, NEAR_S, KnownDrafter, Pairing, expected_round_trip_s
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 
 BOTH = (DRAFT_MODEL, EAGLE3)
 
 
 def drafter(
-    address: str, num_sessions: int = 0, *, max_sessions: int = 0, down_s: float = 0.0, method: str = DRAFT_MODEL
+    address: str,
+    num_sessions: int = 0,
+    *,
+    max_sessions: int = 0,
+    down_s: float = 0.0,
+    method: str = DRAFT_MODEL,
+    round_trip_s: float = FAR_S,
 ) -> KnownDrafter:
     return KnownDrafter(
-        address=address, method=method, num_sessions=num_sessions, max_sessions=max_sessions, down_s=down_s
+        address=address,
+        method=method,
+        num_sessions=num_sessions,
+        max_sessions=max_sessions,
+        down_s=down_s,
+        round_trip_s=round_trip_s,
     )
 
 
@@ -74,6 +85,23 @@ def test_sessions_that_begin_before_drafters_are_heard_again_are_spread() -> Non
     for _ in range(6):
         known.count(known.choose(BOTH), +1)
     assert known.num_own == {"a": 3, "b": 3}
+
+
+def test_a_near_drafter_is_taken_until_its_load_outweighs_the_way_to_another() -> None:
+    outweighed_at = round((FAR_S - NEAR_S) / FULL_S * 1000)
+    near = [drafter("b", count, max_sessions=1000, round_trip_s=NEAR_S) for count in (0, outweighed_at - 1)]
+    full = drafter("b", outweighed_at + 1, max_sessions=1000, round_trip_s=NEAR_S)
+    far = drafter("a", 0, max_sessions=1000)
+    assert [paired("", far, each) for each in (*near, full)] == ["b", "b", "a"]
+
+
+def test_a_session_stays_with_its_drafter_when_a_nearer_one_comes() -> None:
+    assert paired("a", drafter("a"), drafter("b", round_trip_s=NEAR_S)) == "a"
+
+
+def test_zones_that_nobody_names_are_not_near() -> None:
+    assert expected_round_trip_s("z1", "z1") == NEAR_S
+    assert {expected_round_trip_s(*zones) for zones in (("z1", "z2"), ("", ""), ("z1", ""), ("", "z1"))} == {FAR_S}
 
 
 def test_a_session_goes_to_drafters_of_its_methods_only() -> None:

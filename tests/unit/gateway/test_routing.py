@@ -138,6 +138,23 @@ def test_gateways_agree_behind_a_beginning_that_all_conversations_share() -> Non
     assert min(Counter(first)[name] for name in "abc") >= 10
 
 
+def test_of_verifiers_that_hold_as_much_those_of_the_gateways_zone_go_first() -> None:
+    fleet = [replica("a", zone="z1"), replica("b", zone="z2")]
+    for zone, near in (("z1", "a"), ("z2", "b")):
+        assert place(Router(zone=zone), fleet) == near
+        assert {place(Router(zone=zone), [*GATEWAYS, *fleet], text(seed)) for seed in range(20)} == {near}
+
+
+def test_a_verifier_of_the_zone_gets_no_more_than_its_share_and_none_for_what_another_holds() -> None:
+    router, in_flight = Router(zone="z1"), Counter[str]()
+    fleet = [replica("a", zone="z1"), replica("b", zone="z2")]
+    for seed in range(10):
+        in_flight[place(router, fleet, text(seed), in_flight) or ""] += 1
+    assert in_flight == {"a": 5, "b": 5}
+    router.follow(fleet[1], text(99))
+    assert place(router, fleet, text(99), in_flight) == "b"
+
+
 def test_a_verifier_that_left_moves_its_own_conversations_only() -> None:
     whole, rest = [*GATEWAYS, A, B, C], [*GATEWAYS, A, B]
     before = [place(Router(), whole, text(seed)) for seed in range(60)]

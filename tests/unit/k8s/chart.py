@@ -52,18 +52,33 @@ class Rendered:
         found: Document = container
         return found
 
+    def init_containers(self, tier: str) -> dict[str, Document]:
+        """Containers of a tier that run before its own, by name."""
+        return {each["name"]: each for each in self.pod(tier)["spec"].get("initContainers", ())}
+
+    def volumes(self, tier: str) -> dict[str, Document]:
+        """Volumes of a tier's pods by name, those of claims that each replica keeps among them."""
+        claims = self.workloads[tier]["spec"].get("volumeClaimTemplates", ())
+        kept = {each["metadata"]["name"]: each for each in claims}
+        return kept | {each["name"]: each for each in self.pod(tier)["spec"]["volumes"]}
+
     def ports(self, tier: str) -> dict[str, int]:
         """Container ports of a tier by name."""
         return {port["name"]: port["containerPort"] for port in self.container(tier)["ports"]}
 
     def variables(self, tier: str) -> dict[str, str]:
         """Environment of a tier, as the kubelet would fill it in."""
-        known = {"metadata.name": f"{RELEASE}-{tier}-0", "status.podIP": "10.1.2.3", "url": "redis://10.1.2.4:6379"}
+        known = {
+            "metadata.name": f"{RELEASE}-{tier}-0",
+            "metadata.labels['topology.kubernetes.io/zone']": "zone-1",
+            "status.podIP": "10.1.2.3",
+            "url": "redis://10.1.2.4:6379",
+        }
         filled: dict[str, str] = {}
         for entry in self.container(tier)["env"]:
             source = entry.get("valueFrom", {})
             given = source.get("fieldRef", {}).get("fieldPath") or source.get("secretKeyRef", {}).get("key")
-            text = known[given] if given else entry["value"]
+            text = known.get(given, f"<{given}>") if given else entry["value"]
             for name, value in filled.items():
                 text = text.replace(f"$({name})", value)
             filled[entry["name"]] = text

@@ -11,7 +11,13 @@ from tests.unit.k8s.chart import Rendered, render, values_files
 # What no values file switches on all at once.
 EVERYTHING: dict[str, Any] = {
     "ipv6": True,
-    "model": {"volume": {"persistentVolumeClaim": {"claimName": "checkpoints", "readOnly": True}}},
+    "model": {
+        "target": "hf://meta-llama/Llama-3.3-70B-Instruct@6f6073b",
+        "draft": "pvc://drafts/Llama-3.2-1B-Instruct",
+        "tokenizer": "image://registry/tokenizers:1#llama-3",
+        "volume": {"persistentVolumeClaim": {"claimName": "checkpoints", "readOnly": True}},
+        "token": {"secret": "hub"},
+    },
     "tls": {"enabled": True},
     "tracing": {"endpoint": "http://collector:4317", "sampleRatio": 0.25},
     "imagePullSecrets": ["registry"],
@@ -30,6 +36,16 @@ EVERYTHING: dict[str, Any] = {
         "priorityClassName": "high",
         "affinity": {"nodeAffinity": {}},
         "podAnnotations": {"e": "f"},
+        "podLabels": {"g": "h"},
+        "weights": {"claim": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "100Gi"}}}},
+        "extraEnv": [{"name": "HF_ENDPOINT", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "endpoint"}}}],
+        "extraVolumes": [{"name": "authorities", "configMap": {"name": "authorities"}}],
+        "extraVolumeMounts": [{"name": "authorities", "mountPath": "/etc/authorities"}],
+        "initContainers": [{"name": "first", "image": "first:1"}],
+        "serviceAccount": {"annotations": {"iam.gke.io/gcp-service-account": "paceline@project"}},
+        "topologySpreadConstraints": [
+            {"topologyKey": "topology.kubernetes.io/zone", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}
+        ],
         "autoscaling": {"enabled": True},
         "settings": {"speculative-config": {"method": "draft_model+ngram", "num_speculative_tokens": 6}},
     },
@@ -43,6 +59,29 @@ EVERYTHING: dict[str, Any] = {
     },
 }
 SETS = {**values_files(), "everything": EVERYTHING}
+SCALED = {tier: {"autoscaling": {"enabled": True}} for tier in ("gateway", "verifier", "drafter")}
+# What takes the place of something else in the sets above.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "keda": {**SCALED, "keda": {"prometheus": "http://prometheus.monitoring.svc:9090"}},
+    "gateway api": {
+        "gateway": {
+            "httpRoute": {"enabled": True, "parentRefs": [{"name": "internet"}], "hostnames": ["llm.example.com"]},
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+        },
+        "test": {"apiKey": {"secret": "key"}},
+    },
+    "several hosts": {
+        "model": {"target": "hf://deepseek-ai/DeepSeek-V3"},
+        "verifier": {
+            "engine": "vllm",
+            "gpu": True,
+            "hosts": 2,
+            "vllmArgs": ["--distributed-executor-backend=ray", "--pipeline-parallel-size=2"],
+            "weights": {"claim": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Ti"}}}},
+        },
+        "networkPolicy": {"clients": [{"podSelector": {}}]},
+    },
+}
 
 
 @pytest.fixture(scope="package", params=sorted(SETS))

@@ -41,6 +41,7 @@ MANAGED = {
     "tls_key",
     "trace_sample_ratio",
     "vllm_arg",
+    "zone",
 }
 SCHEMA_FILE = CHART / "values.schema.json"
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean"}

@@ -15,6 +15,8 @@ from paceline.gateway.access import OPEN_PATHS
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.service_process import LIVENESS
 from paceline.verifier.config import speculation_from
+from paceline.verifier.vllm.settings import check_settings, decided
+from paceline.vllm.versions import TESTED
 from tests.unit.k8s.chart import CHART, K8S, RELEASE, TIERS, Rendered, component
 from tests.unit.k8s.settings import CONFIG_OF, DRAIN_VARIABLES, MANAGED, known_variables, names
 
@@ -157,24 +159,38 @@ def test_prometheus_scrapes_the_ports_that_show_metrics(everything: Rendered) ->
     assert len(everything.of_kind("ServiceMonitor")) == len(TIERS)
 
 
-def test_each_image_is_a_target_of_the_dockerfile_and_shows_its_ports(defaults: Rendered) -> None:
+def test_each_image_is_a_target_of_the_dockerfile_and_shows_its_ports(rendered: Rendered) -> None:
     text = (K8S / "Dockerfile").read_text()
     for tier in TIERS:
-        assert defaults.container(tier)["image"].split(":")[0] == f"paceline/{tier}"
-        stage = re.search(rf"^FROM \S+ AS {tier}$(.*?)(?=^FROM|\Z)", text, re.MULTILINE | re.DOTALL)
+        name = rendered.container(tier)["image"].split(":")[0].removeprefix("paceline/")
+        assert name in (tier, f"{tier}-vllm")
+        stage = re.search(rf"^FROM \S+ AS {name}$(.*?)(?=^FROM|\Z)", text, re.MULTILINE | re.DOTALL)
         assert stage is not None
         (exposed,) = re.findall(r"^EXPOSE (.*)$", stage[1], re.MULTILINE)
-        assert {int(port) for port in exposed.split()} == set(defaults.ports(tier).values())
+        assert {int(port) for port in exposed.split()} == set(rendered.ports(tier).values())
         assert f'ENTRYPOINT ["paceline", "{tier}"]' in stage[1]
+
+
+def test_the_image_around_vllm_has_a_version_that_we_go_on_with() -> None:
+    (image,) = re.findall(r"^ARG VLLM=\S+:v(\S+)$", (K8S / "Dockerfile").read_text(), re.MULTILINE)
+    assert image in TESTED
+
+
+def test_vllm_gets_no_setting_of_our_own_engine(rendered: Rendered) -> None:
+    """It would refuse to start."""
+    config: Any = load(CONFIG_OF["verifier"], [], settings_of(rendered, "verifier"), "paceline", "")
+    if "--engine=vllm" in rendered.container("verifier").get("args", ()):
+        check_settings(config)
+        assert decided(config, on_cpu=False)["speculative_config"]["num_speculative_tokens"] == 7
 
 
 def test_images_run_as_the_user_of_the_pods_and_write_where_these_may(defaults: Rendered) -> None:
     text = (K8S / "Dockerfile").read_text()
     security = defaults.pod("verifier")["spec"]["securityContext"]
-    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == [f"{security['runAsUser']}:{security['runAsGroup']}"]
-    written = re.findall(r"\b(?:HOME|NUMBA_CACHE_DIR|XDG_CACHE_HOME)=(\S+)", text)
+    assert set(re.findall(r"^USER (.*)$", text, re.MULTILINE)) == {f"{security['runAsUser']}:{security['runAsGroup']}"}
+    written = re.findall(r"\b(?:HOME|XDG_CACHE_HOME)=(/\S+)", text)
     (mount,) = [each for each in defaults.container("verifier")["volumeMounts"] if each["name"] == "tmp"]
-    assert len(written) == 3
+    assert len(written) == 4
     assert all(path == mount["mountPath"] or path.startswith(mount["mountPath"] + "/") for path in written)
 
 

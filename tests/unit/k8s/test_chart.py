@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import helm_python
+import jsonschema_rs
 import kubernetes_validate
 import pytest
 import yaml
 from kubernetes_validate import utils
 
 import paceline
-from tests.unit.k8s.chart import CHART, RELEASE, TIERS, Document, Rendered, component, render
-from tests.unit.k8s.conftest import EVERYTHING, SETS
+from tests.unit.k8s import custom_resources
+from tests.unit.k8s.chart import CHART, RELEASE, TIERS, Document, Rendered, Values, component, render
+from tests.unit.k8s.conftest import EVERYTHING, OPTIONS, SETS
+from tests.unit.k8s.custom_resources import is_custom
 
 OLDEST = "1.32"
-# Kinds of other projects, whose schemas Kubernetes does not have.
-FOREIGN_GROUP = "monitoring.coreos.com/"
 WARNING = 2
 
 
-@pytest.mark.parametrize("name", sorted(SETS))
+@pytest.mark.parametrize("name", sorted({**SETS, **OPTIONS}))
 def test_helm_finds_nothing_to_complain_of(name: str) -> None:
-    report = helm_python.lint(CHART, SETS[name], strict=True)
+    report = helm_python.lint(CHART, {**SETS, **OPTIONS}[name], strict=True)
     assert [message for message in report["messages"] if message["severity"] >= WARNING] == []
     assert report["errors"] == []
 
@@ -39,15 +40,43 @@ def versions() -> Iterator[list[str]]:
         yield found[found.index(OLDEST) :]
 
 
+def documents_of(*sets: Values) -> list[Document]:
+    """All documents of some sets of values, equal ones once."""
+    found = [each for values in sets for each in render(values).documents]
+    return list({json.dumps(each, sort_keys=True): each for each in found}.values())
+
+
+def pod_templates(documents: Sequence[Document]) -> list[Document]:
+    """Templates of pods inside custom resources, each as a document of its own."""
+    groups = [each["spec"]["leaderWorkerTemplate"] for each in documents if each["kind"] == "LeaderWorkerSet"]
+    templates = [group[name] for group in groups for name in ("leaderTemplate", "workerTemplate")]
+    head = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "inside"}}
+    return [{**head, "template": each} for each in templates]
+
+
 def test_every_document_is_valid_for_every_version_of_kubernetes(versions: list[str]) -> None:
-    documents = {
-        json.dumps(each, sort_keys=True): each for values in SETS.values() for each in render(values).documents
-    }
-    own = [each for each in documents.values() if not each["apiVersion"].startswith(FOREIGN_GROUP)]
+    documents = documents_of(*SETS.values(), *OPTIONS.values())
+    own = [each for each in documents if not is_custom(each)]
     assert {each["kind"] for each in own} >= {"StatefulSet", "HorizontalPodAutoscaler", "Ingress", "NetworkPolicy"}
+    inside = pod_templates(documents)
+    assert len(inside) == 2
     for version in versions:
-        for document in own:
+        for document in (*own, *inside):
             kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_every_custom_resource_is_as_its_project_defines_it() -> None:
+    documents = [each for each in documents_of(*SETS.values(), *OPTIONS.values()) if is_custom(each)]
+    for document in documents:
+        custom_resources.validate(document)
+    assert {each["kind"] for each in documents} == {path.stem for path in custom_resources.FOLDER.glob("*.json")}
+
+
+def test_the_definitions_refuse_a_field_that_does_not_exist(everything: Rendered) -> None:
+    document: Document = json.loads(json.dumps(everything.of_kind("ServiceMonitor")[0]))
+    document["spec"]["endpoints"][0]["intervall"] = "15s"
+    with pytest.raises(jsonschema_rs.ValidationError, match="intervall"):
+        custom_resources.validate(document)
 
 
 def test_the_schemas_refuse_a_field_that_does_not_exist(defaults: Rendered, versions: list[str]) -> None:
@@ -71,14 +100,16 @@ def test_the_chart_is_of_the_version_of_the_package(defaults: Rendered) -> None:
 
 def test_pods_have_no_rights_and_a_read_only_root(rendered: Rendered) -> None:
     for tier in rendered.workloads:
-        spec, container = rendered.pod(tier)["spec"], rendered.container(tier)
+        spec = rendered.pod(tier)["spec"]
+        fetching = [each for name, each in rendered.init_containers(tier).items() if name == "fetch"]
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        for container in (rendered.container(tier), *fetching):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
         account = rendered.named("ServiceAccount", tier)
         assert account["metadata"]["name"] == spec["serviceAccountName"]
         assert account["automountServiceAccountToken"] is False
@@ -91,8 +122,9 @@ def test_kubernetes_adds_no_variables_that_are_names_of_settings(rendered: Rende
 
 def test_every_mount_has_its_volume_and_every_volume_its_mount(rendered: Rendered) -> None:
     for tier in rendered.workloads:
-        mounted = {mount["name"] for mount in rendered.container(tier)["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in rendered.pod(tier)["spec"]["volumes"]}
+        containers = [rendered.container(tier), *rendered.init_containers(tier).values()]
+        mounted = {mount["name"] for each in containers for mount in each.get("volumeMounts", ())}
+        assert mounted == set(rendered.volumes(tier))
 
 
 def test_only_verifiers_reach_drafters_and_only_gateways_reach_verifiers(rendered: Rendered) -> None:
@@ -111,7 +143,9 @@ def test_a_policy_without_clients_opens_the_doors_to_all_and_one_with_clients_to
     (open_rule,) = defaults.named("NetworkPolicy", "gateway")["spec"]["ingress"]
     assert "from" not in open_rule
     door, metrics = everything.named("NetworkPolicy", "gateway")["spec"]["ingress"]
-    assert door["from"] == EVERYTHING["networkPolicy"]["clients"]
+    tester, *clients = door["from"]
+    assert component(tester["podSelector"]["matchLabels"]) == "test"
+    assert clients == EVERYTHING["networkPolicy"]["clients"]
     assert [port["port"] for port in metrics["ports"]] == ["http"]
     assert set(metrics["from"][0]) == {"namespaceSelector"}
 

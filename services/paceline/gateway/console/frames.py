@@ -114,6 +114,7 @@ def _replica(replica: Replica, now: Look, rates: Rates | None) -> Json:
         "id": replica.replica_id,
         "role": replica.role,
         "address": replica.address,
+        "zone": replica.zone,
         "model": "" if replica.identity is None else replica.identity.name,
         "sessions": replica.num_sessions,
         "max_sessions": replica.max_sessions,

@@ -118,6 +118,7 @@ def _tier(config: VerifierConfig, num_tokens: int) -> dict[str, Any]:
         "registry": config.redis_url,
         "tls_dir": str(config.tls_dir or ""),
         "learned_dir": config.learned_dir,
+        "zone": config.zone,
     }
     speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_tokens}
     return {

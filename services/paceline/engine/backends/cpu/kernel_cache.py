@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numba
 from numba import njit
 
-__all__ = ["PACKAGE", "SOURCES", "cache_folder", "njit", "sources_hash"]
+__all__ = ["PACKAGE", "SOURCES", "cache_folder", "njit", "sources_hash", "take_shipped"]
 
 # What compiled code is made of.
 PACKAGE = Path(__file__).parents[3]
+# Where an image brings kernels that were compiled when it was built.
+SHIPPED = PACKAGE / "compiled"
 _CPU = "engine/backends/cpu"
 SOURCES = (
     "core/noise.py",
@@ -43,20 +48,35 @@ def sources_hash(package: Path) -> str:
 
 
 def cache_folder(environ: Mapping[str, str], package: Path) -> Path:
-    """Where kernels compiled from these sources are kept: below NUMBA_CACHE_DIR, beside them, or in the user's cache.
+    """Where kernels compiled from these sources are kept: below NUMBA_CACHE_DIR, or in the user's cache.
 
     Args:
         environ: Environment variables.
         package: Folder that the sources lie in.
     """
-    if environ.get("NUMBA_CACHE_DIR"):
-        base = Path(environ["NUMBA_CACHE_DIR"])
-    elif os.access(package / "engine", os.W_OK):
-        base = package / "engine" / "__pycache__"
-    else:
-        base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    return base / f"kernels-{sources_hash(package)}"
+    named = environ.get("NUMBA_CACHE_DIR")
+    user = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    return (Path(named) if named else user) / f"kernels-{sources_hash(package)}"
+
+
+def take_shipped(shipped: Path, folder: Path) -> None:
+    """Fills an empty cache with kernels of the same sources that came with the package; numba writes to its cache.
+
+    Args:
+        shipped: Holds a folder of the cache's name, or nothing.
+        folder: See `cache_folder`.
+    """
+    source = shipped / folder.name
+    if folder.exists() or not source.is_dir():
+        return
+    # Whole or not at all: of two processes that start at once, the second keeps what the first has put there.
+    with suppress(OSError):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as copy:
+            shutil.copytree(source, Path(copy) / folder.name).rename(folder)
 
 
 # Before any kernel is decorated: the decorator looks up its folder once.
-numba.config.CACHE_DIR = str(cache_folder(os.environ, PACKAGE))
+_FOLDER = cache_folder(os.environ, PACKAGE)
+take_shipped(SHIPPED, _FOLDER)
+numba.config.CACHE_DIR = str(_FOLDER)

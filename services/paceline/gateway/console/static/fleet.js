@@ -84,7 +84,7 @@ function cells(replica) {
   const state = replica.draining ? "draining" : replica.read ? "ok" : "metrics not read";
   const kv = typeof replica.kv_usage === "number" ? `${Math.round(100 * replica.kv_usage)}%` : "";
   return [
-    [replica.id, ""], [replica.address, "mono"], [replica.model, ""], [`${replica.sessions}${most}`, "number"],
+    [replica.id, ""], [replica.address, "mono"], [replica.zone, ""], [replica.model, ""], [`${replica.sessions}${most}`, "number"],
     [fixed(replica.tokens_per_s, 0), "number"], [fixed(replica.gamma, 1), "number"],
     [fixed(replica.price, 2), "number"], [fixed(replica.lag_tokens, 0), "number"], [kv, "number"],
     [state, state === "ok" ? "" : "warn"],

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numba
 
 import paceline
-from paceline.engine.backends.cpu.kernel_cache import SOURCES, cache_folder
+from paceline.engine.backends.cpu.kernel_cache import SOURCES, cache_folder, take_shipped
 
 PACKAGE = Path(paceline.__file__).parent
 
@@ -30,13 +33,40 @@ def test_a_change_in_any_source_leads_to_another_folder(tmp_path):
         assert len(seen) == count
 
 
-def test_kernels_are_kept_beside_their_sources_or_where_the_environment_says(tmp_path):
+def test_kernels_are_kept_in_the_users_cache_or_where_the_environment_says(tmp_path):
     package = copy_of_sources(tmp_path)
-    beside = cache_folder({}, package)
-    assert beside.parent == package / "engine" / "__pycache__"
+    cached = cache_folder({"XDG_CACHE_HOME": "/c"}, package)
+    assert cached.parent == Path("/c/paceline")
+    assert cache_folder({}, package) == Path.home() / ".cache" / "paceline" / cached.name
     elsewhere = cache_folder({"NUMBA_CACHE_DIR": "/somewhere"}, package)
-    assert elsewhere == Path("/somewhere") / beside.name
-    assert Path(numba.config.CACHE_DIR).name == beside.name, "this very code runs from there"
+    assert elsewhere == Path("/somewhere") / cached.name
+    assert Path(numba.config.CACHE_DIR).name == cached.name, "this very code runs from there"
+
+
+def test_an_empty_cache_begins_with_the_kernels_that_an_image_brings(tmp_path):
+    folder = tmp_path / "cache" / "kernels-1"
+    take_shipped(tmp_path / "compiled", folder)
+    assert not folder.exists(), "nothing was brought"
+    (tmp_path / "compiled" / "kernels-1").mkdir(parents=True)
+    (tmp_path / "compiled" / "kernels-1" / "loop.nbi").write_text("of the image")
+    take_shipped(tmp_path / "compiled", folder)
+    assert (folder / "loop.nbi").read_text() == "of the image"
+    (folder / "loop.nbi").write_text("compiled here")
+    take_shipped(tmp_path / "compiled", folder)
+    assert (folder / "loop.nbi").read_text() == "compiled here"
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_help_writes_nothing_beside_the_sources(tmp_path):
+    def contents() -> set[Path]:
+        return {path for path in PACKAGE.rglob("*") if path.suffix != ".pyc" and path.name != "__pycache__"}
+
+    before = contents()
+    environ = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    environ |= {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-m", "paceline", "verifier", "--help"]
+    subprocess.run(command, env=environ, check=True, capture_output=True, timeout=60)
+    assert contents() == before
 
 
 def test_every_module_that_makes_compiled_code_is_a_source():
