@@ -98,6 +98,7 @@ def test_a_stream_of_calls_tells_items_of_each_kind(agent) -> None:
     done = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
     assert done == [item.arguments for item in final.output[2:]]
     assert shape(final) == shape(agent(input="Both, please: both."))
+    assert 0 < final.usage.output_tokens_details.reasoning_tokens < final.usage.output_tokens
 
 
 @pytest.mark.parametrize("kept", [True, False])

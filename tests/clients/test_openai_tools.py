@@ -150,6 +150,20 @@ def test_a_stream_tells_reasoning_text_and_calls_apart(agent) -> None:
         assert "".join(each.function.arguments for each in told if each.index == index) == call.function.arguments
 
 
+def test_strict_tools_change_no_call_that_fits_them(agent) -> None:
+    strict = [{**each, "function": {**each["function"], "strict": True}} for each in TOOLS]
+    loose, enforced = (agent(BOTH, tools=tools).choices[0] for tools in (TOOLS, strict))
+    assert enforced.finish_reason == loose.finish_reason == "tool_calls"
+    told = [[each.function for each in choice.message.tool_calls] for choice in (loose, enforced)]
+    assert told[0] == told[1]
+    assert enforced.message.content == loose.message.content
+
+
+def test_tokens_of_reasoning_are_counted(agent) -> None:
+    usage = agent(USER).usage
+    assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+
+
 def test_reasoning_goes_back_in_under_either_name(agent) -> None:
     said = agent(USER).choices[0].message.model_dump()
     counts = [
