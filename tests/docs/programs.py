@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -39,6 +40,7 @@ OTHERS = frozenset({
     "mkdir", "npx", "oc", "open", "podman", "pre-commit", "ray", "rm", "sleep", "source", "ssh", "tail", "test",
     "touch", "uv", "wait", "watch",
 })  # fmt: skip
+OF_MAKE = frozenset({"ARGS", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"})
 MAKE_S = 30.0
 ASK_S = 60.0
 # Ports of the services as `paceline up` starts them.
@@ -99,7 +101,13 @@ def check_make(arguments: Sequence[str], demo: Demo, folder: Path) -> None:
     make = shutil.which("make")
     assert make is not None, "make is needed"
     planned = subprocess.run(
-        [make, "-n", "--no-print-directory", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=MAKE_S
+        [make, "-n", "--no-print-directory", *arguments],
+        cwd=ROOT,
+        # Without what a `make test ARGS=...` around these tests hands on.
+        env={name: value for name, value in os.environ.items() if name not in OF_MAKE},
+        capture_output=True,
+        text=True,
+        timeout=MAKE_S,
     )
     assert planned.returncode == 0, planned.stderr
     lines = planned.stdout.replace("\\\n", " ").splitlines()
