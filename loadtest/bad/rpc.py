@@ -50,9 +50,9 @@ _BAD_SAMPLING: tuple[dict[str, Any], ...] = (
 )
 _BAD_SPECULATION: tuple[dict[str, Any], ...] = (
     {"max_draft_tokens": 65},
-    {"acceptance": "lossy"},
+    {"acceptance": "Lossy!"},
     {"acceptance": "x" * 100_000},
-    {"method": "magic"},
+    {"method": "magic trick"},
     {"method": "ngram+" * 100},
 )
 

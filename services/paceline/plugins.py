@@ -6,12 +6,12 @@ the name of the method or rule, and a name of ours cannot be taken over. Nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.params import GRAMMAR, LAYER_SKIP, MEDUSA, NGRAM, SUFFIX, TYPICAL
+from paceline.core.params import GRAMMAR, LAWFUL_RULES, LAYER_SKIP, MEDUSA, NGRAM, SUFFIX, TYPICAL
 
 
 class Registry:
@@ -20,10 +20,12 @@ class Registry:
     Args:
         group: Of entry points.
         ours: What comes with this package, as entry points write it: `module:attribute`.
+        always: Names that need no maker; errors list them too.
     """
 
-    def __init__(self, group: str, ours: Mapping[str, str]) -> None:
+    def __init__(self, group: str, ours: Mapping[str, str], always: Sequence[str] = ()) -> None:
         self._group = group
+        self._always = always
         self._ours = {name: EntryPoint(name, value, group) for name, value in ours.items()}
 
     def __contains__(self, name: str) -> bool:
@@ -42,7 +44,7 @@ class Registry:
         """
         entries = self._entries(name)
         if len(entries) != 1:
-            why = f"{len(entries)} packages declare it" if entries else f"there are {', '.join(self.names)}"
+            why = f"{len(entries)} packages declare it" if entries else f"there are {', '.join((*self._always, *self.names))}"
             raise ConfigError(f"{self._group}: {name!r} is not known here; {why}")
         (entry,) = entries
         try:
@@ -76,4 +78,4 @@ SOURCES = Registry(
     },
 )
 # Rules besides those that are always served; a maker takes the options by name, and makes a `paceline.core.rules.Rule`.
-RULES = Registry("paceline.rules", {TYPICAL: "paceline.core.rules:Typical"})
+RULES = Registry("paceline.rules", {TYPICAL: "paceline.core.rules:Typical"}, LAWFUL_RULES)
