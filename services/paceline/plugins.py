@@ -44,7 +44,8 @@ class Registry:
         """
         entries = self._entries(name)
         if len(entries) != 1:
-            why = f"{len(entries)} packages declare it" if entries else f"there are {', '.join((*self._always, *self.names))}"
+            known = ", ".join((*self._always, *self.names))
+            why = f"{len(entries)} packages declare it" if entries else f"there are {known}"
             raise ConfigError(f"{self._group}: {name!r} is not known here; {why}")
         (entry,) = entries
         try:
