@@ -51,7 +51,7 @@ class Registry:
         try:
             maker: Callable[..., Any] = entry.load()
             made = maker(*args, **options)
-        except (ImportError, AttributeError, TypeError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"{self._group}: {name!r} cannot be made by {entry.value}: {error}") from error
         if made.name != name:
             raise ConfigError(

@@ -48,6 +48,8 @@ def read(family: MessageForm, pieces: Sequence[str]) -> list[Part]:
 
 
 HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+# Python reads it, and JSON has no such number.
+BEYOND_JSON = '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>'
 # Family, text, and what it is made of.
 TRANSCRIPTS: list[tuple[str, str, list[Part]]] = [
     (HERMES, HERMES_CALL, CALL),
@@ -57,6 +59,13 @@ TRANSCRIPTS: list[tuple[str, str, list[Part]]] = [
     (HERMES, f'<tool_call>{{"arguments": {ARGUMENTS}, "name": "f"}}</tool_call>', CALL),
     (HERMES, f'<tool_call>{{"name": "f", "arguments": {ARGUMENTS}, "id": "x}}"}}</tool_call>', CALL),
     (HERMES, '<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', EMPTY),
+    (HERMES, BEYOND_JSON, [Content(BEYOND_JSON)]),
+    (PYTHONIC, "[f(a=1e999)]", [Content("[f(a=1e999)]")]),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=f>\n<parameter=n>\nNaN\n</parameter>\n</function>\n</tool_call>",
+        [CallBegin("f"), CallArguments('{"n": "NaN"}')],
+    ),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', [CallBegin("f"), CallArguments('{"a": 1')]),
     (HERMES, "<tool_call>\nwhat?</tool_call>", [Content("<tool_call>\nwhat?</tool_call>")]),
     (HERMES, '<tool_call>{"name": 5}</tool_call> x', [Content('<tool_call>{"name": 5}</tool_call> x')]),

@@ -120,6 +120,8 @@ def _input(text: str) -> Json:
     """Returns arguments as an object; those that broke off stand in one under the name that the API has for that."""
     try:
         value = json.loads(text or "{}")
+        # What Python reads and JSON does not have, such as NaN, would make the whole answer unreadable.
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": text}

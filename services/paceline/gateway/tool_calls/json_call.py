@@ -155,6 +155,8 @@ def _call(text: str) -> list[CallBegin | CallArguments] | None:
     """Returns the parts of a whole object, which may hold its arguments as a string; None: it is no call."""
     try:
         found: Any = _decoder.decode(text)
+        # Python reads NaN and the like, and JSON does not have them.
+        json.dumps(found, allow_nan=False)
     except (ValueError, RecursionError):
         return None
     inner = found.get("function")

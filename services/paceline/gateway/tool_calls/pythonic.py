@@ -88,7 +88,8 @@ def _call(node: ast.expr) -> list[Part]:
         if each.arg is None:
             raise ValueError("no name")
         arguments[each.arg] = _value(each.value, MAX_DEPTH)
-    return [CallBegin(ast.unparse(node.func)), CallArguments(json.dumps(arguments, ensure_ascii=False))]
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return [CallBegin(ast.unparse(node.func)), CallArguments(written)]
 
 
 def _value(node: ast.expr, depth: int) -> Any:

@@ -144,7 +144,7 @@ def _value(text: str, kind: str) -> str:
     """Returns a value as JSON; what is not of its kind stays text."""
     if kind != "string":
         try:
-            return json.dumps(json.loads(text), ensure_ascii=False)
+            return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             lowered = text.strip().lower()
             if lowered in ("true", "false"):
