@@ -25,7 +25,7 @@ from paceline.core.params import (
     METHODS,
     NAME_PATTERN,
 )
-from paceline.gateway.fields import Fields, UnknownFields, read_fields
+from paceline.gateway.fields import Fields, TextFields, UnknownFields, read_fields
 from paceline.gateway.requests import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_CHOICES,
@@ -227,13 +227,12 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
-class TextPart(Fields):
+class TextPart(TextFields):
     """A part of a message."""
 
     not_served = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file"), ())
 
     type: Literal["text"]
-    text: str
 
 
 class ChatMessage(Fields):

@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams, check_priority
 from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatFields, ChatMessage, CommonBody, CompletionBody, TextPart
 from paceline.gateway.chat import ChatTemplate
-from paceline.gateway.fields import UnknownFields, read_fields
+from paceline.gateway.fields import UnknownFields, read_fields, read_text
 from paceline.gateway.generation_config import MODEL_SAMPLING
 from paceline.gateway.grammars import grammar_of_json_schema
 from paceline.gateway.message_form import QWEN3_CODER, MessageForm, begins_thinking
@@ -398,7 +398,7 @@ def _plain_message(given: Any, field: str, unknown: UnknownFields) -> Json:
     if message.content is None and not message.tool_calls and reasoning is None:
         raise InvalidRequestError(f"{field}.content", "is required")
     content = "" if message.content is None else message.content
-    plain: Json = {"role": message.role, "content": _content_text(content, f"{field}.content", unknown)}
+    plain: Json = {"role": message.role, "content": read_text(TextPart, content, unknown, f"{field}.content")}
     calls = [
         read_fields(ToolCall, each, unknown, f"{field}.tool_calls[{at}]") for at, each in enumerate(message.tool_calls)
     ]
@@ -418,13 +418,3 @@ def _plain_call(call: ToolCall) -> Json:
     except (ValueError, RecursionError):
         arguments = call.function.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-
-
-def _content_text(content: Any, field: str, unknown: UnknownFields) -> str:
-    """Returns the text of a message; parts are joined by line breaks, as vLLM does."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(field, "must be a string or a list of text parts")
-    parts = (read_fields(TextPart, part, unknown, f"{field}[{index}]") for index, part in enumerate(content))
-    return "\n".join(part.text for part in parts)

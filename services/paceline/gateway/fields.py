@@ -99,6 +99,32 @@ def read_fields(kind: type[FieldsT], given: Any, unknown: UnknownFields, where: 
         raise _first_problem(error, where) from None
 
 
+class TextFields(Fields):
+    """A part of a content that is text; each kind says what its `type` may be."""
+
+    type: str
+    text: str
+
+
+def read_text(kind: type[TextFields], given: Any, unknown: UnknownFields, where: str) -> str:
+    """Returns the text of a content; parts are joined by line breaks, as vLLM does.
+
+    Args:
+        kind: Of its parts.
+        given: The JSON value, text or a list of parts.
+        unknown: Told of fields that the kind does not have.
+        where: Path of the content.
+
+    Raises:
+        InvalidRequestError: It is neither, or as of `read_fields`.
+    """
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise InvalidRequestError(where, "must be a string or a list of text parts")
+    return "\n".join(read_fields(kind, each, unknown, f"{where}[{at}]").text for at, each in enumerate(given))
+
+
 def _known(kind: type[Fields], given: Mapping[str, Any], unknown: UnknownFields, where: str) -> dict[str, Any]:
     """Returns what pydantic is to see; it lists all that is wrong before it says anything: not so for strangers."""
     known: dict[str, Any] = {}

@@ -62,6 +62,26 @@ def create_app(
         tracer: Records spans of requests, if it does.
         supervisor: Tells which background tasks fail.
     """
+    endpoints = (sessions, resumption, reader, tracer)
+    routes = [
+        Route("/v1/completions", CompletionEndpoint(*endpoints, chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", CompletionEndpoint(*endpoints, chat=True), methods=["POST"]),
+        Route("/tokenize", TokenizerEndpoint(sessions, reader, tokenized), methods=["POST"]),
+        Route("/detokenize", TokenizerEndpoint(sessions, reader, detokenized), methods=["POST"]),
+        Route("/v1/messages", TranslatedEndpoint(sessions, reader, tracer, MessagesDoor()), methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokensEndpoint(sessions, reader), methods=["POST"]),
+        *response_routes(sessions, resumption, reader, tracer, shelf),
+        *(console_routes(console) if console is not None else ()),
+        *_model_routes(fleet, started_s),
+        *_status_routes(sessions, fleet, registry, supervisor),
+    ]
+    return Starlette(routes=routes, exception_handlers={PacelineError: _on_error, HTTPException: _on_http_exception})
+
+
+def _status_routes(
+    sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, supervisor: Supervisor
+) -> list[BaseRoute]:
+    """How the gateway is."""
 
     async def livez(_: Request) -> Response:
         return JSONResponse({"status": "alive"})
@@ -79,17 +99,7 @@ def create_app(
     async def version(_: Request) -> Response:
         return JSONResponse({"version": paceline.__version__})
 
-    endpoints = (sessions, resumption, reader, tracer)
-    routes = [
-        Route("/v1/completions", CompletionEndpoint(*endpoints, chat=False), methods=["POST"]),
-        Route("/v1/chat/completions", CompletionEndpoint(*endpoints, chat=True), methods=["POST"]),
-        Route("/tokenize", TokenizerEndpoint(sessions, reader, tokenized), methods=["POST"]),
-        Route("/detokenize", TokenizerEndpoint(sessions, reader, detokenized), methods=["POST"]),
-        Route("/v1/messages", TranslatedEndpoint(sessions, reader, tracer, MessagesDoor()), methods=["POST"]),
-        Route("/v1/messages/count_tokens", CountTokensEndpoint(sessions, reader), methods=["POST"]),
-        *response_routes(sessions, resumption, reader, tracer, shelf),
-        *(console_routes(console) if console is not None else ()),
-        *_model_routes(fleet, started_s),
+    return [
         Route("/livez", livez),
         Route("/health", health),
         Route("/readyz", health),
@@ -98,7 +108,6 @@ def create_app(
         Route("/version", version),
         Route("/metrics", metrics),
     ]
-    return Starlette(routes=routes, exception_handlers={PacelineError: _on_error, HTTPException: _on_http_exception})
 
 
 def _model_routes(fleet: Fleet, started_s: int) -> list[BaseRoute]:

@@ -181,7 +181,6 @@ async def _serve(
         supervisor=supervisor,
     )
     servicer = GatewayServicer(sessions, fleet, resumption, *workers, tracer)
-
     follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
 
     def ready() -> bool:

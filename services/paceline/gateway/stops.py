@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.gateway.held_text import certain_len
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passed:
@@ -36,7 +38,7 @@ class StopMatcher:
             start, stop = match
             self._held = ""
             return Passed(text=text[:start], stop=stop)
-        cut = min((self._possible_start(text, stop) for stop in self._stops), default=len(text))
+        cut = certain_len(text, self._stops)
         self._held = text[cut:]
         return Passed(text=text[:cut])
 
@@ -53,13 +55,3 @@ class StopMatcher:
             if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
                 best = (start + len(stop), start, stop)
         return None if best is None else best[1:]
-
-    @staticmethod
-    def _possible_start(text: str, stop: str) -> int:
-        """Returns where in the text an unfinished `stop` may begin; the text's length if nowhere."""
-        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-        while start >= 0:
-            if stop.startswith(text[start:]):
-                return start
-            start = text.find(stop[0], start + 1)
-        return len(text)

@@ -10,14 +10,14 @@ from typing import Any, Literal
 from pydantic import Field, SkipValidation
 
 from paceline.gateway.api import MAX_EFFORT_CHARACTERS, TEMPLATE_LIMITS, SharedBody, SpeculationBody, Stops
-from paceline.gateway.fields import Fields
+from paceline.gateway.fields import Fields, TextFields
 from paceline.gateway.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
 
 # Asks the server to keep the conversation, and for all messages but the newest then.
 THREAD = "thread"
 
 
-class TextBlock(Fields):
+class TextBlock(TextFields):
     """Text of a message, of the system or of a tool's result."""
 
     no_effect = frozenset({"cache_control", "citations"})

@@ -17,7 +17,7 @@ from paceline.gateway.anthropic_door.bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from paceline.gateway.fields import UnknownFields, read_fields
+from paceline.gateway.fields import UnknownFields, read_fields, read_text
 
 Json = dict[str, Any]
 _PASSED = ("temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "speculation")
@@ -30,7 +30,7 @@ def prompt_of(body: CountBody, unknown: UnknownFields) -> Json:
     Raises:
         InvalidRequestError: A block or a tool is wrong, or of a kind that is not served.
     """
-    system = _text(body.system, "system", unknown)
+    system = read_text(TextBlock, body.system, unknown, "system")
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     for at, given in enumerate(body.messages):
         messages += _messages(read_fields(MessageTurn, given, unknown, f"messages[{at}]"), f"messages[{at}]", unknown)
@@ -117,14 +117,5 @@ def _call(block: ToolUseBlock) -> Json:
 
 
 def _result(block: ToolResultBlock, where: str, unknown: UnknownFields) -> Json:
-    content = _text(block.content, f"{where}.content", unknown)
+    content = read_text(TextBlock, block.content, unknown, f"{where}.content")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-
-
-def _text(given: Any, field: str, unknown: UnknownFields) -> str:
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise InvalidRequestError(field, "must be a string or a list of text blocks")
-    blocks = (read_fields(TextBlock, each, unknown, f"{field}[{at}]") for at, each in enumerate(given))
-    return "\n".join(block.text for block in blocks)

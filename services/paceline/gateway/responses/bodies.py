@@ -10,11 +10,11 @@ from typing import Any, Literal
 from pydantic import Field, SkipValidation
 
 from paceline.gateway.api import MAX_EFFORT_CHARACTERS, TEMPLATE_LIMITS, SharedBody, SpeculationBody, Stop, Stops
-from paceline.gateway.fields import Fields
+from paceline.gateway.fields import Fields, TextFields
 from paceline.gateway.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
 
 
-class InputText(Fields):
+class InputText(TextFields):
     """Text of a message, a refusal, or a tool's output."""
 
     no_effect = frozenset({"annotations", "logprobs"})

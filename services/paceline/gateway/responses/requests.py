@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.fields import UnknownFields, read_fields
+from paceline.gateway.fields import UnknownFields, read_fields, read_text
 from paceline.gateway.responses.bodies import (
     FunctionCall,
     FunctionCallOutput,
@@ -86,13 +86,13 @@ def _message(item: Any, field: str, unknown: UnknownFields) -> Json:
     kind = (item.get("type") if isinstance(item, dict) else None) or "message"
     if kind == "message":
         message = read_fields(InputMessage, item, unknown, field)
-        return {"role": message.role, "content": _text(message.content, f"{field}.content", unknown)}
+        return {"role": message.role, "content": read_text(InputText, message.content, unknown, f"{field}.content")}
     if kind == "function_call":
         call = read_fields(FunctionCall, item, unknown, field)
         return _called(call.call_id, call.name, call.arguments)
     if kind == "function_call_output":
         output = read_fields(FunctionCallOutput, item, unknown, field)
-        text = _text(output.output, f"{field}.output", unknown)
+        text = read_text(InputText, output.output, unknown, f"{field}.output")
         return {"role": "tool", "tool_call_id": output.call_id, "content": text}
     if kind == "reasoning":
         thought = read_fields(ReasoningItem, item, unknown, field)
@@ -107,14 +107,6 @@ def _message(item: Any, field: str, unknown: UnknownFields) -> Json:
 def _called(call_id: str, name: str, arguments: str) -> Json:
     function = {"name": name, "arguments": arguments}
     return {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
-
-
-def _text(given: Any, field: str, unknown: UnknownFields) -> str:
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise InvalidRequestError(field, "must be a string or a list of text parts")
-    return "\n".join(read_fields(InputText, each, unknown, f"{field}[{at}]").text for at, each in enumerate(given))
 
 
 def output_messages(output: Sequence[Json]) -> list[Json]:
