@@ -69,11 +69,11 @@ async def measure_keyless(fleet: LocalFleet, seconds: float) -> dict[str, Any]:
     endpoint = fleet.endpoint("gateway")
     where = Where(http=endpoint.address, grpc=endpoint.second_address)
     pid = fleet.pid("gateway")
-    _part(fleet)
+    part_cores(fleet)
     headers = {"Authorization": f"Bearer {KEY}"}
     async with aiohttp.ClientSession(headers=headers) as client:
         calm = await complete(client, fleet.gateway_url, LONG)
-        await _calm(client, where.http)
+        await stalls_of_the_start_past(client, where.http)
         calm_stall_s = await longest_stall_s(client, where.http)
         before = resident_bytes(pid) / MIB
         peak = before
@@ -113,7 +113,7 @@ async def measure_keyless(fleet: LocalFleet, seconds: float) -> dict[str, Any]:
     return figures
 
 
-def _part(fleet: LocalFleet) -> None:
+def part_cores(fleet: LocalFleet) -> None:
     """Gives the gateway one half of the cores and everybody else the other, so that what it does itself is seen."""
     cpus = sorted(os.sched_getaffinity(0))
     half = len(cpus) // 2
@@ -135,7 +135,7 @@ async def longest_stall_s(client: aiohttp.ClientSession, address: str) -> float:
     )
 
 
-async def _calm(client: aiohttp.ClientSession, address: str) -> None:
+async def stalls_of_the_start_past(client: aiohttp.ClientSession, address: str) -> None:
     """Waits until no stall of the start is told of any more, a minute at most."""
     for _ in range(int(WINDOW_S)):
         if await longest_stall_s(client, address) < MAX_STALL_S / 2:
