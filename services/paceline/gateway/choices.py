@@ -12,13 +12,14 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.params import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams, SpeculationParams, check_priority
+from paceline.gateway import call_grammars
 from paceline.gateway.api import TEMPLATE_NAMES, ChatBody, ChatFields, ChatMessage, CommonBody, CompletionBody, TextPart
 from paceline.gateway.chat import ChatTemplate
 from paceline.gateway.fields import UnknownFields, read_fields, read_text
 from paceline.gateway.generation_config import MODEL_SAMPLING
 from paceline.gateway.grammars import grammar_of_json_schema
 from paceline.gateway.message_form import QWEN3_CODER, MessageForm, begins_thinking
-from paceline.gateway.partial_grammars import BOUND, Opening, after_reasoning, calls_amid_text
+from paceline.gateway.partial_grammars import Opening, after_reasoning
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
@@ -147,8 +148,8 @@ def _chat_grammar(asked: str, model: ServedModel, toolbox: Toolbox, prompt_end: 
         asked = grammar_of_json_schema(toolbox.schema, field="tools", exact=False)
     if asked:
         return after_reasoning(asked, opening, field="tools" if toolbox.enforced else "response_format")
-    if toolbox.parsed and any(toolbox.strict) and families.tool_calls in BOUND:
-        return calls_amid_text(toolbox, families.tool_calls, opening)
+    if toolbox.parsed and any(toolbox.strict) and families.tool_calls in call_grammars.FAMILIES:
+        return call_grammars.calls_amid_text(toolbox, families.tool_calls, opening)
     return ""
 
 

@@ -1,0 +1,221 @@
+"""Calls amid text are bound once they have begun; all else is free. What is bound, readers read as the schema says."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from tokenizers import Tokenizer
+
+from paceline.core.errors import InvalidRequestError
+from paceline.gateway.call_grammars import FAMILIES, calls_amid_text
+from paceline.gateway.fields import UnknownFields
+from paceline.gateway.message_form import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3, QWEN3_CODER, MessageForm
+from paceline.gateway.message_parts import CallArguments, CallBegin
+from paceline.gateway.partial_grammars import Opening
+from paceline.gateway.tools import Toolbox
+from tests.support.grammar_texts import SPELLED, byte_tokenizer, grammar_vocabulary, opening, whole
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+def tools(*strict: bool, parallel: bool = True) -> Toolbox:
+    given = [
+        {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": each}}
+        for name, each in zip("fg", strict, strict=False)
+    ]
+    return Toolbox.read(given, "auto", parallel, UnknownFields(strict=False))
+
+
+AMID = {
+    HERMES: [
+        ("hello", True),
+        ("a < b <tool", True),
+        ("hi\n<tool_call>", False),
+        ('hi\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', True),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{"name": "g"', False),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\nso', True),
+        ('<tool_call>\n{"name": "f", "arguments": {"b"', None),
+        ('<tool_call>\n{"name": "x"', None),
+        ("<tool_call>\nsorry", None),
+        ('<tool_call>\n{"name": "g", "arguments": {"b": [null]}}\n</tool_call>', True),
+    ],
+    MISTRAL: [
+        ("hello", True),
+        ('hi[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {"a": 2}}]', True),
+        ('[TOOL_CALLS]f{"a": 1}', True),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', True),
+        ('[TOOL_CALLS]f[ARGS]{"b"', None),
+        ("[TOOL_CALLS]sorry", None),
+    ],
+    LLAMA3_JSON: [
+        ("hello", True),
+        ('{"n": 1}', True),
+        ('{"name": "f", "parameters": {"a": 1}}', True),
+        ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', True),
+        ('{"name": "f", "parameters": {"b"', None),
+        ('{"name": "x"', None),
+    ],
+    QWEN3_CODER: [
+        ("hello", True),
+        ("a < b <func", True),
+        ("hi\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", True),
+        ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", False),
+        ("<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\nso", True),
+        ("<tool_call>\n<function=g>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>\nso", True),
+        ("<tool_call>\n<function=f>\n<parameter=a>\nx", None),
+        ("<tool_call>\n<function=f>\n<parameter=b>", None),
+        ("<tool_call>\n<function=f>\n</function>", None),
+        ("hm <function=x", None),
+        ("<tool_call>\nsorry", None),
+    ],
+    PYTHONIC: [
+        ("hello", True),
+        ("[1, 2]", True),
+        ("[f(a=1)]", True),
+        ('[f(a=1), g(x=[1, null], y="b"), g()]', True),
+        ("<|python_start|>[f(a=1)]<|python_end|>", True),
+        ("<|python_start|>\n[f(b", None),
+        ("[f(a=1", False),
+        ("[f()", None),
+        ("[f(b", None),
+        ("[f(a=true", None),
+        ("[x(", None),
+    ],
+}
+
+
+@pytest.mark.parametrize(("family", "text", "ends"), [(family, *case) for family in AMID for case in AMID[family]])
+def test_text_is_free_until_a_call_begins(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str, text: str, ends: bool | None
+) -> None:
+    grammar = calls_amid_text(tools(True, False), family, opening(tokenizer))
+    assert whole(tokenizer, vocabulary, grammar, text) is ends
+
+
+def test_one_call_is_all_where_calls_are_not_parallel(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
+    grammar = calls_amid_text(tools(True, parallel=False), HERMES, opening(tokenizer))
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert whole(tokenizer, vocabulary, grammar, call) is True
+    assert whole(tokenizer, vocabulary, grammar, call + call) is None
+
+
+def test_calls_in_reasoning_are_no_calls(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
+    grammar = calls_amid_text(tools(True), HERMES, opening(tokenizer, QWEN3, "<think>\n"))
+    text = "I could call it</think>\nWell: <tool_call>\n"
+    assert whole(tokenizer, vocabulary, grammar, text) is False
+    assert whole(tokenizer, vocabulary, grammar, text + "x") is None
+
+
+def test_a_schema_that_cannot_be_compiled_is_refused_by_the_tools() -> None:
+    given = [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}, "strict": True}}]
+    toolbox = Toolbox.read(given, "auto", True, UnknownFields(strict=False))
+    with pytest.raises(InvalidRequestError, match=r"tools: .*foo"):
+        calls_amid_text(toolbox, HERMES, Opening(reasoning="", prompt_end="", token_of=lambda _: None))
+
+
+def toolbox_of(parameters: dict[str, Any]) -> Toolbox:
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    return Toolbox.read([{"type": "function", "function": function}], "auto", False, UnknownFields(strict=False))
+
+
+MANY_KINDS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "hourly": {"type": "boolean"},
+        "where": {"$ref": "#/$defs/place"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["unit", "where"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"lat": {"type": "integer"}, "name": {"enum": ["x", None]}},
+            "required": ["lat"],
+            "additionalProperties": False,
+        }
+    },
+}
+BEGUN = {
+    HERMES: "<tool_call>",
+    LLAMA3_JSON: '{"name"',
+    MISTRAL: "[TOOL_CALLS]",
+    PYTHONIC: "[f(",
+    QWEN3_CODER: "<tool_call>\n<function=",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_a_bound_call_says_is_read_as_arguments_that_validate(family: str, tmp_path) -> None:
+    tokenizer = byte_tokenizer(SPELLED)
+    vocabulary = grammar_vocabulary(tokenizer, tmp_path)
+    toolbox = toolbox_of(MANY_KINDS)
+    grammar = calls_amid_text(toolbox, family, opening(tokenizer))
+    seen: set[str] = set()
+    for seed in range(40):
+        text = any_text(tokenizer, vocabulary, grammar, BEGUN[family], random.Random(seed))
+        form = MessageForm(tool_calls=family, types=toolbox.types if family == QWEN3_CODER else {})
+        reader = form.reader()
+        parts = [*reader.feed(text), *reader.finish()]
+        assert [part.name for part in parts if isinstance(part, CallBegin)] == ["f"], text
+        arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+        jsonschema_rs.validate(MANY_KINDS, json.loads(arguments))
+        seen.add(arguments)
+    assert len(seen) > 20
+
+
+def any_text(tokenizer: Tokenizer, vocabulary: LLTokenizer, grammar: str, begun: str, rng: random.Random) -> str:
+    """Goes on with a text at random as a grammar allows, and ends it where it may end."""
+    matcher, mask = LLMatcher(vocabulary, grammar, log_level=0), allocate_token_bitmask(1, vocabulary.vocab_size)
+    ids = tokenizer.encode(begun).ids
+    assert matcher.consume_tokens(ids)
+    while not matcher.is_accepting():
+        fill_next_token_bitmask(matcher, mask)
+        allowed = [at for at in range(vocabulary.vocab_size) if mask[0, at // 32] >> (at % 32) & 1]
+        blank = [at for at in allowed if not tokenizer.decode([at]).isspace()]
+        ids.append(rng.choice(blank or allowed))
+        assert matcher.consume_token(ids[-1])
+    return str(tokenizer.decode(ids))
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "ends"),
+    [
+        (QWEN3_CODER, "<parameter=s>\nany <b>text</b>\nat all\n</parameter>\n</function>", True),
+        (QWEN3_CODER, "<parameter=s>\n</parameter>", False),
+        (QWEN3_CODER, "<parameter=n>\n1\n</parameter>\n</function>", None),
+        (PYTHONIC, 's="any text", n=1)]', True),
+        (PYTHONIC, 's="any text")]', True),
+        (PYTHONIC, "n=1", None),
+        (PYTHONIC, "s='", None),
+    ],
+)
+def test_strings_are_free_and_what_is_required_comes(family: str, text: str, ends: bool | None, tmp_path) -> None:
+    tokenizer = byte_tokenizer(SPELLED)
+    properties = {"s": {"type": "string"}, "n": {"type": "integer"}}
+    toolbox = toolbox_of({"type": "object", "properties": properties, "required": ["s"]})
+    grammar = calls_amid_text(toolbox, family, opening(tokenizer))
+    begun = {QWEN3_CODER: "<function=f>\n", PYTHONIC: "[f("}[family]
+    assert whole(tokenizer, grammar_vocabulary(tokenizer, tmp_path), grammar, begun + text) is ends
+
+
+@pytest.mark.parametrize("family", [QWEN3_CODER, PYTHONIC])
+@pytest.mark.parametrize("parameters", [{"type": "array"}, {"anyOf": [{"type": "object"}]}, {"properties": []}])
+def test_arguments_that_have_no_names_are_refused_where_each_is_written(family: str, parameters: Any) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"tools\[0\]\.function\.parameters: must be an object with properties"
+    ):
+        calls_amid_text(toolbox_of(parameters), family, Opening(reasoning="", prompt_end="", token_of=lambda _: None))
