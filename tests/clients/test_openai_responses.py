@@ -122,7 +122,10 @@ def test_an_agent_calls_two_tools_and_answers(agent, tools, kept) -> None:
     assert response.output_text == ANSWER
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])
+ADD: Any = {"type": "function", "name": "add"}
+
+
+@pytest.mark.parametrize("choice", ["required", ADD, {"type": "allowed_tools", "mode": "required", "tools": [ADD]}])
 def test_calls_are_enforced(demo, choice) -> None:
     asked: Any = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_output_tokens": 120}
     response = demo(**asked)

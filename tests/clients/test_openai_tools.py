@@ -86,6 +86,19 @@ def test_the_named_tool_is_called_and_no_other(demo) -> None:
     assert [called(each) for each in choice.message.tool_calls] == ["add"]
 
 
+def test_of_tools_that_are_allowed_one_is_called_and_the_model_hears_of_no_others(demo) -> None:
+    function = {"type": "function", "function": {"name": "add"}}
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function]}}
+    asked = demo(tools=TOOLS, tool_choice=allowed, parallel_tool_calls=False)
+    alone = demo(
+        tools=[each for each in TOOLS if each["function"]["name"] == "add"],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    assert [called(each) for each in asked.choices[0].message.tool_calls] == ["add"]
+    assert asked.usage.prompt_tokens == alone.usage.prompt_tokens
+
+
 def test_several_calls_may_be_required_at_once(demo) -> None:
     asked: Any = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
     calls = [demo(**asked, seed=seed).choices[0].message.tool_calls for seed in range(3)]

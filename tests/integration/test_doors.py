@@ -131,6 +131,14 @@ async def test_without_a_known_key_every_path_is_closed(
     assert not fleet.verifier.requests
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_caller_of_anthropic_s_api_is_refused_in_its_words(fleet: ScriptedFleet, path: str) -> None:
+    response = await fleet.http.post(path, headers={"x-api-key": "pl-nobody", "x-request-id": "mine"})
+    assert (response.status_code, response.headers["request-id"]) == (401, "mine")
+    told = response.json()
+    assert (told["type"], told["error"]["type"], told["request_id"]) == ("error", "authentication_error", "mine")
+
+
 async def test_without_a_known_key_every_grpc_method_is_closed(fleet: ScriptedFleet) -> None:
     for metadata in ((), (("authorization", "Bearer pl-nobody"),), (("authorization", ALICE),), (("api-key", ALICE),)):
         assert isinstance(await grpc_error(fleet, *metadata), UnauthenticatedError)

@@ -115,6 +115,11 @@ async def test_a_stream_that_broke_off_within_a_call_goes_on_within_it(fleet: Sc
         assert rest[-1][1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 async def events(fleet: ScriptedFleet, body: dict[str, Any], headers: dict[str, str]) -> list[tuple[str, Any]]:
     """Events with their ids."""
     answer = await fleet.http.post("/v1/chat/completions", json=body, headers=headers)
@@ -143,6 +148,9 @@ def arguments(told: list[tuple[str, Any]]) -> str:
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice.function.name",
         ),
+        ({"tools": [TOOL], "tool_choice": allowed("auto", "g")}, "tool_choice.allowed_tools.tools[0].function.name"),
+        ({"tools": [TOOL], "tool_choice": allowed("never")}, "tool_choice.allowed_tools.mode"),
+        ({"tools": [TOOL], "tool_choice": allowed("required")}, "tool_choice"),
     ],
 )
 async def test_wrong_tools_are_refused_by_name(fleet: ScriptedFleet, fields: dict[str, Any], param: str) -> None:

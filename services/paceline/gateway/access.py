@@ -6,7 +6,7 @@ The key itself ends here; behind the doors only the name of its owner is known.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from starlette.datastructures import Headers
@@ -17,7 +17,7 @@ from paceline.gateway import event_ids
 from paceline.gateway.callers import Caller, become
 from paceline.gateway.connection import hold_connection
 from paceline.gateway.console.pages import FILE_PATHS
-from paceline.gateway.http_response import Exchange, request_id
+from paceline.gateway.http_response import OPENAI_ERRORS, ErrorForm, Exchange, request_id
 from paceline.gateway.keys import KeyRing
 from paceline.gateway.rate_limit import RateLimit
 
@@ -93,15 +93,17 @@ class GuardedApp:
     A connection whose request was let in is told so (`paceline.gateway.connection`): it is not closed for others.
     """
 
-    def __init__(self, app: ASGIApp, access: Access | None) -> None:
+    def __init__(self, app: ASGIApp, access: Access | None, forms: Mapping[str, ErrorForm]) -> None:
         """Serves nobody yet.
 
         Args:
             app: What is behind the keys.
             access: The keys; None: nobody is asked for one.
+            forms: By path, how its API tells errors; the others do as OpenAI's.
         """
         self._app = app
         self._access = access
+        self._forms = forms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, or answers why not."""
@@ -115,7 +117,8 @@ class GuardedApp:
         elif (refusal := await self._refusal(headers := Headers(scope=scope))) is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
-                    await Exchange(send, given_id=request_id(headers)).fail(refusal)
+                    form = self._forms.get(scope["path"], OPENAI_ERRORS)
+                    await Exchange(send, given_id=request_id(headers), form=form).fail(refusal)
         else:
             hold_connection(scope)
             await self._app(scope, receive, send)

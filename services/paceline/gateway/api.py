@@ -34,7 +34,7 @@ from paceline.gateway.requests import (
     MAX_STOP_STRINGS,
     MAX_TEMPLATE_CHARACTERS,
 )
-from paceline.gateway.tools import MAX_TOOLS, Tool, ToolCall
+from paceline.gateway.tools import MAX_TOOLS, AllowedChoice, NamedTool, Tool, ToolCall
 
 BodyT = TypeVar("BodyT", bound="CommonBody")
 
@@ -214,19 +214,6 @@ class CompletionBody(CommonBody):
     logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
 
 
-class NamedFunction(Fields):
-    """A function by its name."""
-
-    name: str
-
-
-class NamedTool(Fields):
-    """The choice of one tool."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class TextPart(TextFields):
     """A part of a message."""
 
@@ -270,7 +257,7 @@ class ChatBody(CommonBody, ChatFields):
         "echo": (False,),
     }
 
-    tool_choice: SkipValidation[Literal["none", "auto", "required"] | NamedTool | None] = None
+    tool_choice: SkipValidation[Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None] = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = _told(None, maxLength=MAX_EFFORT_CHARACTERS)
     max_completion_tokens: int | None = _told(None, minimum=1)

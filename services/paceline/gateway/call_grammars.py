@@ -52,21 +52,24 @@ def _of_each_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
     yield "any", {}
     for at, (schema, strict) in enumerate(toolbox.parameters):
         shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
-        for number, (_, argument, _) in enumerate(_arguments(schema, at) if strict else ()):
+        for number, (_, argument, _) in enumerate(_arguments(toolbox, at) if strict else ()):
             yield f"tool_{at}_{number}", {**shared, **argument}
 
 
-def _arguments(schema: Json, at: int) -> Iterator[tuple[str, Json, bool]]:
+def _arguments(toolbox: Toolbox, at: int) -> Iterator[tuple[str, Json, bool]]:
     """Yields name, schema and whether it has to be there, of each argument of a tool.
 
     Raises:
         InvalidRequestError: The schema lists none.
     """
+    schema, _ = toolbox.parameters[at]
     properties, required = schema.get("properties", {}), schema.get("required", [])
     known = schema.get("type", "object") == "object" and isinstance(properties, dict) and isinstance(required, list)
     if not known or not schema.keys().isdisjoint(("$ref", "allOf", "anyOf", "oneOf")):
-        field = f"tools[{at}].function.parameters"
-        raise InvalidRequestError(field, "must be an object with properties: strict calls of this model write each")
+        name = toolbox.names[at][:80]
+        raise InvalidRequestError(
+            "tools", f"the parameters of {name!r}, which is strict, must be an object with properties"
+        )
     for name, argument in properties.items():
         yield name, argument if isinstance(argument, dict) else {}, name in required
 
@@ -126,8 +129,8 @@ def _qwen3_coder(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
     yield "call: " + " | ".join(f"call_{at}" for at in range(len(toolbox.names)))
     yield up_to("any_arguments", qwen3_coder.END)
     yield up_to("any_text", f"\n{qwen3_coder.PARAMETER_END}\n")
-    for at, (name, (schema, strict)) in enumerate(zip(toolbox.names, toolbox.parameters, strict=True)):
-        arguments = list(_arguments(schema, at)) if strict else []
+    for at, (name, strict) in enumerate(zip(toolbox.names, toolbox.strict, strict=True)):
+        arguments = list(_arguments(toolbox, at)) if strict else []
         members = [f"argument_{at}_{number}{'' if due else '?'}" for number, (_, _, due) in enumerate(arguments)]
         rest = [*members, _literal(qwen3_coder.END)] if strict else ["any_arguments"]
         yield " ".join([f"call_{at}: {_literal(f'{name}>' + chr(10))}", *rest])
@@ -157,13 +160,13 @@ def _pythonic(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
     yield 'any_argument: /[A-Za-z_]\\w*/ "=" @any'
     yield 'any_arguments: (any_argument (", " any_argument)*)?'
     token_id = opening.token_of(pythonic.BEGIN)
-    for at, (name, (schema, strict)) in enumerate(zip(toolbox.names, toolbox.parameters, strict=True)):
+    for at, (name, strict) in enumerate(zip(toolbox.names, toolbox.strict, strict=True)):
         # One pattern up to where it is no other text: the longest match wins.
         begun = "" if token_id is None else f" | GAP <[{token_id}]> GAP {_literal(f'[{name}(')}"
         yield rf"head_{at}: /{_LIST}{pattern(f'{name}(')}/{begun}"
         yield f'rest_{at}: {f"first_{at}_0" if strict else "any_arguments"} ")"'
         if strict:
-            yield from _keywords(list(_arguments(schema, at)), at)
+            yield from _keywords(list(_arguments(toolbox, at)), at)
 
 
 def _keywords(arguments: list[tuple[str, Json, bool]], at: int) -> Iterator[str]:

@@ -148,7 +148,7 @@ def _chat_grammar(asked: str, model: ServedModel, toolbox: Toolbox, prompt_end: 
         asked = grammar_of_json_schema(toolbox.schema, field="tools", exact=False)
     if asked:
         return after_reasoning(asked, opening, field="tools" if toolbox.enforced else "response_format")
-    if toolbox.parsed and any(toolbox.strict) and families.tool_calls in call_grammars.FAMILIES:
+    if toolbox.bound and families.tool_calls in call_grammars.FAMILIES:
         return call_grammars.calls_amid_text(toolbox, families.tool_calls, opening)
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -14,12 +15,13 @@ from starlette.routing import BaseRoute, Route
 
 import paceline
 from paceline.core.errors import ModelNotFoundError, PacelineError
-from paceline.gateway.anthropic_door.endpoint import CountTokensEndpoint, MessagesDoor
+from paceline.gateway.anthropic_door.endpoint import ERRORS, CountTokensEndpoint, MessagesDoor
 from paceline.gateway.completions import CompletionEndpoint
 from paceline.gateway.console.feed import ConsoleFeed
 from paceline.gateway.console.pages import console_routes
 from paceline.gateway.errors import HttpError, to_http
 from paceline.gateway.fleet import Fleet
+from paceline.gateway.http_response import ErrorForm
 from paceline.gateway.openapi import PATH, openapi_document
 from paceline.gateway.readiness import readiness, report
 from paceline.gateway.reading import BodyReader
@@ -33,6 +35,9 @@ from paceline.obs.tracing import OFF, Tracer
 from paceline.supervision import Supervisor
 
 OWNER = "paceline"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+# What is refused before it comes to its endpoint is told in the words of its API, too.
+ERROR_FORMS: Mapping[str, ErrorForm] = dict.fromkeys((MESSAGES, COUNT_TOKENS), ERRORS)
 
 
 def create_app(
@@ -68,8 +73,8 @@ def create_app(
         Route("/v1/chat/completions", CompletionEndpoint(*endpoints, chat=True), methods=["POST"]),
         Route("/tokenize", TokenizerEndpoint(sessions, reader, tokenized), methods=["POST"]),
         Route("/detokenize", TokenizerEndpoint(sessions, reader, detokenized), methods=["POST"]),
-        Route("/v1/messages", TranslatedEndpoint(sessions, reader, tracer, MessagesDoor()), methods=["POST"]),
-        Route("/v1/messages/count_tokens", CountTokensEndpoint(sessions, reader), methods=["POST"]),
+        Route(MESSAGES, TranslatedEndpoint(sessions, reader, tracer, MessagesDoor()), methods=["POST"]),
+        Route(COUNT_TOKENS, CountTokensEndpoint(sessions, reader), methods=["POST"]),
         *response_routes(sessions, resumption, reader, tracer, shelf),
         *(console_routes(console) if console is not None else ()),
         *_model_routes(fleet, started_s),

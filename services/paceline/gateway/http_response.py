@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -35,6 +36,24 @@ class ClientStalledError(Exception):
     """The client is there but reads nothing."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorForm:
+    """How an API tells errors, and the names of requests and of events.
+
+    Attributes:
+        shape: What an error looks like; it is given the name of the request, too.
+        named: Whether the events of a stream have their types as names, and the last one ends it.
+        id_headers: What tells the name of the request.
+    """
+
+    shape: Callable[[HttpError, str], Any] = lambda error, _: error.to_json()
+    named: bool = False
+    id_headers: Sequence[str] = (REQUEST_ID,)
+
+
+OPENAI_ERRORS = ErrorForm()
+
+
 class Exchange:
     """One response under way: knows whether it has begun.
 
@@ -50,9 +69,7 @@ class Exchange:
         *,
         given_id: str = "",
         own_id: str = "",
-        shape: Callable[[HttpError, str], Any] = lambda error, _: error.to_json(),
-        named: bool = False,
-        id_headers: Sequence[str] = (REQUEST_ID,),
+        form: ErrorForm = OPENAI_ERRORS,
     ) -> None:
         """Sends nothing yet.
 
@@ -61,17 +78,13 @@ class Exchange:
             on_error: Told of the error that ends the response.
             given_id: The client's name of the request; empty: none.
             own_id: Ours, which is answered with if the client gives none.
-            shape: What an error looks like; it is given the name of the request, too.
-            named: Whether the events of a stream have their types as names, and the last one ends it.
-            id_headers: What tells the name of the request.
+            form: How the API answers beside its answers.
         """
         self._send = send
         self._on_error = on_error
         self._begun = False
         self._given_id = given_id
-        self._shape = shape
-        self._named = named
-        self._id_headers = id_headers
+        self._form = form
         self.own_id = own_id
         self.headers: dict[str, str] = {}
 
@@ -80,7 +93,7 @@ class Exchange:
         self._begun = True
         headers = headers | self.headers
         if self._request_id:
-            headers |= dict.fromkeys(self._id_headers, self._request_id)
+            headers |= dict.fromkeys(self._form.id_headers, self._request_id)
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
@@ -101,7 +114,7 @@ class Exchange:
     async def event(self, data: Any, event_id: object = None) -> None:
         """Sends one server-sent event, with an id if it has one."""
         named = f"id: {event_id}\n".encode() if event_id is not None else b""
-        if self._named:
+        if self._form.named:
             named += f"event: {data['type']}\n".encode()
         await self.write(named + b"data: " + to_json(data) + b"\n\n")
 
@@ -115,7 +128,7 @@ class Exchange:
         described = to_http(error, self._request_id)
         if self._begun:
             told = b"data: " + self._told(described) + b"\n\n"
-            await self.write(b"event: error\n" + told if self._named else told + DONE, last=True)
+            await self.write(b"event: error\n" + told if self._form.named else told + DONE, last=True)
             return
         body = self._told(described)
         headers = {**JSON_HEADERS, **described.headers(), "content-length": str(len(body))}
@@ -124,7 +137,7 @@ class Exchange:
 
     def _told(self, error: HttpError) -> bytes:
         """Returns an error in bytes; escapes keep broken text of the request out of the answer."""
-        return json.dumps(self._shape(error, self._request_id)).encode()
+        return json.dumps(self._form.shape(error, self._request_id)).encode()
 
     @property
     def _request_id(self) -> str:

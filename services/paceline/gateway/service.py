@@ -31,7 +31,7 @@ from paceline.gateway.fleet import Fleet
 from paceline.gateway.front import with_front
 from paceline.gateway.generation_config import ModelDefaults
 from paceline.gateway.grpc_door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
-from paceline.gateway.http import create_app
+from paceline.gateway.http import ERROR_FORMS, create_app
 from paceline.gateway.placing import Placer
 from paceline.gateway.readiness import readiness
 from paceline.gateway.reading import BodyReader
@@ -319,7 +319,9 @@ async def _doors(
         grpc_server = await _start_grpc(config, servicer, access, limits, tls)
         try:
             guarded = with_front(
-                GuardedApp(app, access), allowed_origins=config.allowed_origins, access_log=config.access_log
+                GuardedApp(app, access, ERROR_FORMS),
+                allowed_origins=config.allowed_origins,
+                access_log=config.access_log,
             )
             async with _http_server(guarded, listener, limits.max_connections, tls):
                 http = f"{config.host}:{listener.getsockname()[1]}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SkipValidation
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.fields import Fields, UnknownFields, read_fields
@@ -57,6 +57,35 @@ class ToolCall(Fields):
     function: CalledFunction
 
 
+class NamedFunction(Fields):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Fields):
+    """Which of the tools the model may call, and whether it has to call one."""
+
+    mode: Literal["auto", "required"]
+    tools: list[SkipValidation[NamedTool]]
+
+
+class AllowedChoice(Fields):
+    """The choice of some tools; the model is told of no others."""
+
+    objects = {"allowed_tools": AllowedTools}  # noqa: RUF012 - a class variable
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:
     """The tools of one request.
@@ -68,6 +97,7 @@ class Toolbox:
         named: The tool that it has to call; empty: any.
         parallel: Whether it may hold several.
         strict: Whether each tool's calls have to be as its schema says, in the order of the tools.
+        chosen: Whether the client offered more tools than these, which may not be called.
     """
 
     tools: tuple[Json, ...] = ()
@@ -76,6 +106,7 @@ class Toolbox:
     named: str = ""
     parallel: bool = True
     strict: tuple[bool, ...] = ()
+    chosen: bool = False
 
     @classmethod
     def read(cls, tools: Sequence[Any], choice: Any, parallel: bool, unknown: UnknownFields) -> Toolbox:
@@ -87,13 +118,28 @@ class Toolbox:
         if len(tools) > MAX_TOOLS:
             raise InvalidRequestError("tools", f"has {len(tools)} entries, at most {MAX_TOOLS} are allowed")
         given = [read_fields(Tool, each, unknown, f"tools[{at}]") for at, each in enumerate(tools)]
-        told, strict = tuple(map(_told, given)), tuple(each.function.strict for each in given)
+        allowed = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+        if allowed:
+            given, choice = _allowed(given, choice, unknown)
+        told = tuple(map(_told, given))
         choice = ("auto" if told else "none") if choice is None else choice
-        if choice in ("none", "auto"):
-            return cls(tools=told, parsed=bool(told) and choice == "auto", parallel=parallel, strict=strict)
-        if not told:
+        enforced = choice not in ("none", "auto")
+        if enforced and not told:
             raise InvalidRequestError("tool_choice", "needs tools")
-        return cls(tools=told, parsed=True, enforced=True, named=_named(choice, told), parallel=parallel, strict=strict)
+        return cls(
+            tools=told,
+            parsed=bool(told) and choice != "none",
+            enforced=enforced,
+            named=_named(choice, told) if enforced else "",
+            parallel=parallel,
+            strict=tuple(each.function.strict for each in given),
+            chosen=allowed,
+        )
+
+    @property
+    def bound(self) -> bool:
+        """Whether a call that the model may make has to be of a form."""
+        return self.parsed and (self.chosen or any(self.strict))
 
     @property
     def names(self) -> list[str]:
@@ -133,6 +179,20 @@ def _told(tool: Tool) -> Json:
     return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
 
 
+def _allowed(tools: Sequence[Tool], choice: Any, unknown: UnknownFields) -> tuple[list[Tool], str]:
+    """Returns the tools that a choice allows, and what it says of calling them."""
+    allowed = read_fields(AllowedChoice, choice, unknown, "tool_choice").allowed_tools
+    field = "tool_choice.allowed_tools.tools"
+    names = [
+        read_fields(NamedTool, each, unknown, f"{field}[{at}]").function.name for at, each in enumerate(allowed.tools)
+    ]
+    offered = {each.function.name for each in tools}
+    for at, name in enumerate(names):
+        if name not in offered:
+            raise InvalidRequestError(f"{field}[{at}].function.name", f"{name[:80]!r} is none of the tools")
+    return [each for each in tools if each.function.name in names], allowed.mode
+
+
 def _named(choice: Any, tools: Sequence[Json]) -> str:
     """Returns the tool that a choice names; empty: any."""
     if choice == "required":
@@ -140,7 +200,7 @@ def _named(choice: Any, tools: Sequence[Json]) -> str:
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise InvalidRequestError("tool_choice", "must be none, auto, required, or name a function")
+        raise InvalidRequestError("tool_choice", "must be none, auto, required, allowed_tools, or name a function")
     if all(each["function"]["name"] != name for each in tools):
         raise InvalidRequestError("tool_choice.function.name", f"{name[:80]!r} is none of the tools")
     return name

@@ -19,9 +19,8 @@ from paceline.core.errors import InvalidRequestError
 from paceline.gateway.api import ChatBody, parse_body
 from paceline.gateway.callers import current_caller
 from paceline.gateway.choices import chat_sessions
-from paceline.gateway.errors import HttpError
 from paceline.gateway.fields import UnknownFields
-from paceline.gateway.http_response import STREAM_HEADERS, Exchange, request_id
+from paceline.gateway.http_response import STREAM_HEADERS, ErrorForm, Exchange, request_id
 from paceline.gateway.merge_streams import until_disconnect
 from paceline.gateway.message_parts import Part
 from paceline.gateway.messages_read import Message, any_message_of
@@ -75,12 +74,12 @@ class Door(Protocol[TellingT]):
 
     Attributes:
         id_prefix: What ids of its answers begin with.
-        id_headers: What tells the name of a request.
+        errors: How it tells errors.
         names: Its own names of fields of chats, for errors; the longest stand first.
     """
 
     id_prefix: str
-    id_headers: Sequence[str]
+    errors: ErrorForm
     names: Mapping[str, str]
 
     async def prepare(self, fields: Json) -> Any:
@@ -88,9 +87,6 @@ class Door(Protocol[TellingT]):
 
     def understand(self, prepared: Any, fields: Json, unknown: UnknownFields) -> Asked:
         """Reads a body."""
-
-    def error(self, error: HttpError, request_id: str) -> Json:
-        """Returns what an error looks like."""
 
     def telling(self, asked: Asked, request: SessionRequest, message: Message, own_id: str) -> TellingT:
         """Returns what tells the answer of a session."""
@@ -122,15 +118,7 @@ class TranslatedEndpoint:
         request = Request(scope, receive)
         given, own = request_id(request.headers), f"{self._door.id_prefix}{uuid.uuid4().hex}"
         with traced_request(self._tracer, CHAT, request.headers.get(TRACEPARENT, ""), given) as trace:
-            exchange = Exchange(
-                send,
-                trace.fail,
-                given_id=given,
-                own_id=own,
-                shape=self._door.error,
-                named=True,
-                id_headers=self._door.id_headers,
-            )
+            exchange = Exchange(send, trace.fail, given_id=given, own_id=own, form=self._door.errors)
             try:
                 with self._sessions.errors_counted():
                     work = await self._work(request, exchange, trace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from paceline.gateway.api import ChatFields
 from paceline.gateway.choices import chat_tokens
 from paceline.gateway.errors import HttpError
 from paceline.gateway.fields import UnknownFields, read_fields
-from paceline.gateway.http_response import REQUEST_ID, Exchange, request_id
+from paceline.gateway.http_response import REQUEST_ID, ErrorForm, Exchange, request_id
 from paceline.gateway.messages_read import Message
 from paceline.gateway.reading import BodyReader
 from paceline.gateway.requests import SessionRequest
@@ -37,8 +37,6 @@ _ERROR_TYPES = {
     503: "overloaded_error",
 }
 _BAD_REQUESTS = range(400, 500)
-# The first is where the official client looks.
-ID_HEADERS = ("request-id", REQUEST_ID)
 
 
 def error_shape(error: HttpError, request_id: str) -> Json:
@@ -51,11 +49,15 @@ def error_shape(error: HttpError, request_id: str) -> Json:
     return {"type": "error", "error": told, "request_id": request_id or None}
 
 
+# The first header is where the official client looks.
+ERRORS = ErrorForm(shape=error_shape, named=True, id_headers=("request-id", REQUEST_ID))
+
+
 class MessagesDoor:
     """Anthropic's API."""
 
     id_prefix = "msg_"
-    id_headers: Sequence[str] = ID_HEADERS
+    errors = ERRORS
     names: Mapping[str, str] = {
         "response_format.json_schema": "output_config.format",
         "response_format": "output_config.format",
@@ -72,10 +74,6 @@ class MessagesDoor:
         del prepared
         body = read_fields(MessagesBody, fields, unknown)
         return Asked(chat=generation_of(body, unknown), stream=body.stream)
-
-    def error(self, error: HttpError, request_id: str) -> Json:
-        """Returns Anthropic's error object."""
-        return error_shape(error, request_id)
 
     def telling(self, asked: Asked, request: SessionRequest, message: Message, own_id: str) -> MessageTelling:
         """Returns what tells an answer."""
@@ -101,7 +99,7 @@ class CountTokensEndpoint:
         request = Request(scope, receive)
         own_id = f"tok-{uuid.uuid4().hex}"
         given = request_id(request.headers)
-        exchange = Exchange(send, given_id=given, own_id=own_id, shape=error_shape, id_headers=ID_HEADERS)
+        exchange = Exchange(send, given_id=given, own_id=own_id, form=ERRORS)
         try:
             with self._sessions.errors_counted():
                 answer = await self._reader.read(request, exchange, self._counted)

@@ -88,6 +88,14 @@ class ChosenFunction(Fields):
     name: str
 
 
+class AllowedFunctions(Fields):
+    """The choice of some tools; the model is told of no others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[SkipValidation[ChosenFunction]]
+
+
 class ReasoningOptions(Fields):
     """How much the model reasons."""
 
@@ -138,7 +146,7 @@ class ResponsesBody(SharedBody):
     input: SkipValidation[str | list[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem]]
     instructions: str | None = None
     tools: list[SkipValidation[ResponsesTool]] = Field(default=[], json_schema_extra={"maxItems": MAX_TOOLS})
-    tool_choice: SkipValidation[Literal["none", "auto", "required"] | ChosenFunction | None] = None
+    tool_choice: SkipValidation[Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | None] = None
     parallel_tool_calls: bool = True
     max_output_tokens: int | None = Field(default=None, json_schema_extra={"minimum": 1})
     stop: SkipValidation[Stop | Stops | None] = None

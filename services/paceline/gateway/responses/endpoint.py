@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from paceline.core.errors import InvalidRequestError, SessionNotFoundError
 from paceline.gateway.callers import current_caller
 from paceline.gateway.errors import HttpError
 from paceline.gateway.fields import UnknownFields, read_fields
-from paceline.gateway.http_response import REQUEST_ID, Exchange, request_id
+from paceline.gateway.http_response import ErrorForm, Exchange, request_id
 from paceline.gateway.merge_streams import until_disconnect
 from paceline.gateway.messages_read import Message, any_message_of
 from paceline.gateway.reading import BodyReader
@@ -59,6 +59,9 @@ def error_shape(error: HttpError, request_id: str) -> Json:
     return {"type": "error", "code": error.code, "message": error.message, "param": error.param, **error.to_json()}
 
 
+ERRORS = ErrorForm(shape=error_shape, named=True)
+
+
 class ResponsesDoor:
     """OpenAI's newer API.
 
@@ -67,13 +70,14 @@ class ResponsesDoor:
     """
 
     id_prefix = "resp_"
-    id_headers: Sequence[str] = (REQUEST_ID,)
+    errors = ERRORS
     names: Mapping[str, str] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "response_format.json_schema": "text.format",
         "response_format": "text.format",
         "tool_choice.function": "tool_choice",
+        "tool_choice.allowed_tools": "tool_choice",
         "reasoning_effort": "reasoning.effort",
     }
 
@@ -98,10 +102,6 @@ class ResponsesDoor:
         chat = chat_of(body, prepared, unknown)
         messages = chat["messages"][0 if body.instructions is None else 1 :]
         return Asked(chat=chat, stream=body.stream, context=_Context(body=body, messages=messages))
-
-    def error(self, error: HttpError, request_id: str) -> Json:
-        """Returns OpenAI's error object."""
-        return error_shape(error, request_id)
 
     def telling(self, asked: Asked, request: SessionRequest, message: Message, own_id: str) -> ResponseTelling:
         """Returns what tells an answer."""
@@ -166,7 +166,7 @@ class _KeptEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; errors become error objects, nothing is raised to the server."""
         request = Request(scope, receive)
-        exchange = Exchange(send, given_id=request_id(request.headers), shape=error_shape, named=True)
+        exchange = Exchange(send, given_id=request_id(request.headers), form=ERRORS)
         try:
             await until_disconnect(receive, self._asked(request, exchange))
         except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told

@@ -8,6 +8,8 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.fields import UnknownFields, read_fields, read_text
 from paceline.gateway.responses.bodies import (
+    AllowedFunctions,
+    ChosenFunction,
     FunctionCall,
     FunctionCallOutput,
     InputMessage,
@@ -49,16 +51,28 @@ def chat_of(body: ResponsesBody, earlier: Sequence[Json], unknown: UnknownFields
         chat["tools"] = [{"type": "function", "function": each.model_dump(exclude={"type"})} for each in tools]
         chat["parallel_tool_calls"] = body.parallel_tool_calls
     if body.tool_choice is not None:
-        chat["tool_choice"] = _choice(body.tool_choice)
+        chat["tool_choice"] = _choice(body.tool_choice, unknown)
     if body.text.format is not None:
         chat["response_format"] = _format(body.text.format)
     return chat
 
 
-def _choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+def _choice(choice: Any, unknown: UnknownFields) -> Any:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return _named(choice.get("name"))
+    if kind != "allowed_tools":
+        return choice
+    allowed = read_fields(AllowedFunctions, choice, unknown, "tool_choice")
+    names = [
+        read_fields(ChosenFunction, each, unknown, f"tool_choice.tools[{at}]").name
+        for at, each in enumerate(allowed.tools)
+    ]
+    return {"type": kind, kind: {"mode": allowed.mode, "tools": list(map(_named, names))}}
+
+
+def _named(name: Any) -> Json:
+    return {"type": "function", "function": {"name": name}}
 
 
 def _format(given: Json) -> Json:
