@@ -78,5 +78,6 @@ SOURCES = Registry(
         LAYER_SKIP: f"{_OURS}:early_exit",
     },
 )
-# Rules besides those that are always served; a maker takes the options by name, and makes a `paceline.core.rules.Rule`.
-RULES = Registry("paceline.rules", {TYPICAL: "paceline.core.rules:Typical"}, LAWFUL_RULES)
+# Rules besides those that are always served; a maker takes the options by name, and makes a rule
+# (`paceline.core.acceptance_rules.Rule`).
+RULES = Registry("paceline.rules", {TYPICAL: "paceline.core.acceptance_rules:Typical"}, LAWFUL_RULES)

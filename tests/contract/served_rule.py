@@ -18,13 +18,13 @@ import numpy.typing as npt
 import pytest
 
 from paceline import wire
-from paceline.core.acceptance import SparseDraft, residual, sparse_draft
+from paceline.core.acceptance_rules import Rules
 from paceline.core.calibration import Calibrations
 from paceline.core.messages import Commit, DraftNodes, GenerateRequest, ModelIdentity
 from paceline.core.noise import DRAFT_STREAM
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import BLOCK, SamplingParams, SpeculationParams
-from paceline.core.rules import Rules
+from paceline.core.rejection_sampling import SparseDraft, residual, sparse_draft
 from paceline.core.tree import Node, best_first
 from paceline.engine import draft_session, target_session
 from paceline.engine.draft_session import DraftSession
@@ -250,7 +250,7 @@ class Play:
         return cuts
 
     def sparse_draft(self, probs: FloatArray) -> SparseDraft:
-        """Watches `paceline.core.acceptance.sparse_draft`, or has a bug there."""
+        """Watches `paceline.core.rejection_sampling.sparse_draft`, or has a bug there."""
         sent = self.last_draft = sparse_draft(probs)
         if self.bugs.num_sampled is None:
             return sent

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from paceline.core.acceptance_rules import Rules
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX, TIER_METHODS
-from paceline.core.rules import Rules
 from paceline.core.target_events import TargetLimits
 from paceline.credentials import FleetTls, channel, folder_of, load_tls, only_for
 from paceline.drafter.drafter_host import DraftHost

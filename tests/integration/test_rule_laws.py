@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
-from paceline.core.acceptance import SparseDraft
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.params import BLOCK, COUPLED, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.processors import RowHistory, process
+from paceline.core.rejection_sampling import SparseDraft
 from tests.support.engines import EnginePair
 
 PROMPT_LEN = 17

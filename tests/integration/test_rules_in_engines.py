@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from paceline.core.acceptance_rules import Rules, Typical
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import FinishReason
 from paceline.core.params import BLOCK, NGRAM, REJECTION, SUFFIX, TYPICAL, SamplingParams, SpeculationParams
-from paceline.core.rules import Rules, Typical
 from tests.support.checkpoints import EOS_TOKEN_ID
 from tests.support.engines import EnginePair
 

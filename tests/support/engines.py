@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.core.acceptance_rules import Rules
 from paceline.core.draft_policy import DraftPolicy, Goodput
 from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierSaid
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
-from paceline.core.rules import Rules
 from paceline.core.step_time import StepMode
 from paceline.core.target_events import (
     Cancel,

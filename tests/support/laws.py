@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.core.acceptance import FloatArray
+from paceline.core.rejection_sampling import FloatArray
 
 
 def coupled_choice(log_weights: FloatArray, noise: FloatArray | None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.core.acceptance_rules import Verdict
 from paceline.core.draft_policy import Allocation, Demand, DraftPolicy, FixedGamma
 from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierLeft, VerifierSaid
 from paceline.core.drafted_session import DraftedSession
@@ -28,13 +29,12 @@ from paceline.core.messages import (
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.rules import Verdict
+from paceline.core.prospect import Prospect
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.step_plan import StepPlan
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import Node, walk
-from paceline.core.wait_for_drafts import Prospect
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000

@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core import draft_policy, drafter_growth, drafting_switch, goodput, link, rules, scheduled_session
+from paceline.core import (
+    acceptance_rules,
+    draft_policy,
+    drafter_growth,
+    drafting_switch,
+    goodput,
+    link,
+    scheduled_session,
+)
 from paceline.core import drafter_worth as worth
 from paceline.core import step_time as times
-from paceline.gateway import ejection, placing, prefixes, routing, suspicion
+from paceline.gateway import ejection, failover, prefixes, routing, suspicion
 from paceline.gateway.config import GatewayConfig
 from paceline.store import announcer, base
 from paceline.verifier.config import DEFAULT_DRAFT_TOKENS, DEFAULT_METHODS, VerifierConfig
@@ -87,7 +95,10 @@ def test_the_pages_of_speculation_have_the_figures_of_the_code():
     assert drafter_growth.AHEAD == 0.1
     assert "stops at a tenth of the *price*" in page("speculation")
     assert f"the default is `{DEFAULT_METHODS}`" in page("speculation")
-    assert f"The defaults are {rules.POSTERIOR_THRESHOLD:g} and {rules.POSTERIOR_ALPHA:g}" in page("acceptance")
+    assert (
+        f"The defaults are {acceptance_rules.POSTERIOR_THRESHOLD:g} and {acceptance_rules.POSTERIOR_ALPHA:g}"
+        in page("acceptance")
+    )
 
 
 def test_the_page_of_failures_has_the_figures_of_the_code():
@@ -99,7 +110,7 @@ def test_the_page_of_failures_has_the_figures_of_the_code():
         f"`--record-ttl-s` seconds ({GATEWAY['record_ttl_s'].default:g})",
         f"`--engine-stall-s` seconds in one step ({VERIFIER['engine_stall_s'].default:g};",
         f"its registry entry expires after {announcer.EXPIRY_S:g} s",
-        f"{placing.MOST_FAILURES} times in a row at most",
+        f"{failover.MOST_FAILURES} times in a row at most",
         f"after {ejection.CONSECUTIVE} failures in a row, or half of at least {ejection.LEAST_OUTCOMES} sessions",
         f"gets none for {ejection.EJECTION_S:g} s",
         f"range of {base.EPOCHS_PER_OWNER:,} epochs",

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import wire
-from paceline.core.acceptance import MAX_WEIGHT, SparseDraft
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -28,6 +27,7 @@ from paceline.core.messages import (
     TokenFate,
 )
 from paceline.core.params import ACCEPTANCE_RULES, METHODS, SamplingParams, SpeculationParams
+from paceline.core.rejection_sampling import MAX_WEIGHT, SparseDraft
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 from paceline.service_process import MAX_MESSAGE_BYTES
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from operator import attrgetter
 
-from paceline.core.acceptance import SparseDraft
 from paceline.core.messages import DraftNodes
+from paceline.core.rejection_sampling import SparseDraft
 from paceline.core.session import DrafterSession
 from paceline.core.tree import Node, NodeState
 

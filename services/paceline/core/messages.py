@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
-from paceline.core.acceptance import SparseDraft
 from paceline.core.params import COUPLED, DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
+from paceline.core.rejection_sampling import SparseDraft
 
 # Roles of replicas, in the registry and in certificates.
 GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"

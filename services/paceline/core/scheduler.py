@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Generic
 
+from paceline.core.acceptance_rules import Verdict
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.pages import BlockPool, SlotPool
-from paceline.core.rules import Verdict
 from paceline.core.step_drafts import StepDrafts
 from paceline.core.step_plan import Part, SessionT, StepPlan
 from paceline.core.step_time import StepMode
@@ -128,7 +128,7 @@ class Scheduler(Generic[SessionT]):
         return pause_s(self._running, now_s)
 
     def patience_s(self, now_s: float) -> float:
-        """Seconds for which drafts are worth waiting for, or none; see `paceline.core.wait_for_drafts`."""
+        """Seconds for which drafts are worth waiting for, or none; see `paceline.core.prospect`."""
         if (pause := self.pause_s(now_s)) > 0.0:
             return pause
         sessions = self._delayable()

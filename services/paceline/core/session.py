@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.core.acceptance import SparseDraft
 from paceline.core.calibration import Calibrations
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.grammar import OutputGrammar
@@ -24,6 +23,7 @@ from paceline.core.messages import (
     SpeculationRecord,
 )
 from paceline.core.params import CHAIN_RULES, COUPLED, DRAFT_MODEL
+from paceline.core.rejection_sampling import SparseDraft
 from paceline.core.tree import DraftTree, GraftOutcome, Node, NodeState, Pruning
 
 

@@ -12,10 +12,10 @@ from typing import Protocol
 from paceline.core.demand import Demand
 from paceline.core.draft_policy import Allocation, DraftPolicy
 from paceline.core.link import SessionLink
+from paceline.core.prospect import CHILD_SHARE, Prospect, prospect
 from paceline.core.step_time import StepMode
 from paceline.core.survivals import SessionSurvivals
 from paceline.core.tree import DraftTree
-from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect, prospect
 
 # Smoothing of the step time that waiting is weighed against, and what it is before a step was seen.
 STEP_SMOOTHING, FIRST_STEP_S = 0.1, 0.01

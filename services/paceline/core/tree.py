@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from paceline.core.acceptance import SparseDraft
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
+from paceline.core.rejection_sampling import SparseDraft
 
 # A guess nobody believes in still has a survival above 0, so that logarithms stay finite.
 LEAST_CONFIDENCE = 1 / 512

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.core.acceptance import sparse_draft
 from paceline.core.confidence import CHAIN_CONFIDENCE, NUM_RANKED, confidences
 from paceline.core.drafted_session import DraftedSession, path_tokens
 from paceline.core.drafter_growth import Guesses
 from paceline.core.messages import Commit, LaggingSession, ModelIdentity, OpenSession
 from paceline.core.noise import DRAFT_STREAM, uniforms
 from paceline.core.pages import BlockPool, SlotPool
+from paceline.core.rejection_sampling import sparse_draft
 from paceline.core.tree import Node, Pruning
 from paceline.engine.sampler import RowSampler
 

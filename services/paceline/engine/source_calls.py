@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from operator import attrgetter
 
+from paceline.core.acceptance_rules import Rules
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_worth import LEAST_SURVIVAL
 from paceline.core.goodput import num_tried
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import CHAIN_RULES
-from paceline.core.rules import Rules
 from paceline.core.source_record import Gain, SourceRecord, in_hand
 from paceline.core.target_events import StepReport
 from paceline.engine.source_interface import AnySource, Follower, Turn

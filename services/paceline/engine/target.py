@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.core.acceptance_rules import Rules
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
@@ -20,7 +21,6 @@ from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import TIER_METHODS
-from paceline.core.rules import Rules
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.step_plan import Part, StepPlan, ancestor_slots

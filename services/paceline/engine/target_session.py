@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from paceline.core.acceptance_rules import Rule, Verdict, token_fates
 from paceline.core.calibration import Calibrations
 from paceline.core.grammar import GrammarState, OutputGrammar
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity
 from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
-from paceline.core.rules import Rule, Verdict, token_fates
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.source_record import Gain
 from paceline.core.tree import DraftTree, Node
@@ -22,7 +22,7 @@ from paceline.engine.source_interface import AnySource, Follower
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """The target's rows of one round, as the acceptance rule sees them; see `paceline.core.rules.TargetRows`."""
+    """The target's rows of one round, as the rule sees them; see `paceline.core.acceptance_rules.TargetRows`."""
 
     tree: DraftTree
     logits: Callable[[Node], np.ndarray]

@@ -26,13 +26,13 @@ from paceline.gateway.connection import BoundedConnection, Connections
 from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.console.frames import OwnCounts
 from paceline.gateway.door_access import DoorTls, guard, load_door_tls
+from paceline.gateway.failover import Placer
 from paceline.gateway.fair_shares import Shares
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.front import with_front
 from paceline.gateway.generation_config import ModelDefaults
 from paceline.gateway.grpc_door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
 from paceline.gateway.http import ERROR_FORMS, create_app
-from paceline.gateway.placing import Placer
 from paceline.gateway.readiness import readiness
 from paceline.gateway.reading import BodyReader
 from paceline.gateway.records import RecordWriter

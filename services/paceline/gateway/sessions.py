@@ -23,10 +23,10 @@ from paceline.core.messages import (
 )
 from paceline.core.params import LAWFUL_RULES
 from paceline.gateway.callers import Caller
+from paceline.gateway.failover import Placer
 from paceline.gateway.fairness import fits
 from paceline.gateway.fleet import Fleet
 from paceline.gateway.known_tokens import KnownTokens
-from paceline.gateway.placing import Placer
 from paceline.gateway.records import RecordWriter, SessionTrail
 from paceline.gateway.requests import ServedModel, SessionRequest
 from paceline.gateway.session_output import Ending, Event, Piece

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.core.acceptance_rules import Verdict
 from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import DraftNodes, GenerateRequest, ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
-from paceline.core.rules import Verdict
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.step_plan import Part, StepPlan

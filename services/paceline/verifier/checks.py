@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.acceptance_rules import Rules
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import CHAIN_RULES, TIER_METHODS, check_token_ids
-from paceline.core.rules import Rules
 
 # Gateways send a digest.
 MAX_SALT_CHARS = 128

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import from_mapping, setting
+from paceline.core.acceptance_rules import LAWFUL, POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules
 from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
@@ -25,7 +26,6 @@ from paceline.core.params import (
     TIER_METHODS,
     TYPICAL,
 )
-from paceline.core.rules import LAWFUL, POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules
 from paceline.json_file import parse_object
 from paceline.learned import NOWHERE
 from paceline.model_service import ModelServiceConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.core.acceptance_rules import Rules
 from paceline.core.messages import ModelIdentity
-from paceline.core.rules import Rules
 from paceline.engine.grammar import Grammars
 from paceline.learned import FORGOTTEN, LearnedFile
 from paceline.verifier.verifier_host import TargetStepper

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from paceline.core.acceptance_rules import Rules
 from paceline.core.admission import QueueClock, check_wait, num_ahead
 from paceline.core.errors import (
     EngineDiedError,
@@ -24,7 +25,6 @@ from paceline.core.errors import (
 from paceline.core.grammar import GrammarState
 from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import EAGLE3, TIER_METHODS
-from paceline.core.rules import Rules
 from paceline.core.target_events import (
     Cancel,
     DraftsArrived,

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from paceline.core.acceptance import DEFAULT_KEEP, MAX_WEIGHT, SparseDraft
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
@@ -22,6 +21,7 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.params import ACCEPTANCE_RULES, COUPLED
+from paceline.core.rejection_sampling import DEFAULT_KEEP, MAX_WEIGHT, SparseDraft
 from paceline.rpc.v1 import drafter_pb2
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.core.acceptance_rules import Verdict
 from paceline.core.draft_policy import Goodput
 from paceline.core.messages import (
     CloseSession,
@@ -13,7 +14,6 @@ from paceline.core.messages import (
     OpenSession,
 )
 from paceline.core.params import SamplingParams
-from paceline.core.rules import Verdict
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.step_time import StepCost, StepMode, StepTimes
 from paceline.core.suspects_turn import HEARD_S

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 
-from paceline.core.acceptance import block_keeps
+from paceline.core.rejection_sampling import block_keeps
 
 FloatArray = npt.NDArray[np.float64]
 Tokens = tuple[int, ...]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from paceline.core.acceptance_rules import Rules
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.rules import Rules
 from paceline.verifier.checks import MAX_SALT_CHARS, check_request
 
 EOS, STOP = 7, 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.acceptance_rules import Rules, Typical
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
 from paceline.core.params import (
@@ -16,7 +17,6 @@ from paceline.core.params import (
     SamplingParams,
     SpeculationParams,
 )
-from paceline.core.rules import Rules, Typical
 from paceline.verifier.checks import check_request
 from paceline.verifier.config import speculation_from
 

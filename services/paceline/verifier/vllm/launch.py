@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from paceline.core.acceptance_rules import Rules
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import REJECTION, SpeculationParams
-from paceline.core.rules import Rules
 from paceline.engine.process import prepare_process
 from paceline.verifier.config import VerifierConfig
 from paceline.verifier.served import ServedEngine

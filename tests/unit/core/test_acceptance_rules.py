@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from paceline.core.acceptance import FloatArray, SparseDraft, overlap
+from paceline.core.acceptance_rules import Rules, Typical, token_fates
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import DraftNodes, GenerateRequest, NodeGuess, TokenFate
 from paceline.core.params import BLOCK, COUPLED, REJECTION, TYPICAL, SamplingParams, SpeculationParams
-from paceline.core.rules import Rules, Typical, token_fates
+from paceline.core.rejection_sampling import FloatArray, SparseDraft, overlap
 from paceline.core.session import VerifierSession
 from paceline.core.tree import DraftTree, Node, best_first
 from tests.unit.core.toy_models import normalised

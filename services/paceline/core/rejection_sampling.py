@@ -1,10 +1,10 @@
 """The mathematics of acceptance: which draft tokens become committed tokens.
 
-Randomness comes in as an argument (noise or uniforms), probabilities are those after all processors. The
-coupled rule chooses the target's token without a look at any draft; the rejection rule is Leviathan et al.
-2211.17192, algorithm 1, and Chen et al. 2302.01318, algorithm 2; block verification is Sun et al. 2403.10444,
-algorithm 2; typical acceptance is Cai et al. 2401.10774, section 3.3.1. `paceline.core.rules` applies them to draft
-trees; nothing here knows models, sessions, or how random numbers are made.
+Randomness comes in as an argument (noise or uniforms), probabilities are those after all processors. The coupled rule
+chooses the target's token without a look at any draft; the rejection rule is Leviathan et al. 2211.17192, algorithm 1,
+and Chen et al. 2302.01318, algorithm 2; block verification is Sun et al. 2403.10444, algorithm 2; typical acceptance is
+Cai et al. 2401.10774, section 3.3.1. `paceline.core.acceptance_rules` applies them to draft trees; nothing here knows
+models, sessions, or how random numbers are made.
 """
 
 from __future__ import annotations

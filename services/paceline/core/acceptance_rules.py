@@ -1,7 +1,7 @@
 """Acceptance rules at work on a draft tree: verified nodes and the target's rows in, tokens out.
 
 A rule sees one round of one session. It knows neither models nor the wire; what it asks of the target comes through
-`TargetRows`. The mathematics is in `paceline.core.acceptance`.
+`TargetRows`. The mathematics is in `paceline.core.rejection_sampling`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.core.acceptance import (
+from paceline.core.errors import InvalidRequestError
+from paceline.core.messages import TokenFate
+from paceline.core.params import BLOCK, CHAIN_RULES, COUPLED, REJECTION, TIER_METHODS, TYPICAL, SpeculationParams
+from paceline.core.rejection_sampling import (
     FloatArray,
     VerifyOutcome,
     block_walk,
@@ -18,9 +21,6 @@ from paceline.core.acceptance import (
     reject_walk,
     typical_threshold,
 )
-from paceline.core.errors import InvalidRequestError
-from paceline.core.messages import TokenFate
-from paceline.core.params import BLOCK, CHAIN_RULES, COUPLED, REJECTION, TIER_METHODS, TYPICAL, SpeculationParams
 from paceline.core.tree import Node, walk
 
 # Defaults of the authors' code (2401.10774): epsilon, and delta as its root.

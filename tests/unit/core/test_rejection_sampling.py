@@ -23,7 +23,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.acceptance import (
+from paceline.core.errors import LocalProtocolError
+from paceline.core.rejection_sampling import (
     VerifyOutcome,
     block_keeps,
     block_walk,
@@ -34,7 +35,6 @@ from paceline.core.acceptance import (
     sparse_draft,
     typical_threshold,
 )
-from paceline.core.errors import LocalProtocolError
 from tests.support.laws import accept_prob
 from tests.unit.core.toy_models import (
     SHAPES,
