@@ -46,8 +46,10 @@ check: $(DEV) protos ## lint, types, import law, generated code up to date
 	@test -z "$$(git status --porcelain -- $(GENERATED))" || \
 	  { git status --short -- $(GENERATED); echo "generated code is not up to date: commit what make protos made"; exit 1; }
 
-test: $(DEV) ## all tests
-	$(BIN)/pytest $(ARGS)
+# Files side by side, in order: whole fleets come early, and what is short fills up the rest.
+WORKERS ?= 2
+test: $(DEV) ## all tests, by 2 workers; WORKERS=4 for others
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 up: $(SERVE) ## serve the demo pair until Ctrl-C; ARGS='--model PATH --draft-model PATH ...' for others
 	$(BIN)/paceline up $(ARGS)
