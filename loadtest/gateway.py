@@ -45,7 +45,7 @@ from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import available_cpus
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.text import TextCodec
+from paceline.gateway.text.codec import TextCodec
 from paceline.training.corpus import unseen_prompts
 
 MOST_OVERHEAD_MS = 0.3

@@ -31,7 +31,7 @@ from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.grammar import OutputGrammar
 from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
-from paceline.gateway.grammars import grammar_of_json_schema
+from paceline.gateway.grammars.compiling import grammar_of_json_schema
 
 # Sides: what a request says of speculation. Each "with" is compared with the "without" of its kind.
 SIDES: dict[str, dict[str, Any]] = {

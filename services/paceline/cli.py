@@ -112,7 +112,7 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
         "generate": "paceline.client",
         "plan": "paceline.planning.__main__",
         "dev-ca": "paceline.dev_ca",
-        "key": "paceline.gateway.keys",
+        "key": "paceline.gateway.access.keys",
     }
     module = importlib.import_module(modules.get(command, f"paceline.{command}.__main__"))
     action: Callable[[Sequence[str]], None] = module.main

@@ -13,8 +13,8 @@ import pytest
 from paceline.cluster.valkey import find_server, free_port, server_command
 from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.dev_ca import make_certificates
-from paceline.gateway.keys import ApiKey
-from paceline.gateway.rate_limit import WindowRateLimit
+from paceline.gateway.access.keys import ApiKey
+from paceline.gateway.access.rate_limit import WindowRateLimit
 from paceline.store.base import Replica
 from paceline.store.opening import open_store
 from tests.support.listening import listens

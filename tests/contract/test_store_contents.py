@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from paceline.gateway.records import RecordWriter
+from paceline.gateway.sessions.records import RecordWriter
 from paceline.store.base import (
     EPOCHS_PER_OWNER,
     LoggedSession,

@@ -19,9 +19,9 @@ from paceline.cluster.valkey import find_server
 from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.credentials import FleetTls
 from paceline.dev_ca import make_certificates
-from paceline.gateway.keys import ApiKey
-from paceline.gateway.rate_limit import KEY_PREFIX, WindowRateLimit
-from paceline.gateway.records import RecordWriter
+from paceline.gateway.access.keys import ApiKey
+from paceline.gateway.access.rate_limit import KEY_PREFIX, WindowRateLimit
+from paceline.gateway.sessions.records import RecordWriter
 from paceline.service_process import GrpcServer, start_grpc_server
 from paceline.store import announcer
 from paceline.store.announcer import announced

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from anthropic import AsyncAnthropic, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
 
-from paceline.gateway.anthropic_door.bodies import CountBody
-from paceline.gateway.anthropic_door.requests import prompt_of
-from paceline.gateway.fields import UnknownFields, read_fields
+from paceline.gateway.anthropic.bodies import CountBody
+from paceline.gateway.anthropic.requests import prompt_of
+from paceline.gateway.http.fields import UnknownFields, read_fields
 from tests.integration.test_tool_calls import CALLS, PARSERS, THOUGHT, says
 from tests.support.demo_gateway import demo_gateway
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet

@@ -20,12 +20,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from paceline.client import GenerateConfig, stream
 from paceline.core.errors import ConfigError, OverloadedError, PacelineError, UnauthenticatedError, UnavailableError
 from paceline.dev_ca import make_certificates
-from paceline.gateway import keys
+from paceline.gateway.access import keys
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.service import serve
-from paceline.gateway.session_output import Event
-from paceline.gateway.sessions import Sessions
+from paceline.gateway.sessions.output import Event
+from paceline.gateway.sessions.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.status import error_from_rpc
 from paceline.store.base import SessionState

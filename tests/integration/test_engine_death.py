@@ -21,7 +21,7 @@ from paceline.core import suspects_turn
 from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError, UnavailableError
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.verifier_client import RunningCall, VerifierClient
+from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
 from paceline.model_service import EXIT_HUNG, engine_ended
 from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.service_process import TAKEN

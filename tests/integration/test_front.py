@@ -35,12 +35,12 @@ async def test_without_the_flag_no_page_of_another_origin_may_ask(tmp_path: Path
 async def test_each_request_is_logged_once_with_its_id_and_without_what_it_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="paceline.gateway.front")
+    caplog.set_level(logging.INFO, logger="paceline.gateway.http.front")
     async with scripted_fleet(tmp_path, access_log=True) as fleet:
         await fleet.http.post("/v1/completions?secret=1", json=BODY, headers={"x-request-id": "mine"})
         await fleet.http.post("/v1/completions", json={**BODY, "stream": True})
         await fleet.http.get("/nowhere")
-    told = [vars(each) for each in caplog.records if each.name == "paceline.gateway.front"]
+    told = [vars(each) for each in caplog.records if each.name == "paceline.gateway.http.front"]
     asked = [(each["method"], each["path"], each["status"]) for each in told]
     assert asked == [("POST", "/v1/completions", 200), ("POST", "/v1/completions", 200), ("GET", "/nowhere", 404)]
     assert told[0]["request_id"] == "mine"

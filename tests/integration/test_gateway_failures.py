@@ -14,8 +14,9 @@ import openai
 import pytest
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
-from paceline.gateway import connection, full_verifiers
-from paceline.gateway.connection import MAX_FRAMING_BYTES
+from paceline.gateway.fleet import full_verifiers
+from paceline.gateway.http import connection
+from paceline.gateway.http.connection import MAX_FRAMING_BYTES
 from paceline.store.base import Replica
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
 

@@ -22,11 +22,12 @@ from paceline.core.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from paceline.gateway import grpc_door, service
-from paceline.gateway.fair_shares import Shares
-from paceline.gateway.grpc_door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, GrpcDoor
+from paceline.gateway import service
+from paceline.gateway.access.fair_shares import Shares
+from paceline.gateway.grpc import door as grpc_door
+from paceline.gateway.grpc.door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, GrpcDoor
 from paceline.gateway.service import SERVICE_NAME
-from paceline.gateway.text import TextCodec
+from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.service_process import LIVENESS, start_grpc_server
 from paceline.status import error_from_rpc
@@ -401,7 +402,7 @@ async def test_what_is_left_of_a_refused_body_is_thrown_away_and_the_connection_
 async def test_a_body_without_an_end_closes_its_connection(
     fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    monkeypatch.setattr("paceline.gateway.connection.MAX_DISCARDED_BYTES", 1024 * 1024)
+    monkeypatch.setattr("paceline.gateway.http.connection.MAX_DISCARDED_BYTES", 1024 * 1024)
     _, writer = await connected(fleet)
     writer.write(head(key, 2**40))
     with pytest.raises(ConnectionError):

@@ -18,8 +18,8 @@ from paceline.core.messages import FinishReason
 from paceline.core.params import GRAMMAR, NGRAM, SamplingParams, SpeculationParams
 from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
-from paceline.gateway.grammars import LAYOUT
-from paceline.gateway.partial_grammars import Opening
+from paceline.gateway.grammars.compiling import LAYOUT
+from paceline.gateway.grammars.partial import Opening
 from tests.support.engines import EnginePair
 
 OFF = SpeculationParams(enabled=False)

@@ -26,7 +26,7 @@ from paceline.credentials import (
     only_for,
 )
 from paceline.dev_ca import make_certificates
-from paceline.gateway.verifier_client import VerifierClient
+from paceline.gateway.fleet.verifier_client import VerifierClient
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2_grpc
 from paceline.service_process import GrpcServer, start_grpc_server
 from paceline.status import error_from_rpc

@@ -18,9 +18,9 @@ from paceline.core.errors import (
     PermissionDeniedError,
     RemoteProtocolError,
 )
-from paceline.gateway import failover
-from paceline.gateway.ejection import CONSECUTIVE
-from paceline.gateway.failover import MOST_FAILURES
+from paceline.gateway.fleet.ejection import CONSECUTIVE
+from paceline.gateway.sessions import failover
+from paceline.gateway.sessions.failover import MOST_FAILURES
 from paceline.rpc.v1 import gateway_pb2
 from paceline.status import error_from_rpc
 from paceline.store.base import SessionState

@@ -25,7 +25,7 @@ from paceline.core.token_digest import token_digest
 from paceline.drafter.tracing import DraftTraces
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.service import Addresses, serve
-from paceline.gateway.text import TextCodec
+from paceline.gateway.text.codec import TextCodec
 from paceline.obs import otlp
 from paceline.obs.tracing import open_tracing, start_span
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.dev_ca import make_certificates
-from paceline.gateway.keys import KeyConfig, line_of, new_key
+from paceline.gateway.access.keys import KeyConfig, line_of, new_key
 from tests.k8s.conftest import rendered_demo, running
 from tests.k8s.kubelet import Kubelet
 from tests.k8s.podman import Podman, PodmanError

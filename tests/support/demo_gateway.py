@@ -11,7 +11,7 @@ from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.messages import VERIFIER
 from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
-from paceline.gateway.text import TextCodec
+from paceline.gateway.text.codec import TextCodec
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 from paceline.verifier.verifier_host import TargetHost

@@ -7,7 +7,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from paceline.gateway.partial_grammars import Opening
+from paceline.gateway.grammars.partial import Opening
 
 MARKERS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),

@@ -19,8 +19,9 @@ from paceline.core import (
 )
 from paceline.core import drafter_worth as worth
 from paceline.core import step_time as times
-from paceline.gateway import ejection, failover, prefixes, routing, suspicion
 from paceline.gateway.config import GatewayConfig
+from paceline.gateway.fleet import ejection, prefixes, routing
+from paceline.gateway.sessions import failover, suspicion
 from paceline.store import announcer, base
 from paceline.verifier.config import DEFAULT_DRAFT_TOKENS, DEFAULT_METHODS, VerifierConfig
 

@@ -20,7 +20,7 @@ from paceline.core.grammar import FIELD, Bits
 # Compiled grammars that are kept for the next session.
 MOST_KEPT = 64
 # Of one grammar: work of its lexer at first and in a step (some 14,000 a ms), items of its parser in a step (some
-# 20,000 a ms), states (1 to 2 KiB each), and symbols. The gateway's are the same: see `paceline.gateway.grammars`.
+# 20,000 a ms), states (1 to 2 KiB each), and symbols. The gateway's are the same (`paceline.gateway.grammars`).
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,

@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 from paceline.gateway.config import GatewayConfig, model_folders
 from paceline.gateway.generation_config import model_defaults
 from paceline.gateway.service import Addresses, serve
-from paceline.gateway.text import TextCodec
+from paceline.gateway.text.codec import TextCodec
 from paceline.obs.log import setup_logging
 from paceline.service_process import install_signal_handlers, run, settle_heap
 from paceline.store.base import require

@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.checkpoint_source import TEXT_FILES, folder_of, served_name
 from paceline.config import setting
 from paceline.core.errors import ConfigError
-from paceline.gateway.message_form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
+from paceline.gateway.message.form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

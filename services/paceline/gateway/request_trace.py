@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager
 
 from paceline.core.params import MAX_SEED, SamplingParams
 from paceline.gateway.requests import SessionRequest
-from paceline.gateway.session_output import Ending, Event
+from paceline.gateway.sessions.output import Ending, Event
 from paceline.obs import attributes as names
 from paceline.obs.tracing import Attributes, Span, Tracer, ended, fail, start_span
 

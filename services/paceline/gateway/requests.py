@@ -14,8 +14,8 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import FinishReason, ModelIdentity
 from paceline.core.params import COUPLED, MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
 from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
-from paceline.gateway.message_form import NO_FAMILIES, Families, MessageForm
-from paceline.gateway.text import TextCodec, utf8_len
+from paceline.gateway.message.form import NO_FAMILIES, Families, MessageForm
+from paceline.gateway.text.codec import TextCodec, utf8_len
 from paceline.obs.tracing import INVALID_SPAN, Span
 from paceline.store.base import EPOCHS_PER_OWNER
 
@@ -78,7 +78,7 @@ class SessionRequest:
         offset: Generated tokens that the client has already.
         digest: Of these; see `paceline.core.token_digest`.
         arithmetic: Of the verifiers that have computed its tokens; see `paceline.store.base.SessionRecord`.
-        engine_deaths: Engines that died of it, one after another; see `paceline.gateway.suspicion`.
+        engine_deaths: Engines that died of it, one after another; see `paceline.gateway.sessions.suspicion`.
         token_fates: Whether to say how each token came about.
         echo: What the answer's text begins with, the prompt; None: the answer has no prompt in it.
         prompt_only: Nothing generated is wanted. One token is, for that is what a session ends with, and stays here.

@@ -20,29 +20,29 @@ from starlette.types import ASGIApp
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
 from paceline.credentials import load_tls
-from paceline.gateway.access import Access, GuardedApp
+from paceline.gateway.access.doors import DoorTls, guard, load_door_tls
+from paceline.gateway.access.fair_shares import Shares
+from paceline.gateway.access.guard import Access, GuardedApp
 from paceline.gateway.config import GatewayConfig, model_aliases
-from paceline.gateway.connection import BoundedConnection, Connections
 from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.console.frames import OwnCounts
-from paceline.gateway.door_access import DoorTls, guard, load_door_tls
-from paceline.gateway.failover import Placer
-from paceline.gateway.fair_shares import Shares
-from paceline.gateway.fleet import Fleet
-from paceline.gateway.front import with_front
+from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.fleet.readiness import readiness
+from paceline.gateway.fleet.routing import Router
+from paceline.gateway.fleet.verifier_client import VerifierClient
 from paceline.gateway.generation_config import ModelDefaults
-from paceline.gateway.grpc_door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
-from paceline.gateway.http import ERROR_FORMS, create_app
-from paceline.gateway.readiness import readiness
-from paceline.gateway.reading import BodyReader
-from paceline.gateway.records import RecordWriter
+from paceline.gateway.grpc.door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
+from paceline.gateway.grpc.servicer import SERVICE_NAME, GatewayServicer
+from paceline.gateway.http.app import ERROR_FORMS, create_app
+from paceline.gateway.http.connection import BoundedConnection, Connections
+from paceline.gateway.http.front import with_front
+from paceline.gateway.http.reading import BodyReader
 from paceline.gateway.responses.keeping import ResponseShelf
-from paceline.gateway.routing import Router
-from paceline.gateway.servicer import SERVICE_NAME, GatewayServicer
-from paceline.gateway.sessions import Sessions
-from paceline.gateway.take_over import Resumption
-from paceline.gateway.text import TextCodec
-from paceline.gateway.verifier_client import VerifierClient
+from paceline.gateway.sessions.failover import Placer
+from paceline.gateway.sessions.records import RecordWriter
+from paceline.gateway.sessions.sessions import Sessions
+from paceline.gateway.sessions.take_over import Resumption
+from paceline.gateway.text.codec import TextCodec
 from paceline.gateway.workers import Workers
 from paceline.obs.families import MODEL_NAME, service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics

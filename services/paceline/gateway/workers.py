@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Self, TypeVar
 
-from paceline.gateway.callers import current_caller
-from paceline.gateway.fair_shares import Shares
+from paceline.gateway.access.callers import current_caller
+from paceline.gateway.access.fair_shares import Shares
 
 NUM_THREADS = 2
 MAX_JOBS = 64

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.gateway.anthropic_door.bodies import MessagesBody
-from paceline.gateway.api import ChatBody, ChatMessage, CompletionBody, TextPart
-from paceline.gateway.openapi import openapi_document
+from paceline.gateway.anthropic.bodies import MessagesBody
+from paceline.gateway.http.openapi import openapi_document
+from paceline.gateway.openai.bodies import ChatBody, ChatMessage, CompletionBody, TextPart
 from paceline.gateway.responses.bodies import ResponsesBody
 from tests.support.references.tables import WRITTEN_BY
 

@@ -8,10 +8,10 @@ import pytest
 
 from paceline.core.messages import PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.answers import Answer
+from paceline.gateway.openai.answers import Answer
 from paceline.gateway.requests import ServedModel, SessionRequest
-from paceline.gateway.session_output import Piece
-from paceline.gateway.text import TextCodec
+from paceline.gateway.sessions.output import Piece
+from paceline.gateway.text.codec import TextCodec
 from tests.support import tiny_tokenizer
 from tests.support.scripted_fleet import EOS, identity
 

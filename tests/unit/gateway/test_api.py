@@ -11,15 +11,15 @@ import pytest
 from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.api import ChatBody, CompletionBody, parse_body
-from paceline.gateway.body import parse_json_object
-from paceline.gateway.chat import ChatTemplate
-from paceline.gateway.choices import chat_sessions, completion_sessions
-from paceline.gateway.errors import HttpError, to_http
-from paceline.gateway.fields import UnknownFields
 from paceline.gateway.generation_config import ModelDefaults
+from paceline.gateway.http.body import parse_json_object
+from paceline.gateway.http.errors import HttpError, to_http
+from paceline.gateway.http.fields import UnknownFields
+from paceline.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
+from paceline.gateway.openai.choices import chat_sessions, completion_sessions
 from paceline.gateway.requests import ServedModel, SessionRequest, sample_seed
-from paceline.gateway.text import TextCodec
+from paceline.gateway.text.chat_template import ChatTemplate
+from paceline.gateway.text.codec import TextCodec
 from tests.support import tiny_tokenizer
 
 CONTEXT_LEN = 64

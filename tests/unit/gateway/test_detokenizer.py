@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from paceline.gateway.detokenizer import MAX_HELD_TOKENS, REPLACEMENT, Detokenizer
-from paceline.gateway.text import TextCodec
+from paceline.gateway.text.codec import TextCodec
+from paceline.gateway.text.detokenizer import MAX_HELD_TOKENS, REPLACEMENT, Detokenizer
 from tests.support import tiny_tokenizer
 
 CODEC = TextCodec(tiny_tokenizer.train(), None)

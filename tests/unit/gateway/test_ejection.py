@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.gateway.ejection import CONSECUTIVE, EJECTION_S, LEAST_OUTCOMES, WINDOW_S, Ejections
+from paceline.gateway.fleet.ejection import CONSECUTIVE, EJECTION_S, LEAST_OUTCOMES, WINDOW_S, Ejections
 from tests.support.replicas import replica
 
 FLEET = [replica(f"v{index}") for index in range(4)]

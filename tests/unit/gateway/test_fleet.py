@@ -6,8 +6,8 @@ import pytest
 
 from paceline.core.errors import ConfigError, ModelNotFoundError, UnavailableError
 from paceline.gateway.config import model_aliases
-from paceline.gateway.fleet import Fleet
-from paceline.gateway.text import TextCodec
+from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.text.codec import TextCodec
 from paceline.store.base import Replica
 from paceline.store.view import RECOVERY_S
 from tests.support import tiny_tokenizer

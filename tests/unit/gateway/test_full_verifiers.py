@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import OverloadedError
-from paceline.gateway.full_verifiers import MOST_S, ToldFull
+from paceline.gateway.fleet.full_verifiers import MOST_S, ToldFull
 
 FULL = OverloadedError("a place would be free in about 3.0 s", retry_after_s=1.0)
 

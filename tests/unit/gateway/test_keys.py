@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.gateway.keys import ApiKey, KeyConfig, KeyRing, line_of, main, new_key, parse_keys
+from paceline.gateway.access.keys import ApiKey, KeyConfig, KeyRing, line_of, main, new_key, parse_keys
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 OTHER = hashlib.sha256(b"other").hexdigest()

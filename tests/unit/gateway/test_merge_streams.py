@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from paceline.gateway.merge_streams import MAX_WAITING_EVENTS, merged, until_disconnect
+from paceline.gateway.http.merge_streams import MAX_WAITING_EVENTS, merged, until_disconnect
 
 
 class Streams:

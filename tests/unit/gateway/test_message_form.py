@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.gateway.message_form import (
+from paceline.gateway.message.form import (
     DEEPSEEK_R1,
     GPT_OSS,
     HERMES,
@@ -23,7 +23,7 @@ from paceline.gateway.message_form import (
     begins_thinking,
     check_families,
 )
-from paceline.gateway.message_parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
+from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
 
 TYPES = {"f": {"n": "integer", "o": "object", "b": "boolean"}}
 ARGUMENTS = '{"a": "}]\\"", "b": [1, {"c": null}]}'

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from paceline.core.messages import FinishReason
-from paceline.gateway.anthropic_door.telling import MessageTelling
-from paceline.gateway.message_form import MessageForm
-from paceline.gateway.messages_read import Message
-from paceline.gateway.session_output import Ending
+from paceline.gateway.anthropic.telling import MessageTelling
+from paceline.gateway.message.form import MessageForm
+from paceline.gateway.message.growing import Message
+from paceline.gateway.sessions.output import Ending
 
 
 @pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": 1', "[1]"])

@@ -8,9 +8,9 @@ import jsonschema_rs
 import pytest
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.api import NO_EFFECT, NOT_SERVED, ChatBody, CompletionBody, parse_body
-from paceline.gateway.fields import UnknownFields
-from paceline.gateway.openapi import openapi_document
+from paceline.gateway.http.fields import UnknownFields
+from paceline.gateway.http.openapi import openapi_document
+from paceline.gateway.openai.bodies import NO_EFFECT, NOT_SERVED, ChatBody, CompletionBody, parse_body
 
 DOCUMENT = openapi_document()
 

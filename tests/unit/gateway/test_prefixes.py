@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.pages import BLOCK_SIZE
-from paceline.gateway.prefixes import DENSE_BLOCKS, PrefixIndex, covered_tokens, prefix_blocks
+from paceline.gateway.fleet.prefixes import DENSE_BLOCKS, PrefixIndex, covered_tokens, prefix_blocks
 
 TOKENS = [random.Random(0).randrange(150_000) for _ in range(5_000)]
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.errors import OverloadedError
-from paceline.gateway.keys import ApiKey
-from paceline.gateway.rate_limit import REST_S, WindowRateLimit
+from paceline.gateway.access.keys import ApiKey
+from paceline.gateway.access.rate_limit import REST_S, WindowRateLimit
 
 ALICE = ApiKey(name="alice", digest=bytes(32), requests_per_minute=2)
 BOB = replace(ALICE, name="bob")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.pages import BLOCK_SIZE
-from paceline.gateway.routing import AFFINITY, Router, able_verifiers, within_bound
+from paceline.gateway.fleet.routing import AFFINITY, Router, able_verifiers, within_bound
 from paceline.store.base import Replica
 from tests.support.replicas import replica
 

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.chat import ChatTemplate
-from paceline.gateway.spellings import SpecialSpellings
-from paceline.gateway.text import TextCodec
+from paceline.gateway.text.chat_template import ChatTemplate
+from paceline.gateway.text.codec import TextCodec
+from paceline.gateway.text.spellings import SpecialSpellings
 from tests.support import tiny_tokenizer
 
 SPECIAL = ("<|user|>", "<|assistant|>", "<|end|>", "<|end|>>")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.gateway.chat import ChatTemplate
-from paceline.gateway.text import TextCodec
+from paceline.gateway.text.chat_template import ChatTemplate
+from paceline.gateway.text.codec import TextCodec
 from tests.support import tiny_tokenizer
 
 MESSAGES = [

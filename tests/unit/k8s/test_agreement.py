@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.cluster.drain import DrainConfig
 from paceline.config import load
-from paceline.gateway.access import OPEN_PATHS
+from paceline.gateway.access.guard import OPEN_PATHS
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.service_process import LIVENESS
 from paceline.verifier.config import speculation_from

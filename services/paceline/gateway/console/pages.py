@@ -17,8 +17,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from paceline.gateway.console.feed import ConsoleFeed
-from paceline.gateway.http_response import STREAM_HEADERS, Exchange
-from paceline.gateway.merge_streams import until_disconnect
+from paceline.gateway.http.merge_streams import until_disconnect
+from paceline.gateway.http.response import STREAM_HEADERS, Exchange
 
 EVENTS_PATH = "/console/events"
 STATIC = Path(__file__).parent / "static"

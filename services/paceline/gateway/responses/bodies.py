@@ -9,9 +9,16 @@ from typing import Any, Literal
 
 from pydantic import Field, SkipValidation
 
-from paceline.gateway.api import MAX_EFFORT_CHARACTERS, TEMPLATE_LIMITS, SharedBody, SpeculationBody, Stop, Stops
-from paceline.gateway.fields import Fields, TextFields
-from paceline.gateway.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
+from paceline.gateway.http.fields import Fields, TextFields
+from paceline.gateway.message.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
+from paceline.gateway.openai.bodies import (
+    MAX_EFFORT_CHARACTERS,
+    TEMPLATE_LIMITS,
+    SharedBody,
+    SpeculationBody,
+    Stop,
+    Stops,
+)
 
 
 class InputText(TextFields):

@@ -15,21 +15,21 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import InvalidRequestError, SessionNotFoundError
-from paceline.gateway.callers import current_caller
-from paceline.gateway.errors import HttpError
-from paceline.gateway.fields import UnknownFields, read_fields
-from paceline.gateway.http_response import ErrorForm, Exchange, request_id
-from paceline.gateway.merge_streams import until_disconnect
-from paceline.gateway.messages_read import Message, any_message_of
-from paceline.gateway.reading import BodyReader
+from paceline.gateway.access.callers import current_caller
+from paceline.gateway.http.errors import HttpError
+from paceline.gateway.http.fields import UnknownFields, read_fields
+from paceline.gateway.http.merge_streams import until_disconnect
+from paceline.gateway.http.reading import BodyReader
+from paceline.gateway.http.response import ErrorForm, Exchange, request_id
+from paceline.gateway.http.translated import Asked, TranslatedEndpoint, stream, told
+from paceline.gateway.message.growing import Message, any_message_of
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.responses.bodies import ResponsesBody
 from paceline.gateway.responses.keeping import KeptResponse, ResponseShelf
 from paceline.gateway.responses.requests import chat_of, output_messages
 from paceline.gateway.responses.telling import ResponseTelling, parts_of
-from paceline.gateway.sessions import Sessions
-from paceline.gateway.take_over import Resumption
-from paceline.gateway.translated import Asked, TranslatedEndpoint, stream, told
+from paceline.gateway.sessions.sessions import Sessions
+from paceline.gateway.sessions.take_over import Resumption
 from paceline.obs.tracing import Tracer
 
 Json = dict[str, Any]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.fields import UnknownFields, read_fields, read_text
+from paceline.gateway.http.fields import UnknownFields, read_fields, read_text
 from paceline.gateway.responses.bodies import (
     AllowedFunctions,
     ChosenFunction,

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.core.messages import FinishReason
-from paceline.gateway.answers import metrics
-from paceline.gateway.message_form import call_id
-from paceline.gateway.message_parts import CallArguments, CallBegin, Content, Part, Reasoning
-from paceline.gateway.session_output import Ending
+from paceline.gateway.message.form import call_id
+from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.gateway.openai.answers import metrics
+from paceline.gateway.sessions.output import Ending
 
 Json = dict[str, Any]
 

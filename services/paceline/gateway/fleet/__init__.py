@@ -1,0 +1,1 @@
+"""The verifiers as this gateway knows them, and which gets a session."""

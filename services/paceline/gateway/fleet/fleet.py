@@ -1,0 +1,184 @@
+"""The fleet as this gateway knows it: the registry, read in the background.
+
+A dead registry leaves the last known fleet in place. Who gets the next session is not decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from paceline.core.errors import ModelNotFoundError, UnavailableError
+from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
+from paceline.gateway.fleet.routing import able_verifiers
+from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
+from paceline.gateway.message.form import AUTO, Families
+from paceline.gateway.requests import ServedModel
+from paceline.gateway.text.codec import TextCodec
+from paceline.store.base import Replica
+from paceline.store.view import Answers, Registry, RegistryView, nobody_answers
+
+_log = logging.getLogger(__name__)
+
+
+class Channels(Protocol):
+    """Connections to verifiers."""
+
+    async def keep_only(self, addresses: Collection[str]) -> None:
+        """Closes connections to other addresses that nobody uses."""
+
+
+def strange_drafters(replicas: Sequence[Replica]) -> list[Replica]:
+    """Returns the drafters that can draft for no verifier; they will never be paired."""
+    targets = [r.identity for r in replicas if r.role == VERIFIER and r.identity is not None]
+    return [
+        replica
+        for replica in replicas
+        if replica.role == DRAFTER
+        and targets
+        and (replica.identity is None or not any(map(replica.identity.drafts_for, targets)))
+    ]
+
+
+class Fleet:
+    """Replicas and models that this gateway can use."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        codecs: Mapping[str, TextCodec],
+        answers: Answers = nobody_answers,
+        *,
+        defaults: Mapping[str, ModelDefaults] | None = None,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+        aliases: Mapping[str, str] | None = None,
+        trusts_templates: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Knows no replica until the first `refresh`.
+
+        Args:
+            registry: Where replicas announce themselves.
+            codecs: Tokenizers by model name; only these models are served.
+            answers: Asks a replica that has left the registry whether it still serves.
+            defaults: Of models that have some, by name.
+            tool_call_parser: How models write calls: a family, `auto` or `none`.
+            reasoning_parser: How they write reasoning, likewise.
+            aliases: Further names, and whose.
+            trusts_templates: Whether requests may bring chat templates of their own.
+            clock: Monotonic seconds.
+        """
+        self._view = RegistryView(registry, answers=answers, clock=clock)
+        self._codecs = dict(codecs)
+        self._defaults = dict(defaults or {})
+        self._families = {
+            name: Families.of(tool_call_parser, reasoning_parser, codec.template_source)
+            for name, codec in self._codecs.items()
+        }
+        self._aliases = dict(aliases or {})
+        self._trusts_templates = trusts_templates
+        self._warned_of: set[str] = set()
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """The fleet as last read."""
+        return self._view.replicas
+
+    @property
+    def store_error(self) -> str | None:
+        """Why the last reading failed; None if it did not."""
+        return self._view.error
+
+    @property
+    def own_names(self) -> list[str]:
+        """Names of the models, as their verifiers announce them."""
+        return sorted(self._codecs)
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names that can be asked for, with or without a verifier at the moment."""
+        return sorted({*self._codecs, *self._aliases})
+
+    def verifiers(self, name: str) -> list[Replica]:
+        """Returns the verifiers of a model that take sessions and speak this gateway's tokens."""
+        codec = self._codecs.get(name)
+        able = able_verifiers(self.replicas, name)
+        if codec is None or not codec.vocab_hash:
+            return able
+        return [each for each in able if each.identity is not None and each.identity.vocab_hash == codec.vocab_hash]
+
+    def identity(self, name: str) -> ModelIdentity | None:
+        """Returns what the verifier of the model with the longest context says of it; None if none is known."""
+        name = self._aliases.get(name, name)
+        known = [each.identity for each in able_verifiers(self.replicas, name) if each.identity is not None]
+        same = [each.identity for each in self.verifiers(name) if each.identity is not None]
+        return max(same or known, key=lambda identity: identity.context_len, default=None)
+
+    def model(self, name: str) -> ServedModel:
+        """Returns a model by the name users ask for; an empty name means the only one.
+
+        Raises:
+            ModelNotFoundError: It is not served here.
+            UnavailableError: It is, but no verifier is there, or one for other tokens than ours.
+        """
+        if not name and len(self._codecs) == 1:
+            [name] = self._codecs
+        asked, name = name, self._aliases.get(name, name)
+        codec = self._codecs.get(name)
+        if codec is None:
+            raise ModelNotFoundError(f"model: {name[:80]!r} is not served here; served: {', '.join(self.model_names)}")
+        identity = self.identity(name)
+        if identity is None:
+            raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
+        if codec.vocab_hash and codec.vocab_hash != identity.vocab_hash:
+            raise UnavailableError(
+                f"model {name!r}: this gateway's tokenizer is not the verifier's; start both with the same folder"
+            )
+        return ServedModel(
+            identity=identity,
+            codec=codec,
+            defaults=self._defaults.get(name, NO_DEFAULTS),
+            families=self._families[name],
+            trusts_templates=self._trusts_templates,
+            asked_name=asked,
+        )
+
+    def addresses(self) -> list[str]:
+        """Returns where the verifiers listen."""
+        return [replica.address for replica in self.replicas if replica.role == VERIFIER]
+
+    async def refresh(self) -> None:
+        """Reads the registry once; a failure leaves the last known fleet in place."""
+        await self._view.refresh()
+        self._warn_of_strange_drafters()
+
+    def _warn_of_strange_drafters(self) -> None:
+        strange = {replica.replica_id for replica in strange_drafters(self.replicas)}
+        for replica_id in sorted(strange - self._warned_of):
+            _log.warning(
+                "a drafter speaks the vocabulary of no verifier and is not used",
+                extra={"replica_id": replica_id},
+            )
+        self._warned_of = strange
+
+    def is_draining(self, replica_id: str) -> bool:
+        """Says whether a replica is marked as draining."""
+        return any(each.draining for each in self.replicas if each.replica_id == replica_id)
+
+    async def keep_fresh(self, interval_s: float, channels: Channels, on_refreshed: Callable[[], None]) -> None:
+        """Refreshes for ever, once an interval in seconds.
+
+        Args:
+            interval_s: Pause between two readings.
+            channels: Those to verifiers that are gone are closed.
+            on_refreshed: Called after each reading.
+        """
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.refresh()
+            on_refreshed()
+            await channels.keep_only(self.addresses())

@@ -1,0 +1,1 @@
+"""Grammars that answers have to follow."""

@@ -1,0 +1,191 @@
+"""Grammars of answers in which calls, once begun, are as the schemas of strict tools want them; all else is free text.
+
+Each family of models writes calls in its own way (`paceline.gateway.message.tool_calls`). gpt-oss is not among them: no
+engine that follows grammars serves it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError
+from paceline.gateway.grammars.compiling import LAYOUT, LOOSE
+from paceline.gateway.grammars.partial import Opening, joined, pattern, up_to
+from paceline.gateway.message.form import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3_CODER
+from paceline.gateway.message.tool_calls import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from paceline.gateway.message.tools import Toolbox
+
+Json = dict[str, Any]
+_GUIDANCE = {"x-guidance": {**LAYOUT, **LOOSE}}
+# What references within a schema lead to.
+_DEFINITIONS = ("$defs", "definitions")
+# How a list of calls may begin.
+_LIST = rf"[ \n]*({pattern(pythonic.BEGIN)})?[ \n]*\["
+
+
+def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening) -> str:
+    """Returns the grammar of an answer.
+
+    Args:
+        toolbox: The tools; arguments of those that are not strict are of any form.
+        family: How the model writes calls, one of `FAMILIES`.
+        opening: Of the answer.
+
+    Raises:
+        InvalidRequestError: A schema cannot be compiled, or is of a form that the family's calls cannot follow.
+    """
+    schemas, said = FAMILIES[family]
+    parts = [{"name": name, "json_schema": {**_GUIDANCE, **schema}} for name, schema in schemas(toolbox)]
+    return joined(lambda opening: [*opening.rules("said"), *said(toolbox, opening)], parts, opening, "tools")
+
+
+def _of_arguments(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
+    """Yields a schema a tool: of all its arguments, as families have it that write JSON."""
+    for at, (schema, strict) in enumerate(toolbox.parameters):
+        yield f"tool_{at}", schema if strict else {"type": "object"}
+
+
+def _of_each_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
+    """Yields a schema an argument, as families have it that write none around them."""
+    yield "any", {}
+    for at, (schema, strict) in enumerate(toolbox.parameters):
+        shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+        for number, (_, argument, _) in enumerate(_arguments(toolbox, at) if strict else ()):
+            yield f"tool_{at}_{number}", {**shared, **argument}
+
+
+def _arguments(toolbox: Toolbox, at: int) -> Iterator[tuple[str, Json, bool]]:
+    """Yields name, schema and whether it has to be there, of each argument of a tool.
+
+    Raises:
+        InvalidRequestError: The schema lists none.
+    """
+    schema, _ = toolbox.parameters[at]
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    known = schema.get("type", "object") == "object" and isinstance(properties, dict) and isinstance(required, list)
+    if not known or not schema.keys().isdisjoint(("$ref", "allOf", "anyOf", "oneOf")):
+        name = toolbox.names[at][:80]
+        raise InvalidRequestError(
+            "tools", f"the parameters of {name!r}, which is strict, must be an object with properties"
+        )
+    for name, argument in properties.items():
+        yield name, argument if isinstance(argument, dict) else {}, name in required
+
+
+def _calls(toolbox: Toolbox, key: str) -> str:
+    """Returns the rule of one call as a JSON object."""
+    forms: list[str] = []
+    for at, name in enumerate(toolbox.names):
+        head = f'{{"name": {_literal(name)}, "{key}": '
+        forms.append(f"{_literal(head)} @tool_{at} {_literal('}')}")
+    return f"call: {' | '.join(forms)}"
+
+
+def _literal(text: str) -> str:
+    """Returns a string of Lark, which is one of JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _hermes(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
+    yield _amid_text("to_call GAP call GAP call_end", toolbox)
+    yield from opening.text_up_to("call", hermes.BEGIN)
+    yield opening.marker("call_end", hermes.END)
+    yield _calls(toolbox, "arguments")
+
+
+def _mistral(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
+    yield _amid_text("to_call GAP calls", toolbox)
+    yield from opening.text_up_to("call", mistral.BEGIN)
+    further = f" ({_literal(', ')} call)*" if toolbox.parallel else ""
+    listed = f"{_literal('[')} call{further} {_literal(']')}"
+    yield " | ".join([f"calls: {listed}", *(f"{_literal(n)} args? @tool_{at}" for at, n in enumerate(toolbox.names))])
+    yield opening.marker("args", mistral.ARGS)
+    yield _calls(toolbox, "arguments")
+
+
+def _amid_text(call: str, toolbox: Toolbox) -> str:
+    several = "said: ({})* WITHOUT_CALL"
+    one = "said: WITHOUT_CALL | {} GAP"
+    return (several if toolbox.parallel else one).format(call)
+
+
+def _llama3(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
+    further = f" (GAP {_literal(';')} GAP call)*" if toolbox.parallel else ""
+    yield f"said: OTHER | GAP tag? GAP call{further} GAP"
+    yield r'OTHER: /(.|\n)*/ & ~/\s*\{\s*"name"(.|\n)*/'
+    yield opening.marker("tag", llama3_json.BEGIN)
+    yield _calls(toolbox, "parameters")
+
+
+def _qwen3_coder(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
+    """Tags, the outer one of which may be missing."""
+    yield _amid_text(f"(to_call GAP {_literal(qwen3_coder.BEGIN)} call GAP call_end | to_function call)", toolbox)
+    yield from opening.text_up_to("call", qwen3_coder.OUTER, qwen3_coder.BEGIN)
+    yield "to_function: function_spelled"
+    yield up_to("function_spelled", qwen3_coder.BEGIN)
+    yield opening.marker("call_end", qwen3_coder.OUTER_END)
+    yield "call: " + " | ".join(f"call_{at}" for at in range(len(toolbox.names)))
+    yield up_to("any_arguments", qwen3_coder.END)
+    yield up_to("any_text", f"\n{qwen3_coder.PARAMETER_END}\n")
+    for at, (name, strict) in enumerate(zip(toolbox.names, toolbox.strict, strict=True)):
+        arguments = list(_arguments(toolbox, at)) if strict else []
+        members = [f"argument_{at}_{number}{'' if due else '?'}" for number, (_, _, due) in enumerate(arguments)]
+        rest = [*members, _literal(qwen3_coder.END)] if strict else ["any_arguments"]
+        yield " ".join([f"call_{at}: {_literal(f'{name}>' + chr(10))}", *rest])
+        for number, (key, argument, _) in enumerate(arguments):
+            value = _bare_value(argument, f"@tool_{at}_{number}")
+            yield f"argument_{at}_{number}: {_literal(f'{qwen3_coder.PARAMETER}{key}>' + chr(10))} {value}"
+
+
+def _bare_value(argument: Json, reference: str) -> str:
+    """Returns what a value and the end of its tag look like: strings are bare, all else is JSON."""
+    end = f"\n{qwen3_coder.PARAMETER_END}\n"
+    if argument.get("type") != "string":
+        return f"{reference} {_literal(end)}"
+    some = [argument["const"]] if "const" in argument else argument.get("enum")
+    if not isinstance(some, list):
+        return "any_text"
+    return f"({' | '.join(_literal(str(each) + end) for each in some)})"
+
+
+def _pythonic(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
+    further = f" ({_literal(', ')} call)*" if toolbox.parallel else ""
+    yield f'said: OTHER | first_call{further} "]" GAP list_end? GAP'
+    yield rf"OTHER: /(.|\n)*/ & ~/{_LIST}[A-Za-z_][\w.]*\s*\((.|\n)*/"
+    yield opening.marker("list_end", pythonic.END)
+    yield "first_call: " + " | ".join(f"head_{at} rest_{at}" for at in range(len(toolbox.names)))
+    yield "call: " + " | ".join(f"{_literal(f'{name}(')} rest_{at}" for at, name in enumerate(toolbox.names))
+    yield 'any_argument: /[A-Za-z_]\\w*/ "=" @any'
+    yield 'any_arguments: (any_argument (", " any_argument)*)?'
+    token_id = opening.token_of(pythonic.BEGIN)
+    for at, (name, strict) in enumerate(zip(toolbox.names, toolbox.strict, strict=True)):
+        # One pattern up to where it is no other text: the longest match wins.
+        begun = "" if token_id is None else f" | GAP <[{token_id}]> GAP {_literal(f'[{name}(')}"
+        yield rf"head_{at}: /{_LIST}{pattern(f'{name}(')}/{begun}"
+        yield f'rest_{at}: {f"first_{at}_0" if strict else "any_arguments"} ")"'
+        if strict:
+            yield from _keywords(list(_arguments(toolbox, at)), at)
+
+
+def _keywords(arguments: list[tuple[str, Json, bool]], at: int) -> Iterator[str]:
+    """Yields the rules of arguments in their order, from the first that is written, and from a further one."""
+    for number, (key, _, due) in enumerate(arguments):
+        for place, comma in (("first", ""), ("further", ", ")):
+            written = f"{_literal(f'{comma}{key}=')} @tool_{at}_{number} further_{at}_{number + 1}"
+            yield f"{place}_{at}_{number}: {written}" + ("" if due else f" | {place}_{at}_{number + 1}")
+    yield f'first_{at}_{len(arguments)}: ""'
+    yield f'further_{at}_{len(arguments)}: ""'
+
+
+FAMILIES: Mapping[
+    str,
+    tuple[Callable[[Toolbox], Iterator[tuple[str, Json]]], Callable[[Toolbox, Opening], Iterator[str]]],
+] = {
+    HERMES: (_of_arguments, _hermes),
+    LLAMA3_JSON: (_of_arguments, _llama3),
+    MISTRAL: (_of_arguments, _mistral),
+    QWEN3_CODER: (_of_each_argument, _qwen3_coder),
+    PYTHONIC: (_of_each_argument, _pythonic),
+}

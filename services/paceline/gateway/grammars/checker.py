@@ -1,0 +1,104 @@
+"""A process that compiles what strangers call a grammar: `python -m paceline.gateway.grammars.checker SECONDS`.
+
+Reads a JSON object a line, `{"kind", "value", "options"}`, and answers each with `{"grammar"}` or `{"error"}`. It dies
+of a question that takes more than so many seconds of the processor, for nothing else bounds every grammar's time.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from paceline.engine.grammar import LIMITS
+
+MOST_BYTES = 2 * 1024**3
+# Keywords of JSON schema under which other schemas stand: by name, in a list, or one.
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "contains", "not")
+# The only vocabulary that all models share is that of bytes.
+_BYTES = LLTokenizer("byte")
+
+
+def answer(question: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the grammar that a question asks for, or why there is none."""
+    kind, value = question["kind"], question["value"]
+    try:
+        if kind == "json_schema":
+            return _of_schema(value, question["options"])
+        grammar = LLMatcher.grammar_from_regex(value) if kind == "regex" else _as_it_is(value) or any_to_lark(value)
+    except Exception as error:  # noqa: BLE001 - whatever a converter thinks of a stranger's text
+        return {"error": f"cannot be read: {error}"}
+    problem = _problem(grammar)
+    return {"error": problem} if problem else {"grammar": grammar}
+
+
+def _as_it_is(text: str) -> str:
+    return text if text.lstrip().startswith("{") else ""
+
+
+def _of_schema(schema: Any, options: Any) -> dict[str, str]:
+    grammar = LLMatcher.grammar_from_json_schema(schema, defaults=options)
+    problem = _problem(grammar)
+    if not problem:
+        return {"grammar": grammar}
+    place = _place(schema, problem, options)
+    return {"error": f"{place}: {problem}" if place else problem}
+
+
+def _problem(grammar: str) -> str:
+    """Returns why a grammar cannot be compiled; empty: it can."""
+    matcher = LLMatcher(_BYTES, grammar, log_level=0, limits=LIMITS)
+    matcher.compute_bitmask()
+    return " ".join(matcher.get_error().split())
+
+
+def _place(schema: Any, problem: str, options: Any) -> str:
+    """Returns the path of the innermost schema that has the same problem by itself; empty: only the whole has it."""
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    path: list[str] = []
+    parts = list(_parts(schema))
+    while parts:
+        step, part = parts.pop(0)
+        if not isinstance(part, dict):
+            continue
+        if _problem(LLMatcher.grammar_from_json_schema({**definitions, **part}, defaults=options)) == problem:
+            path.append(step)
+            parts = list(_parts(part))
+    return ".".join(path)
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for keyword in _BY_NAME:
+        named = schema.get(keyword)
+        if isinstance(named, dict):
+            yield from ((f"{keyword}.{name}", part) for name, part in named.items())
+    for keyword in _LISTED:
+        listed = schema.get(keyword)
+        if isinstance(listed, list):
+            yield from ((f"{keyword}[{index}]", part) for index, part in enumerate(listed))
+    yield from ((keyword, schema[keyword]) for keyword in _SINGLE if keyword in schema)
+
+
+def main() -> None:
+    """Answers until its input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    most_s = float(sys.argv[1])
+    for line in sys.stdin.buffer:
+        # Its own time, not that of a clock: on a busy machine every grammar would be too slow.
+        signal.setitimer(signal.ITIMER_PROF, most_s)
+        answered = json.dumps(answer(json.loads(line))).encode() + b"\n"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answered)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

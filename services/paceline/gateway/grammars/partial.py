@@ -1,0 +1,109 @@
+"""Grammars that bind a part of an answer: what follows free text, such as its reasoning.
+
+Free text ends with a marker, which is spelled in text or is one added token; it holds no other added tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.gateway.grammars.compiling import grammar_of_lark
+from paceline.gateway.message.form import DEEPSEEK_R1, QWEN3, begins_thinking
+from paceline.gateway.message.reasoning import think
+
+Json = dict[str, Any]
+# Id of an added token by its spelling; None: there is none.
+TokenOf = Callable[[str], int | None]
+_ANSWER = "answer"
+_GAP = r"GAP: /[ \n]*/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What stands before the part that is bound.
+
+    Attributes:
+        reasoning: Family of the model's reasoning; empty: it has none.
+        prompt_end: The end of the prompt, special tokens spelled out.
+        token_of: Finds added tokens.
+    """
+
+    reasoning: str
+    prompt_end: str
+    token_of: TokenOf
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether the answer is within reasoning, or may begin it."""
+        return self.reasoning in (QWEN3, DEEPSEEK_R1) and not self.prompt_end.rstrip().endswith(think.END)
+
+    def rules(self, part: str) -> list[str]:
+        """Returns rules from `start` to what is bound."""
+        if not self.may_reason:
+            return [f"start: {part}", _GAP]
+        within = begins_thinking(self.reasoning, self.prompt_end)
+        begun = f"start: to_thought GAP {part}"
+        maybe = [f"start: {part} | GAP thinking to_thought GAP {part}", self.marker("thinking", think.BEGIN)]
+        return [*([begun] if within else maybe), _GAP, *self.text_up_to("thought", think.END)]
+
+    def marker(self, name: str, text: str) -> str:
+        """Returns the rule of a marker."""
+        token_id = self.token_of(text)
+        return f"{name}: {json.dumps(text)}" + ("" if token_id is None else f" | <[{token_id}]>")
+
+    def text_up_to(self, name: str, marker: str, *others: str) -> Iterator[str]:
+        """Yields the rules of free text with its marker, `to_NAME`, and of text without, `WITHOUT_NAME`.
+
+        Args:
+            name: Of the rules.
+            marker: The marker.
+            others: What text without the marker does not hold either.
+        """
+        token_id = self.token_of(marker)
+        without = f"WITHOUT_{name.upper()}"
+        yield f"to_{name}: {name}_spelled" + ("" if token_id is None else f" | {without} <[{token_id}]>")
+        yield up_to(f"{name}_spelled", marker)
+        yield rf"{without}: /(.|\n)*/ & ~/(.|\n)*({'|'.join(map(pattern, (marker, *others)))})(.|\n)*/"
+
+
+def up_to(name: str, ending: str) -> str:
+    """Returns the rule of free text that ends where these characters first end."""
+    return rf"{name}[lazy]: /(.|\n)*{pattern(ending)}/"
+
+
+def pattern(text: str) -> str:
+    """Returns a regular expression of Lark that matches a text."""
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+
+def after_reasoning(grammar: str, opening: Opening, *, field: str) -> str:
+    """Returns a grammar that binds what follows the reasoning of an answer.
+
+    Args:
+        grammar: As sessions carry it.
+        opening: Of the answer.
+        field: Name of the request field, for the error.
+
+    Raises:
+        InvalidRequestError: The two together are too large.
+    """
+    if not opening.may_reason:
+        return grammar
+    given = json.loads(grammar) if grammar.lstrip().startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+    first, *others = given["grammars"]
+    parts = [{**first, "name": _ANSWER}, *others]
+    return joined(lambda opening: opening.rules(f"@{_ANSWER}"), parts, opening, field)
+
+
+def joined(make: Callable[[Opening], Sequence[str]], others: Sequence[Json], opening: Opening, field: str) -> str:
+    """Returns one grammar of rules and of those that they name; it is checked without tokens, which are the model's."""
+
+    def whole(rules: Sequence[str]) -> str:
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules) + "\n"}, *others]})
+
+    grammar_of_lark(whole(make(replace(opening, token_of=lambda _: None))), field=field)
+    return whole(make(opening))

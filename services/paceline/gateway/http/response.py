@@ -1,0 +1,155 @@
+"""One HTTP response under way, as raw ASGI: status before the first byte, server-sent events, errors after it.
+
+It knows no request and no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Send
+
+from paceline.gateway.http.errors import HttpError, to_http
+
+# A client that reads nothing for that long holds places and KV pages of others.
+SEND_TIMEOUT_S = 60.0
+REQUEST_ID = "x-request-id"
+MAX_REQUEST_ID_CHARACTERS = 128
+DONE = b"data: [DONE]\n\n"
+JSON_HEADERS = {"content-type": "application/json"}
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+_log = logging.getLogger(__name__)
+
+
+class ClientStalledError(Exception):
+    """The client is there but reads nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorForm:
+    """How an API tells errors, and the names of requests and of events.
+
+    Attributes:
+        shape: What an error looks like; it is given the name of the request, too.
+        named: Whether the events of a stream have their types as names, and the last one ends it.
+        id_headers: What tells the name of the request.
+    """
+
+    shape: Callable[[HttpError, str], Any] = lambda error, _: error.to_json()
+    named: bool = False
+    id_headers: Sequence[str] = (REQUEST_ID,)
+
+
+OPENAI_ERRORS = ErrorForm()
+
+
+class Exchange:
+    """One response under way: knows whether it has begun.
+
+    Attributes:
+        own_id: Our name of the request; empty: none.
+        headers: Sent with whatever it begins with.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        on_error: Callable[[Exception], None] = lambda _: None,
+        *,
+        given_id: str = "",
+        own_id: str = "",
+        form: ErrorForm = OPENAI_ERRORS,
+    ) -> None:
+        """Sends nothing yet.
+
+        Args:
+            send: The server's.
+            on_error: Told of the error that ends the response.
+            given_id: The client's name of the request; empty: none.
+            own_id: Ours, which is answered with if the client gives none.
+            form: How the API answers beside its answers.
+        """
+        self._send = send
+        self._on_error = on_error
+        self._begun = False
+        self._given_id = given_id
+        self._form = form
+        self.own_id = own_id
+        self.headers: dict[str, str] = {}
+
+    async def begin(self, status: int, headers: dict[str, str]) -> None:
+        """Sends status and headers."""
+        self._begun = True
+        headers = headers | self.headers
+        if self._request_id:
+            headers |= dict.fromkeys(self._form.id_headers, self._request_id)
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, body: bytes, *, last: bool = False) -> None:
+        """Sends a part of the body."""
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._send({"type": "http.response.body", "body": body, "more_body": not last})
+        except TimeoutError:
+            raise ClientStalledError from None
+
+    async def whole(self, answer: Any) -> None:
+        """Sends all of an answer."""
+        body = to_json(answer)
+        await self.begin(200, {**JSON_HEADERS, "content-length": str(len(body))})
+        await self.write(body, last=True)
+
+    async def event(self, data: Any, event_id: object = None) -> None:
+        """Sends one server-sent event, with an id if it has one."""
+        named = f"id: {event_id}\n".encode() if event_id is not None else b""
+        if self._form.named:
+            named += f"event: {data['type']}\n".encode()
+        await self.write(named + b"data: " + to_json(data) + b"\n\n")
+
+    async def fail(self, error: Exception) -> None:
+        """Tells the client of an error: by status before the first byte, by an event after it."""
+        self._on_error(error)
+        if isinstance(error, ClientStalledError):
+            logged = {"timeout_s": SEND_TIMEOUT_S, "request_id": self._request_id}
+            _log.info("a client has stopped reading its stream", extra=logged)
+            return
+        described = to_http(error, self._request_id)
+        if self._begun:
+            told = b"data: " + self._told(described) + b"\n\n"
+            await self.write(b"event: error\n" + told if self._form.named else told + DONE, last=True)
+            return
+        body = self._told(described)
+        headers = {**JSON_HEADERS, **described.headers(), "content-length": str(len(body))}
+        await self.begin(described.status, headers)
+        await self.write(body, last=True)
+
+    def _told(self, error: HttpError) -> bytes:
+        """Returns an error in bytes; escapes keep broken text of the request out of the answer."""
+        return json.dumps(self._form.shape(error, self._request_id)).encode()
+
+    @property
+    def _request_id(self) -> str:
+        return self._given_id or self.own_id
+
+
+def request_id(headers: Headers) -> str:
+    """Returns the name that a client gives to its request; empty: none, or none that a header or a log should hold."""
+    given = headers.get(REQUEST_ID, "")
+    return given if given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARACTERS else ""
+
+
+def to_json(value: Any) -> bytes:
+    """Returns a value as JSON without spaces."""
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,0 +1,222 @@
+"""How the text of an answer becomes a message: which readers go over it, chosen by family of model and by request.
+
+Families are named by flags, or told by what the model's chat template holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.gateway.message.parts import Content, Part, PartReader, joined
+from paceline.gateway.message.reasoning.channels import ANALYSIS, MESSAGE_END, SPECIAL, ChannelReader
+from paceline.gateway.message.reasoning.count import ReasoningCount
+from paceline.gateway.message.reasoning.think import BEGIN as THINK
+from paceline.gateway.message.reasoning.think import END as THINK_END
+from paceline.gateway.message.reasoning.think import ThinkReader
+from paceline.gateway.message.tool_calls import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from paceline.gateway.message.tool_calls.enforced import NamedCall
+from paceline.gateway.message.tool_calls.json_list import ListOnly
+
+AUTO, NONE = "auto", "none"
+HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, PYTHONIC = "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic"
+QWEN3, DEEPSEEK_R1, GPT_OSS = "qwen3", "deepseek_r1", "gpt_oss"
+# What stands in the template of a family; the first that fits is taken.
+_TOOL_SIGNS = (
+    (MISTRAL, (mistral.BEGIN,)),
+    (QWEN3_CODER, (qwen3_coder.BEGIN,)),
+    (HERMES, (hermes.BEGIN,)),
+    (PYTHONIC, ("[func_name1(", pythonic.BEGIN)),
+    (LLAMA3_JSON, (llama3_json.BEGIN, '{"name": function name, "parameters":')),
+)
+_REASONING_SIGNS = (
+    (GPT_OSS, ("<|channel|>",)),
+    (DEEPSEEK_R1, ("<｜Assistant｜>",)),  # noqa: RUF001 - so it is spelled
+    (QWEN3, (THINK_END,)),
+)
+# Special tokens that a reader has to see.
+_SHOWN: Mapping[str, tuple[str, ...]] = {
+    HERMES: (hermes.BEGIN, hermes.END),
+    LLAMA3_JSON: (llama3_json.BEGIN,),
+    MISTRAL: (mistral.BEGIN, mistral.CALL_ID, mistral.ARGS),
+    QWEN3_CODER: (qwen3_coder.OUTER, qwen3_coder.OUTER_END),
+    PYTHONIC: (pythonic.BEGIN, pythonic.END),
+    QWEN3: (THINK, THINK_END),
+    DEEPSEEK_R1: (THINK, THINK_END),
+    GPT_OSS: SPECIAL,
+}
+TOOL_FAMILIES = tuple(name for name, _ in _TOOL_SIGNS)
+REASONING_FAMILIES = tuple(name for name, _ in _REASONING_SIGNS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Families:
+    """How a model writes calls and reasoning; empty: in no way that is known."""
+
+    tool_calls: str = ""
+    reasoning: str = ""
+
+    @classmethod
+    def of(cls, tool_calls: str, reasoning: str, template: str) -> Families:
+        """Returns what flags say, or what a template shows where they say `auto`.
+
+        Args:
+            tool_calls: A family, `auto`, or `none`.
+            reasoning: Likewise.
+            template: Source of the chat template; empty: there is none.
+        """
+        return cls(
+            tool_calls=_family(tool_calls, _TOOL_SIGNS, template),
+            reasoning=_family(reasoning, _REASONING_SIGNS, template),
+        )
+
+
+NO_FAMILIES = Families()
+
+
+def check_families(tool_calls: str, reasoning: str) -> None:
+    """Checks the values of the two flags.
+
+    Raises:
+        ConfigError: One names no family.
+    """
+    for flag, given, known in (
+        ("--tool-call-parser", tool_calls, TOOL_FAMILIES),
+        ("--reasoning-parser", reasoning, REASONING_FAMILIES),
+    ):
+        if given not in (AUTO, NONE, *known):
+            raise ConfigError(f"{flag} must be {', '.join((AUTO, NONE, *known))}, got {given!r}")
+
+
+def _family(given: str, signs: tuple[tuple[str, tuple[str, ...]], ...], template: str) -> str:
+    if given != AUTO:
+        return "" if given == NONE else given
+    return next((family for family, found in signs if any(sign in template for sign in found)), "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageForm:
+    """How the text of one answer is to be read.
+
+    Attributes:
+        reasoning: Family of its reasoning; empty: it is content.
+        thinks: Whether the text begins within reasoning.
+        tool_calls: Family of its calls; empty: they are content.
+        enforced: Whether a grammar enforces calls, in a form that no family has.
+        named: The one tool that is called then; empty: any.
+        types: Types of parameters by tool, where the family has to be told.
+    """
+
+    reasoning: str = ""
+    thinks: bool = False
+    tool_calls: str = ""
+    enforced: bool = False
+    named: str = ""
+    types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Special tokens that belong to the text."""
+        return (*_SHOWN.get(self.reasoning, ()), *_SHOWN.get(self.tool_calls, ()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as JSON, for records."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any] | None) -> MessageForm | None:
+        """Reads what `to_json` returned.
+
+        Raises:
+            TypeError: It is something else.
+        """
+        return None if values is None else cls(**values)
+
+    def reader(self) -> MessageReader:
+        """Returns what reads an answer of this form."""
+        return MessageReader(self._reasoning_reader(), self._call_reader())
+
+    def reasoning_count(self, decode: Callable[[Sequence[int]], str]) -> ReasoningCount | None:
+        """Returns what counts the tokens of its reasoning; None: it has none.
+
+        Args:
+            decode: Text of tokens, special ones spelled out.
+        """
+        if not self.reasoning:
+            return None
+        begin, end = (ANALYSIS, MESSAGE_END) if self.reasoning == GPT_OSS else (THINK, THINK_END)
+        return ReasoningCount(begin, end, decode, begun=self.thinks)
+
+    def _reasoning_reader(self) -> PartReader | None:
+        if self.reasoning == GPT_OSS:
+            return ChannelReader()
+        return ThinkReader(open_already=self.thinks) if self.reasoning else None
+
+    def _call_reader(self) -> PartReader | None:
+        if self.enforced:
+            return NamedCall(self.named) if self.named else ListOnly()
+        if self.tool_calls == QWEN3_CODER:
+            return qwen3_coder.Qwen3CoderCalls(self.types)
+        made = _CALL_READERS.get(self.tool_calls)
+        return None if made is None else made()
+
+
+_CALL_READERS: Mapping[str, Callable[[], PartReader]] = {
+    HERMES: hermes.HermesCalls,
+    LLAMA3_JSON: llama3_json.Llama3Calls,
+    MISTRAL: mistral.MistralCalls,
+    PYTHONIC: pythonic.PythonicCalls,
+}
+
+
+class MessageReader:
+    """Reads reasoning first, and calls in what is content then.
+
+    Args:
+        reasoning: Reads the text; None: all of it is content.
+        calls: Reads the content; None: there are no calls in it.
+    """
+
+    def __init__(self, reasoning: PartReader | None, calls: PartReader | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    def feed(self, text: str) -> list[Part]:
+        """Takes further text; returns what is certain by now."""
+        if not text:
+            return []
+        return joined(self._through([Content(text)] if self._reasoning is None else self._reasoning.feed(text)))
+
+    def finish(self) -> list[Part]:
+        """Returns what was held back; nothing may be fed afterwards."""
+        parts = self._through([] if self._reasoning is None else self._reasoning.finish())
+        return joined([*parts, *([] if self._calls is None else self._calls.finish())])
+
+    def _through(self, parts: list[Part]) -> list[Part]:
+        if self._calls is None:
+            return parts
+        out: list[Part] = []
+        for part in parts:
+            out += self._calls.feed(part.text) if isinstance(part, Content) else [part]
+        return out
+
+
+def call_id(session_id: str, index: int) -> str:
+    """Returns the id of a call, the same wherever and however often the session is run."""
+    return "call_" + hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()[:24]
+
+
+def begins_thinking(reasoning: str, prompt_end: str) -> bool:
+    """Tells whether an answer begins within reasoning.
+
+    Args:
+        reasoning: Family of the model.
+        prompt_end: The end of its prompt, special tokens spelled out.
+    """
+    opened = prompt_end.rstrip().endswith(THINK)
+    if reasoning == DEEPSEEK_R1:
+        return opened or not prompt_end.rstrip().endswith(THINK_END)
+    return opened

@@ -1,0 +1,107 @@
+"""The message of one answer as it grows: content, reasoning and calls, whole and in deltas of OpenAI's chats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.gateway.message.form import MessageForm, MessageReader, call_id
+from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.gateway.requests import SessionRequest
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One call as it grows."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    def to_json(self) -> Json:
+        """Returns it whole."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": "".join(self.arguments)},
+        }
+
+
+class Message:
+    """What a reader has found so far.
+
+    Args:
+        reader: Reads the text.
+        session_id: What ids of calls are made of.
+    """
+
+    def __init__(self, reader: MessageReader, session_id: str) -> None:
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[Call] = []
+        self._reader = reader
+        self._session_id = session_id
+
+    def read(self, text: str) -> list[Part]:
+        """Takes further text; returns what is certain by now."""
+        return self._keep(self._reader.feed(text))
+
+    def finish(self) -> list[Part]:
+        """Returns what was held back."""
+        return self._keep(self._reader.finish())
+
+    def _keep(self, parts: list[Part]) -> list[Part]:
+        for part in parts:
+            match part:
+                case Content():
+                    self.content.append(part.text)
+                case Reasoning():
+                    self.reasoning.append(part.text)
+                case CallBegin():
+                    self.calls.append(Call(id=call_id(self._session_id, len(self.calls)), name=part.name))
+                case CallArguments():
+                    self.calls[-1].arguments.append(part.text)
+        return parts
+
+    def delta(self, parts: list[Part]) -> Json:
+        """Returns what the newest parts add, in one delta: whoever goes on with a stream has all of it or nothing."""
+        delta: Json = {}
+        calls: list[Json] = []
+        index = len(self.calls) - 1 - sum(isinstance(part, CallBegin) for part in parts)
+        for part in parts:
+            match part:
+                case Content():
+                    delta["content"] = delta.get("content", "") + part.text
+                case Reasoning():
+                    delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + part.text
+                case CallBegin():
+                    index += 1
+                    function = {"name": part.name, "arguments": ""}
+                    calls.append({"index": index, "id": self.calls[index].id, "type": "function", "function": function})
+                case CallArguments():
+                    if not calls or calls[-1]["index"] != index:
+                        calls.append({"index": index, "function": {"arguments": ""}})
+                    calls[-1]["function"]["arguments"] += part.text
+        return {**delta, "tool_calls": calls} if calls else delta
+
+    def whole(self) -> Json:
+        """Returns the members of the message; content is null where calls stand in for it."""
+        content = "".join(self.content)
+        said: Json = {"content": content if content or not self.calls else None}
+        if self.reasoning:
+            said["reasoning_content"] = said["reasoning"] = "".join(self.reasoning)
+        if self.calls:
+            said["tool_calls"] = [call.to_json() for call in self.calls]
+        return said
+
+
+def any_message_of(request: SessionRequest) -> Message:
+    """Returns the empty message of a session, whose text may be all of it."""
+    return Message((request.form or MessageForm()).reader(), request.session_id)
+
+
+def message_of(request: SessionRequest) -> Message | None:
+    """Returns the empty message of a session; None: its text is the message."""
+    return None if request.form is None else Message(request.form.reader(), request.session_id)

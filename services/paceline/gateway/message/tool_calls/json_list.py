@@ -1,0 +1,112 @@
+"""Reads calls that are one JSON array of objects, or objects joined by something else than commas."""
+
+from __future__ import annotations
+
+from paceline.gateway.message.held_text import StatefulReader
+from paceline.gateway.message.parts import Content, Part
+from paceline.gateway.message.tool_calls.json_call import JsonCall
+
+
+class JsonList(StatefulReader):
+    """Calls from the beginning of a text; what is no call, and all that follows one, is content.
+
+    Args:
+        opening: What stands before the first; empty: nothing.
+        separator: What stands between two.
+        closing: What stands behind the last; empty: nothing.
+
+    Attributes:
+        over: Whether the last one has ended; `held` is what follows.
+        num_calls: Calls found so far.
+    """
+
+    def __init__(self, opening: str = "[", separator: str = ",", closing: str = "]") -> None:
+        super().__init__(self._open)
+        self.over = False
+        self.num_calls = 0
+        self._opening = opening
+        self._separator = separator
+        self._closing = closing
+        self._call = JsonCall()
+        # Syntax that was taken before it was certain that a call follows it.
+        self._before = ""
+
+    def _open(self) -> bool:
+        self._take_blank()
+        begins = self.begins(self._opening) if self._opening else self.final or bool(self.held) or None
+        if begins:
+            self._before += self.take(len(self._opening))
+            self.state = self._blank
+        elif begins is False:
+            self._end()
+        return begins is not None
+
+    def _blank(self) -> bool:
+        self._take_blank()
+        if self.held or self.final:
+            self._call = JsonCall()
+            self.state = self._in_call
+            return True
+        return False
+
+    def _in_call(self) -> bool:
+        text, self.held = self.held, ""
+        found: list[Part] = self._call.feed(text)
+        if self.final and not self._call.over:
+            found += self._call.finish()
+        if found:
+            self._before = ""
+        self.parts += found
+        if not self._call.over:
+            return False
+        self.held = self._call.held
+        if self._call.failed:
+            self._end()
+        else:
+            self.num_calls += 1
+            self.state = self._between
+        return True
+
+    def _between(self) -> bool:
+        self._take_blank()
+        if not self.held and not self.final:
+            return False
+        if self.held.startswith(self._separator):
+            self._before += self.take(len(self._separator))
+            self.state = self._blank
+            return True
+        if self._closing and self.held.startswith(self._closing):
+            self._before = ""
+            self.take(len(self._closing))
+        self._end()
+        return True
+
+    def _take_blank(self) -> None:
+        bare = self.held.lstrip()
+        self._before += self.take(len(self.held) - len(bare))
+
+    def _end(self) -> None:
+        """Gives back syntax that no call has followed, unless it is white space behind one."""
+        if not self.num_calls or self._before.strip():
+            self.parts.append(Content(self._before))
+        self.over = True
+        self.state = self._nothing
+
+    def _nothing(self) -> bool:
+        """All that follows is others' business."""
+        return False
+
+
+class ListOnly(JsonList):
+    """A text that is nothing but such calls; what follows them is content, but for white space between."""
+
+    def _nothing(self) -> bool:
+        if self.num_calls:
+            self.skip_blank()
+        if self.held:
+            self.state = self._content
+        return bool(self.held)
+
+    def _content(self) -> bool:
+        self.parts.append(Content(self.take(len(self.held))))
+        return False

@@ -1,0 +1,23 @@
+"""Calls as Llama 3 writes them: `{"name": ..., "parameters": {...}}` and nothing else, several joined by semicolons."""
+
+from __future__ import annotations
+
+from paceline.gateway.message.tool_calls.json_list import ListOnly
+
+BEGIN = "<|python_tag|>"
+
+
+class Llama3Calls(ListOnly):
+    """Reads them; the special token that may stand before them is not content."""
+
+    def __init__(self) -> None:
+        super().__init__(opening="", separator=";", closing="")
+        self.state = self._tag
+
+    def _tag(self) -> bool:
+        self._take_blank()
+        begins = self.begins(BEGIN)
+        if begins is not None:
+            self._before += self.take(len(BEGIN) if begins else 0)
+            self.state = self._open
+        return begins is not None

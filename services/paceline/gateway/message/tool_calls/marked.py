@@ -1,0 +1,62 @@
+"""Base of readers whose calls stand behind a marker, amid content."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from paceline.gateway.message.held_text import StatefulReader, certain_len, first_marker
+from paceline.gateway.message.parts import CallBegin, Content, Part
+
+
+class MarkedCalls(StatefulReader):
+    """Content up to a marker, then what `call` makes of the text, then content again.
+
+    White space before a marker, and behind a call at the end of the text, is no content.
+
+    Args:
+        markers: What calls begin with.
+    """
+
+    def __init__(self, markers: tuple[str, ...]) -> None:
+        super().__init__(self.content)
+        self._markers = markers
+        self._has_calls = False
+        self._marker = self._blank_before = ""
+
+    @abstractmethod
+    def call(self) -> bool:
+        """State behind a marker, which is taken; goes on with `content` in the end."""
+
+    def content(self) -> bool:
+        """State outside of calls."""
+        found = first_marker(self.held, self._markers)
+        if found is not None:
+            before = self.take(found[0])
+            bare = len(before.rstrip())
+            self._give(before[:bare])
+            self._blank_before = before[bare:]
+            self._marker = self.take(len(found[1]))
+            self.state = self.call
+            return True
+        length = len(self.held) if self.final else certain_len(self.held, self._markers)
+        text = self.held[:length]
+        bare = len(text.rstrip())
+        if not self.final:
+            self._give(self.take(bare))
+        elif bare or not self._has_calls:
+            self._give(self.take(length))
+        return False
+
+    def no_call(self) -> None:
+        """What follows the marker is no call: the marker, too, was content, and white space before it."""
+        self._give(self._blank_before + self._marker)
+        self.state = self.content
+
+    def found(self, parts: list[Part]) -> None:
+        """Takes parts that are no plain content."""
+        self._has_calls |= any(isinstance(each, CallBegin) for each in parts)
+        self.parts += parts
+
+    def _give(self, text: str) -> None:
+        if text:
+            self.parts.append(Content(text))

@@ -1,0 +1,115 @@
+"""Calls written as a list in Python: `[get_weather(city="Paris"), now()]`, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from paceline.gateway.message.held_text import StatefulReader
+from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part
+from paceline.gateway.message.tool_calls.json_extent import Extent
+
+BEGIN, END = "<|python_start|>", "<|python_end|>"
+# Reading Python notation takes long, and what nests deeply ends its reader.
+MAX_CHARS = 64 * 1024
+MAX_DEPTH = 50
+_MAY_BEGIN = re.compile(r"\[\s*(?:$|[A-Za-z_][\w.]*\s*(?:\(|$))")
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+class PythonicCalls(StatefulReader):
+    """Reads them, when the list has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(self._begin)
+        self._before = ""
+        self._extent = Extent(quotes="\"'")
+        self._num_scanned = 0
+
+    def _begin(self) -> bool:
+        bare = len(self.held) - len(self.held.lstrip())
+        self._before += self.take(bare)
+        begins = self.begins(BEGIN)
+        if begins:
+            self._before += self.take(len(BEGIN))
+            return True
+        if begins is None:
+            return False
+        self.state = self._list
+        return True
+
+    def _list(self) -> bool:
+        if self.held.startswith("[") and _MAY_BEGIN.match(self.held) and len(self.held) <= MAX_CHARS:
+            length = self._extent.scan(self.held[self._num_scanned :])
+            if length is None and not self.final:
+                self._num_scanned = len(self.held)
+                return False
+            calls = None if length is None else _calls(self.held[: self._num_scanned + length])
+            if calls is not None and length is not None:
+                self.take(self._num_scanned + length)
+                self.parts += calls
+                self.state = self._end
+                return True
+        self.held = self._before + self.held
+        self.state = self._content
+        return True
+
+    def _end(self) -> bool:
+        self.skip_blank()
+        begins = self.begins(END)
+        if begins is not None:
+            self.take(len(END) if begins else 0)
+            self.skip_blank()
+            self.state = self._content
+        return begins is not None
+
+    def _content(self) -> bool:
+        self.parts.append(Content(self.take(len(self.held))))
+        return False
+
+
+def _calls(text: str) -> list[Part] | None:
+    try:
+        found = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(found, ast.List) or not found.elts:
+            return None
+        return [part for each in found.elts for part in _call(each)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _call(node: ast.expr) -> list[Part]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call")
+    arguments = {}
+    for each in node.keywords:
+        if each.arg is None:
+            raise ValueError("no name")
+        arguments[each.arg] = _value(each.value, MAX_DEPTH)
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return [CallBegin(ast.unparse(node.func)), CallArguments(written)]
+
+
+def _value(node: ast.expr, depth: int) -> Any:
+    """Returns a literal, in which JSON's own constants may stand, too."""
+    if not depth:
+        raise ValueError("nested too deeply")
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(each, depth - 1) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_key(key): _value(each, depth - 1) for key, each in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError("not a value of JSON")
+    return value
+
+
+def _key(node: ast.expr | None) -> str:
+    value = None if node is None else ast.literal_eval(node)
+    if not isinstance(value, str):
+        raise ValueError("not a key of JSON")
+    return value

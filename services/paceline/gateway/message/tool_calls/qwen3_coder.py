@@ -1,0 +1,154 @@
+r"""Calls as Qwen3-Coder writes them, in tags.
+
+`<tool_call>\n<function=name>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>`. Values are
+written bare: what they are, the tool's own schema says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from paceline.gateway.message.parts import CallArguments, CallBegin
+from paceline.gateway.message.tool_calls.marked import MarkedCalls
+
+OUTER, OUTER_END = "<tool_call>", "</tool_call>"
+BEGIN, END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+MAX_NAME_CHARS = 256
+_TAG_END = re.compile(r"[>\n]")
+
+Types = Mapping[str, Mapping[str, str]]
+
+
+class Qwen3CoderCalls(MarkedCalls):
+    """Reads them.
+
+    Args:
+        types: Types of the parameters, by tool and name; those not named are strings.
+    """
+
+    def __init__(self, types: Types) -> None:
+        super().__init__((OUTER, BEGIN))
+        self._types = types
+        self._of_tool: Mapping[str, str] = {}
+        self._num_parameters = 0
+        self._parameter = ""
+        self._num_searched = 0
+
+    def call(self) -> bool:
+        """Behind a marker, of which the outer one may be missing."""
+        if self._marker == OUTER:
+            bare = self.held.lstrip()
+            if bare.startswith(BEGIN):
+                self._marker += self.held[: len(self.held) - len(bare)] + BEGIN
+                self.held = bare[len(BEGIN) :]
+                self.state = self._name
+                return True
+            if BEGIN.startswith(bare) and not self.final:
+                return False
+            self.no_call()
+            return True
+        self.state = self._name
+        return True
+
+    def _name(self) -> bool:
+        name = self._tag()
+        if name is None:
+            return False
+        if not name:
+            self.no_call()
+            return True
+        self._of_tool = self._types.get(name, {})
+        self._num_parameters = 0
+        self.found([CallBegin(name), CallArguments("{")])
+        self.state = self._members
+        return True
+
+    def _tag(self) -> str | None:
+        """Takes a name up to the end of its tag; empty: there is none; None: it is not whole yet."""
+        end = _TAG_END.search(self.held)
+        if end is None and len(self.held) <= MAX_NAME_CHARS and not self.final:
+            return None
+        if end is None or end[0] != ">" or end.start() > MAX_NAME_CHARS:
+            return ""
+        name = self.held[: end.start()].strip()
+        if name:
+            self.take(end.end())
+        return name
+
+    def _members(self) -> bool:
+        """Between parameters; what belongs nowhere ends the call and is content."""
+        self.skip_blank()
+        parameter, end = self.begins(PARAMETER), self.begins(END)
+        if parameter:
+            self.take(len(PARAMETER))
+            self.state = self._parameter_name
+            return True
+        if end is None or parameter is None:
+            return False
+        self.take(len(END) if end else 0)
+        self.found([CallArguments("}")])
+        self.state = self._end
+        return True
+
+    def _parameter_name(self) -> bool:
+        name = self._tag()
+        if name is None:
+            return False
+        if not name:
+            self.held = PARAMETER + self.held
+            self.found([CallArguments("}")])
+            self.state = self.content
+            return True
+        self._parameter = name
+        self._num_searched = 0
+        self.state = self._value
+        return True
+
+    def _value(self) -> bool:
+        end = self.held.find(PARAMETER_END, self._num_searched)
+        if end >= 0:
+            written = self._member(self.take(end))
+            self.take(len(PARAMETER_END))
+            self.state = self._members
+        elif self.final:
+            # The answer breaks off; so does the string.
+            written = self._member(self.take(len(self.held)), whole=False)
+            self.state = self.content
+        else:
+            self._num_searched = max(0, len(self.held) - len(PARAMETER_END))
+            return False
+        self.found([CallArguments(written)])
+        self._num_parameters += 1
+        return True
+
+    def _member(self, text: str, *, whole: bool = True) -> str:
+        text = text.removeprefix("\n")
+        key = (", " if self._num_parameters else "") + json.dumps(self._parameter, ensure_ascii=False) + ": "
+        if not whole:
+            return key + json.dumps(text, ensure_ascii=False)[:-1]
+        return key + _value(text.removesuffix("\n"), self._of_tool.get(self._parameter, "string"))
+
+    def _end(self) -> bool:
+        self.skip_blank()
+        begins = self.begins(OUTER_END)
+        if begins is not None:
+            self.take(len(OUTER_END) if begins else 0)
+            self.state = self.content
+        return begins is not None
+
+
+def _value(text: str, kind: str) -> str:
+    """Returns a value as JSON; what is not of its kind stays text."""
+    if kind != "string":
+        try:
+            return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):
+            lowered = text.strip().lower()
+            if lowered in ("true", "false"):
+                return lowered
+            if lowered in ("none", "null"):
+                return "null"
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""OpenAI's completions and chats, with vLLM's fields."""

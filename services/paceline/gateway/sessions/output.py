@@ -1,0 +1,64 @@
+"""What a running session yields: pieces of the answer, then how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord, Timings
+from paceline.gateway.text.token_texts import TokenText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """New text and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
+
+    `offset`: generated tokens before these. `digest`: of all up to these, see `paceline.core.token_digest`.
+    `known_text`: that of tokens which a client has that goes on with a stream; it has this text, too.
+    `tokens`, where the request asks for it, are those behind the text: their texts join to it. The first piece has the
+    prompt's log probabilities, where they are asked for: of all its tokens but the first.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    tokens: tuple[TokenText, ...] = ()
+    offset: int = 0
+    digest: str = ""
+    known_text: str = ""
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a session ended.
+
+    Attributes:
+        finish_reason: Why.
+        num_prompt_tokens: Tokens of the prompt.
+        num_cached_tokens: Of these, found in the verifier's prefix cache.
+        num_generated_tokens: Tokens of the answer, a stop token included.
+        num_reasoning_tokens: Of these, its reasoning.
+        speculation: What speculation did, at all verifiers that ran the session; None where none told, or what is known
+            all the same: that the text was lossy, mixed or in law only.
+        timings: Where the time went, as far as the verifier told.
+        stop: The stop string that ended it; None: something else did.
+    """
+
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    speculation: SpeculationRecord | None = None
+    timings: Timings = field(default_factory=Timings)
+    stop: str | None = None
+
+
+Event = Piece | Ending
+
+
+def sum_of_records(records: Sequence[SpeculationRecord | None]) -> SpeculationRecord | None:
+    """Returns the record of several sessions, batch sizes weighted by steps; None if nothing is known."""
+    known = [record for record in records if record is not None]
+    return SpeculationRecord.sum(known) if known else None

@@ -1,0 +1,162 @@
+"""Takes over a session that another gateway, or another call, ran before: from its record to a request to run.
+
+The client says how many generated tokens it has, and which; what the log holds beyond them is sent again, and what it
+lacks is computed again. Either way the client gets each token once. Whether a session is finished follows from its log.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionNotFoundError
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.message.form import MessageForm
+from paceline.gateway.requests import SessionRequest, check_salt, check_stops, up_to_end
+from paceline.gateway.sessions.known_tokens import check_known
+from paceline.store.base import LoggedSession, SessionState, Store
+
+MAX_SESSION_ID_CHARS = 128
+
+
+class Resumption:
+    """Claims sessions for one gateway.
+
+    Args:
+        store: Records and logs.
+        fleet: The models served.
+        owner: Replica id of the gateway.
+    """
+
+    def __init__(self, store: Store, fleet: Fleet, owner: str) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._owner = owner
+
+    async def claim(self, session_id: str, offset: int, digest: str, api_key: str) -> SessionRequest:
+        """Returns what is left of a session to run; from now on it is ours.
+
+        Args:
+            session_id: As every message of the session said.
+            offset: Generated tokens that the client has.
+            digest: Of these; see `paceline.core.token_digest`.
+            api_key: Name of the key that asks.
+
+        Raises:
+            InvalidRequestError: A field cannot be right.
+            SessionNotFoundError: No record is there for this key.
+            ResumeMismatchError: The client has other tokens than the session.
+            EndsEnginesError: The session has ended the engines that ran it.
+            ModelNotFoundError: Its model is not served here.
+            UnavailableError: The store does not answer, or no verifier of the model is there.
+        """
+        if not 1 <= len(session_id) <= MAX_SESSION_ID_CHARS:
+            raise InvalidRequestError(
+                "session_id", f"must have 1 to {MAX_SESSION_ID_CHARS} characters, got {len(session_id)}"
+            )
+        logged = await self._store.session(session_id)
+        if logged is not None and logged.record.api_key == api_key:
+            # Everything is checked before the session is taken from whoever runs it.
+            self._request(logged, offset, digest)
+            logged = await self._store.claim_session(session_id, self._owner)
+        else:
+            # Whether it is another's is nobody's business.
+            logged = None
+        if logged is None:
+            raise SessionNotFoundError(
+                f"session_id: {session_id[:80]!r} is not known; it ended too long ago, or never was recorded"
+            )
+        return self._request(logged, offset, digest)
+
+    def _request(self, logged: LoggedSession, offset: int, digest: str) -> SessionRequest:
+        record = logged.record
+        if record.state is SessionState.REFUSED:
+            raise EndsEnginesError(
+                f"session_id: the session has ended {record.engine_deaths} engines, and is not run again"
+            )
+        parameters = _Parameters.read(record.params_json)
+        sampling = parameters.sampling
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            raise InvalidRequestError("session_id", "names a session with log probabilities, which are not logged")
+        if not 0 <= offset <= sampling.max_tokens:
+            raise InvalidRequestError(
+                "offset", f"must be from 0 to the session's max_tokens of {sampling.max_tokens}, got {offset}"
+            )
+        model = self._fleet.model(record.model)
+        logged_ids = logged.token_ids[record.prompt_len :]
+        committed, finished = up_to_end(logged_ids, sampling, model.identity.eos_token_ids)
+        check_known(offset, digest, committed)
+        return SessionRequest(
+            model=model,
+            session_id=record.session_id,
+            prompt_token_ids=logged.token_ids[: record.prompt_len],
+            sampling=sampling,
+            speculation=parameters.speculation,
+            stops=parameters.stops,
+            include_stop_str_in_output=parameters.include_stop_str_in_output,
+            skip_special_tokens=parameters.skip_special_tokens,
+            api_key=record.api_key,
+            weights_hash=record.weights_hash,
+            arithmetic=record.arithmetic,
+            engine_deaths=record.engine_deaths,
+            epoch=record.epoch,
+            committed_token_ids=committed,
+            offset=offset,
+            digest=digest,
+            cache_salt=parameters.cache_salt,
+            priority=parameters.priority,
+            return_token_ids=parameters.return_token_ids,
+            finished=finished,
+            traceparent=parameters.traceparent,
+            form=parameters.form,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parameters:
+    """What a record says of how the session is to run; see `paceline.gateway.sessions.records`."""
+
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    stops: tuple[str, ...]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    return_token_ids: bool
+    cache_salt: str
+    priority: int
+    traceparent: str
+    form: MessageForm | None
+
+    @classmethod
+    def read(cls, params_json: str) -> _Parameters:
+        """Reads them.
+
+        Raises:
+            SessionNotFoundError: They cannot be read: whoever wrote the record was no gateway of this version.
+        """
+        try:
+            values = json.loads(params_json)
+            return cls(
+                sampling=_sampling(values["sampling"]),
+                speculation=SpeculationParams(**values["speculation"]),
+                stops=check_stops(values["stop"]),
+                include_stop_str_in_output=bool(values.get("include_stop_str_in_output", False)),
+                skip_special_tokens=bool(values.get("skip_special_tokens", True)),
+                return_token_ids=bool(values.get("return_token_ids", False)),
+                cache_salt=check_salt(values.get("cache_salt", "")),
+                priority=int(values.get("priority", 0)),
+                traceparent=str(values.get("traceparent", "")),
+                form=MessageForm.from_json(values.get("form")),
+            )
+        except (ValueError, TypeError, LookupError, AttributeError, InvalidRequestError) as error:
+            raise SessionNotFoundError(f"session_id: its record cannot be read ({type(error).__name__})") from error
+
+
+def _sampling(values: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters from JSON, which knows no tuples."""
+    bias = tuple((int(token_id), float(change)) for token_id, change in values["logit_bias"])
+    lists = {name: tuple(values.get(name, ())) for name in ("stop_token_ids", "allowed_token_ids")}
+    bad_words = tuple(map(tuple, values.get("bad_words", ())))
+    return SamplingParams(**{**values, **lists, "logit_bias": bias, "bad_words": bad_words})

@@ -1,0 +1,1 @@
+"""Text and tokens: templates, tokenizing, detokenizing, stop strings."""

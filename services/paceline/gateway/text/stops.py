@@ -1,0 +1,57 @@
+"""Finds stop strings in a stream of text, holding back no more than what may become one.
+
+Pure. The result does not depend on how the text is cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.gateway.message.held_text import certain_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """Text that is certain not to belong to a stop string, and the stop string that ended it, if any."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopMatcher:
+    """Matches several stop strings at once: the one complete first wins, the longest of several such."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Takes stop strings, none of them empty."""
+        assert all(stops)
+        self._stops = tuple(dict.fromkeys(stops))
+        self._held = ""
+
+    def feed(self, text: str) -> Passed:
+        """Takes new text; after a stop string was found nothing may be fed."""
+        if not self._stops:
+            return Passed(text=text)
+        text = self._held + text
+        match = self._first_match(text)
+        if match is not None:
+            start, stop = match
+            self._held = ""
+            return Passed(text=text[:start], stop=stop)
+        cut = certain_len(text, self._stops)
+        self._held = text[cut:]
+        return Passed(text=text[:cut])
+
+    def flush(self) -> str:
+        """Returns the text held back; the stream ended without completing a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        """Returns start and stop string of the match that ends first, of several the longest."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else best[1:]
