@@ -21,7 +21,7 @@ from paceline.store.base import (
 )
 from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
 from tests.contract.test_store import PROMPT, SESSION, VERIFIER, put
-from tests.unit.gateway.test_records import opened
+from tests.unit.gateway.sessions.test_records import opened
 
 RECORD_KEY, LOG_KEY = "paceline:session:{s1}", "paceline:tokens:{s1}"
 

@@ -37,7 +37,7 @@ from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
 from paceline.store.view import RegistryView
 from paceline.supervision import Supervisor
 from tests.contract.test_store import DRAFTER, HOST, PROMPT, SESSION, VERIFIER, eventually, put, server_process
-from tests.unit.gateway.test_records import opened
+from tests.unit.gateway.sessions.test_records import opened
 
 ALICE = ApiKey(name="alice", digest=bytes(32), requests_per_minute=2)
 

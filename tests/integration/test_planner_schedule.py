@@ -18,9 +18,9 @@ from paceline.core.messages import CloseSession, Commit, DraftNodes, OpenSession
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.pairing import KnownDrafter
 from paceline.core.params import SamplingParams
+from paceline.core.planned_step import StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_plan import StepPlan
 from paceline.core.step_time import StepCost, StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, StepReport
 from paceline.planning.events import Act, Events

@@ -29,12 +29,12 @@ from paceline.core.messages import (
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.prospect import Prospect
+from paceline.core.planned_step import StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_plan import StepPlan
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
 from paceline.core.tree import Node, walk
+from paceline.core.wait_for_drafts import Prospect
 
 DRAFTER = "drafter:1"
 VOCAB_SIZE = 10_000

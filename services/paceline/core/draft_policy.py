@@ -20,9 +20,9 @@ from paceline.core.demand import Demand
 from paceline.core.drafter_worth import LEAST_SURVIVAL, DrafterWorth, Steps
 from paceline.core.drafting_switch import Drafting
 from paceline.core.goodput import best_prefix, is_worth
-from paceline.core.prospect import Prospect
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.tree import Node, best_nodes
+from paceline.core.wait_for_drafts import Prospect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from paceline.core.messages import CloseSession, Commit, DraftNodes, LaggingSession, OpenSession, ToDrafter
 from paceline.core.params import DRAFT_MODEL, EAGLE3
-from paceline.core.prospect import CHILD_SHARE
 from paceline.core.session import VerifierSession
 from paceline.core.tree import GraftOutcome
+from paceline.core.wait_for_drafts import CHILD_SHARE
 
 # Weight of a new observation.
 SMOOTHING = 0.2

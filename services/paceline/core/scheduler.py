@@ -15,8 +15,8 @@ from paceline.core.acceptance_rules import Verdict
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.pages import BlockPool, SlotPool
+from paceline.core.planned_step import Part, SessionT, StepPlan
 from paceline.core.step_drafts import StepDrafts
-from paceline.core.step_plan import Part, SessionT, StepPlan
 from paceline.core.step_time import StepMode
 from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
@@ -128,7 +128,7 @@ class Scheduler(Generic[SessionT]):
         return pause_s(self._running, now_s)
 
     def patience_s(self, now_s: float) -> float:
-        """Seconds for which drafts are worth waiting for, or none; see `paceline.core.prospect`."""
+        """Seconds for which drafts are worth waiting for, or none; see `paceline.core.wait_for_drafts`."""
         if (pause := self.pause_s(now_s)) > 0.0:
             return pause
         sessions = self._delayable()

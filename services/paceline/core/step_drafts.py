@@ -12,15 +12,13 @@ from typing import Protocol
 from paceline.core.demand import Demand
 from paceline.core.draft_policy import Allocation, DraftPolicy
 from paceline.core.link import SessionLink
-from paceline.core.prospect import CHILD_SHARE, Prospect, prospect
 from paceline.core.step_time import StepMode
 from paceline.core.survivals import SessionSurvivals
 from paceline.core.tree import DraftTree
+from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect, prospect, worth_waiting
 
 # Smoothing of the step time that waiting is weighed against, and what it is before a step was seen.
 STEP_SMOOTHING, FIRST_STEP_S = 0.1, 0.01
-# Nobody waits for less, or rounding could keep simulated time from going on.
-LEAST_WAIT_S = 1e-6
 
 
 class GuessedSession(Protocol):
@@ -134,14 +132,12 @@ class StepDrafts:
             waits: See `waits`.
             idle_s: For how long the engine has been waiting.
         """
-        left_s = self.step_s - idle_s
-        if left_s <= LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
-            return 0.0
-        looks = [self._prospect(session, wait_s) for session, wait_s in zip(sessions, waits, strict=True)]
-        gainful = [wait_s for wait_s, look in zip(waits, looks, strict=True) if wait_s is not None and look.gain]
-        if not gainful or not self._policy.waits(looks, wait_s=min(gainful), step_s=self.step_s):
-            return 0.0
-        return min(max(gainful), left_s)
+        return worth_waiting(
+            waits,
+            lambda: [self._prospect(session, wait_s) for session, wait_s in zip(sessions, waits, strict=True)],
+            lambda looks, wait_s: self._policy.waits(looks, wait_s=wait_s, step_s=self.step_s),
+            left_s=self.step_s - idle_s,
+        )
 
     def _prospect(self, session: GuessedSession, wait_s: float | None) -> Prospect:
         drafter = session.link.drafter

@@ -15,8 +15,8 @@ import numpy as np
 from paceline.core.goodput import is_worth
 from paceline.core.pages import SlotPool
 from paceline.core.params import LAYER_SKIP
-from paceline.core.prospect import CHILD_SHARE, Prospect
 from paceline.core.tree import Node
+from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect
 from paceline.drafting.guesses import Onlooker, best_guesses
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache

@@ -21,9 +21,9 @@ from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import TIER_METHODS
+from paceline.core.planned_step import Part, StepPlan, ancestor_slots
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_plan import Part, StepPlan, ancestor_slots
 from paceline.core.step_time import StepCost, StepMode
 from paceline.core.target_events import (
     Cancel,

@@ -13,7 +13,7 @@ from paceline.core.drafted_session import DraftedSession
 from paceline.core.messages import DraftNodes, ToDrafter
 from paceline.core.pairing import KnownDrafter, Pairing
 from paceline.core.params import DRAFT_MODEL
-from paceline.core.step_plan import StepPlan
+from paceline.core.planned_step import StepPlan
 from paceline.core.step_time import KNOTS, StepCost, StepTimes
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Act, Events

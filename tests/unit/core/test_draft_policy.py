@@ -17,10 +17,10 @@ from paceline.core.drafting_switch import JUDGE_EVERY, MOST_UNANSWERED, Drafting
 from paceline.core.errors import ConfigError
 from paceline.core.link import Drafter
 from paceline.core.messages import NodeGuess
-from paceline.core.prospect import Prospect, prospect
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.survivals import MOST_LOOKS, Record, SessionSurvivals, UsualSurvivals
 from paceline.core.tree import DraftTree
+from paceline.core.wait_for_drafts import Prospect, prospect
 
 FLAT = StepCost(rows=(1, 1000), seconds=(1.0, 1.0))
 LINEAR = StepCost(rows=(1, 1000), seconds=(1.0, 1000.0))

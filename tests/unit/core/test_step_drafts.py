@@ -9,10 +9,10 @@ import pytest
 from paceline.core.link import Drafter, SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.core.prospect import Prospect
 from paceline.core.session import VerifierSession
 from paceline.core.step_drafts import FIRST_STEP_S, StepDrafts
 from paceline.core.survivals import SessionSurvivals
+from paceline.core.wait_for_drafts import Prospect
 
 
 class Session(VerifierSession):
