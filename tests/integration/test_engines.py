@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.link import MOST_UNANSWERED
 from paceline.core.messages import DraftNodes, FinishReason, NodeGuess
 from paceline.core.params import (
     DRAFT_MODEL,
@@ -26,7 +25,7 @@ from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived
 from paceline.core.tree import DraftTree
 from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
-from tests.support.engines import DRAFTER, EnginePair
+from tests.support.engines import DRAFTER, EnginePair, prompts
 from tests.support.heads import random_medusa, save_medusa
 
 SAMPLINGS = {
@@ -42,11 +41,6 @@ SAMPLINGS = {
 @pytest.fixture(scope="module")
 def pair_folders(tmp_path_factory):
     return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-def prompts(count: int) -> list[list[int]]:
-    rng = random.Random(3)
-    return [[rng.randrange(250) for _ in range(rng.randint(1, 60))] for _ in range(count)]
 
 
 def texts(pair: EnginePair, sampling: SamplingParams, count: int, **kwargs) -> list[list[int]]:
@@ -432,116 +426,3 @@ def test_eos_is_not_chosen_before_min_tokens(pair_folders):
     pair.run()
     assert pair.sessions["s"].token_ids[-1] == EOS_TOKEN_ID
     assert len(pair.sessions["s"].token_ids) == 13
-
-
-@pytest.mark.parametrize(("max_tokens", "waits"), [(40, True), (10, False)])
-def test_only_sessions_that_gain_by_it_are_delayed_for_drafts(pair_folders, max_tokens, waits):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
-    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
-    assert pair.target.patience_s() == 0.0, "its first token is due"
-    pair.round(draft_steps=0)
-    # One token is out; with fewer than ten to go nothing is worth waiting for.
-    assert (pair.target.patience_s() > 0.0) is waits
-    pair.submit("opted out", prompts(2)[1], SAMPLINGS["greedy"], SpeculationParams(enabled=False))
-    assert pair.target.patience_s() == 0.0, "another one's first token is due"
-
-
-class Called(Goodput):
-    """Four nodes of every session; drafters work when the test calls them."""
-
-    price = 0.0
-
-    def __init__(self, price):
-        super().__init__()
-        self.price = price
-        self.answered = []
-
-    def allocate(self, demands, *, other_rows=0, joining=()):
-        self.answered = [each.answered for each in demands]
-        prices = (self.price,) * len(demands)
-        return replace(FixedGamma(gamma=4).allocate(demands), prices=prices, price=self.price)
-
-
-def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(pair_folders):
-    policy = Called(1.0)
-    pair = EnginePair(*pair_folders, policy=policy)
-    for name, prompt in zip("ab", prompts(2), strict=True):
-        pair.submit(name, prompt, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
-    for _ in range(20):
-        pair.round()
-    assert not pair.to_drafter, "not even that there are sessions"
-    assert policy.answered == [False, False]
-    policy.price = 0.0
-    pair.round()
-    assert sorted(type(each).__name__ for each in pair.to_drafter) == ["OpenSession", "OpenSession"]
-    assert all(len(each.token_ids) > 20 for each in pair.to_drafter)
-    pair.round()
-    pair.round()
-    assert policy.answered == [True, True]
-    assert pair.reports[-1].gammas == [4, 4]
-    pair.to_drafter.clear()
-    policy.price = 1.0
-    for _ in range(5):
-        pair.round()
-    assert sorted((type(each).__name__, each.price) for each in pair.to_drafter) == [("Commit", 1.0)] * 2
-    assert policy.answered == [False, False]
-    pair.run()
-    assert all(len(each.token_ids) == 60 for each in pair.sessions.values())
-
-
-def test_a_session_whose_prompt_is_read_when_drafters_are_sent_to_rest_is_not_opened(pair_folders):
-    policy = Called(0.0)
-    pair = EnginePair(*pair_folders, policy=policy)
-    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
-    policy.price = 1.0
-    pair.run()
-    assert not pair.to_drafter
-    assert len(pair.sessions["s"].token_ids) == 12
-
-
-def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say(pair_folders):
-    policy = Called(0.0)
-    pair = EnginePair(*pair_folders, policy=policy)
-    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
-    answered = []
-    while pair.target.has_work():
-        pair.round(draft_steps=0)
-        answered += policy.answered
-    assert answered == [False] * MOST_UNANSWERED + [True] * (len(answered) - MOST_UNANSWERED)
-    assert len(answered) > MOST_UNANSWERED
-
-
-class Told(Called):
-    """Keeps what it is told of steps."""
-
-    def __init__(self, price):
-        super().__init__(price)
-        self.steps = []
-
-    def observe(self, *, rows, guesses, mode, seconds, mixed=False):
-        self.steps.append((rows, guesses, mixed))
-
-
-def test_the_policy_is_told_how_many_rows_of_a_step_were_guesses(pair_folders):
-    policy = Told(0.0)
-    pair = EnginePair(*pair_folders, policy=policy)
-    for name, prompt in zip("ab", prompts(2), strict=True):
-        pair.submit(name, prompt, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
-    for _ in range(6):
-        pair.round()
-    assert [sum(report.gammas) for report in pair.reports[-4:]] == [guesses for _, guesses, _ in policy.steps[-4:]]
-    assert policy.steps[-1] == (2 + 8, 8, False)
-
-
-def test_the_policy_is_told_which_steps_had_prefill_in_them(pair_folders):
-    policy = Told(1.0)
-    pair = EnginePair(*pair_folders, policy=policy)
-    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    for name, prompt in zip("abc", ([1, 2], [3, 4], [5, 6]), strict=True):
-        pair.submit(name, prompt, greedy)
-    pair.round(draft_steps=0)
-    pair.round(draft_steps=0)
-    pair.submit("late", [9, 8, 7], greedy)
-    pair.round(draft_steps=0)
-    pair.round(draft_steps=0)
-    assert policy.steps == [(3, 0, False), (6, 0, True), (4, 0, False)], "and of steps that are mostly prefill nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,3 +227,9 @@ class EnginePair:
         """The verifier's stream ends at the drafter."""
         assert self.draft is not None
         self.draft.handle(VerifierLeft(link=1))
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Returns prompts of 1 to 60 tokens, the same ones each time."""
+    rng = random.Random(3)
+    return [[rng.randrange(250) for _ in range(rng.randint(1, 60))] for _ in range(count)]
