@@ -68,5 +68,5 @@ def test_a_rule_takes_its_options_and_needs_leave_to_be_lossy(path: Path) -> Non
 
 def test_a_rule_that_calls_itself_something_else_is_refused(path: Path) -> None:
     declare(path, "alias", "[paceline.rules]\nalias = paceline.core.acceptance_rules:Coupled\n")
-    with pytest.raises(ConfigError, match=r"'alias' is what paceline\.core\.rules:Coupled is declared as"):
+    with pytest.raises(ConfigError, match=r"'alias' is what paceline\.core\.acceptance_rules:Coupled is declared as"):
         speculation_from('{"acceptance": "alias"}')
