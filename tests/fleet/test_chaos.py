@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-import pytest
 from loadtest import chaos
 from loadtest.faults import KILL
-
-pytestmark = pytest.mark.timeout(400)
 
 # A few of each sort: of a process, of the network, of what is inside a process, of the store, at the doors.
 KINDS = [KILL, "cut", "drain", "garbage", "gap", "half", "full", "crowd"]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
@@ -70,7 +69,6 @@ def record(content: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(600)
 async def test_a_method_and_a_rule_of_other_packages_are_served_named_and_counted(tmp_path: Path) -> None:
     installed = tmp_path / "installed"
     install("add-a-draft-method.md", "paceline_bigram", tmp_path, installed)

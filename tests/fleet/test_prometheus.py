@@ -18,8 +18,6 @@ from paceline.training.corpus import unseen_prompts
 from tests.fleet.conftest import FleetRunner
 from tests.support.prometheus import ALERTS, DASHBOARD, Prometheus, needs_prometheus, running_prometheus
 
-pytestmark = pytest.mark.timeout(400)
-
 SPECULATION = {
     "vllm:spec_decode_num_drafts_total",
     "vllm:spec_decode_num_draft_tokens_total",

@@ -15,8 +15,6 @@ from paceline.training.corpus import unseen_prompts
 from tests.fleet.client import Sampled, sample, sample_all
 from tests.fleet.conftest import FleetRunner
 
-pytestmark = pytest.mark.timeout(400)
-
 NUM_PROMPTS = 40
 NUM_TOKENS = 128
 PLAIN = {"enabled": False}
