@@ -56,15 +56,19 @@ class Completion:
     """What one request brought: its text, its speed and its speculation record."""
 
     text: str = ""
-    num_tokens: int = 0
-    first_s: float = 0.0
-    last_s: float = 0.0
+    # When each piece came, and the tokens so far.
+    pieces: list[tuple[float, int]] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens after the first piece, over the time from it to the last."""
-        return (self.num_tokens - 1) / (self.last_s - self.first_s) if self.last_s > self.first_s else 0.0
+        (first_s, first), (last_s, last) = self.pieces[0], self.pieces[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+    def num_tokens(self, until_s: float) -> int:
+        """Tokens that had come by then."""
+        return max((count for at_s, count in self.pieces if at_s <= until_s), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +76,18 @@ class Run:
     """All completions of one way at one concurrency."""
 
     completions: Sequence[Completion]
-    seconds: float
+    started_s: float
+    concurrency: int
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens over the whole time, prompts included."""
-        return sum(each.num_tokens for each in self.completions) / self.seconds
+        """Output tokens over the time, prompts included, until one of the streams finds no work left.
+
+        With drafts, streams end at different times: what runs alone at the end says nothing of this concurrency.
+        """
+        ends_s = sorted(each.pieces[-1][0] for each in self.completions)
+        until_s = ends_s[-min(self.concurrency, len(ends_s))]
+        return sum(each.num_tokens(until_s) for each in self.completions) / (until_s - self.started_s)
 
     @property
     def texts(self) -> list[str]:
@@ -143,7 +153,8 @@ async def _compare(config: DemoConfig, fleet: LocalFleet) -> bool:
             rows += [each.row(way, concurrency, runs["plain"]) for way, each in runs.items()]
             same = same and runs["plain"].texts == runs["speculative"].texts
     say("\n".join(table(rows)))
-    say(f"{DIM}ratio: to plain; accepted: accepted over verified draft tokens; length: mean acceptance length;")
+    say(f"{DIM}tokens/s: while so many streams ran; ratio: to plain;")
+    say("accepted: accepted over verified draft tokens; length: mean acceptance length;")
     say(f"gamma: draft tokens a round; batch: mean number of sessions in a step{RESET}")
     verdict = "all texts identical" if same else "TEXTS DIFFER: please report this"
     say(f"\n{BOLD}{verdict}{RESET}; temperature {config.temperature:g}, {os.cpu_count()} cores")
@@ -173,7 +184,7 @@ async def measure(
 
     started_s = time.perf_counter()
     completions = await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))
-    return Run(completions, time.perf_counter() - started_s)
+    return Run(completions, started_s, concurrency)
 
 
 def body_of(config: DemoConfig, prompt: str, seed: int, speculative: bool) -> dict[str, Any]:
@@ -186,7 +197,7 @@ def body_of(config: DemoConfig, prompt: str, seed: int, speculative: bool) -> di
         "seed": seed,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "speculation": {"enabled": speculative},
     }
 
@@ -214,12 +225,10 @@ def _take(done: Completion, event: dict[str, Any], on_text: Callable[[str], None
         raise PacelineError(str(event["error"].get("message", event["error"])))
     text = "".join(choice.get("text", "") for choice in event.get("choices", ()))
     if text:
-        done.last_s = time.perf_counter()
-        done.first_s = done.first_s or done.last_s
         done.text += text
         on_text(text)
     if event.get("usage"):
-        done.num_tokens = event["usage"]["completion_tokens"]
+        done.pieces.append((time.perf_counter(), event["usage"]["completion_tokens"]))
     if event.get("metrics"):
         done.record = event["metrics"]["speculative_decoding"]
 

@@ -26,7 +26,7 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
 from paceline.engine.memory import log_memory
-from paceline.engine.process import StepThreads, parse_cpus, prepare_process, until_quiet
+from paceline.engine.process import StepThreads, memory_read_on, parse_cpus, prepare_process, until_quiet
 from paceline.engine.sizing import model_needs
 from paceline.engine.target import TargetEngine
 from paceline.heads import is_eagle3
@@ -179,8 +179,10 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
     )
     decoder.prepare(config.max_num_batched_tokens)
     warm_up(engine, (GREEDY, SAMPLED), SpeculationParams(enabled=False))
-    drafting = engine.profile(StepMode.DRAFTING)
-    if config.spare_cpus and not until_quiet(parse_cpus(config.spare_cpus), most_s=QUIET_MOST_S):
+    spare = parse_cpus(config.spare_cpus) if config.spare_cpus else set()
+    with memory_read_on(spare):
+        drafting = engine.profile(StepMode.DRAFTING)
+    if spare and not until_quiet(spare, most_s=QUIET_MOST_S):
         logger.warning("the spare CPUs are busy; plain steps may be taken for slower than they are")
     plain = engine.profile(StepMode.PLAIN)
     _check_stall(config, max(plain.seconds[-1], drafting.seconds[-1]))

@@ -1,15 +1,16 @@
-"""A process that yields its CPUs, in a process of its own, and one that waits for quiet ones."""
+"""Processes that yield their CPUs, wait for quiet ones, and keep some busy."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from paceline.engine.process import PROC_STAT, QUIET_S, _busy_ticks, until_quiet
+from paceline.engine.process import PROC_STAT, QUIET_S, _busy_ticks, memory_read_on, until_quiet
 
 SCRIPT = """
 import os, threading
@@ -71,3 +72,15 @@ def test_this_machines_counts_can_be_read():
     while time.process_time() < until:
         pass
     assert _busy_ticks(PROC_STAT.read_text(), os.sched_getaffinity(0)) > before
+
+
+def test_memory_is_read_on_the_cpus_that_are_named_until_the_block_ends():
+    before, allowed = threading.active_count(), os.sched_getaffinity(0)
+    with memory_read_on([min(allowed)]):
+        used_s = time.thread_time(), time.process_time()
+        while time.process_time() - used_s[1] - (time.thread_time() - used_s[0]) < 0.05:
+            time.sleep(0.01)
+    assert threading.active_count() == before
+    assert os.sched_getaffinity(0) == allowed
+    with memory_read_on([]):
+        assert threading.active_count() == before
