@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
@@ -25,6 +27,21 @@ _DEFINITIONS = ("$defs", "definitions")
 _LIST = rf"[ \n]*({pattern(pythonic.BEGIN)})?[ \n]*\["
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How models of a family write calls.
+
+    Attributes:
+        schemas: Yields names and JSON schemas that the rules refer to.
+        said: Yields the rules of an answer.
+        can_write: Whether the family can write the name of a tool or of an argument.
+    """
+
+    schemas: Callable[[Toolbox], Iterator[tuple[str, Json]]]
+    said: Callable[[Toolbox, Opening], Iterator[str]]
+    can_write: Callable[[str], bool] = lambda _: True
+
+
 def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening) -> str:
     """Returns the grammar of an answer.
 
@@ -36,9 +53,19 @@ def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening) -> str:
     Raises:
         InvalidRequestError: A schema cannot be compiled, or is of a form that the family's calls cannot follow.
     """
-    schemas, said = FAMILIES[family]
-    parts = [{"name": name, "json_schema": {**_GUIDANCE, **schema}} for name, schema in schemas(toolbox)]
-    return joined(lambda opening: [*opening.rules("said"), *said(toolbox, opening)], parts, opening, "tools")
+    writes = FAMILIES[family]
+    _check_names(toolbox, writes)
+    parts = [{"name": name, "json_schema": {**_GUIDANCE, **schema}} for name, schema in writes.schemas(toolbox)]
+    return joined(lambda opening: [*opening.rules("said"), *writes.said(toolbox, opening)], parts, opening, "tools")
+
+
+def _check_names(toolbox: Toolbox, writes: Family) -> None:
+    """Refuses strict tools whose calls would be written as the schema says, and could not be read."""
+    for (schema, strict), name in zip(toolbox.parameters, toolbox.names, strict=True):
+        properties = schema.get("properties")
+        for each in (name, *(properties if isinstance(properties, dict) else ())) if strict else ():
+            if not writes.can_write(each):
+                raise InvalidRequestError("tools", f"this model cannot write a call with the name {each[:80]!r}")
 
 
 def _of_arguments(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
@@ -128,7 +155,8 @@ def _qwen3_coder(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
     yield opening.marker("call_end", qwen3_coder.OUTER_END)
     yield "call: " + " | ".join(f"call_{at}" for at in range(len(toolbox.names)))
     yield up_to("any_arguments", qwen3_coder.END)
-    yield up_to("any_text", f"\n{qwen3_coder.PARAMETER_END}\n")
+    # As its reader has it, a value ends with the first such tag.
+    yield up_to("any_text", qwen3_coder.PARAMETER_END)
     for at, (name, strict) in enumerate(zip(toolbox.names, toolbox.strict, strict=True)):
         arguments = list(_arguments(toolbox, at)) if strict else []
         members = [f"argument_{at}_{number}{'' if due else '?'}" for number, (_, _, due) in enumerate(arguments)]
@@ -139,6 +167,10 @@ def _qwen3_coder(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
             yield f"argument_{at}_{number}: {_literal(f'{qwen3_coder.PARAMETER}{key}>' + chr(10))} {value}"
 
 
+def _fits_into_a_tag(name: str) -> bool:
+    return name == name.strip() and 0 < len(name) <= qwen3_coder.MAX_NAME_CHARS and not set(name) & set(">\n")
+
+
 def _bare_value(argument: Json, reference: str) -> str:
     """Returns what a value and the end of its tag look like: strings are bare, all else is JSON."""
     end = f"\n{qwen3_coder.PARAMETER_END}\n"
@@ -146,8 +178,8 @@ def _bare_value(argument: Json, reference: str) -> str:
         return f"{reference} {_literal(end)}"
     some = [argument["const"]] if "const" in argument else argument.get("enum")
     if not isinstance(some, list):
-        return "any_text"
-    return f"({' | '.join(_literal(str(each) + end) for each in some)})"
+        return r'any_text "\n"'
+    return f"({' | '.join(_literal(each + end) for each in some if isinstance(each, str))})"
 
 
 def _pythonic(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
@@ -169,6 +201,10 @@ def _pythonic(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
             yield from _keywords(list(_arguments(toolbox, at)), at)
 
 
+def _is_python_s(name: str) -> bool:
+    return name.isascii() and name.isidentifier() and not iskeyword(name)
+
+
 def _keywords(arguments: list[tuple[str, Json, bool]], at: int) -> Iterator[str]:
     """Yields the rules of arguments in their order, from the first that is written, and from a further one."""
     for number, (key, _, due) in enumerate(arguments):
@@ -179,13 +215,10 @@ def _keywords(arguments: list[tuple[str, Json, bool]], at: int) -> Iterator[str]
     yield f'further_{at}_{len(arguments)}: ""'
 
 
-FAMILIES: Mapping[
-    str,
-    tuple[Callable[[Toolbox], Iterator[tuple[str, Json]]], Callable[[Toolbox, Opening], Iterator[str]]],
-] = {
-    HERMES: (_of_arguments, _hermes),
-    LLAMA3_JSON: (_of_arguments, _llama3),
-    MISTRAL: (_of_arguments, _mistral),
-    QWEN3_CODER: (_of_each_argument, _qwen3_coder),
-    PYTHONIC: (_of_each_argument, _pythonic),
+FAMILIES: Mapping[str, Family] = {
+    HERMES: Family(schemas=_of_arguments, said=_hermes),
+    LLAMA3_JSON: Family(schemas=_of_arguments, said=_llama3),
+    MISTRAL: Family(schemas=_of_arguments, said=_mistral),
+    QWEN3_CODER: Family(schemas=_of_each_argument, said=_qwen3_coder, can_write=_fits_into_a_tag),
+    PYTHONIC: Family(schemas=_of_each_argument, said=_pythonic, can_write=_is_python_s),
 }

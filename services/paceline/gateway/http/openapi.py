@@ -57,8 +57,9 @@ OpenAI's API with the usual extras, and `speculation`, which says what a request
 * A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them, or some with
   `allowed_tools`: the model is told of these alone. Calls that have to be made are enforced by a grammar of the schemas
   of all tools, or of the one that is named. With a tool that is `strict`, a call that has begun is enforced as well.
-  Models that write arguments one by one (Qwen3-Coder, and those that call in Python's notation) do so in the schema's
-  order, and what it says of plain strings beyond `enum` and `const` is not enforced. Calls of gpt-oss are not enforced.
+  Some models write arguments one by one: Qwen3-Coder, and those that call in Python's notation. Theirs come in the
+  schema's order, and a strict tool with a name that they cannot write is refused. Qwen3-Coder writes strings bare: of
+  these, `enum` and `const` alone are enforced. Calls of gpt-oss are not enforced.
 * A model that reasons may do so before what a grammar enforces.
 * `/v1/responses` and `/v1/messages` are the same chats in the words of OpenAI's newer API and of Anthropic's: what is
   said here of fields holds for theirs, an error names theirs, and events of a stream have their types as names. A

@@ -206,6 +206,7 @@ def any_text(tokenizer: Tokenizer, vocabulary: LLTokenizer, grammar: str, begun:
     [
         (QWEN3_CODER, "<parameter=s>\nany <b>text</b>\nat all\n</parameter>\n</function>", True),
         (QWEN3_CODER, "<parameter=s>\n</parameter>", False),
+        (QWEN3_CODER, "<parameter=s>\nx</parameter>y", None),
         (QWEN3_CODER, "<parameter=n>\n1\n</parameter>\n</function>", None),
         (PYTHONIC, 's="any text", n=1)]', True),
         (PYTHONIC, 's="any text")]', True),
@@ -227,3 +228,21 @@ def test_strings_are_free_and_what_is_required_comes(family: str, text: str, end
 def test_arguments_that_have_no_names_are_refused_where_each_is_written(family: str, parameters: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"tools: the parameters of 'f', which is strict, must be"):
         calls_amid_text(toolbox_of(parameters), family, Opening(reasoning="", prompt_end="", token_of=lambda _: None))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (PYTHONIC, "from"),
+        (PYTHONIC, "a-b"),
+        (PYTHONIC, "é"),
+        (QWEN3_CODER, "a>b"),
+        (QWEN3_CODER, ""),
+        (QWEN3_CODER, " a"),
+    ],
+)
+def test_a_strict_tool_whose_call_could_not_be_read_is_refused(family: str, name: str) -> None:
+    toolbox = toolbox_of({"type": "object", "properties": {name: {"type": "string"}}})
+    with pytest.raises(InvalidRequestError, match=f"tools: this model cannot write a call with the name '{name}'"):
+        calls_amid_text(toolbox, family, Opening(reasoning="", prompt_end="", token_of=lambda _: None))
+    assert calls_amid_text(toolbox, HERMES, Opening(reasoning="", prompt_end="", token_of=lambda _: None))
