@@ -16,13 +16,14 @@ GATEWAY, VERIFIER, DRAFTER = "gateway", "verifier", "drafter"
 REPLICA_ROLES = (GATEWAY, VERIFIER, DRAFTER)
 
 
-# How the arithmetic of engines begins that promise the law of a text and not its tokens.
-VLLM_ARITHMETIC = "vllm "
+# First words of `ModelIdentity.arithmetic` where logits depend on who shares the batch: such engines promise the law of
+# a text, and not its tokens.
+VLLM_ARITHMETIC, CUDA_ARITHMETIC = "vllm ", "cuda "
 
 
 def law_only(arithmetic: str) -> bool:
     """Whether an engine of this arithmetic promises the law of a text, and not its tokens."""
-    return arithmetic.startswith(VLLM_ARITHMETIC)
+    return arithmetic.startswith((VLLM_ARITHMETIC, CUDA_ARITHMETIC))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster.demo import Completion, Run
+from paceline.cluster.demo import Completion, Run, verdict_of
 
 
 def completion(*pieces: tuple[float, int]) -> Completion:
@@ -26,3 +26,14 @@ def test_one_stream_counts_as_a_whole(concurrency: int) -> None:
 def test_the_speed_of_a_stream_begins_with_its_first_piece() -> None:
     assert completion((5.0, 1), (7.0, 5)).tokens_per_s == 2.0
     assert completion((5.0, 1)).tokens_per_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("same", "exact", "verdict"), [(True, True, "identical"), (True, False, "identical"), (False, True, "report this")]
+)
+def test_texts_that_differ_are_to_be_reported_where_the_engine_promises_tokens(same, exact, verdict) -> None:
+    assert verdict in verdict_of(same, exact)
+
+
+def test_texts_may_differ_where_only_the_law_is_promised() -> None:
+    assert "may" in verdict_of(same=False, exact=False)

@@ -266,9 +266,10 @@ def verifier_of(arithmetic: str) -> Replica:
 
 
 @pytest.mark.parametrize(
-    ("arithmetic", "law_only"), [("", False), ("cpu x86_64, torch 2", False), ("vllm 0.32.0, torch 2, cpu", True)]
+    ("arithmetic", "law_only"),
+    [("", False), ("cpu x86_64, torch 2", False), ("vllm 0.32.0, torch 2", True), ("cuda 13.0 on H100, torch 2", True)],
 )
-def test_a_text_that_vllm_had_a_part_in_is_promised_in_law_only(arithmetic: str, law_only: bool) -> None:
+def test_a_text_that_vllm_or_a_gpu_had_a_part_in_is_promised_in_law_only(arithmetic: str, law_only: bool) -> None:
     trail = SessionTrail(session_record(request(), "me"), PROMPT, lambda _: None, lambda: None, keeps_tokens=False)
     assert not trail.law_only
     trail.placed(1, verifier_of(arithmetic))

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from paceline.core.messages import CUDA_ARITHMETIC
 from paceline.engine.backends.interface import Attention, Platform
 from paceline.engine.backends.torch.attention import plan_attention, write_and_attend
 from paceline.engine.backends.torch.backend import TorchBackend
@@ -29,7 +30,7 @@ class TorchPlatform(Platform):
     def arithmetic(self) -> str:
         """See `Platform`."""
         if self.device.type == "cuda":
-            place = f"{torch.cuda.get_device_name(self.device)}, CUDA {torch.version.cuda}"
+            place = f"{CUDA_ARITHMETIC}{torch.version.cuda} on {torch.cuda.get_device_name(self.device)}"
         else:
             place = f"{self.device.type} {platform.machine()}"
         return f"{place}, torch {torch.__version__}"
