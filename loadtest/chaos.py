@@ -6,8 +6,8 @@
 
 First the streams run undisturbed; then again, each as often as time allows, while faults happen to verifiers,
 drafters, gateways and the store in turn. There are more streams than places: clients are told to come again. They are
-`paceline.resuming.ResumingClient`s and their like over HTTP, know all gateways, and go on at another one when a stream
-breaks off. Some prompts fill the model's whole context. Nothing may be lost, doubled or changed, each request that was
+`ResumingClient`s and their like over HTTP, know all gateways, and go on at another one when a stream breaks off. Some
+prompts fill the model's whole context. Nothing may be lost, doubled or changed, each request that was
 taken gets its answer, and a poisonous request is refused before it has ended a third engine. The same seed
 gives the same faults. Printed are the faults, what became of the streams, and how long they paused around kills.
 """
@@ -62,10 +62,10 @@ from loadtest.steadfast import (
     run_each,
 )
 from loadtest.store_faults import UNWRITABLE_S
+from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, Endpoint, FleetSpec
 from paceline.cluster.supervisor import BackOff
-from paceline.resuming import ResumingClient
 from paceline.store.opening import open_store
 
 # Longest time without a token: on two cores a verifier takes 10 to 20 s to start, and contexts are computed anew.

@@ -13,7 +13,7 @@ from paceline.planning.profile import Profile
 from paceline.planning.simulation import Cell, CellAtWork, Outcome
 from paceline.planning.verifier import Asked
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from paceline.service_process import CHANNEL_OPTIONS
+from paceline.service.process import CHANNEL_OPTIONS
 
 TIMEOUT_S = 300.0
 NS_PER_S = 1e9

@@ -34,11 +34,11 @@ from loadtest.fleet import DEMO_PAIR, machine
 from loadtest.histories import Event, History
 from loadtest.scrape import scrape
 from loadtest.steadfast import Request, mixed_requests, over_grpc, run_each, run_one
+from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
 from paceline.cluster.supervisor import BackOff
 from paceline.core.params import DRAFT_MODEL
-from paceline.resuming import ResumingClient
 from paceline.store.opening import open_store
 
 MOST_PAUSE_S = 1.0

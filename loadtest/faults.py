@@ -23,9 +23,9 @@ from loadtest.histories import History
 from loadtest.proxy import DelayProxy
 from loadtest.steadfast import over_grpc, run_one
 from loadtest.store_faults import fail_over, fill, make_read_only
+from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
 from paceline.core.errors import EndsEnginesError, UnavailableError
-from paceline.resuming import ResumingClient
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.store.base import Store
 

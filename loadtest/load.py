@@ -35,8 +35,8 @@ from loadtest.traffic.prompts import Prompts, open_prompts
 from loadtest.traffic.report import summary, write_reports
 from loadtest.traffic.sending import Door, replay
 from paceline.cluster.checkpoints import DEMO_TARGET
-from paceline.config import exit_with_error, parse
 from paceline.core.errors import PacelineError
+from paceline.service.config import exit_with_error, parse
 
 PROG = "load"
 WARM_RATE_SHARE = 0.5

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from loadtest.fleet import bench_fleet, machine
 from loadtest.shapes import SHAPES
-from paceline.config import exit_with_error, parse, setting
 from paceline.core.errors import PacelineError, UnavailableError
+from paceline.service.config import exit_with_error, parse, setting
 
 PROG = "locust"
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")

@@ -13,7 +13,7 @@ import grpc
 from tqdm import tqdm
 
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from paceline.service_process import CHANNEL_OPTIONS
+from paceline.service.process import CHANNEL_OPTIONS
 from paceline.training.corpus import unseen_prompts
 
 TIMEOUT_S = 120.0

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import grpc
 
 from paceline.core.messages import VERIFIER, GenerateRequest
-from paceline.credentials import channel
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from paceline.service_process import CHANNEL_OPTIONS
+from paceline.service.credentials import channel
+from paceline.service.process import CHANNEL_OPTIONS
 from paceline.wire import committed_from_pb, generate_request_to_pb
 
 TIMEOUT_S = 300.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.arrivals import SHAPES
-from paceline.config import setting
 from paceline.core.errors import ConfigError
+from paceline.planning.arrivals import SHAPES
+from paceline.service.config import setting
 
 ADAPTIVE, OFF, ON = "adaptive", "off", "on"
 MODES = (OFF, ON, ADAPTIVE)

@@ -11,8 +11,8 @@ import numpy as np
 
 from loadtest.traffic.config import LoadConfig
 from loadtest.traffic.prompts import Prompts
-from paceline.arrivals import Arrival, generated_arrivals, read_arrivals
 from paceline.core.errors import ConfigError
+from paceline.planning.arrivals import Arrival, generated_arrivals, read_arrivals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

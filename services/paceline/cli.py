@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import paceline
-from paceline.called import as_called
-from paceline.config import exit_with_error, parse, setting
 from paceline.core.errors import ConfigError
+from paceline.service.called import as_called
+from paceline.service.config import exit_with_error, parse, setting
 
 if TYPE_CHECKING:
     from paceline.cluster.checkpoints import CheckpointFacts
@@ -109,9 +109,9 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
         "up": "paceline.cluster.up",
         "demo": "paceline.cluster.demo",
         "drain": "paceline.cluster.drain",
-        "generate": "paceline.client",
+        "generate": "paceline.client.generate",
         "plan": "paceline.planning.__main__",
-        "dev-ca": "paceline.dev_ca",
+        "dev-ca": "paceline.service.dev_ca",
         "key": "paceline.gateway.access.keys",
     }
     module = importlib.import_module(modules.get(command, f"paceline.{command}.__main__"))

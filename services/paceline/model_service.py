@@ -18,10 +18,8 @@ from typing import Any, Protocol
 import grpc
 from prometheus_client import CollectorRegistry
 
-from paceline.config import check_address, setting
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import ModelIdentity
-from paceline.credentials import CLIENT_ROLE_OF, FleetTls, only_for
 from paceline.engine.bridge import EngineThread
 from paceline.engine.budget import LEAST_PAGES
 from paceline.engine.watch import stacks, until_hung
@@ -29,11 +27,13 @@ from paceline.obs.families import tell_replica
 from paceline.obs.metrics import metrics_server
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
-from paceline.service_process import GrpcServer, settle_heap, start_grpc_server, until_stopped
+from paceline.service.config import check_address, setting
+from paceline.service.credentials import CLIENT_ROLE_OF, FleetTls, only_for
+from paceline.service.process import GrpcServer, settle_heap, start_grpc_server, until_stopped
+from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import EXPIRY_S, announced
 from paceline.store.base import Replica, Store, require
 from paceline.store.opening import open_store
-from paceline.supervision import Supervisor, Work
 
 logger = logging.getLogger(__name__)
 

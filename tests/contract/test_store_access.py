@@ -12,9 +12,9 @@ import pytest
 
 from paceline.cluster.valkey import find_server, free_port, server_command
 from paceline.core.errors import OverloadedError, UnavailableError
-from paceline.dev_ca import make_certificates
 from paceline.gateway.access.keys import ApiKey
 from paceline.gateway.access.rate_limit import WindowRateLimit
+from paceline.service.dev_ca import make_certificates
 from paceline.store.base import Replica
 from paceline.store.opening import open_store
 from tests.support.listening import listens

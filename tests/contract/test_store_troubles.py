@@ -17,12 +17,13 @@ from redis.asyncio import Redis
 
 from paceline.cluster.valkey import find_server
 from paceline.core.errors import OverloadedError, UnavailableError
-from paceline.credentials import FleetTls
-from paceline.dev_ca import make_certificates
 from paceline.gateway.access.keys import ApiKey
 from paceline.gateway.access.rate_limit import KEY_PREFIX, WindowRateLimit
 from paceline.gateway.sessions.records import RecordWriter
-from paceline.service_process import GrpcServer, start_grpc_server
+from paceline.service.credentials import FleetTls
+from paceline.service.dev_ca import make_certificates
+from paceline.service.process import GrpcServer, start_grpc_server
+from paceline.service.supervision import Supervisor
 from paceline.store import announcer
 from paceline.store.announcer import announced
 from paceline.store.base import (
@@ -35,7 +36,6 @@ from paceline.store.base import (
 from paceline.store.probe import Probe
 from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
 from paceline.store.view import RegistryView
-from paceline.supervision import Supervisor
 from tests.contract.test_store import DRAFTER, HOST, PROMPT, SESSION, VERIFIER, eventually, put, server_process
 from tests.unit.gateway.sessions.test_records import opened
 

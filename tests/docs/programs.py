@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 import httpx
 import yaml
 
-from paceline import cli, config
+from paceline import cli
+from paceline.service import config
 from paceline.vllm.settings import settings_of
 from tests.docs.blocks import Command, commands
 from tests.docs.demo import Demo

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from paceline.service_process import CHANNEL_OPTIONS
+from paceline.service.process import CHANNEL_OPTIONS
 from tests.fleet.conftest import FleetRunner
 
 

@@ -25,7 +25,7 @@ import yaml
 from loadtest.histories import History, judge
 from loadtest.steadfast import Request, keep_running, over_grpc, run_each
 
-from paceline.resuming import ResumingClient
+from paceline.client.resuming import ResumingClient
 from paceline.rpc.v1 import common_pb2
 from tests.support.checkpoints import save_pair
 

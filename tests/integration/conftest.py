@@ -18,7 +18,6 @@ from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
 from paceline.core.params import DRAFT_MODEL, NGRAM, SUFFIX, TIER_METHODS
 from paceline.core.target_events import TargetLimits
-from paceline.credentials import FleetTls, channel, folder_of, load_tls, only_for
 from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint
@@ -33,7 +32,8 @@ from paceline.engine.target import TargetEngine
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
-from paceline.service_process import start_grpc_server
+from paceline.service.credentials import FleetTls, channel, folder_of, load_tls, only_for
+from paceline.service.process import start_grpc_server
 from paceline.store.base import Replica
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.verifier_host import TargetHost

@@ -15,9 +15,9 @@ import pytest
 
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec
-from paceline.config import load
 from paceline.core.params import BLOCK, COUPLED, REJECTION, TYPICAL, SpeculationParams
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from paceline.service.config import load
 from tests.integration.conftest import running_verifier
 from tests.integration.test_local_fleet import arguments
 from tests.integration.test_verifier_service import ask, tokens_of

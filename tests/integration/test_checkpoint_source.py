@@ -20,7 +20,7 @@ import pytest
 from huggingface_hub import constants
 
 from paceline import cli
-from paceline.checkpoint_source import MODEL_FILES, TEXT_FILES, folder_of, parse, repository_of, served_name
+from paceline.checkpoints.source import MODEL_FILES, TEXT_FILES, folder_of, parse, repository_of, served_name
 from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.ray.order import Order, service_child
 from paceline.cluster.spec import Endpoint, FleetSpec
@@ -206,7 +206,7 @@ def test_on_a_cluster_every_node_fetches_the_commit_that_the_launcher_found(hub:
     assert served_name(DEMO_DRAFTER) == "demo-drafter"
 
 
-FETCH = "import sys; from paceline.checkpoint_source import folder_of; folder_of('org/tiny', '--model', say=print)"
+FETCH = "import sys; from paceline.checkpoints.source import folder_of; folder_of('org/tiny', '--model', say=print)"
 
 
 def environment(hub: Hub, cache: Path) -> dict[str, str]:

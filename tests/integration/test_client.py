@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline import client
+from paceline.client import generate as client
 
 RECORD = {
     "num_steps": 3,

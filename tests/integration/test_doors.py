@@ -17,9 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from paceline.client import GenerateConfig, stream
+from paceline.client.generate import GenerateConfig, stream
 from paceline.core.errors import ConfigError, OverloadedError, PacelineError, UnauthenticatedError, UnavailableError
-from paceline.dev_ca import make_certificates
 from paceline.gateway.access import keys
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.requests import SessionRequest
@@ -27,7 +26,8 @@ from paceline.gateway.service import serve
 from paceline.gateway.sessions.output import Event
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
-from paceline.status import error_from_rpc
+from paceline.service.dev_ca import make_certificates
+from paceline.service.status import error_from_rpc
 from paceline.store.base import SessionState
 from paceline.store.memory import MemoryStore
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet

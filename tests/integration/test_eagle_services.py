@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import CommittedStates
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SpeculationParams
+from paceline.service.supervision import Supervisor
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
-from paceline.supervision import Supervisor
 from paceline.wire import generate_request_to_pb
 from paceline.wire.sessions import committed_from_pb
 from tests.integration.conftest import know, running_drafter, running_verifier

@@ -24,10 +24,10 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
 from paceline.model_service import EXIT_HUNG, engine_ended
 from paceline.rpc.v1 import verifier_pb2_grpc
-from paceline.service_process import TAKEN
-from paceline.status import error_from_rpc
+from paceline.service.process import TAKEN
+from paceline.service.status import error_from_rpc
+from paceline.service.supervision import Supervisor
 from paceline.store.memory import MemoryStore
-from paceline.supervision import Supervisor
 from paceline.verifier import outbox as verifier_outbox
 from paceline.verifier import verifier_host
 from paceline.verifier.verifier_host import TargetHost

@@ -29,8 +29,8 @@ from paceline.gateway.grpc.door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, Grpc
 from paceline.gateway.service import SERVICE_NAME
 from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
-from paceline.service_process import LIVENESS, start_grpc_server
-from paceline.status import error_from_rpc
+from paceline.service.process import LIVENESS, start_grpc_server
+from paceline.service.status import error_from_rpc
 from paceline.store.base import Replica
 from tests.support.fuzzing import until
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet

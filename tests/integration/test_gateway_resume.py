@@ -20,7 +20,7 @@ from paceline.core.errors import (
 from paceline.core.token_digest import token_digest
 from paceline.gateway.sessions.failover import SILENT_S
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from paceline.status import error_from_rpc
+from paceline.service.status import error_from_rpc
 from paceline.store.base import EPOCHS_PER_OWNER, SessionState
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, joining_gateway, scripted_fleet
 

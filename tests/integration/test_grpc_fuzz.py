@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core.messages import ModelIdentity
 from paceline.rpc.v1 import drafter_pb2, gateway_pb2, verifier_pb2, verifier_pb2_grpc
-from paceline.service_process import MAX_MESSAGE_BYTES
+from paceline.service.process import MAX_MESSAGE_BYTES
 from paceline.wire import draft_request_to_pb, generate_request_to_pb
 from tests.integration.conftest import running_drafter, verifier_at
 from tests.integration.test_drafter_service import committed, opened, stream_to

@@ -15,7 +15,7 @@ from paceline.core.draft_policy import Goodput
 from paceline.core.params import SamplingParams
 from paceline.core.step_time import StepCost, StepMode
 from paceline.engine.identity import model_identity
-from paceline.learned import NOWHERE, LearnedFile
+from paceline.service.learned import NOWHERE, LearnedFile
 from paceline.verifier.config import VerifierConfig
 from paceline.verifier.learned import learned_file
 from tests.support.engines import EnginePair

@@ -14,9 +14,9 @@ import pytest
 
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec
-from paceline.config import load
 from paceline.core.errors import ConfigError
-from paceline.dev_ca import make_certificates
+from paceline.service.config import load
+from paceline.service.dev_ca import make_certificates
 from tests.support.checkpoints import save_pair
 from tests.support.hub import Repo, serving
 

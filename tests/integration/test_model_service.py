@@ -16,10 +16,10 @@ from paceline import model_service
 from paceline.cluster.health import grpc_health
 from paceline.cluster.valkey import free_port
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
-from paceline.credentials import PROBE, FleetTls, channel
-from paceline.dev_ca import make_certificates
 from paceline.drafter.config import DrafterConfig
 from paceline.model_service import serve_model
+from paceline.service.credentials import PROBE, FleetTls, channel
+from paceline.service.dev_ca import make_certificates
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 

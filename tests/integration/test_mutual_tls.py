@@ -14,7 +14,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.cluster.valkey import free_port
 from paceline.core.errors import ConfigError, PermissionDeniedError, UnavailableError
-from paceline.credentials import (
+from paceline.gateway.fleet.verifier_client import VerifierClient
+from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2_grpc
+from paceline.service.credentials import (
     CLIENT_ROLE_OF,
     DRAFTER,
     GATEWAY,
@@ -25,11 +27,9 @@ from paceline.credentials import (
     channel,
     only_for,
 )
-from paceline.dev_ca import make_certificates
-from paceline.gateway.fleet.verifier_client import VerifierClient
-from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2_grpc
-from paceline.service_process import GrpcServer, start_grpc_server
-from paceline.status import error_from_rpc
+from paceline.service.dev_ca import make_certificates
+from paceline.service.process import GrpcServer, start_grpc_server
+from paceline.service.status import error_from_rpc
 from tests.integration.conftest import know, running_drafter, running_verifier
 from tests.integration.test_serving import SERVING, FailingServicer
 from tests.integration.test_verifier_service import ask, drafted_tokens, tokens_of

@@ -22,7 +22,7 @@ from paceline.gateway.fleet.ejection import CONSECUTIVE
 from paceline.gateway.sessions import failover
 from paceline.gateway.sessions.failover import MOST_FAILURES
 from paceline.rpc.v1 import gateway_pb2
-from paceline.status import error_from_rpc
+from paceline.service.status import error_from_rpc
 from paceline.store.base import SessionState
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, identity, scripted_fleet
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError, PacelineError, ResumeMismatchError, SessionNotFoundError
 from paceline.core.token_digest import token_digest
 from paceline.rpc.v1 import common_pb2, gateway_pb2
-from paceline.status import error_from_rpc
+from paceline.service.status import error_from_rpc
 from paceline.store.base import PutSession, SessionState
 from tests.support.scripted_fleet import EOS, MODEL, ScriptedFleet, scripted_fleet
 

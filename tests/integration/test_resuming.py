@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from paceline.client.resuming import ResumingClient
 from paceline.core.errors import InvalidRequestError, SessionNotFoundError, UnavailableError
-from paceline.resuming import ResumingClient
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, joining_gateway, scripted_fleet
 

@@ -42,14 +42,14 @@ from paceline.rpc.v1 import (
     verifier_pb2,
     verifier_pb2_grpc,
 )
-from paceline.service_process import (
+from paceline.service.process import (
     CHANNEL_OPTIONS,
     GrpcServer,
     install_signal_handlers,
     run,
     start_grpc_server,
 )
-from paceline.status import error_from_rpc
+from paceline.service.status import error_from_rpc
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -251,7 +251,7 @@ async def test_sigterm_sets_the_stop_event() -> None:
 @pytest.mark.parametrize(("error", "status"), [("ConfigError('no model')", 2), ("UnavailableError('no redis')", 1)])
 def test_run_ends_with_one_line_and_a_status(error: str, status: int) -> None:
     program = (
-        "from paceline.core.errors import *\nfrom paceline.service_process import run\n"
+        "from paceline.core.errors import *\nfrom paceline.service.process import run\n"
         f"async def main():\n    raise {error}\nrun(main(), prog='paceline-x')\n"
     )
     ended = subprocess.run(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline import model_service, supervision
+from paceline import model_service
+from paceline.service import supervision
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 from tests.integration.test_model_service import announced_drafter

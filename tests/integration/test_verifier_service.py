@@ -18,10 +18,10 @@ from paceline.core.session import VerifierSession
 from paceline.engine.identity import model_identity
 from paceline.model_service import engine_ended
 from paceline.rpc.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2
-from paceline.service_process import start_grpc_server
+from paceline.service.process import start_grpc_server
+from paceline.service.supervision import Supervisor
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
-from paceline.supervision import Supervisor
 from paceline.tier.links import DrafterLink
 from paceline.wire import (
     committed_from_pb,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.client import GenerateConfig, stream
+from paceline.client.generate import GenerateConfig, stream
 from tests.k8s.conftest import rendered_demo, running
 from tests.k8s.kubelet import Kubelet, container_name
 from tests.k8s.podman import Podman, PodmanError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.dev_ca import make_certificates
 from paceline.gateway.access.keys import KeyConfig, line_of, new_key
+from paceline.service.dev_ca import make_certificates
 from tests.k8s.conftest import rendered_demo, running
 from tests.k8s.kubelet import Kubelet
 from tests.k8s.podman import Podman, PodmanError
@@ -76,7 +76,7 @@ def test_a_drafters_certificate_opens_no_verifier(kubelet: Kubelet) -> None:
 CALL_A_VERIFIER = """
 import asyncio
 from pathlib import Path
-from paceline.credentials import channel, load_tls
+from paceline.service.credentials import channel, load_tls
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
 
 async def main():

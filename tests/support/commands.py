@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from paceline import cli, config
+from paceline import cli
+from paceline.service import config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from paceline.service_process import GrpcServer, start_grpc_server
+from paceline.service.process import GrpcServer, start_grpc_server
 from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 from paceline.wire import committed_to_pb, generate_request_from_pb

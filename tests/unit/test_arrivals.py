@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.arrivals import (
+from paceline.core.errors import ConfigError
+from paceline.planning.arrivals import (
     QUANTILES,
     SHAPES,
     Arrival,
@@ -16,7 +17,6 @@ from paceline.arrivals import (
     read_arrivals,
     scaled,
 )
-from paceline.core.errors import ConfigError
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"

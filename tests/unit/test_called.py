@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.called import as_called
+from paceline.service.called import as_called
 
 ENV = os.environ | {"PYTHONPATH": "services"}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import check_address, from_mapping, load, loggable, parse, public_url, setting
 from paceline.core.errors import ConfigError
 from paceline.drafter.config import DrafterConfig
+from paceline.service.config import check_address, from_mapping, load, loggable, parse, public_url, setting
 from paceline.verifier.config import VerifierConfig
 
 

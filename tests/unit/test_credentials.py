@@ -12,8 +12,8 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY, VERIFIER
-from paceline.credentials import ROLES, FleetTls, folder_of, load_tls
-from paceline.dev_ca import LIFETIME, main, make_certificates
+from paceline.service.credentials import ROLES, FleetTls, folder_of, load_tls
+from paceline.service.dev_ca import LIFETIME, main, make_certificates
 
 NOW = datetime(2030, 5, 1, tzinfo=UTC)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.checkpoints.families import GENERIC, LEAN, family_of, refusal, vllm_refusal
+from paceline.checkpoints.sizes import sizes_of
 from paceline.cli import main
 from paceline.cluster.model_check import answer
 from paceline.core.errors import ConfigError
 from paceline.engine.config import DecoderConfig
-from paceline.model_families import GENERIC, LEAN, family_of, refusal, vllm_refusal
-from paceline.model_sizes import sizes_of
 
 CONFIGS = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text(encoding="utf-8"))
 QUANTISED = r"quantised checkpoints \({}\) are not served by our engine: name the one with bf16 weights, or .* vllm"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.plugins import RULES, SOURCES
+from paceline.service.plugins import RULES, SOURCES
 from paceline.verifier.config import speculation_from
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.client.resuming import _Progress
 from paceline.core.errors import EndsEnginesError, OverloadedError, ResumeMismatchError, UnavailableError
-from paceline.resuming import _Progress
 from paceline.rpc.v1 import gateway_pb2
 
 TEXT = "abcdefghijklmnopqrstuvwxyz"

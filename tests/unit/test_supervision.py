@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from paceline import supervision
-from paceline.supervision import SETTLED_S, Supervisor
+from paceline.service import supervision
+from paceline.service.supervision import SETTLED_S, Supervisor
 
 
 class Clock:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from paceline.checkpoints.vocabulary import vocab_hash
 from paceline.core.errors import ConfigError
-from paceline.vocabulary import vocab_hash
 
 
 def write_tokenizer(folder, vocab, added=()):

@@ -29,7 +29,7 @@ from paceline.core.messages import (
 from paceline.core.params import ACCEPTANCE_RULES, METHODS, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import MAX_WEIGHT, SparseDraft
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
-from paceline.service_process import MAX_MESSAGE_BYTES
+from paceline.service.process import MAX_MESSAGE_BYTES
 
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)

@@ -14,7 +14,7 @@ from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from paceline.service_process import CHANNEL_OPTIONS
+from paceline.service.process import CHANNEL_OPTIONS
 from paceline.training.corpus import unseen_prompts
 from tests.vllm.client import ACCEPTED
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paceline
-from paceline.checkpoint_source import repository_of, unreadable_weights
+from paceline.checkpoints.source import repository_of, unreadable_weights
+from paceline.checkpoints.vocabulary import vocab_hash
 from paceline.core.errors import ConfigError
-from paceline.vocabulary import vocab_hash
 
 MODELS_FOLDER = Path(paceline.__file__).parent / "models"
 DEMO_TARGET = MODELS_FOLDER / "demo-target"

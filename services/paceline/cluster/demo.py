@@ -24,9 +24,9 @@ from paceline.cluster.foreground import describe_models, until_ctrl_c
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
 from paceline.cluster.up import table
-from paceline.config import parse, setting
 from paceline.core.errors import PacelineError
-from paceline.service_process import run
+from paceline.service.config import parse, setting
+from paceline.service.process import run
 from paceline.training.corpus import unseen_prompts
 
 PROG = "paceline demo"

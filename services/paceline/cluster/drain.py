@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.config import parse, setting
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.service_process import run
+from paceline.service.config import parse, setting
+from paceline.service.process import run
 from paceline.store.announcer import EXPIRY_S, HEARTBEAT_S
 from paceline.store.base import Replica, Store, require
 from paceline.store.opening import open_store

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.spec import VLLM
-from paceline.config import Given
 from paceline.core.errors import ConfigError
+from paceline.service.config import Given
 
 ROLES = ("gateway", "verifier", "drafter")
 # Settings of `paceline up` by the chart's values that mean the same.

@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint_source import served_name
+from paceline.checkpoints.source import served_name
 from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, num_parameters
 from paceline.cluster.drain import say
 from paceline.cluster.spec import Checkpoints
-from paceline.service_process import install_signal_handlers
+from paceline.service.process import install_signal_handlers
 
 
 async def until_ctrl_c(run_fleet: Callable[[asyncio.Event, asyncio.Event], Coroutine[Any, Any, None]]) -> None:

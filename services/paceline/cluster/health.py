@@ -10,7 +10,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.errors import UnavailableError
-from paceline.credentials import FleetTls, channel
+from paceline.service.credentials import FleetTls, channel
 from paceline.store.opening import open_store
 
 CHECK_TIMEOUT_S = 1.0

@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from paceline.checkpoint_source import MODEL_FILES, folder_of, served_name
+from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.source import MODEL_FILES, folder_of, served_name
+from paceline.checkpoints.vocabulary import vocab_hash
 from paceline.cluster.checkpoints import (
     DEMO_DRAFTER,
     DEMO_EAGLE3,
@@ -41,11 +43,9 @@ from paceline.cluster.spec import (
 )
 from paceline.cluster.supervisor import BackOff, Child, Supervisor
 from paceline.cluster.valkey import find_server
-from paceline.config import public_url
 from paceline.core.errors import ConfigError
 from paceline.core.params import DRAFT_MODEL, EAGLE3, MEDUSA
-from paceline.heads import is_eagle3
-from paceline.vocabulary import vocab_hash
+from paceline.service.config import public_url
 
 # Methods that draft with heads: the key of --speculative-config that names their folder, and the demo target's.
 HEADS = {MEDUSA: ("medusa_model", DEMO_MEDUSA), EAGLE3: ("eagle3_model", DEMO_EAGLE3)}

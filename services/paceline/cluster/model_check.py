@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.checkpoint_source import CONFIG_FILES, folder_of, parse
+from paceline.checkpoints.families import GENERIC, LEAN, Config, family_of, quant_method, refusal, vllm_refusal
+from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.sizes import Sizes, sizes_of
+from paceline.checkpoints.source import CONFIG_FILES, folder_of, parse
 from paceline.cluster.drain import say
-from paceline.config import parse as parse_settings
-from paceline.config import setting
 from paceline.core.errors import ConfigError
-from paceline.json_file import read_object
-from paceline.model_families import GENERIC, LEAN, Config, family_of, quant_method, refusal, vllm_refusal
-from paceline.model_sizes import Sizes, sizes_of
+from paceline.service.config import parse as parse_settings
+from paceline.service.config import setting
 
 PROG = "paceline models check"
 DESCRIPTION = (

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.checkpoint_source import MODEL_FILES, TEXT_FILES, folder_of
+from paceline.checkpoints.source import MODEL_FILES, TEXT_FILES, folder_of
 from paceline.cluster.drain import say
-from paceline.config import parse, setting
+from paceline.service.config import parse, setting
 
 PROG = "paceline models fetch"
 DESCRIPTION = (

@@ -14,17 +14,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint_source import Repository
+from paceline.checkpoints.json_file import parse_object
+from paceline.checkpoints.source import Repository
 from paceline.cluster.checkpoints import child_environment
 from paceline.cluster.health import grpc_health, http_health, store_health
 from paceline.cluster.ports import Ports
 from paceline.cluster.supervisor import ChildSpec
 from paceline.cluster.valkey import server_command
-from paceline.config import setting
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, VERIFIER
-from paceline.credentials import PROBE, folder_of, load_tls
-from paceline.json_file import parse_object
+from paceline.service.config import setting
+from paceline.service.credentials import PROBE, folder_of, load_tls
 
 PORT_STRIDE = 10
 # Engines of a verifier.

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from functools import partial
 
 import paceline
-from paceline.called import as_called
 from paceline.cluster.drain import say
 from paceline.cluster.fleet_file import READ, read_fleet_file
 from paceline.cluster.foreground import describe_models, request_for, until_ctrl_c
 from paceline.cluster.local import LocalFleet, fetch_models
 from paceline.cluster.spec import FleetSpec, gateway_scheme
-from paceline.config import exit_with_error, parse, public_url
 from paceline.core.errors import ConfigError
-from paceline.service_process import run
+from paceline.service.called import as_called
+from paceline.service.config import exit_with_error, parse, public_url
+from paceline.service.process import run
 
 PROG = "paceline up"
 DESCRIPTION = (

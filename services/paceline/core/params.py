@@ -27,7 +27,7 @@ GRAMMAR, MEDUSA, LAYER_SKIP = "grammar", "medusa", "layer_skip"
 TIER_METHODS = (DRAFT_MODEL, EAGLE3)
 METHODS = (*TIER_METHODS, NGRAM, SUFFIX, GRAMMAR, MEDUSA, LAYER_SKIP)
 MAX_METHOD_CHARS = 64
-# How a method or a rule is called; other packages may bring more of them to a verifier (`paceline.plugins`).
+# How a method or a rule is called; other packages may bring more of them to a verifier (`paceline.service.plugins`).
 NAME_PATTERN = "[a-z0-9_]+"
 # Acceptance rules: which draft tokens become committed tokens.
 COUPLED, REJECTION, BLOCK, TYPICAL = "coupled", "rejection", "block", "typical"

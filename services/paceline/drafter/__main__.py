@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from paceline.checkpoint_source import fetched
-from paceline.config import loggable, parse
+from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.source import fetched
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
-from paceline.credentials import load_tls
 from paceline.drafter.config import HOST_PAGES, DrafterConfig
 from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
@@ -25,15 +24,16 @@ from paceline.engine.drafter import DraftEngine
 from paceline.engine.memory import log_memory
 from paceline.engine.process import prepare_process, yield_cpus
 from paceline.engine.sizing import model_needs
-from paceline.heads import is_eagle3
 from paceline.model_service import serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
 from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import drafter_pb2_grpc
+from paceline.service.config import loggable, parse
+from paceline.service.credentials import load_tls
+from paceline.service.process import run
 from paceline.service_memory import plan_service, with_pages
-from paceline.service_process import run
 
 logger = logging.getLogger(__name__)
 

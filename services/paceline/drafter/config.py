@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import setting
 from paceline.model_service import ModelServiceConfig
+from paceline.service.config import setting
 
 # A host's memory is for others as well.
 HOST_PAGES = 4096

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checkpoints.heads import is_eagle3
 from paceline.core.draft_scheduler import VerifierLeft, VerifierSaid
 from paceline.core.errors import ConfigError
 from paceline.core.messages import CommittedStates, ModelIdentity, OpenSession, ToDrafter
@@ -14,7 +15,6 @@ from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import head_identity, load_eagle3
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
-from paceline.heads import is_eagle3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from paceline.core.step_time import StepCost, StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.target import TargetEngine
-from paceline.learned import Learned
+from paceline.service.learned import Learned
 
 # What stands for the drafter's address; no drafter of the tier can have it.
 LOCAL = "in this verifier"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from paceline.checkpoint_source import INDEX, unreadable_weights
+from paceline.checkpoints.source import INDEX, unreadable_weights
 from paceline.core.errors import ConfigError
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
+from paceline.checkpoints.families import refusal
+from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.vocabulary import eos_token_ids
 from paceline.core.errors import ConfigError
 from paceline.engine.rope import RopeFrequencies, rope_frequencies
-from paceline.json_file import read_object
-from paceline.model_families import refusal
-from paceline.vocabulary import eos_token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

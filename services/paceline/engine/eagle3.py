@@ -16,7 +16,9 @@ from typing import Any, Final
 import torch
 from transformers import PretrainedConfig
 
-from paceline.checkpoint_source import served_name
+from paceline.checkpoints.heads import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3
+from paceline.checkpoints.json_file import read_object
+from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.engine.backends.choice import choose_platform
@@ -31,8 +33,6 @@ from paceline.engine.llama import FeatureInput, LlamaWeights
 from paceline.engine.llama_reader import LlamaReader
 from paceline.engine.loading import choose_dtype, warm_up
 from paceline.engine.rope import rope_frequencies
-from paceline.heads import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3
-from paceline.json_file import read_object
 
 NUM_TAPS: Final = 3
 HASH_CHARS: Final = 32

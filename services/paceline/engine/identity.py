@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.checkpoint_source import served_name
+from paceline.checkpoints.fingerprint import fingerprint
+from paceline.checkpoints.source import served_name
+from paceline.checkpoints.vocabulary import vocab_hash
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.engine.backends.choice import choose_platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
 from paceline.engine.loading import choose_dtype
-from paceline.fingerprint import fingerprint
-from paceline.vocabulary import vocab_hash
 
 
 def model_identity(folder: Path, name: str = "", dtype: str = "auto", device: str = "auto") -> ModelIdentity:

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from paceline.checkpoints.families import LEAN_ARCHITECTURES
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BlockPool, SessionPages
 from paceline.engine.backends.choice import choose_platform
@@ -22,7 +23,6 @@ from paceline.engine.config import (
 from paceline.engine.decoder import Decoder
 from paceline.engine.llama_reader import LlamaReader
 from paceline.engine.packing import BatchBuilder
-from paceline.model_families import LEAN_ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 

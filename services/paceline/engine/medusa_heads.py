@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import torch
 
+from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_DRAFT_TOKENS
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.decoder import Decoder
 from paceline.engine.linear import Linear
-from paceline.json_file import read_object
 
 MODEL_TYPE: Final = "medusa"
 ARCHITECTURE: Final = "MedusaModel"

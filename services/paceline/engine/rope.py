@@ -15,8 +15,8 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from paceline.checkpoints.families import LENGTH_DEPENDENT
 from paceline.core.errors import ConfigError
-from paceline.model_families import LENGTH_DEPENDENT
 
 _CHUNK: Final = 1024
 

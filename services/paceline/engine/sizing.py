@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from paceline.checkpoints.families import LEAN_ARCHITECTURES
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.backends.choice import choose_platform
 from paceline.engine.checkpoint import Checkpoint
 from paceline.engine.config import DecoderConfig
 from paceline.engine.loading import choose_dtype
-from paceline.model_families import LEAN_ARCHITECTURES
 
 # A row of logits is there as the model gives it, and as processors leave it.
 LOGIT_BYTES = 2 * 4

@@ -45,7 +45,7 @@ from paceline.engine.profile import StepProfiler
 from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
-from paceline.learned import Learned
+from paceline.service.learned import Learned
 
 logger = logging.getLogger(__name__)
 

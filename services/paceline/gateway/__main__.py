@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.config import exit_with_error, loggable, parse
 from paceline.core.errors import ConfigError
 from paceline.gateway.config import GatewayConfig, model_folders
 from paceline.gateway.generation_config import model_defaults
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text.codec import TextCodec
 from paceline.obs.log import setup_logging
-from paceline.service_process import install_signal_handlers, run, settle_heap
+from paceline.service.config import exit_with_error, loggable, parse
+from paceline.service.process import install_signal_handlers, run, settle_heap
 from paceline.store.base import require
 from paceline.store.opening import open_store
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint_source import TEXT_FILES, folder_of, served_name
-from paceline.config import setting
+from paceline.checkpoints.source import TEXT_FILES, folder_of, served_name
 from paceline.core.errors import ConfigError
 from paceline.gateway.message.form import AUTO, REASONING_FAMILIES, TOOL_FAMILIES, check_families
+from paceline.service.config import setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ def model_folders(models: Sequence[str], model_name: str) -> dict[str, Path]:
     """Returns the tokenizer folder of each served name; what the Hub has of it is fetched.
 
     Args:
-        models: FOLDER or NAME=FOLDER, the folder as `paceline.checkpoint_source` takes it.
+        models: FOLDER or NAME=FOLDER, the folder as `paceline.checkpoints.source` takes it.
         model_name: Name for a single FOLDER; empty: its own.
 
     Raises:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.params import SamplingParams
-from paceline.json_file import read_object
 
 FILE = "generation_config.json"
 AUTO, NEUTRAL = "auto", "vllm"

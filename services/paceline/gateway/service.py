@@ -19,7 +19,6 @@ from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
-from paceline.credentials import load_tls
 from paceline.gateway.access.doors import DoorTls, guard, load_door_tls
 from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.access.guard import Access, GuardedApp
@@ -49,11 +48,12 @@ from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
 from paceline.rpc.v1 import gateway_pb2_grpc
-from paceline.service_process import GrpcServer, start_grpc_server
+from paceline.service.credentials import load_tls
+from paceline.service.process import GrpcServer, start_grpc_server
+from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
 from paceline.store.probe import Probe
-from paceline.supervision import Supervisor, Work
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from paceline.arrivals import Arrival, generated_arrivals, read_arrivals, scaled
-from paceline.config import parse
 from paceline.core.errors import ConfigError
+from paceline.planning.arrivals import Arrival, generated_arrivals, read_arrivals, scaled
 from paceline.planning.config import DESCRIPTION, PlanConfig
 from paceline.planning.fleets import RATIOS, Fleet, Goal, Plan, evaluate, least_fleet
 from paceline.planning.profile import COMPUTED, SHIPPED, Profile, read_profile, write_profile
 from paceline.planning.report import draw, figures, table
 from paceline.planning.roofline import computed_profile
 from paceline.planning.simulation import Way
+from paceline.service.config import parse
 
 PROG = "paceline plan"
 # Drafters of a given fleet whose number is not named: one for so many verifiers.

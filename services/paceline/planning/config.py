@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.arrivals import SHAPES
-from paceline.config import setting
 from paceline.core.errors import ConfigError
+from paceline.planning.arrivals import SHAPES
+from paceline.service.config import setting
 
 DESCRIPTION = """Says how many verifiers and drafters a load needs, and what that costs.
 It simulates fleets with the very policy, trees and waiting rules of the services, on step times and guesses from a

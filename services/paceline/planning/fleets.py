@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.arrivals import Arrival
 from paceline.core.errors import ConfigError
+from paceline.planning.arrivals import Arrival
 from paceline.planning.profile import Profile
 from paceline.planning.simulation import Cell, Outcome, Way, run_open
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
 from paceline.core.step_time import StepCost
-from paceline.json_file import read_object
 from paceline.planning.guesses import DrawnGuesses, GuessSource, RecordedGuesses, RecordedPlace
 
 MEASURED, COMPUTED = "measured", "computed"

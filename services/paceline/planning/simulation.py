@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.arrivals import Arrival
 from paceline.core.errors import ConfigError
+from paceline.planning.arrivals import Arrival
 from paceline.planning.events import Events
 from paceline.planning.guesses import DrawnGuesses, texts_of
 from paceline.planning.processes import DrafterProcess, VerifierProcess

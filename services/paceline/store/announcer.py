@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from paceline.core.errors import UnavailableError
+from paceline.service.supervision import Supervisor
 from paceline.store.base import Replica, Store
-from paceline.supervision import Supervisor
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from paceline.config import public_url
 from paceline.core.errors import ConfigError
+from paceline.service.config import public_url
 from paceline.store.base import Store
 from paceline.store.memory import MemoryStore
 from paceline.store.redis import RedisStore

@@ -6,8 +6,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.messages import DRAFTER, VERIFIER
-from paceline.credentials import FleetTls, channel
-from paceline.service_process import CHANNEL_OPTIONS
+from paceline.service.credentials import FleetTls, channel
+from paceline.service.process import CHANNEL_OPTIONS
 from paceline.store.base import Replica
 
 PROBE_TIMEOUT_S = 1.0

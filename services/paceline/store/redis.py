@@ -28,8 +28,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from paceline.config import public_url
 from paceline.core.errors import ConfigError, UnavailableError
+from paceline.service.config import public_url
 from paceline.store.base import (
     AdvanceSession,
     LoggedSession,

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
 from paceline.core.pairing import KnownDrafter, Pairing, expected_round_trip_s
-from paceline.credentials import FleetTls
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_served_by
+from paceline.service.credentials import FleetTls
 from paceline.store.base import Replica
 from paceline.tier.links import DrafterLink
 

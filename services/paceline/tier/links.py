@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.messages import DRAFTER, ModelIdentity, ToDrafter, ToVerifier
-from paceline.credentials import FleetTls, channel
 from paceline.rpc.v1 import drafter_pb2, drafter_pb2_grpc
-from paceline.service_process import CHANNEL_OPTIONS
+from paceline.service.credentials import FleetTls, channel
+from paceline.service.process import CHANNEL_OPTIONS
 from paceline.wire import draft_request_to_pb, draft_response_from_pb, in_parts
 
 logger = logging.getLogger(__name__)

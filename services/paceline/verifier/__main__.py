@@ -10,17 +10,17 @@ from contextlib import AbstractContextManager, nullcontext
 
 from prometheus_client import CollectorRegistry
 
-from paceline.checkpoint_source import fetched
-from paceline.config import loggable, parse
+from paceline.checkpoints.source import fetched
 from paceline.core.messages import VERIFIER
-from paceline.credentials import load_tls
 from paceline.model_service import serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import Tracer
 from paceline.rpc.v1 import verifier_pb2_grpc
-from paceline.service_process import run
+from paceline.service.config import loggable, parse
+from paceline.service.credentials import load_tls
+from paceline.service.process import run
 from paceline.verifier.config import VLLM, VerifierConfig
 from paceline.verifier.served import ServedEngine
 from paceline.verifier.servicer import VerifierServicer

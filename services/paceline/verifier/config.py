@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import from_mapping, setting
+from paceline.checkpoints.json_file import parse_object
 from paceline.core.acceptance_rules import LAWFUL, POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules
 from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
@@ -26,10 +26,10 @@ from paceline.core.params import (
     TIER_METHODS,
     TYPICAL,
 )
-from paceline.json_file import parse_object
-from paceline.learned import NOWHERE
 from paceline.model_service import ModelServiceConfig
-from paceline.plugins import RULES, SOURCES
+from paceline.service.config import from_mapping, setting
+from paceline.service.learned import NOWHERE
+from paceline.service.plugins import RULES, SOURCES
 
 DEFAULT_METHODS = f"{DRAFT_MODEL}+{NGRAM}+{GRAMMAR}"
 GOODPUT, FIXED = "goodput", "fixed"

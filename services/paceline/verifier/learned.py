@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.core.messages import ModelIdentity
-from paceline.learned import LearnedFile, kept_in
+from paceline.service.learned import LearnedFile, kept_in
 from paceline.verifier.config import VerifierConfig
 
 

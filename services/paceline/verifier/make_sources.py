@@ -16,7 +16,7 @@ from paceline.engine.decoder import Decoder
 from paceline.engine.eagle3 import load_fusion
 from paceline.engine.medusa_heads import MedusaHeads
 from paceline.engine.source_interface import AnySource
-from paceline.plugins import SOURCES
+from paceline.service.plugins import SOURCES
 from paceline.verifier.config import Speculation
 
 # Share of the layers that drafts unless others are named.

@@ -8,7 +8,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from paceline.checkpoint_source import folder_of
+from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.source import folder_of
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
@@ -29,7 +30,6 @@ from paceline.engine.memory import log_memory
 from paceline.engine.process import StepThreads, memory_read_on, parse_cpus, prepare_process, until_quiet
 from paceline.engine.sizing import model_needs
 from paceline.engine.target import TargetEngine
-from paceline.heads import is_eagle3
 from paceline.service_memory import plan_service, with_pages
 from paceline.verifier.config import HOST_PAGES, NAME, TIER, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.learned import learned_file

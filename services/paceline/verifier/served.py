@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.core.acceptance_rules import Rules
 from paceline.core.messages import ModelIdentity
 from paceline.engine.grammar import Grammars
-from paceline.learned import FORGOTTEN, LearnedFile
+from paceline.service.learned import FORGOTTEN, LearnedFile
 from paceline.verifier.verifier_host import TargetStepper
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.obs.tracing import incoming
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
-from paceline.service_process import TAKEN
+from paceline.service.process import TAKEN
 from paceline.verifier.verifier_host import TargetHost
 from paceline.wire import committed_to_pb, generate_request_from_pb
 

@@ -35,16 +35,16 @@ from paceline.core.target_events import (
     TargetEvent,
     TargetOutput,
 )
-from paceline.credentials import FleetTls
 from paceline.engine.bridge import EngineThread, Stepper
 from paceline.engine.grammar import Grammars
-from paceline.learned import FORGOTTEN, Learned, LearnedFile
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.tracing import OFF, Tracer
+from paceline.service.credentials import FleetTls
+from paceline.service.learned import FORGOTTEN, Learned, LearnedFile
+from paceline.service.supervision import Work
 from paceline.store.base import Store
 from paceline.store.probe import Probe
 from paceline.store.view import RegistryView
-from paceline.supervision import Work
 from paceline.tier.drafters import Drafters
 from paceline.verifier.checks import check_request
 from paceline.verifier.metrics import record_output

@@ -20,27 +20,27 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from paceline.checkpoints.vocabulary import vocab_hash
 from paceline.core.draft_policy import Goodput
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.target_events import DraftsArrived, LinkChanged
-from paceline.credentials import load_tls
-from paceline.learned import LearnedFile, kept_in
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_step
-from paceline.service_process import run, settle_heap
+from paceline.service.credentials import load_tls
+from paceline.service.learned import LearnedFile, kept_in
+from paceline.service.process import run, settle_heap
+from paceline.service.supervision import Supervisor, Work
 from paceline.store.base import Store
 from paceline.store.opening import open_store
 from paceline.store.probe import Probe
 from paceline.store.view import RegistryView
-from paceline.supervision import Supervisor, Work
 from paceline.tier.drafters import Drafters
 from paceline.vllm.chain_scheduler import ChainScheduler
 from paceline.vllm.settings import JOB_VARIABLE, HelperJob
 from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, Frames, StepMessage, chains_bytes, step_from
-from paceline.vocabulary import vocab_hash
 
 logger = logging.getLogger(__name__)
 

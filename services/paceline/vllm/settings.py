@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import check_address, from_mapping, setting
 from paceline.core.errors import ConfigError
+from paceline.service.config import check_address, from_mapping, setting
 
 SECTION = "paceline"
 # Holds the `HelperJob` of a helper process.

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from paceline import cli, config
+from paceline import cli
+from paceline.service import config
 from paceline.verifier.config import Speculation
 from paceline.vllm.settings import TierSettings
 from tests.support.commands import Asked, asked

@@ -15,7 +15,7 @@ from paceline.obs.families import VLLM, service_registry, tell_replica
 from paceline.obs.metrics import DrafterMetrics, GatewayMetrics, VerifierMetrics
 from paceline.obs.otlp import spans_dropped
 from paceline.obs.stalls import stalls_watched
-from paceline.supervision import Supervisor
+from paceline.service.supervision import Supervisor
 from tests.support.references.tables import WRITTEN_BY, code, table
 
 SERVICES: Mapping[str, Callable[[CollectorRegistry], object]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.model_families import FAMILIES, GENERIC, LEAN, Family
+from paceline.checkpoints.families import FAMILIES, GENERIC, LEAN, Family
 from tests.support.references.tables import WRITTEN_BY, code, table
 
 HEAD = f"""# Models

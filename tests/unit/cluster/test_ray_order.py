@@ -8,7 +8,7 @@ from typing import Any
 from paceline.cluster.ray.order import Order, service_child
 from paceline.cluster.ray.spec import parse_spec
 from paceline.cluster.spec import Endpoint
-from paceline.config import load
+from paceline.service.config import load
 from paceline.verifier.config import VerifierConfig
 
 

@@ -36,8 +36,8 @@ from paceline.cluster.spec import (
 )
 from paceline.cluster.supervisor import ChildSpec
 from paceline.cluster.valkey import find_server
-from paceline.config import load
 from paceline.core.errors import ConfigError
+from paceline.service.config import load
 
 VERIFIER = Endpoint(name="verifier-0", role="verifier", host="127.0.0.1", port=1, second_port=2)
 DRAFTER = Endpoint(name="drafter-0", role="drafter", host="127.0.0.1", port=3, second_port=4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.checkpoints.heads import is_eagle3
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.backends.cpu.linear import has_native_bfloat16
@@ -16,7 +17,6 @@ from paceline.engine.backends.cpu.platform import CpuPlatform
 from paceline.engine.backends.torch.platform import TorchPlatform
 from paceline.engine.batch import Batch
 from paceline.engine.eagle3 import EagleConfig, load_eagle3, load_fusion, read_eagle3, states_hash
-from paceline.heads import is_eagle3
 from tests.support.eagle import eagle_forward, save_eagle3
 from tests.unit.engine.tiny_models import FAMILIES, NUM_BLOCKS, PROMPT, SCRATCH, TABLE, branch, chain, pack
 

@@ -10,9 +10,9 @@ import json
 import typing
 from typing import Any
 
-from paceline.config import Setting, setting_of
 from paceline.drafter.config import DrafterConfig
 from paceline.gateway.config import GatewayConfig
+from paceline.service.config import Setting, setting_of
 from paceline.verifier.config import VerifierConfig
 from tests.unit.k8s.chart import CHART
 

@@ -10,10 +10,10 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from paceline.cluster.drain import DrainConfig
-from paceline.config import load
 from paceline.gateway.access.guard import OPEN_PATHS
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
-from paceline.service_process import LIVENESS
+from paceline.service.config import load
+from paceline.service.process import LIVENESS
 from paceline.verifier.config import speculation_from
 from paceline.verifier.vllm.settings import check_settings, decided
 from paceline.vllm.versions import TESTED

@@ -22,9 +22,9 @@ from loadtest.traffic.plan import Request, Source, densest, fitted, opening, req
 from loadtest.traffic.prompts import open_prompts, read_questions
 from loadtest.traffic.sending import Answer
 
-from paceline.arrivals import Arrival
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.errors import ConfigError
+from paceline.planning.arrivals import Arrival
 
 
 def answer(index: int = 0, *, counts: tuple[tuple[float, int], ...] = ((1.0, 1),), **changes: object) -> Answer:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline import cli
-from paceline.arrivals import Arrival
 from paceline.core.errors import ConfigError
+from paceline.planning.arrivals import Arrival
 from paceline.planning.fleets import Fleet, Goal, dealt, evaluate, least_fleet
 from paceline.planning.guesses import RecordedGuesses, RecordedPlace
 from paceline.planning.profile import read_profile, write_profile

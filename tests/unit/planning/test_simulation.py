@@ -7,12 +7,12 @@ import math
 import pytest
 from loadtest.closedloop import simulated_loop
 
-from paceline.arrivals import Arrival
 from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftScheduler
 from paceline.core.errors import ConfigError
 from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepCost
+from paceline.planning.arrivals import Arrival
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
 from paceline.planning.processes import VerifierProcess

@@ -19,7 +19,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.checkpoint_source import TEXT_FILES
+from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.source import TEXT_FILES
 from paceline.cluster.drain import DrainConfig, drain
 from paceline.cluster.local import fetch_models, resolve_checkpoints, with_heads
 from paceline.cluster.ray.host import ServiceHost
@@ -34,7 +35,6 @@ from paceline.cluster.spec import Checkpoints
 from paceline.cluster.supervisor import until_all
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.heads import is_eagle3
 
 OBSERVE_S = 1.0
 DRAIN_TIMEOUT_S = 300.0

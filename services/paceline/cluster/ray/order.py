@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.checkpoint_source import Repository, repository_of
+from paceline.checkpoints.source import Repository, repository_of
 from paceline.cluster.spec import CpuShare, Endpoint, FleetSpec, gateway_child, model_child
 from paceline.cluster.supervisor import BackOff, ChildSpec
 from paceline.core.messages import GATEWAY

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from paceline.cluster.spec import PACELINE, VLLM, FleetSpec
-from paceline.config import ENVIRONMENT_PREFIX, from_mapping, setting
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
+from paceline.service.config import ENVIRONMENT_PREFIX, from_mapping, setting
 
 STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 # Settings of `paceline up` that mean the same on a cluster.

@@ -14,7 +14,7 @@ from paceline.cluster.ray.host import own_address
 from paceline.cluster.spec import FleetSpec, plan_store_port, store_child
 from paceline.cluster.supervisor import Supervisor
 from paceline.cluster.valkey import find_server
-from paceline.config import public_url
+from paceline.service.config import public_url
 
 
 @asynccontextmanager

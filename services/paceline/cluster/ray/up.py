@@ -16,10 +16,10 @@ from paceline.cluster.foreground import describe_models, request_for, until_ctrl
 from paceline.cluster.ray.fleet import RayFleet
 from paceline.cluster.ray.spec import RayFleetSpec, parse_spec, read_spec
 from paceline.cluster.spec import gateway_scheme
-from paceline.config import parse, setting
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY
-from paceline.service_process import run
+from paceline.service.config import parse, setting
+from paceline.service.process import run
 
 PROG = "paceline up"
 DESCRIPTION = (

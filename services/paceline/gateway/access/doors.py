@@ -10,13 +10,13 @@ from pathlib import Path
 
 import grpc
 
-from paceline.certificates import read_certificates, read_key, utc_now
 from paceline.core.errors import PacelineError
 from paceline.gateway.access.guard import Access
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.access.rate_limit import WindowRateLimit
 from paceline.gateway.config import GatewayConfig
-from paceline.supervision import Supervisor
+from paceline.service.certificates import read_certificates, read_key, utc_now
+from paceline.service.supervision import Supervisor
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config import parse, setting
 from paceline.core.errors import ConfigError
+from paceline.service.config import parse, setting
 
 PROG = "paceline key"
 DESCRIPTION = (

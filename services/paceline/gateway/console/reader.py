@@ -10,8 +10,8 @@ from functools import partial
 
 import httpx
 
-from paceline.config import is_address
 from paceline.gateway.console.figures import Reading, read_page
+from paceline.service.config import is_address
 from paceline.store.base import Replica
 
 # A page that takes longer, or is longer, is none.

@@ -14,11 +14,11 @@ import grpc
 
 from paceline.core.errors import PacelineError, PeerLostError, RemoteProtocolError, UnavailableError
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
-from paceline.credentials import FleetTls, channel
 from paceline.obs.tracing import TRACEPARENT
 from paceline.rpc.v1 import verifier_pb2, verifier_pb2_grpc
-from paceline.service_process import CHANNEL_OPTIONS, TAKEN
-from paceline.status import error_from_rpc
+from paceline.service.credentials import FleetTls, channel
+from paceline.service.process import CHANNEL_OPTIONS, TAKEN
+from paceline.service.status import error_from_rpc
 from paceline.wire import committed_from_pb, generate_request_to_pb
 
 STATUS_TIMEOUT_S = 1.0

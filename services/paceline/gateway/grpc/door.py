@@ -19,7 +19,7 @@ from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Held, Shares
 from paceline.gateway.grpc.messages import check_message
 from paceline.gateway.http.response import SEND_TIMEOUT_S
-from paceline.interceptors import HEALTH_METHODS, behaviour_of, with_behaviour
+from paceline.service.interceptors import HEALTH_METHODS, behaviour_of, with_behaviour
 
 FIELD = "request"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024

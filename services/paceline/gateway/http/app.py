@@ -32,7 +32,7 @@ from paceline.gateway.responses.keeping import ResponseShelf
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
 from paceline.obs.tracing import OFF, Tracer
-from paceline.supervision import Supervisor
+from paceline.service.supervision import Supervisor
 
 OWNER = "paceline"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"

@@ -24,7 +24,7 @@ from paceline.core.target_events import (
     TargetOutput,
     TracedStart,
 )
-from paceline.learned import Learned
+from paceline.service.learned import Learned
 from paceline.verifier.vllm.results import (
     FINISH_REASONS,
     position_logprobs,

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import from_mapping, setting
+from paceline.checkpoints.json_file import parse_object
 from paceline.core.errors import ConfigError
 from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MAX_TOP_LOGPROBS
 from paceline.engine.process import parse_cpus
-from paceline.json_file import parse_object
+from paceline.service.config import from_mapping, setting
 from paceline.verifier.config import NAME, VerifierConfig
 from paceline.vllm.settings import SECTION
 

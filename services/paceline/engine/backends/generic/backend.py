@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from paceline.checkpoints.families import LENGTH_DEPENDENT
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages
 from paceline.engine.backends.interface import Attention, Backend, Layers, Platform
@@ -28,7 +29,6 @@ from paceline.engine.hidden_states import NO_STATES, StateLayout
 from paceline.engine.kv import KVCache
 from paceline.engine.linear import Head, Linear
 from paceline.engine.packing import BatchBuilder
-from paceline.model_families import LENGTH_DEPENDENT
 
 # What models may hand to an attention function without changing what it computes. A sliding window changes
 # nothing, because DecoderConfig.context_len never exceeds it.

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote
 
-from paceline.config import exit_with_error
 from paceline.core.errors import ConfigError
+from paceline.service.config import exit_with_error
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling

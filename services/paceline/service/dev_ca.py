@@ -15,12 +15,12 @@ from pathlib import Path
 
 import trustme
 
-from paceline.called import as_called
-from paceline.certificates import utc_now
-from paceline.config import parse, setting
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY
-from paceline.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, ROLES, role_name
+from paceline.service.called import as_called
+from paceline.service.certificates import utc_now
+from paceline.service.config import parse, setting
+from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, ROLES, role_name
 
 PROG = "paceline dev-ca"
 DESCRIPTION = (

@@ -20,8 +20,8 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from paceline.called import as_called
 from paceline.core.errors import ConfigError
+from paceline.service.called import as_called
 
 ConfigT = TypeVar("ConfigT")
 

@@ -30,8 +30,8 @@ from paceline.core.errors import (
 from paceline.core.params import COUPLED
 from paceline.core.token_digest import TokenDigest
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
-from paceline.service_process import CHANNEL_OPTIONS
-from paceline.status import error_from_rpc
+from paceline.service.process import CHANNEL_OPTIONS
+from paceline.service.status import error_from_rpc
 
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0

@@ -6,8 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
-from paceline.json_file import read_object
 
 
 def vocab_hash(folder: Path) -> str:

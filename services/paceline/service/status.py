@@ -1,6 +1,6 @@
 """Maps error types to gRPC status codes with rich details, and status codes back to error types.
 
-Both directions stand side by side so that they stay inverse. `paceline.service_process` sets the interceptor up; it
+Both directions stand side by side so that they stay inverse. `paceline.service.process` sets the interceptor up; it
 knows no service.
 """
 
@@ -35,7 +35,7 @@ from paceline.core.errors import (
     UnavailableError,
     shortened,
 )
-from paceline.interceptors import behaviour_of, inside, with_behaviour
+from paceline.service.interceptors import behaviour_of, inside, with_behaviour
 
 DETAILS_KEY = "grpc-status-details-bin"
 INTERNAL_MESSAGE = "internal error; the server's log has the cause"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.model_families import Config, family_of, text_config
+from paceline.checkpoints.families import Config, family_of, text_config
 
 KV_BYTES: Final = 2
 _WIDE: Final = ("float32", "float64")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.json_file import read_object
+from paceline.checkpoints.json_file import read_object
 
 EAGLE3_ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
 SPECULATORS_TYPE: Final = "eagle3"

@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 
-from paceline.called import as_called
-from paceline.config import parse, setting
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
+from paceline.service.called import as_called
+from paceline.service.config import parse, setting
 
 PROG = "paceline generate"
 DESCRIPTION = (

@@ -15,11 +15,11 @@ from typing import Any, Self
 
 import grpc
 
-from paceline.certificates import names_of, read_certificates, read_key, utc_now
 from paceline.core.errors import ConfigError, PermissionDeniedError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.interceptors import CheckInterceptor
-from paceline.service_process import CHANNEL_OPTIONS
+from paceline.service.certificates import names_of, read_certificates, read_key, utc_now
+from paceline.service.interceptors import CheckInterceptor
+from paceline.service.process import CHANNEL_OPTIONS
 
 FLAG = "--tls-dir"
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "tls.pem", "tls.key"
