@@ -36,7 +36,6 @@ BENCHES = {
     "tracing": "tokens/s without traces and at sampling ratios of 0, 0.1 and 1",
     "turns": "two source trees, or settings, by turns: speed, steps and texts of each against the first",
     "vllm": "vLLM's load client, unmodified, against the fleet: it reads our acceptance from /metrics",
-    "widen": "widens a checkpoint with neurons that change no output, for benches",
 }
 
 

@@ -30,13 +30,13 @@ from loadtest.engine_costs import MAX_ROWS, NUM_BLOCKS, EnginesInTurn, Sample, f
 from loadtest.flags import bench_parser
 from loadtest.fleet import OWN_HARDWARE, bench_fleet, machine, widened_target
 from loadtest.scrape import MeanOf, scrape
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.local import LocalFleet
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.step_time import StepCost
 from paceline.planning.guesses import RecordedGuesses, RecordedPlace
 from paceline.planning.profile import MEASURED, DeviceFacts, DrafterFacts, Profile, write_profile
 from paceline.planning.simulation import Cell, Outcome, Way
-from paceline.training.corpus import unseen_prompts
 
 NUM_PROMPTS = 32
 # Streams, nodes a session and tokens of the runs that steps are timed in.

@@ -20,8 +20,8 @@ import numpy as np
 from loadtest.client import Ask, Completion, complete, http_client
 from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.local import LocalFleet
-from paceline.training.corpus import unseen_prompts
 
 STOPPED_S = 5.0
 LEAD_S = 1.0

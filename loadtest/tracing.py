@@ -27,8 +27,8 @@ from loadtest.flags import bench_parser
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
 from loadtest.procfs import cpu_s
 from loadtest.trial import Trial, take_turns
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.local import LocalFleet
-from paceline.training.corpus import unseen_prompts
 
 OFF = "off"
 RATIOS = (0.0, 0.1, 1.0)

@@ -22,7 +22,7 @@ EXTRA_OF_COMMAND = {
     "gateway": "gateway",
     "verifier": "engine",
     "drafter": "engine",
-    "train": "train",
+    "acceptance": "engine",
     "models": "engine",
     "up": "serve",
     "demo": "serve",
@@ -41,7 +41,7 @@ COMMANDS = {
     "demo": "stream completions with and without speculation, and compare them",
     "plan": "say how many verifiers and drafters a load needs",
     "bench": "list the benches of a checkout, or run one",
-    "train": "train the demo pair, or distil a drafter",
+    "acceptance": "measure how well a drafter fits a target",
     "models": "list checkpoints; models check NAME says what serves one, models fetch NAME fetches it",
     "dev-ca": "make certificates to try mutual TLS with",
     "key": "make an API key for a gateway",
@@ -100,7 +100,6 @@ def usage() -> str:
 def _action(command: str) -> Callable[[Sequence[str]], None]:
     actions: dict[str, Callable[[Sequence[str]], None]] = {
         "bench": _bench,
-        "train": _train,
         "models": _models,
     }
     if command in actions:
@@ -128,16 +127,6 @@ def _bench(argv: Sequence[str]) -> None:
     sys.path.insert(0, str(CHECKOUT))
     sys.argv = [f"{PROG} bench", *argv]
     runpy.run_module("loadtest", run_name="__main__")
-
-
-def _train(argv: Sequence[str]) -> None:
-    import argparse
-
-    from paceline.training import cli
-
-    parser = argparse.ArgumentParser(prog=as_called(f"{PROG} train"))
-    cli.add_arguments(parser)
-    raise SystemExit(cli.main(parser.parse_args(list(argv))))
 
 
 def _models(argv: Sequence[str]) -> None:

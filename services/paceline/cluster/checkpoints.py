@@ -1,7 +1,7 @@
 """Finds checkpoint folders: the demo pair in the package, its widening in the user's cache, any folder given.
 
-Widening loads torch, so it runs in a process of its own, this module's `main`. Facts of a checkpoint are read
-from its headers; no weights are loaded here.
+Widening loads torch, so it runs in a process of its own (`cluster/widen.py`). Facts of a checkpoint are read from its
+headers; no weights are loaded here.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _widen_in_own_process(out: Path, preset: str, environ: Mapping[str, str]) ->
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write to {out.parent}: {error.strerror}; set XDG_CACHE_HOME") from error
-    command = [sys.executable, "-m", "paceline.cluster.checkpoints", str(DEMO_TARGET), str(out), preset]
+    command = [sys.executable, "-m", "paceline.cluster.widen", str(DEMO_TARGET), str(out), "--preset", preset]
     ended = subprocess.run(command, env=child_environment(environ), capture_output=True, text=True, check=False)
     # Another fleet may have made it at the same time.
     if ended.returncode != 0 and not (out / "config.json").is_file():
@@ -161,15 +161,3 @@ def child_environment(environ: Mapping[str, str], *, num_threads: int | None = N
     if num_threads is not None:
         kept["OMP_NUM_THREADS"] = str(num_threads)
     return kept
-
-
-def main() -> None:
-    """Widens the checkpoint folder named first into the one named second, to the preset named third."""
-    from paceline.training.widen import PRESETS, widen
-
-    source, out = map(Path, sys.argv[1:3])
-    widen(source, out, PRESETS[sys.argv[3]])
-
-
-if __name__ == "__main__":
-    main()

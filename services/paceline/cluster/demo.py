@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.drain import say
 from paceline.cluster.foreground import describe_models, until_ctrl_c
 from paceline.cluster.local import LocalFleet
@@ -27,7 +28,6 @@ from paceline.cluster.up import table
 from paceline.core.errors import PacelineError
 from paceline.service.config import parse, setting
 from paceline.service.process import run
-from paceline.training.corpus import unseen_prompts
 
 PROG = "paceline demo"
 DESCRIPTION = (

@@ -13,19 +13,15 @@ from torch import nn
 from tqdm import tqdm
 from transformers import LlamaConfig, PreTrainedModel
 
-from paceline.training.chains import ChainDrafter, Drafted, ModelChain
-from paceline.training.cli import acceptance_table
-from paceline.training.eagle3 import Attention, Eagle3, default_aux_layers, eagle3_config, load_eagle3
-from paceline.training.eagle3_run import Eagle3Config, eagle3_lessons, most_frequent, train_eagle3
-from paceline.training.evaluate import accepted_runs, encode_prompts, measure
-from paceline.training.export import Card, export_heads
-from paceline.training.layouts import load_drafter
-from paceline.training.loop import walk
-from paceline.training.medusa import MedusaConfig, MedusaHeads, load_medusa, train_medusa
-from paceline.training.models import head_weight, load_model, rotations
-from paceline.training.rollout import hidden_states
-from paceline.training.runs import Batch, RunConfig
-from paceline.training.tokenizer import load_tokenizer
+from paceline.acceptance.drafters import ChainDrafter, ModelChain, load_drafter
+from paceline.acceptance.eagle3 import Attention, Eagle3, default_aux_layers, eagle3_config, load_eagle3
+from paceline.acceptance.measure import acceptance_table, accepted_runs, encode_prompts, measure
+from paceline.acceptance.medusa import MedusaHeads, load_medusa
+from paceline.acceptance.models import Drafted, head_weight, hidden_states, load_model, load_tokenizer, rotations
+from training.export import Card, export_heads
+from training.heads import Eagle3Config, MedusaConfig, eagle3_lessons, most_frequent, train_eagle3, train_medusa
+from training.loop import walk
+from training.runs import Batch, RunConfig
 
 TEXT = "".join(f"def add_{n}(left, right):\n    return left + right * {n}\n\n" for n in range(200))
 CARD = Card(title="tiny", summary="For tests.", figures="none")
@@ -41,7 +37,7 @@ def tiny_config(tiny_config: LlamaConfig) -> LlamaConfig:
 
 @pytest.fixture(autouse=True)
 def float32_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.training.runs.has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr("training.runs.has_fast_bfloat16", lambda device: False)
 
 
 @pytest.fixture
@@ -98,7 +94,7 @@ def test_a_training_resumes_exactly_and_its_seed_matters(kind: str, request: pyt
     whole = train(config).state_dict()
     other = train(replace(config, seed=1, steps=1)).state_dict()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.training.runs.walk", ending_after(3))
+        patch.setattr("training.runs.walk", ending_after(3))
         half = train(config).state_dict()
     resumed = train(replace(config, resume=True)).state_dict()
     names = [name for name, value in whole.items() if value.is_floating_point()]
@@ -108,9 +104,9 @@ def test_a_training_resumes_exactly_and_its_seed_matters(kind: str, request: pyt
         assert torch.equal(resumed[name], value)
 
 
-def ending_after(steps: int) -> Callable[[int, int, float | None], Iterator[tuple[int, float, tqdm]]]:
+def ending_after(steps: int) -> Callable[[int, int], Iterator[tuple[int, tqdm]]]:
     """A walk that ends early, as an interrupted run does, under the schedule of the whole run."""
-    return lambda first, _, minutes: walk(first, steps, minutes)
+    return lambda first, _: walk(first, steps)
 
 
 @pytest.mark.parametrize("kind", ["medusa_run", "eagle3_run"])
