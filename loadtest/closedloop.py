@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from paceline.planning.profile import Profile
 from paceline.planning.simulation import Cell, CellAtWork, Outcome
-from paceline.planning.verifier import Asked
+from paceline.planning.verifier import Request
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
 
@@ -39,7 +39,7 @@ async def closed_loop(
         (median).
     """
     work = enumerate(prompts)
-    asked: list[Asked] = []
+    asked: list[Request] = []
     doors_s: list[float] = []
     started_s = time.perf_counter()
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
@@ -49,7 +49,7 @@ async def closed_loop(
             async def stream() -> None:
                 for number, prompt in work:
                     at_s = time.perf_counter() - started_s
-                    each = Asked(number=number, at_s=at_s, num_prompt_tokens=1, num_output_tokens=max_tokens)
+                    each = Request(number=number, at_s=at_s, num_prompt_tokens=1, num_output_tokens=max_tokens)
                     asked.append(each)
                     doors_s.append(await _run(stub, each, _request(prompt, max_tokens, speculation), started_s))
                     bar.update()
@@ -68,7 +68,10 @@ def _request(prompt: Sequence[int], max_tokens: int, speculation: bool) -> gatew
 
 
 async def _run(
-    stub: gateway_pb2_grpc.GatewayAsyncStub, asked: Asked, request: gateway_pb2.GatewayGenerateRequest, started_s: float
+    stub: gateway_pb2_grpc.GatewayAsyncStub,
+    asked: Request,
+    request: gateway_pb2.GatewayGenerateRequest,
+    started_s: float,
 ) -> float:
     door_s = 0.0
     async for response in stub.Generate(request, timeout=TIMEOUT_S):
@@ -96,14 +99,14 @@ def simulated_loop(
         streams: How many at a time.
         seed: Of the luck.
     """
-    asked: list[Asked] = []
+    asked: list[Request] = []
     left = iter(enumerate(lengths))
 
-    def ask_next(_: Asked | None = None) -> None:
+    def ask_next(_: Request | None = None) -> None:
         number, (num_prompt_tokens, num_output_tokens) = next(left, (-1, (0, 0)))
         if number < 0:
             return
-        each = Asked(
+        each = Request(
             number=number,
             at_s=work.events.now_s,
             num_prompt_tokens=num_prompt_tokens,
@@ -120,7 +123,7 @@ def simulated_loop(
     return Outcome(requests=asked, door_s=0.0, since_s=0.0, until_s=_until_one_idles(asked))
 
 
-def _until_one_idles(asked: Sequence[Asked]) -> float:
+def _until_one_idles(asked: Sequence[Request]) -> float:
     """The time at which the first stream found no request left to send."""
     last_s = max(each.at_s for each in asked)
     return min(each.pieces[-1][0] for each in asked if each.pieces[-1][0] > last_s)

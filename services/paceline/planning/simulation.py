@@ -6,16 +6,17 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
+from paceline.planning.drafter import DrafterProcess
 from paceline.planning.events import Events
 from paceline.planning.guesses import DrawnGuesses, texts_of
-from paceline.planning.processes import DrafterProcess, VerifierProcess
 from paceline.planning.profile import Profile
-from paceline.planning.verifier import Asked, SimulatedSession
+from paceline.planning.verifier import Request, SimulatedVerifier
 
 PERCENTILES = (50, 95, 99)
 
@@ -64,7 +65,7 @@ class Outcome:
         until_s: The same at the end.
     """
 
-    requests: Sequence[Asked]
+    requests: Sequence[Request]
     door_s: float
     since_s: float
     until_s: float
@@ -118,7 +119,7 @@ class Outcome:
         ended = (each for each in self._counted() if each.num_received >= each.num_output_tokens)
         return _percentiles([each.pieces[-1][0] - each.at_s + self.door_s for each in ended])
 
-    def _counted(self) -> list[Asked]:
+    def _counted(self) -> list[Request]:
         return [each for each in self.requests if self.since_s <= each.at_s < self.until_s]
 
 
@@ -133,10 +134,10 @@ class CellAtWork:
         profile: Facts.
         cell: Replicas.
         seed: Of the luck with step times.
-        on_end: Told when a request has all its tokens.
+        on_end: Called when a request has all its tokens.
     """
 
-    def __init__(self, profile: Profile, cell: Cell, seed: int, on_end: Callable[[Asked], None]) -> None:
+    def __init__(self, profile: Profile, cell: Cell, seed: int, on_end: Callable[[Request], None]) -> None:
         if cell.way is Way.COLOCATED:
             # The drafter's weights and KV take room that was the target's.
             left = min(profile.target.kv_tokens, profile.colocated_kv_tokens)
@@ -148,7 +149,7 @@ class CellAtWork:
         self._on_end = on_end
         drafters = [DrafterProcess(f"drafter-{number}", profile, self.events) for number in range(cell.num_drafters)]
         self._verifiers = [
-            VerifierProcess(
+            SimulatedVerifier(
                 profile,
                 self.events,
                 colocated=cell.way is Way.COLOCATED,
@@ -160,7 +161,7 @@ class CellAtWork:
         self._num_sessions = [0] * cell.num_verifiers
         self._placed: dict[int, int] = {}
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: Request) -> None:
         """Gives a request to the verifier that has the fewest sessions.
 
         Raises:
@@ -177,10 +178,9 @@ class CellAtWork:
         self._placed[asked.number] = index
         self._verifiers[index].submit(asked)
 
-    def _ended(self, session: SimulatedSession) -> None:
-        number = session.asked.number
-        self._num_sessions[self._placed.pop(number)] -= 1
-        self._on_end(session.asked)
+    def _ended(self, asked: Request) -> None:
+        self._num_sessions[self._placed.pop(asked.number)] -= 1
+        self._on_end(asked)
 
 
 def run_open(
@@ -199,16 +199,16 @@ def run_open(
         profile: Facts.
         cell: Replicas.
         arrivals: The load of this cell, in order.
-        warm_up_s: Requests of the first so many seconds are not counted.
+        warm_up_s: Requests of this time at the beginning are not counted.
         until_s: When the load ends; None: with its last request.
-        give_up_s: Requests under way so long after that are left unfinished.
+        give_up_s: Requests that are still under way this long after that are left unfinished.
         seed: Of the luck.
 
     Raises:
         ConfigError: A request is longer than the profile allows.
     """
     asked = [
-        Asked(
+        Request(
             number=number,
             at_s=each.at_s,
             num_prompt_tokens=each.num_prompt_tokens,
@@ -218,11 +218,7 @@ def run_open(
     ]
     work = CellAtWork(profile, cell, seed, lambda _: None)
     for each in asked:
-        work.events.after(each.at_s, _asking(work, each))
+        work.events.after(each.at_s, partial(work.ask, each))
     last_s = max((each.at_s for each in arrivals), default=0.0) if until_s is None else until_s
     work.events.run(last_s + give_up_s)
     return Outcome(requests=asked, door_s=profile.door_s, since_s=warm_up_s, until_s=max(last_s, warm_up_s + 1e-3))
-
-
-def _asking(work: CellAtWork, asked: Asked) -> Callable[[], None]:
-    return lambda: work.ask(asked)

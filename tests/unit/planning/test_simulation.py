@@ -15,8 +15,8 @@ from paceline.core.step_time import StepCost
 from paceline.planning.arrivals import Arrival
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
-from paceline.planning.processes import VerifierProcess
 from paceline.planning.simulation import Cell, Outcome, Way, run_open
+from paceline.planning.verifier import SimulatedVerifier
 from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
 
 PLAIN = Cell(way=Way.PLAIN)
@@ -118,11 +118,11 @@ def test_a_distant_drafter_is_of_less_use() -> None:
 
 
 def test_schedulers_and_policy_are_those_of_core() -> None:
-    facts = profile()
-    process = VerifierProcess(facts, Events(0), colocated=False, on_end=lambda _: None)
-    assert type(process.verifier.scheduler) is Scheduler
-    assert type(process.verifier.policy) is Goodput
-    assert type(SimulatedDrafter(facts.drafter, facts.truth).scheduler) is DraftScheduler
+    facts, events = profile(), Events(0)
+    verifier = SimulatedVerifier(facts, events, colocated=False, on_end=lambda _: None)
+    assert type(verifier.scheduler) is Scheduler
+    assert type(verifier.policy) is Goodput
+    assert type(SimulatedDrafter(facts.drafter, facts.truth, events).scheduler) is DraftScheduler
 
 
 def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
