@@ -10,7 +10,7 @@ import grpc
 from tqdm import tqdm
 
 from paceline.planning.profile import Profile
-from paceline.planning.simulation import Cell, CellAtWork, Outcome
+from paceline.planning.simulation import Fleet, FleetAtWork, Outcome
 from paceline.planning.verifier import Request
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
@@ -88,13 +88,13 @@ async def _run(
 
 
 def simulated_loop(
-    profile: Profile, cell: Cell, lengths: Sequence[tuple[int, int]], *, streams: int, seed: int = 0
+    profile: Profile, fleet: Fleet, lengths: Sequence[tuple[int, int]], *, streams: int, seed: int = 0
 ) -> Outcome:
     """The same in simulated time.
 
     Args:
         profile: Facts.
-        cell: Replicas.
+        fleet: Replicas.
         lengths: Prompt and output tokens of each request, in order.
         streams: How many at a time.
         seed: Of the luck.
@@ -116,7 +116,7 @@ def simulated_loop(
         # A request is on its way to the verifier for as long as its first token is on its way back.
         work.events.after(profile.door_s, lambda: work.ask(each))
 
-    work = CellAtWork(profile, cell, seed, ask_next)
+    work = FleetAtWork(profile, fleet, seed, ask_next)
     for _ in range(streams):
         ask_next()
     work.events.run()

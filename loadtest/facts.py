@@ -36,7 +36,7 @@ from paceline.core.pages import BLOCK_SIZE
 from paceline.core.step_time import StepCost
 from paceline.planning.guesses import RecordedGuesses, RecordedPlace
 from paceline.planning.profile import MEASURED, DeviceFacts, DrafterFacts, Profile, write_profile
-from paceline.planning.simulation import Cell, Outcome, Way
+from paceline.planning.simulation import Fleet, Outcome, Way
 
 NUM_PROMPTS = 32
 # Streams, nodes a session and tokens of the runs that steps are timed in.
@@ -242,5 +242,5 @@ def requests(prompts: Prompts, streams: int) -> Prompts:
 
 def simulated(profile: Profile, asked: Prompts, max_tokens: int, streams: int, *, way: Way = Way.TIER) -> Outcome:
     """The same requests, simulated; their prompts are cached but for one token."""
-    cell = Cell(way=way, num_drafters=1 if way is Way.TIER else 0)
-    return simulated_loop(profile, cell, [(1, max_tokens)] * len(asked), streams=streams)
+    fleet = Fleet(way=way, num_drafters=1 if way is Way.TIER else 0)
+    return simulated_loop(profile, fleet, [(1, max_tokens)] * len(asked), streams=streams)

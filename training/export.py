@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a model card says beyond the constant parts; figures are Markdown, measured."""
+    """The variable parts of a model card; figures are measured, in Markdown."""
 
     title: str
     summary: str

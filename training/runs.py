@@ -106,7 +106,7 @@ class Lesson:
 
 
 class TextSource:
-    """Batches of text for one run: rounds the target wrote, made when first asked for, and corpus.
+    """Batches of text for one run: rounds that the target writes when they are first needed, and corpus.
 
     Args:
         config: row length, rows in a round, shares of temperatures.

@@ -184,7 +184,7 @@ class Eagle3(nn.Module):
 
     @property
     def layout(self) -> dict[str, object]:
-        """What config.json says of the head."""
+        """Content of config.json."""
         # Only what differs from transformers' general defaults, and no word of where the target lay.
         shape: dict[str, object] = self.config.to_diff_dict()
         shape.pop("_name_or_path", None)

@@ -67,7 +67,7 @@ def measure(
     num_new: int = 128,
     seed: int = 0,
 ) -> Acceptance:
-    """Let the target continue the prompts, then ask the drafter for a chain at every place of that text.
+    """Let the target continue the prompts, then have the drafter guess a chain from every place of that text.
 
     Args:
         target: float32.

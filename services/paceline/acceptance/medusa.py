@@ -19,7 +19,7 @@ ARCHITECTURE = "MedusaModel"
 
 
 class ResidualBlock(nn.Module):
-    """`x + silu(W x + b)`; W and b begin at 0, so that a new head says what the target's says."""
+    """`x + silu(W x + b)`; W and b begin at 0, so that a new head predicts what the target's does."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class MedusaHeads(nn.ModuleList):
 
     @property
     def layout(self) -> dict[str, object]:
-        """What config.json says of the heads."""
+        """Content of config.json."""
         vocab, hidden = self.target_head.shape
         return {
             "architectures": [ARCHITECTURE],

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import SHAPES, Arrival, generated_arrivals, read_arrivals, scaled
-from paceline.planning.fleets import RATIOS, Fleet, Goal, Plan, evaluate, least_fleet
+from paceline.planning.fleets import RATIOS, Goal, Plan, evaluate, least_fleet
 from paceline.planning.profile import COMPUTED, SHIPPED, Profile, read_profile, write_profile
 from paceline.planning.report import draw, figures, table
 from paceline.planning.roofline import computed_profile
-from paceline.planning.simulation import Way
+from paceline.planning.simulation import Fleet, Way
 from paceline.service.config import parse, setting
 
 PROG = "paceline plan"
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def profile_of(config: PlanConfig) -> Profile:
-    """The profile that is asked for, with the prices that are.
+    """The profile that the settings name, with their prices.
 
     Raises:
         ConfigError: There is none of that name, or its file is broken.
@@ -132,7 +132,7 @@ def profile_of(config: PlanConfig) -> Profile:
 
 
 def load_of(config: PlanConfig) -> list[Arrival]:
-    """The arrivals that are asked for: at that rate, for that time.
+    """The arrivals that the settings describe: at that rate, for that time.
 
     Raises:
         ConfigError: The trace cannot be read, or too little of it falls into the time.
@@ -153,7 +153,7 @@ def load_of(config: PlanConfig) -> list[Arrival]:
 
 
 def _plans(config: PlanConfig, profile: Profile, load: Sequence[Arrival]) -> dict[str, Plan]:
-    """The plan asked for first, and what it is compared with."""
+    """The plan, followed by those that it is compared with."""
     goal = Goal(ttft_s=config.slo_ttft_ms / 1e3, itl_s=config.slo_itl_ms / 1e3)
     with ProcessPoolExecutor(config.workers or os.cpu_count()) as pool:
         if config.verifiers is None:
@@ -207,7 +207,7 @@ def _at_equal_gpus(
 
 
 def _awaited(futures: Mapping[str, Future[Found]], title: str) -> dict[str, Found]:
-    """All results in the order asked for, with a bar that counts them."""
+    """All results in the order of the futures, with a bar that counts them."""
     with tqdm(total=len(futures), desc=title, unit="fleet", leave=False) as bar:
         for _ in as_completed(futures.values()):
             bar.update()

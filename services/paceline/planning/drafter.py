@@ -17,7 +17,7 @@ from paceline.planning.events import Events
 from paceline.planning.guesses import RIGHT, STRIDE, GuessSource
 from paceline.planning.profile import DrafterFacts, Profile
 
-# Sessions of a simulation are as long as its load says; their drafters have context enough.
+# Sessions are as long as the load makes them; drafters have enough context for all.
 CONTEXT_LEN = 1 << 19
 # All verifiers of a simulation share one stream: a session's id is its own.
 LINK = 0

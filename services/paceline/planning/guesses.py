@@ -69,7 +69,7 @@ class DrawnGuesses:
         return 1.0 / (1.0 + math.exp(-log_odds))
 
     def guesses(self, session: int, position: int) -> Ranked:
-        """See `GuessSource`."""
+        """The best guesses at a position, drawn once."""
         key = (session, position)
         if key not in self._guesses:
             self._guesses[key] = self._guess(session, position)
@@ -91,7 +91,7 @@ class DrawnGuesses:
 
 @functools.cache
 def texts_of(law: DrawnGuesses) -> RecordedGuesses:
-    """Some texts by a law, drawn once: a simulation asks for millions of places, and draws are dear."""
+    """Some texts by a law, drawn once: a simulation reads millions of places, and draws are expensive."""
     texts = [
         [_place(law.guesses(session, position)) for position in range(1, 1 + DRAWN_LENGTH)]
         for session in range(NUM_DRAWN)
@@ -111,7 +111,7 @@ class RecordedPlace:
 
     Args:
         rank: Which of the guesses was the target's token, from 0; None: none of them.
-        confidences: What the drafter said of each, best first.
+        confidences: How sure the drafter was of each, best first.
     """
 
     rank: int | None
@@ -126,7 +126,7 @@ class RecordedPlace:
 class RecordedGuesses:
     """Guesses of a real drafter along real texts; session `n` has text `n` modulo their number, over and over.
 
-    Off the true text, where nobody recorded anything, the drafter is as sure as at some other place.
+    Off the true text nothing was recorded: there the drafter is as sure as at some other place.
 
     Args:
         texts: By generated token, from the first one.
@@ -142,7 +142,7 @@ class RecordedGuesses:
         self._guesses = [[place.guesses for place in text] for text in self.texts]
 
     def guesses(self, session: int, position: int) -> Ranked:
-        """See `GuessSource`; position 0 is the prompt's last token."""
+        """The best guesses at a position; position 0 is the prompt's last token."""
         if position >= STRIDE:
             session, position = session + position // STRIDE, position * 7919
         text = self._guesses[session % len(self._guesses)]

@@ -141,7 +141,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def profile_from(given: Mapping[str, Any]) -> Profile:
-    """A profile from the object in its file; see `read_profile`."""
+    """A profile from the object in its file; raises as `read_profile`, without the file's name."""
     decoders = {
         "target": _device,
         "drafter": _drafter,

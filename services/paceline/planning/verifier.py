@@ -1,4 +1,4 @@
-"""A simulated verifier: the very scheduler of `core`, with steps that take what a profile says.
+"""A simulated verifier: the very scheduler of `core`, with steps that take as long as a profile says.
 
 A verifier or drafter that is busy reads what has arrived when its step ends, as an engine's thread does.
 """

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cluster.fleet_file import READ, READ_ON_RAY, read_fleet_file
-from paceline.cluster.ray.spec import parse_spec
+from paceline.cluster.fleet_file import READ, READ_ON_RAY, parse_spec, read_fleet_file
 from paceline.cluster.up import fleet_spec
 from paceline.core.errors import ConfigError
 

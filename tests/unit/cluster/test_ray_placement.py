@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.cluster.fleet_file import parse_spec
 from paceline.cluster.ray.placement import Bundle, TierPlacement, bundle_of
-from paceline.cluster.ray.spec import parse_spec
 
 
 class Groups:

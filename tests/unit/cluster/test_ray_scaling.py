@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.ray.lag import mean_lag
-from paceline.cluster.ray.scaling import LagReading, ScalingState, decide, wanted_replicas
-from paceline.cluster.ray.spec import DrafterSettings
+from paceline.cluster.fleet_file import DrafterSettings
+from paceline.cluster.ray.scaling import LagReading, ScalingState, decide, mean_lag, wanted_replicas
 
 LIMITS = DrafterSettings(
     min_replicas=1, max_replicas=6, target_lag_tokens=8.0, upscale_delay_s=10.0, downscale_delay_s=60.0

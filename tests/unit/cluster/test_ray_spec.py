@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.ray.spec import check_resize, parse_spec, read_spec
+from paceline.cluster.fleet_file import check_resize, parse_spec, read_spec
 from paceline.core.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "ray"

@@ -15,18 +15,20 @@ import pytest
 import paceline
 from paceline.cluster.checkpoints import (
     DEMO_DRAFTER,
+    HEADS,
     cache_folder,
     check_checkpoint,
-    child_environment,
     facts_of,
     num_parameters,
+    resolve_checkpoints,
+    with_heads,
 )
-from paceline.cluster.local import HEADS, resolve_checkpoints, with_heads
-from paceline.cluster.ports import UNCLAIMED, Ports
 from paceline.cluster.spec import (
+    UNCLAIMED,
     CpuShare,
     Endpoint,
     FleetSpec,
+    Ports,
     gateway_child,
     model_child,
     plan_endpoints,
@@ -34,7 +36,7 @@ from paceline.cluster.spec import (
     share_cpus,
     share_memory,
 )
-from paceline.cluster.supervisor import ChildSpec
+from paceline.cluster.supervisor import ChildSpec, child_environment
 from paceline.cluster.valkey import find_server
 from paceline.core.errors import ConfigError
 from paceline.service.config import load

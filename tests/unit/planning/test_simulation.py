@@ -15,13 +15,13 @@ from paceline.core.step_time import StepCost
 from paceline.planning.arrivals import Arrival
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
-from paceline.planning.simulation import Cell, Outcome, Way, run_open
+from paceline.planning.simulation import Fleet, Outcome, Way, run_open
 from paceline.planning.verifier import SimulatedVerifier
 from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
 
-PLAIN = Cell(way=Way.PLAIN)
-TIER = Cell(way=Way.TIER, num_drafters=1)
-COLOCATED = Cell(way=Way.COLOCATED)
+PLAIN = Fleet(way=Way.PLAIN)
+TIER = Fleet(way=Way.TIER, num_drafters=1)
+COLOCATED = Fleet(way=Way.COLOCATED)
 WAYS = pytest.mark.parametrize("cell", [PLAIN, TIER, COLOCATED], ids=lambda cell: cell.way.name)
 MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(20)]
 
@@ -32,14 +32,14 @@ def received(outcome: Outcome) -> list[int]:
 
 @WAYS
 @pytest.mark.parametrize("kv_tokens", [32_768, 320], ids=["room for all", "room for few, so sessions lose their pages"])
-def test_every_token_asked_for_comes_out_once(cell: Cell, kv_tokens: int) -> None:
+def test_every_token_asked_for_comes_out_once(cell: Fleet, kv_tokens: int) -> None:
     outcome = run_open(profile(kv_tokens=kv_tokens, noise=0.05), cell, MIXED)
     assert received(outcome) == [each.num_output_tokens for each in MIXED]
     assert outcome.num_unfinished == 0
 
 
 @WAYS
-def test_the_seed_decides_everything(cell: Cell) -> None:
+def test_the_seed_decides_everything(cell: Fleet) -> None:
     first, again, other = (run_open(profile(noise=0.1), cell, MIXED, seed=seed) for seed in (1, 1, 2))
     assert first.requests == again.requests
     assert first.requests != other.requests
@@ -93,7 +93,7 @@ def test_more_drafters_never_bring_less_where_one_is_too_few() -> None:
     rates = [
         simulated_loop(
             profile(draft_cost=slow),
-            Cell(way=Way.TIER, num_drafters=count),
+            Fleet(way=Way.TIER, num_drafters=count),
             equal(8, 1, 40),
             streams=4,
         ).tokens_per_s
@@ -149,4 +149,4 @@ def test_what_never_keeps_up_is_given_up_and_counted() -> None:
 )
 def test_cells_that_make_no_sense_are_refused(way: Way, verifiers: int, drafters: int, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        Cell(way=way, num_verifiers=verifiers, num_drafters=drafters)
+        Fleet(way=way, num_verifiers=verifiers, num_drafters=drafters)

@@ -1,4 +1,4 @@
-"""What an actor is told to run, and the command that follows from it; Ray itself is not needed here."""
+"""What an actor is to run, and the command that follows from it; needs no Ray."""
 
 from __future__ import annotations
 
