@@ -15,7 +15,7 @@ from paceline.gateway.access.guard import Access
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.access.rate_limit import WindowRateLimit
 from paceline.gateway.config import GatewayConfig
-from paceline.service.certificates import read_certificates, read_key, utc_now
+from paceline.service.credentials import read_certificates, read_key, utc_now
 from paceline.service.supervision import Supervisor
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
