@@ -60,21 +60,7 @@ class StatefulReader:
         return None if not self.final and marker.startswith(self.held) else False
 
 
-def certain_len(text: str, markers: tuple[str, ...]) -> int:
-    """Returns how much of a text, which holds no whole marker, cannot be the beginning of one."""
-    return min((_possible_start(text, marker) for marker in markers), default=len(text))
-
-
 def first_marker(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
     """Returns where the first marker stands in a text, and which; None: there is none."""
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found, default=None, key=lambda each: (each[0], -len(each[1])))
-
-
-def _possible_start(text: str, marker: str) -> int:
-    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
-    while at >= 0:
-        if marker.startswith(text[at:]):
-            return at
-        at = text.find(marker[0], at + 1)
-    return len(text)

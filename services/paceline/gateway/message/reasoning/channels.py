@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 
-from paceline.gateway.message.held_text import StatefulReader, certain_len, first_marker
+from paceline.gateway.message.held_text import StatefulReader, first_marker
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.gateway.text.stops import certain_len
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 MESSAGE_END = "<|end|>"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.gateway.message.held_text import StatefulReader, certain_len
+from paceline.gateway.message.held_text import StatefulReader
 from paceline.gateway.message.parts import Content, Reasoning
+from paceline.gateway.text.stops import certain_len
 
 BEGIN, END = "<think>", "</think>"
 
