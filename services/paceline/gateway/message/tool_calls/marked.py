@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from paceline.gateway.message.held_text import StatefulReader, first_marker
 from paceline.gateway.message.parts import CallBegin, Content, Part
+from paceline.gateway.message.reader import StatefulReader, first_marker
 from paceline.gateway.text.stops import certain_len
 
 
