@@ -9,8 +9,7 @@ from pathlib import Path
 
 import paceline
 from paceline.core.errors import ConfigError
-from paceline.service.called import as_called
-from paceline.service.config import exit_with_error
+from paceline.service.config import as_called, exit_with_error
 
 PROG = "paceline"
 EXTRA_OF_COMMAND = {

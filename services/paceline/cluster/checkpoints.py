@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
+from paceline.checkpoints.identity import vocab_hash
 from paceline.checkpoints.json_file import parse_object
 from paceline.checkpoints.source import MODEL_FILES, folder_of, repository_of, unreadable_weights
-from paceline.checkpoints.vocabulary import vocab_hash
 from paceline.cluster.spec import FleetSpec
 from paceline.cluster.supervisor import child_environment
 from paceline.core.errors import ConfigError

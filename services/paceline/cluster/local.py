@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import served_name
 from paceline.cluster.checkpoints import Checkpoints, fetch_models, num_parameters, resolve_checkpoints, with_heads
 from paceline.cluster.spec import (

@@ -414,5 +414,5 @@ def _service(spec: FleetSpec, endpoint: Endpoint, module: str) -> list[str]:
 
 
 def _environment(redis_url: str, environ: Mapping[str, str], num_threads: int) -> dict[str, str]:
-    """The environment of a service; the registry's URL may hold a password, and every user of the machine may read command lines."""
+    """The environment of a service, which other users cannot read: the registry's URL may hold a password."""
     return {**child_environment(environ, num_threads=num_threads), "PACELINE_REDIS_URL": redis_url}

@@ -20,7 +20,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import TEXT_FILES
 from paceline.cluster.checkpoints import Checkpoints, fetch_models, resolve_checkpoints, with_heads
 from paceline.cluster.drain import DrainConfig, drain
@@ -243,7 +243,7 @@ def _make_group(bundles: Sequence[Bundle], strategy: str) -> Any:
 async def shared_store(
     services: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> AsyncIterator[str]:
-    """Yields the URL of a store that all hosts reach; one that is started here needs a password, and ends with the block.
+    """Yields the URL of a store that all hosts reach; one started here has a password and ends with the block.
 
     Raises:
         ConfigError: Its port is taken, or there is no server program.
