@@ -21,7 +21,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.planned_step import StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepCost, StepMode, StepTimes
+from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, StepReport
 from paceline.planning.events import Act, Events
 from paceline.planning.guesses import RIGHT
@@ -33,7 +33,8 @@ from tests.unit.planning.facts import profile
 # Odd figures, so that no two things happen at the same time by chance.
 FACTS = DeviceFacts(
     name="large",
-    cost=StepCost(rows=(1, 512), seconds=(0.01013, 0.01013 + 511 * 0.00021)),
+    rows=(1, 512),
+    seconds=(0.01013, 0.01013 + 511 * 0.00021),
     kv_tokens=20 * BLOCK_SIZE,
     max_sessions=6,
     max_rows=48,
@@ -146,7 +147,7 @@ class EngineAtWork:
         self._draft()
         plan = self._pair.target._plan
         assert plan is not None
-        self.events.after(FACTS.seconds(plan.num_rows, num_sessions=len(plan.parts)), self._end_step)
+        self.events.after(FACTS.step_s(plan.num_rows, num_sessions=len(plan.parts)), self._end_step)
 
     def _end_step(self) -> None:
         self._pair.clock.now_s = self.events.now_s

@@ -19,10 +19,9 @@ from paceline.cluster.checkpoints import Checkpoints, fetch_models, num_paramete
 from paceline.cluster.spec import (
     Endpoint,
     FleetSpec,
+    Launch,
     available_cpus,
-    gateway_child,
     gateway_scheme,
-    model_child,
     plan_endpoints,
     plan_store_port,
     share_cpus,
@@ -169,19 +168,11 @@ class LocalFleet:
         self.log_dir = self._temporary_dir if spec.log_dir is None else spec.log_dir.absolute()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         await self._start_store(self._temporary_dir)
-        await self._start_models(self.checkpoints)
-        gateways = [
-            gateway_child(
-                spec,
-                endpoint,
-                self.checkpoints.target,
-                self.redis_url,
-                self.log_dir,
-                environ,
-                module=self._modules.get(endpoint.role, ""),
-            )
-            for endpoint in self.endpoints_of("gateway")
-        ]
+        launch = Launch(
+            spec=spec, redis_url=self.redis_url, log_dir=self.log_dir, environ=environ, modules=self._modules
+        )
+        await self._start_models(launch, self.checkpoints)
+        gateways = [launch.gateway(endpoint, self.checkpoints.target) for endpoint in self.endpoints_of("gateway")]
         await self._supervisor.start(gateways, spec.start_timeout_s)
 
     async def _start_store(self, work_dir: Path) -> None:
@@ -198,7 +189,7 @@ class LocalFleet:
         await self._supervisor.start([child], spec.start_timeout_s)
         self.redis_url = f"redis://{self._announce(endpoint) or endpoint.address}"
 
-    async def _start_models(self, checkpoints: Checkpoints) -> None:
+    async def _start_models(self, launch: Launch, checkpoints: Checkpoints) -> None:
         spec = self.spec
         verifier_shares, drafter_shares = share_cpus(spec, available_cpus())
         drafters = enumerate(self.endpoints_of("drafter"))
@@ -209,17 +200,12 @@ class LocalFleet:
         shares = [*verifier_shares, *drafter_shares]
         memory = share_memory(spec, [num_parameters(checkpoint) for _, checkpoint in placed])
         children = [
-            model_child(
-                spec,
+            launch.model(
                 endpoint,
-                share,
                 checkpoint,
-                self.redis_url,
-                self.log_dir,
-                self._environ,
-                self._announce(endpoint),
-                checkpoints.target if is_eagle3(checkpoint) else None,
-                module=self._modules.get(endpoint.role, ""),
+                share,
+                announce=self._announce(endpoint),
+                target=checkpoints.target if is_eagle3(checkpoint) else None,
                 memory_utilization=utilization,
             )
             for (endpoint, checkpoint), share, utilization in zip(placed, shares, memory, strict=True)

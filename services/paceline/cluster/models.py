@@ -72,7 +72,9 @@ def main(argv: Sequence[str]) -> None:
         actions[argv[0]](argv[1:])
         return
     config = parse_settings(ModelsConfig, argv, os.environ, PROG, DESCRIPTION)
-    rows = [("name", "architecture", "parameters", "vocabulary", "context", "vocabulary hash", "folder")]
+    rows: list[tuple[str, ...]] = [
+        ("name", "architecture", "parameters", "vocabulary", "context", "vocabulary hash", "folder")
+    ]
     rows += [_row(facts_of(path)) for path in (*bundled_and_cached(os.environ), *config.path)]
     say("\n".join(table(rows)))
 

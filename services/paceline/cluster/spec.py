@@ -11,13 +11,13 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.source import Repository
-from paceline.cluster.health import grpc_health, http_health, store_health
+from paceline.cluster.health import HealthCheck, grpc_health, http_health, store_health
 from paceline.cluster.supervisor import ChildSpec, child_environment
 from paceline.cluster.valkey import server_command
 from paceline.core.errors import ConfigError
@@ -293,40 +293,48 @@ def store_child(server: Path, host: str, port: int, work_dir: Path, environ: Map
     )
 
 
-def model_child(
-    spec: FleetSpec,
-    endpoint: Endpoint,
-    share: CpuShare,
-    checkpoint: Path | Repository,
-    redis_url: str,
-    log_dir: Path,
-    environ: Mapping[str, str],
-    announce: str = "",
-    target: Path | Repository | None = None,
-    module: str = "",
-    memory_utilization: float | None = None,
-) -> ChildSpec:
-    """Returns the process of a verifier or a drafter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Makes the commands of a fleet's services.
 
-    Args:
+    Attributes:
         spec: Settings of the fleet.
-        endpoint: Where it listens.
-        share: Its CPUs.
-        checkpoint: Its model.
         redis_url: The registry.
-        log_dir: Folder of its log.
+        log_dir: Folder of logs.
         environ: Environment to start from.
-        announce: Where others reach it if not where it listens.
-        target: The target of an EAGLE-3 head, for its drafter.
-        module: What is started; empty: the service itself.
-        memory_utilization: Its share of the free memory; None: its own default.
+        modules: By role, what is started instead of `paceline.verifier` and the like; takes the same flags.
     """
-    verifies = endpoint.role == VERIFIER
-    # vLLM has a share of its own, of all memory.
-    sized = memory_utilization is not None and not (verifies and spec.verifier_engine == VLLM)
-    argv = [
-        *_service(spec, endpoint, module),
-        *flags(
+
+    spec: FleetSpec
+    redis_url: str
+    log_dir: Path
+    environ: Mapping[str, str]
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def model(
+        self,
+        endpoint: Endpoint,
+        checkpoint: Path | Repository,
+        share: CpuShare,
+        *,
+        announce: str = "",
+        target: Path | Repository | None = None,
+        memory_utilization: float | None = None,
+    ) -> ChildSpec:
+        """Returns the process of a verifier or a drafter.
+
+        Args:
+            endpoint: Where it listens.
+            checkpoint: Its model.
+            share: Its CPUs.
+            announce: Where others reach it if not where it listens.
+            target: The target of an EAGLE-3 head, for its drafter.
+            memory_utilization: Its share of the free memory; None: its own default.
+        """
+        spec, verifies = self.spec, endpoint.role == VERIFIER
+        # vLLM has a share of its own, of all memory.
+        sized = memory_utilization is not None and not (verifies and spec.verifier_engine == VLLM)
+        own = flags(
             metrics_port=endpoint.second_port,
             model=checkpoint,
             dtype=spec.dtype,
@@ -339,40 +347,41 @@ def model_child(
             idle_priority=share.lends,
             speculative_config=spec.speculative_config if verifies else "",
             engine=spec.verifier_engine if verifies and spec.verifier_engine != PACELINE else "",
-        ),
-        *(spec.verifier_arg if verifies else spec.drafter_arg),
-    ]
-    return ChildSpec(
-        name=endpoint.name,
-        argv=tuple(argv),
-        env=_environment(redis_url, environ, share.num_threads + len(share.spare_cpus)),
-        is_healthy=grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE)),
-        log_path=log_dir / f"{endpoint.name}.log",
-    )
+        )
+        is_healthy = grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE))
+        more = spec.verifier_arg if verifies else spec.drafter_arg
+        return self._child(endpoint, (*own, *more), is_healthy, share.num_threads + len(share.spare_cpus))
 
+    def gateway(self, endpoint: Endpoint, tokenizer: Path | Repository) -> ChildSpec:
+        """Returns the process of a gateway."""
+        spec = self.spec
+        own = flags(grpc_port=endpoint.second_port, model=tokenizer, tls_cert=spec.tls_cert, tls_key=spec.tls_key)
+        is_healthy = http_health(f"{gateway_scheme(spec)}://{endpoint.address}/health")
+        return self._child(endpoint, (*own, *spec.gateway_arg), is_healthy, 1)
 
-def gateway_child(
-    spec: FleetSpec,
-    endpoint: Endpoint,
-    tokenizer: Path | Repository,
-    redis_url: str,
-    log_dir: Path,
-    environ: Mapping[str, str],
-    module: str = "",
-) -> ChildSpec:
-    """Returns the process of a gateway; `module` is what is started, empty: the service itself."""
-    argv = [
-        *_service(spec, endpoint, module),
-        *flags(grpc_port=endpoint.second_port, model=tokenizer, tls_cert=spec.tls_cert, tls_key=spec.tls_key),
-        *spec.gateway_arg,
-    ]
-    return ChildSpec(
-        name=endpoint.name,
-        argv=tuple(argv),
-        env=_environment(redis_url, environ, 1),
-        is_healthy=http_health(f"{gateway_scheme(spec)}://{endpoint.address}/health"),
-        log_path=log_dir / f"{endpoint.name}.log",
-    )
+    def _child(self, endpoint: Endpoint, own: Sequence[str], is_healthy: HealthCheck, num_threads: int) -> ChildSpec:
+        spec, role, drafts = self.spec, endpoint.role, endpoint.role == DRAFTER
+        python = spec.verifier_python if role == VERIFIER and spec.verifier_python else sys.executable
+        traces = spec.otlp_traces_endpoint
+        common = flags(
+            host=endpoint.host,
+            port=endpoint.port,
+            replica_id=endpoint.name,
+            tls_dir=folder_of(spec.tls_dir, role),
+            grace_s=None if drafts else f"{GRACE_SHARE * spec.grace_s:g}",
+            otlp_traces_endpoint=traces,
+            # A drafter follows its verifiers.
+            trace_sample_ratio=None if drafts or not traces else f"{spec.trace_sample_ratio:g}",
+        )
+        # The registry's URL may hold a password: other users can read command lines, but no environment.
+        environ = child_environment(self.environ, num_threads=num_threads) | {"PACELINE_REDIS_URL": self.redis_url}
+        return ChildSpec(
+            name=endpoint.name,
+            argv=(str(python), "-m", self.modules.get(role) or f"paceline.{role}", *common, *own),
+            env=environ,
+            is_healthy=is_healthy,
+            log_path=self.log_dir / f"{endpoint.name}.log",
+        )
 
 
 def flags(**values: object) -> list[str]:
@@ -392,27 +401,3 @@ def available_cpus() -> list[int]:
 def gateway_scheme(spec: FleetSpec) -> str:
     """Returns how URLs of gateways begin."""
     return "http" if spec.tls_cert is None else "https"
-
-
-def _service(spec: FleetSpec, endpoint: Endpoint, module: str) -> list[str]:
-    drafts = endpoint.role == DRAFTER
-    python = spec.verifier_python if endpoint.role == VERIFIER and spec.verifier_python else sys.executable
-    traces = spec.otlp_traces_endpoint
-    return [
-        *(str(python), "-m", module or f"paceline.{endpoint.role}"),
-        *flags(
-            host=endpoint.host,
-            port=endpoint.port,
-            replica_id=endpoint.name,
-            tls_dir=folder_of(spec.tls_dir, endpoint.role),
-            grace_s=None if drafts else f"{GRACE_SHARE * spec.grace_s:g}",
-            otlp_traces_endpoint=traces,
-            # A drafter follows its verifiers.
-            trace_sample_ratio=None if drafts or not traces else f"{spec.trace_sample_ratio:g}",
-        ),
-    ]
-
-
-def _environment(redis_url: str, environ: Mapping[str, str], num_threads: int) -> dict[str, str]:
-    """The environment of a service, which other users cannot read: the registry's URL may hold a password."""
-    return {**child_environment(environ, num_threads=num_threads), "PACELINE_REDIS_URL": redis_url}

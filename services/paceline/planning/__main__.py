@@ -127,7 +127,7 @@ def profile_of(config: PlanConfig) -> Profile:
     if config.verifier_price is not None:
         target = replace(target, price_per_hour=config.verifier_price)
     if config.drafter_price is not None:
-        drafter = replace(drafter, device=replace(drafter.device, price_per_hour=config.drafter_price))
+        drafter = replace(drafter, price_per_hour=config.drafter_price)
     return replace(profile, target=target, drafter=drafter)
 
 

@@ -41,15 +41,15 @@ class SimulatedDrafter:
 
     def __init__(self, facts: DrafterFacts, truth: GuessSource, events: Events) -> None:
         self._facts, self._truth, self._events = facts, truth, events
-        pool = BlockPool(facts.device.kv_tokens // BLOCK_SIZE)
+        pool = BlockPool(facts.kv_tokens // BLOCK_SIZE)
         # As in the engine: a quarter as many slots for tree nodes as for tokens.
         scratch = SlotPool(first_block=pool.num_blocks, num_blocks=max(1, pool.num_blocks // 4))
         limits = DraftLimits(
-            width=facts.width,
-            max_rows=facts.rows,
-            max_rows_per_session=facts.rows_per_session,
-            max_num_batched_tokens=facts.device.max_rows,
-            max_num_seqs=facts.device.max_sessions,
+            width=facts.draft_width,
+            max_rows=facts.draft_rows,
+            max_rows_per_session=facts.draft_rows_per_session,
+            max_num_batched_tokens=facts.max_rows,
+            max_num_seqs=facts.max_sessions,
         )
         self.scheduler: DraftScheduler[DraftedSession] = DraftScheduler(
             pool=pool,
@@ -67,15 +67,14 @@ class SimulatedDrafter:
     def step(self, then: Callable[[Sequence[DraftNodes]], None]) -> None:
         """Plans a step; when it ends, `then` gets its drafts."""
         plan = self.scheduler.plan(self._events.now_s)
-        seconds = self.seconds(plan) * self._events.luck(self._facts.device.noise)
+        seconds = self.seconds(plan) * self._events.luck(self._facts.noise)
         self._events.after(seconds, lambda: then(self._finish(plan)))
 
     def seconds(self, plan: DraftPlan[DraftedSession]) -> float:
         """Expected time of a step."""
         computed = [*(part.session for part in plan.catching_up), *(each.session for each in plan.growing)]
         kv_tokens = sum(len(session.tokens) for session in {id(each): each for each in computed}.values())
-        device = self._facts.device
-        return device.seconds(plan.num_rows, num_sessions=self.scheduler.num_sessions, kv_tokens=kv_tokens)
+        return self._facts.step_s(plan.num_rows, num_sessions=self.scheduler.num_sessions, kv_tokens=kv_tokens)
 
     def _finish(self, plan: DraftPlan[DraftedSession]) -> Sequence[DraftNodes]:
         for part in plan.catching_up:
@@ -94,7 +93,7 @@ class SimulatedDrafter:
             # Some hundred places stand for all that lie off the text.
             position = STRIDE * (1 + node.node_id % 8) + position % 32
         ranked = self._truth.guesses(int(session.session_id), position)
-        session.offer(node, Guesses(ranked=list(ranked[: self._facts.width])))
+        session.offer(node, Guesses(ranked=list(ranked[: self._facts.draft_width])))
 
 
 class DrafterProcess:

@@ -149,6 +149,6 @@ def least_verifiers(profile: Profile, load: Sequence[Arrival]) -> int:
     """Verifiers that the load's prompts alone would keep busy: no fewer can do."""
     target = profile.target
     prompt_tokens = sum(each.num_prompt_tokens for each in load)
-    rows_per_s = target.max_rows / target.seconds(target.max_rows, num_sessions=1)
+    rows_per_s = target.max_rows / target.step_s(target.max_rows, num_sessions=1)
     seconds = max(load[-1].at_s, 1e-9)
     return max(1, math.ceil(prompt_tokens / rows_per_s / seconds))

@@ -62,12 +62,12 @@ class Fleet:
     def num_gpus(self, profile: Profile) -> int:
         """All its GPUs."""
         own = self.num_verifiers * profile.target.num_devices
-        return own + self.num_drafters * profile.drafter.device.num_devices
+        return own + self.num_drafters * profile.drafter.num_devices
 
     def price_per_hour(self, profile: Profile) -> float:
         """Price of all its GPUs."""
         own = self.num_verifiers * profile.target.replica_price_per_hour
-        return own + self.num_drafters * profile.drafter.device.replica_price_per_hour
+        return own + self.num_drafters * profile.drafter.replica_price_per_hour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

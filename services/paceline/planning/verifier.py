@@ -227,7 +227,7 @@ class SimulatedVerifier:
     def _seconds(self, plan: StepPlan[SimulatedSession]) -> float:
         """Expected time of a step."""
         kv_tokens = sum(part.session.committed_len for part in plan.decoding)
-        seconds = self._facts.seconds(plan.num_rows, num_sessions=len(plan.parts), kv_tokens=kv_tokens)
+        seconds = self._facts.step_s(plan.num_rows, num_sessions=len(plan.parts), kv_tokens=kv_tokens)
         return seconds * (1.0 + self._overhead) if plan.mode is StepMode.DRAFTING else seconds
 
     def _end_step(self, plan: StepPlan[SimulatedSession]) -> None:
@@ -274,4 +274,4 @@ def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: Goodput) -> Schedule
 def starting_cost(facts: DeviceFacts) -> StepCost:
     """What a profile at start-up would find: steps with one row a session, and no KV."""
     rows = tuple(count for count in KNOTS if count <= max(4, facts.max_rows))
-    return StepCost(rows=rows, seconds=tuple(facts.seconds(count, num_sessions=1) for count in rows))
+    return StepCost(rows=rows, seconds=tuple(facts.step_s(count, num_sessions=1) for count in rows))

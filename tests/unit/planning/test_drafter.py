@@ -16,8 +16,7 @@ from tests.unit.planning.facts import SureGuesses, profile
 
 
 def facts(**device: float) -> DrafterFacts:
-    drafter = profile().drafter
-    return replace(drafter, device=replace(drafter.device, **device))
+    return replace(profile().drafter, **device)
 
 
 def opened(number: int, prompt_len: int) -> OpenSession:

@@ -19,18 +19,12 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
     assert (first == make_store(8).batch(5, 2 * CHUNK_TOKENS, 256)).all()
 
 
-def test_rows_carry_one_label_more_than_inputs() -> None:
-    rows = make_store(8).batch(0, 2 * CHUNK_TOKENS, 256)
-    assert rows.shape == (8, 257)
-    inside = rows[:, 1:]
-    assert (inside[:, 1:] - inside[:, :-1] == 1).all()
-
-
-def test_row_length_does_not_change_which_text_a_step_reads() -> None:
+def test_rows_of_any_length_are_the_same_text_with_one_label_more_than_inputs() -> None:
     store = make_store(8)
-    short = store.batch(2, 2 * CHUNK_TOKENS, 256)[:, 1:].flatten().sort().values
-    long = store.batch(2, 2 * CHUNK_TOKENS, 1024)[:, 1:].flatten().sort().values
-    assert (short == long).all()
+    short, long = (store.batch(2, 2 * CHUNK_TOKENS, length)[:, 1:] for length in (256, 1024))
+    assert short.shape == (8, 256)
+    assert (short[:, 1:] - short[:, :-1] == 1).all()
+    assert (short.flatten().sort().values == long.flatten().sort().values).all()
 
 
 def test_one_epoch_reads_every_chunk_once() -> None:
