@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
-from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
+from paceline.core.messages import DRAFTER, ModelIdentity, ToDrafter, ToVerifier
 from paceline.core.pairing import KnownDrafter, Pairing, expected_round_trip_s
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_served_by
 from paceline.service.credentials import FleetTls
-from paceline.store.base import Replica
+from paceline.service.supervision import Work
+from paceline.store.base import Replica, Store
+from paceline.store.view import Probe, RegistryView
 from paceline.tier.links import DrafterLink
 
 logger = logging.getLogger(__name__)
 
+# Pauses between two readings of the registry, and between two looks at the drafters of all sessions.
+REFRESH_S, PAIRING_S = 1.0, 0.1
 # A drafter that no session has had for one to two such periods is let go.
 LINK_IDLE_S = 60.0
 # Drafters beyond so many get no stream, and no session.
@@ -106,6 +111,35 @@ class Drafters:
         self._metrics.fallbacks.labels("protocol_error").inc()
         if address in self._links:
             self._links[address].reset(reason)
+
+    def background(
+        self, pair: Callable[[], None], store: Store | None, addresses: Sequence[str] = ()
+    ) -> Mapping[str, Work]:
+        """Names the tasks that read the registry, pair sessions and close streams that nobody needs.
+
+        Args:
+            pair: Looks at the drafters of all sessions; called every 0.1 s.
+            store: The registry of drafters; None: they are at `addresses`.
+            addresses: Of drafters that no registry names.
+        """
+        if store is None:
+            return {"links": self.sweep, "pairing": partial(self._keep_paired, pair, addresses)}
+        view = RegistryView(store, DRAFTER, answers=Probe(self._tls))
+        return {
+            "links": self.sweep,
+            # Apart from pairing, which must not wait for a registry that does not answer.
+            "registry": partial(view.keep_fresh, REFRESH_S),
+            "pairing": partial(self._keep_paired, pair, view),
+        }
+
+    async def _keep_paired(self, pair: Callable[[], None], known: RegistryView | Sequence[str]) -> None:
+        while True:
+            if isinstance(known, RegistryView):
+                self.know(known.replicas)
+            else:
+                self.know_addresses(known)
+            pair()
+            await asyncio.sleep(PAIRING_S)
 
     async def sweep(self) -> None:
         """Closes streams to drafters that no session has had for a while, for ever."""

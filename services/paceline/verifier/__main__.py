@@ -56,18 +56,11 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
     tls = load_tls(config.tls_dir, VERIFIER)
     with _engine(config) as served:
         host = TargetHost(
-            identity=served.identity,
-            max_model_len=served.identity.context_len,
+            served,
             max_queue=config.max_queue,
             max_num_seqs=config.max_num_seqs,
             grace_s=config.grace_s,
             stream_interval_s=config.stream_interval_s,
-            methods=served.identity.methods,
-            own_drafter=served.own_drafter,
-            rules=served.rules,
-            grammars=served.grammars,
-            learned=served.learned,
-            make_engine=served.make,
             metrics=VerifierMetrics(registry, served.identity.name),
             zone=config.zone,
             tls=tls,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +31,11 @@ from paceline.engine.memory import log_memory
 from paceline.engine.process import StepThreads, memory_read_on, parse_cpus, prepare_process, until_quiet
 from paceline.engine.sizing import model_needs
 from paceline.engine.target import TargetEngine
+from paceline.service.learned import LearnedFile, kept_in
 from paceline.service_memory import plan_service, with_pages
 from paceline.verifier.config import HOST_PAGES, NAME, TIER, Speculation, VerifierConfig, speculation_from
-from paceline.verifier.learned import learned_file
 from paceline.verifier.make_sources import make_sources
-from paceline.verifier.served import ServedEngine
-from paceline.verifier.warm_up import GREEDY, SAMPLED, warm_up
+from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,18 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
         make=lambda: make_engine(config, identity, speculation),
         learned=learned_file(config, identity, os.environ),
     )
+
+
+def learned_file(config: VerifierConfig, identity: ModelIdentity, environ: Mapping[str, str]) -> LearnedFile:
+    """The file of such a verifier on this machine.
+
+    Args:
+        config: Its settings; `learned_dir` names the folder.
+        identity: Its model.
+        environ: See `kept_in`.
+    """
+    flags = (config.dtype, config.device, config.threads, config.cpus, config.spare_cpus)
+    return kept_in(config.learned_dir, environ, identity.weights_hash, config.speculative_config, *flags)
 
 
 def _with_folders(speculation: Speculation) -> Speculation:

@@ -6,14 +6,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
-from paceline.core.acceptance_rules import Rules
 from paceline.core.admission import QueueClock, check_wait, num_ahead
 from paceline.core.errors import (
     EngineDiedError,
@@ -23,7 +20,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.grammar import GrammarState
-from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
+from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.target_events import (
     Cancel,
@@ -35,29 +32,21 @@ from paceline.core.target_events import (
     TargetEvent,
     TargetOutput,
 )
-from paceline.engine.bridge import EngineThread, Stepper
-from paceline.engine.grammar import Grammars
+from paceline.engine.bridge import EngineThread
 from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
 from paceline.service.credentials import FleetTls
-from paceline.service.learned import FORGOTTEN, Learned, LearnedFile
 from paceline.service.supervision import Work
 from paceline.store.base import Store
-from paceline.store.probe import Probe
-from paceline.store.view import RegistryView
 from paceline.tier.drafters import Drafters
-from paceline.verifier.checks import check_request
-from paceline.verifier.metrics import record_output
 from paceline.verifier.outbox import Outbox, Outboxes
+from paceline.verifier.served import ServedEngine, TargetStepper
 from paceline.verifier.tracing import SessionTrace, traced_session
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-# Pause between two readings of the registry.
-REFRESH_S = 1.0
-# Pause between two looks at the drafters of all sessions.
-PAIRING_S = 0.1
 # Pause between two looks for sessions that have been silent.
 LIFE_S = 0.5
 
@@ -73,35 +62,15 @@ class _UnderWay:
     drafter_address: str
 
 
-class TargetStepper(Stepper[TargetEvent, TargetOutput], Protocol):
-    """What runs the target model."""
-
-    def learned(self) -> Learned:
-        """What a successor may begin with."""
-        ...
-
-    @property
-    def at_stake(self) -> tuple[int, ...]:
-        """Serials of the sessions that a failure now is laid on; read from the event loop once the engine is dead."""
-        ...
-
-
 class TargetHost:
     """Everything of a verifier that lives in the event loop, save the gRPC server.
 
     Args:
-        identity: The target model.
-        max_model_len: Most tokens of a session.
+        served: The engine, and what is promised with it.
         max_queue: Most sessions that wait or run.
         max_num_seqs: Most sessions that run at once.
-        methods: Ways to draft that are served.
-        own_drafter: What names a drafter inside the engine; empty: drafters of the tier draft.
-        rules: Acceptance rules that are served.
-        grammars: Compiles the grammars of requests; None: none are served.
-        learned: Where it keeps what its engine learns.
         grace_s: Time that sessions get to finish when the verifier stops.
         stream_interval_s: Longest time for which tokens of a session gather while many sessions run.
-        make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
         zone: Where it runs; empty: not known.
         tls: Certificate to show to drafters; None: plain text.
@@ -110,53 +79,39 @@ class TargetHost:
 
     def __init__(
         self,
+        served: ServedEngine,
         *,
-        identity: ModelIdentity,
-        max_model_len: int,
         max_queue: int,
         max_num_seqs: int,
-        methods: Sequence[str],
-        own_drafter: str = "",
-        rules: Rules,
-        grammars: Grammars | None = None,
-        learned: LearnedFile = FORGOTTEN,
         grace_s: float,
         stream_interval_s: float,
-        make_engine: Callable[[], TargetStepper],
         metrics: VerifierMetrics,
         zone: str = "",
         tls: FleetTls | None = None,
         tracer: Tracer = OFF,
     ) -> None:
-        self.identity = identity
-        self._max_model_len = max_model_len
+        self.identity = served.identity
+        self._served = served
         self._max_queue = max_queue
         # Sessions that have places: the engine's bound, or what its pages hold.
         self._num_places = max_num_seqs
         self._max_num_seqs = max_num_seqs
         self._queue_clock = QueueClock()
-        self._methods = tuple(methods)
-        self._rules = rules
-        self._grammars = grammars
-        # Of its own, as a grammar may take long and nobody else is to wait for it.
+        # A thread of its own: a grammar may take long, and nobody else is to wait for it.
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._learned = learned
         self._grace_s = grace_s
-        self._own_drafter = own_drafter
         self._metrics = metrics
-        self._tls = tls
         self._tracer = tracer
         self.engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(self._make_stepper, self._deliver, "target")
         self.drafters = Drafters(
-            identity,
-            own=own_drafter,
+            self.identity,
+            own=served.own_drafter,
             on_change=self._link_changed,
             on_messages=self._drafts_arrived,
             metrics=metrics,
             zone=zone,
             tls=tls,
         )
-        self._make_engine = make_engine
         self._stepper: TargetStepper | None = None
         # By serial: a session id may come back while outputs of its cancelled namesake are under way.
         self._outboxes = Outboxes(stream_interval_s)
@@ -173,7 +128,7 @@ class TargetHost:
         return len(self._outboxes)
 
     def _make_stepper(self) -> TargetStepper:
-        self._stepper = self._make_engine()
+        self._stepper = self._served.make()
         return self._stepper
 
     def engine_died(self, problem: str) -> None:
@@ -200,28 +155,17 @@ class TargetHost:
         await self.engine.close()
 
     def background(self, store: Store) -> Mapping[str, Work]:
-        """Names the tasks that keep sessions with drafters that are there, streams to few, and gateways in the know."""
+        """Names the tasks that show life to gateways, keep what is learned and look after drafters."""
         own = {"life": self._show_life, "learned": self._keep_learned}
-        if self._own_drafter:
-            return own
-        view = RegistryView(store, DRAFTER, answers=Probe(self._tls))
-        return own | {
-            "registry": partial(view.keep_fresh, REFRESH_S),
-            # Apart from the registry, which must not delay what streams tell when it does not answer.
-            "pairing": partial(self._keep_paired, view),
-            "links": self.drafters.sweep,
-        }
+        return own if self._served.own_drafter else {**own, **self.drafters.background(self._pair_all, store)}
 
     async def _keep_learned(self) -> None:
         assert self._stepper is not None, "tasks begin once the engine stands"
-        await self._learned.keep(self._stepper.learned)
+        await self._served.learned.keep(self._stepper.learned)
 
-    async def _keep_paired(self, view: RegistryView) -> None:
-        while True:
-            self.drafters.know(view.replicas)
-            for session_id, each in self._under_way.items():
-                self._pair_anew(session_id, each)
-            await asyncio.sleep(PAIRING_S)
+    def _pair_all(self) -> None:
+        for session_id, each in self._under_way.items():
+            self._pair_anew(session_id, each)
 
     def _pair_anew(self, session_id: str, session: _UnderWay) -> None:
         """Gives a session another drafter if its own is gone, or its first if there was none."""
@@ -250,9 +194,7 @@ class TargetHost:
             UnavailableError: The verifier shuts down or its engine died.
         """
         with traced_session(self._tracer, request) as trace:
-            check_request(
-                request, self.identity, max_model_len=self._max_model_len, methods=self._methods, rules=self._rules
-            )
+            self._served.check(request)
             grammar = await self._compiled(request.sampling.grammar)
             self._admit(request)
             request = trace.hand_on(request)
@@ -270,9 +212,9 @@ class TargetHost:
     async def _compiled(self, grammar: str) -> GrammarState | None:
         if not grammar:
             return None
-        if self._grammars is None:
+        if self._served.grammars is None:
             raise InvalidRequestError("grammar", "is not served with this model's tokenizer")
-        return await asyncio.wrap_future(self._compiling.submit(self._grammars.compile, grammar))
+        return await asyncio.wrap_future(self._compiling.submit(self._served.grammars.compile, grammar))
 
     def _tell_heard_of(self, request: GenerateRequest) -> None:
         known = self._under_way.get(request.session_id)
@@ -337,7 +279,7 @@ class TargetHost:
 
     def _taken_in(self, serial: int, request: GenerateRequest) -> _UnderWay:
         """A session with its first drafter; one that wants no drafts of the tier gets none."""
-        wanted = frozenset(request.speculation.methods or self._methods) & frozenset(TIER_METHODS)
+        wanted = frozenset(request.speculation.methods or self.identity.methods) & frozenset(TIER_METHODS)
         methods = wanted if request.speculation.cap else frozenset()
         return _UnderWay(
             serial=serial,

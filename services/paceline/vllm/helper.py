@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.checkpoints.identity import vocab_hash
 from paceline.core.draft_policy import Goodput
-from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity, ToVerifier
+from paceline.core.messages import VERIFIER, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.target_events import DraftsArrived, LinkChanged
 from paceline.obs.families import service_registry
@@ -35,8 +35,6 @@ from paceline.service.process import run, settle_heap
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.base import Store
 from paceline.store.opening import open_store
-from paceline.store.probe import Probe
-from paceline.store.view import RegistryView
 from paceline.tier.drafters import Drafters
 from paceline.vllm.chain_scheduler import ChainScheduler
 from paceline.vllm.settings import JOB_VARIABLE, HelperJob
@@ -45,8 +43,6 @@ from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, Frames
 logger = logging.getLogger(__name__)
 
 PROG = "paceline vllm helper"
-# Pause between two readings of the registry, and between two looks at the drafters of all sessions.
-REFRESH_S, PAIRING_S = 1.0, 0.1
 # Bytes read from the proposer at once.
 READ_BYTES = 1 << 20
 
@@ -64,7 +60,6 @@ class Helper:
         self._job = job
         self._socket = to_proposer
         self._frames = Frames()
-        self._tls = load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER)
         identity = _identity(job)
         self._metrics = VerifierMetrics(registry, identity.name)
         self._drafters = Drafters(
@@ -73,7 +68,7 @@ class Helper:
             on_messages=self._drafts_arrived,
             metrics=self._metrics,
             zone=job.settings.zone,
-            tls=self._tls,
+            tls=load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER),
         )
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
@@ -105,29 +100,14 @@ class Helper:
         await self._drafters.close()
 
     def background(self, store: Store | None) -> Mapping[str, Work]:
-        """Names the tasks that keep sessions with drafters that are there, and what is learned."""
-        tasks: dict[str, Work] = {
-            "links": self._drafters.sweep,
-            "learned": partial(self._learned.keep, self._scheduler.learned),
-        }
-        if store is None:
-            return tasks | {"pairing": self._keep_paired}
-        view = RegistryView(store, DRAFTER, answers=Probe(self._tls))
-        return tasks | {
-            "registry": partial(view.keep_fresh, REFRESH_S),
-            "pairing": partial(self._keep_paired, view),
-        }
+        """Names the tasks that look after drafters and keep what is learned."""
+        learned = partial(self._learned.keep, self._scheduler.learned)
+        return {"learned": learned, **self._drafters.background(self._pair_all, store, self._job.settings.drafters)}
 
-    async def _keep_paired(self, view: RegistryView | None = None) -> None:
-        while True:
-            if view is None:
-                self._drafters.know_addresses(self._job.settings.drafters)
-            else:
-                self._drafters.know(view.replicas)
-            num_changed = self._scheduler.pair_anew(time.monotonic())
-            self._metrics.fallbacks.labels("drafter_changed").inc(num_changed)
-            self._send_to_drafters()
-            await asyncio.sleep(PAIRING_S)
+    def _pair_all(self) -> None:
+        num_changed = self._scheduler.pair_anew(time.monotonic())
+        self._metrics.fallbacks.labels("drafter_changed").inc(num_changed)
+        self._send_to_drafters()
 
     # The proposer
 

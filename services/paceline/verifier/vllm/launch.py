@@ -23,12 +23,11 @@ from paceline.core.messages import ModelIdentity
 from paceline.core.params import REJECTION, SpeculationParams
 from paceline.engine.process import prepare_process
 from paceline.verifier.config import VerifierConfig
-from paceline.verifier.served import ServedEngine
+from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
 from paceline.verifier.vllm.guard import start_guard
 from paceline.verifier.vllm.identity import checkpoint_folder, vllm_identity
 from paceline.verifier.vllm.settings import DECIDED, check_settings, decided, num_draft_tokens, process_environment
-from paceline.verifier.warm_up import GREEDY, SAMPLED, warm_up
 
 try:
     from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
