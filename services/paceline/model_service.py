@@ -19,7 +19,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.core.messages import ModelIdentity
+from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
 from paceline.engine.bridge import EngineThread
 from paceline.engine.budget import LEAST_PAGES
 from paceline.engine.watch import stacks, until_hung
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 LAST_CALLS_S = 1.0
 # What is left to be said when the engine hangs has so long to leave.
 FAREWELL_S = 1.0
+# Most pages in a host's memory, which others need as well, unless a number is asked for.
+HOST_PAGES: Mapping[str, int] = {VERIFIER: 2048, DRAFTER: 4096}
 # Exit status of a process whose engine hung; "internal software error" in sysexits.h.
 EXIT_HUNG = 70
 
@@ -77,7 +79,9 @@ class ModelServiceConfig:
     """Settings that all such services share; what differs more than by its default, each describes itself."""
 
     model: Path
-    model_name: str
+    model_name: str = setting(
+        "", help="Name in the registry, by which users ask for a target; empty: the folder's, or ORG/NAME."
+    )
     host: str = setting("127.0.0.1", help="Address to listen on.")
     port: int = setting(help="gRPC port; 0 picks a free one.", low=0, high=65535)
     announce: str = setting(
@@ -107,7 +111,14 @@ class ModelServiceConfig:
     device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
     threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
     cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
-    num_kv_blocks: int | None
+    num_kv_blocks: int | None = setting(
+        None,
+        help="Pages of 16 tokens for committed KV; 0: as many as --memory-utilization allows and --max-num-seqs can "
+        "fill. Without it the same on a GPU; on a CPU a verifier takes at most "
+        f"{HOST_PAGES[VERIFIER]:,}, a drafter {HOST_PAGES[DRAFTER]:,}.",
+        low=0,
+        high=10_000_000,
+    )
     memory_utilization: float = setting(
         0.9,
         help="Share of the memory that is free at start (of the GPU; on a CPU of the host or its container's limit) "
@@ -117,7 +128,12 @@ class ModelServiceConfig:
     )
     max_num_seqs: int
     max_num_batched_tokens: int = setting(help="Most rows of a step.", unit="tokens", low=16, high=65536)
-    engine_stall_s: float
+    engine_stall_s: float = setting(
+        help="Time inside one step after which the engine counts as hung, and the process ends.",
+        unit="s",
+        low=1,
+        high=3600,
+    )
 
     def __post_init__(self) -> None:
         """Checks the address that others are told, and the pages."""

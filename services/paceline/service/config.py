@@ -175,6 +175,21 @@ def check_address(name: str, address: str) -> None:
         )
 
 
+def parse_cpus(name: str, text: str) -> frozenset[int]:
+    """Returns the CPUs of a list such as `0-3,7`.
+
+    Raises:
+        ConfigError: It is no such list; names the setting.
+    """
+    cpus: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"{name} must be a list of CPUs such as 4-5 or 0,2-3, got {text!r}")
+        cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(cpus)
+
+
 def as_called(command: str) -> str:
     """Returns `paceline COMMAND` as whoever started this process would type it.
 

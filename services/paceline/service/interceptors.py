@@ -76,7 +76,24 @@ def inside(around: Around, behaviour: Any, read: Callable[[Any], Any] = lambda r
     return call
 
 
-class CheckInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+class WrappingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+    """Serves each call by another handler in the place of its own."""
+
+    def wrap(self, handler: Any, method: str) -> Any:
+        """Returns the handler to serve a call of a method with."""
+        raise NotImplementedError
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wraps the handler of one call; a method that nobody serves has none."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self.wrap(handler, handler_call_details.method)
+
+
+class CheckInterceptor(WrappingInterceptor):
     """Awaits a check before every call but those of the health service; what it raises ends the call.
 
     The check runs in the task and context of the call, so a context variable that it sets is seen by the handler.
@@ -88,18 +105,13 @@ class CheckInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     def __init__(self, check: Callable[[Any], Awaitable[None]]) -> None:
         self._check = check
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wraps the handler of one call."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(HEALTH_METHODS):
+    def wrap(self, handler: Any, method: str) -> Any:
+        """Checks before the handler runs."""
+        if method.startswith(HEALTH_METHODS):
             return handler
         wrapped = inside(self._checked, behaviour_of(handler))
         # A synchronous handler would slip past what is awaited here; there is none, and none is let in.
-        assert wrapped is not None, f"{handler_call_details.method} is not asynchronous"
+        assert wrapped is not None, f"{method} is not asynchronous"
         return with_behaviour(handler, wrapped)
 
     @asynccontextmanager

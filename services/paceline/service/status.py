@@ -7,7 +7,7 @@ knows no service.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from paceline.core.errors import (
     UnavailableError,
     shortened,
 )
-from paceline.service.interceptors import behaviour_of, inside, with_behaviour
+from paceline.service.interceptors import WrappingInterceptor, behaviour_of, inside, with_behaviour
 
 DETAILS_KEY = "grpc-status-details-bin"
 INTERNAL_MESSAGE = "internal error; the server's log has the cause"
@@ -83,24 +83,14 @@ _TYPES: dict[grpc.StatusCode, type[PacelineError]] = {
 _log = logging.getLogger(__name__)
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+class ErrorInterceptor(WrappingInterceptor):
     """Ends a call with the status of the error its handler raised; unknown errors are logged as INTERNAL."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wraps the handler of one call, whatever its kind."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
+    def wrap(self, handler: Any, method: str) -> Any:
+        """Wraps a handler of any kind; gRPC's own synchronous ones raise no error of ours."""
         checked = _checked_stream if handler.request_streaming else _checked
-        around = partial(_errors_mapped, handler_call_details.method)
-        wrapped = inside(around, behaviour_of(handler), checked)
-        if wrapped is None:
-            return handler
-        return with_behaviour(handler, wrapped, _lenient(handler.request_deserializer))
+        wrapped = inside(partial(_errors_mapped, method), behaviour_of(handler), checked)
+        return handler if wrapped is None else with_behaviour(handler, wrapped, _lenient(handler.request_deserializer))
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:

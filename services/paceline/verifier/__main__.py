@@ -44,7 +44,7 @@ async def serve(config: VerifierConfig) -> None:
 
     Raises:
         ConfigError: A setting, the checkpoint, a port or the registry makes serving impossible.
-        Exception: Whatever broke the engine.
+        Exception: The error that ended the engine.
     """
     logger.info("starting", extra=loggable(config))
     registry = service_registry(VERIFIER)
@@ -80,7 +80,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
 
 
 def _engine(config: VerifierConfig) -> AbstractContextManager[ServedEngine]:
-    """The engine asked for; what the other one needs is not imported."""
+    """Returns the chosen engine; what the other one needs is not imported."""
     if config.engine == VLLM:
         from paceline.verifier.vllm.launch import vllm_engine
 

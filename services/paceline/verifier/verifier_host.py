@@ -53,7 +53,7 @@ LIFE_S = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class _UnderWay:
-    """A session that runs here: under which epoch, by which methods of the drafter tier, and for which drafter."""
+    """A session that runs here; `methods` are those of the drafter tier."""
 
     serial: int
     epoch: int
@@ -63,7 +63,7 @@ class _UnderWay:
 
 
 class TargetHost:
-    """Everything of a verifier that lives in the event loop, save the gRPC server.
+    """Everything of a verifier that runs in the event loop, except the gRPC server.
 
     Args:
         served: The engine, and what is promised with it.
@@ -97,7 +97,7 @@ class TargetHost:
         self._num_places = max_num_seqs
         self._max_num_seqs = max_num_seqs
         self._queue_clock = QueueClock()
-        # A thread of its own: a grammar may take long, and nobody else is to wait for it.
+        # A grammar may take long, so grammars have a thread to themselves.
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._grace_s = grace_s
         self._metrics = metrics
@@ -132,14 +132,14 @@ class TargetHost:
         return self._stepper
 
     def engine_died(self, problem: str) -> None:
-        """Ends every session, takes no new one; those whose rows it died with learn that they may have caused it."""
+        """Ends every session and takes no new one; sessions of the last step are told that they may be the cause."""
         self._draining = True
         for serial in () if self._stepper is None else self._stepper.at_stake:
             self._outboxes.fail(serial, EngineDiedError(f"{problem}, in a step of this session"))
         self._outboxes.fail_all(UnavailableError(problem))
 
     async def wind_down(self) -> None:
-        """Refuses new sessions, waits `grace_s` seconds for those under way, and ends what is left with a status."""
+        """Refuses new sessions, waits `grace_s` seconds for those under way, then ends the rest with a status."""
         self._draining = True
         waits = {asyncio.create_task(self._empty.wait()), asyncio.create_task(self.engine.ended())}
         await asyncio.wait(waits, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +149,7 @@ class TargetHost:
         self._outboxes.fail_all(UnavailableError("this verifier shuts down"))
 
     async def close(self) -> None:
-        """Ends streams to drafters and the engine."""
+        """Ends the streams to drafters, and the engine."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
         await self.drafters.close()
         await self.engine.close()
@@ -160,7 +160,7 @@ class TargetHost:
         return own if self._served.own_drafter else {**own, **self.drafters.background(self._pair_all, store)}
 
     async def _keep_learned(self) -> None:
-        assert self._stepper is not None, "tasks begin once the engine stands"
+        assert self._stepper is not None, "tasks begin once the engine is loaded"
         await self._served.learned.keep(self._stepper.learned)
 
     def _pair_all(self) -> None:
@@ -168,7 +168,7 @@ class TargetHost:
             self._pair_anew(session_id, each)
 
     def _pair_anew(self, session_id: str, session: _UnderWay) -> None:
-        """Gives a session another drafter if its own is gone, or its first if there was none."""
+        """Gives a session another drafter if its own has gone, or its first one."""
         before, address = session.drafter_address, self.drafters.choose(session.methods, session.drafter_address)
         if address == before:
             return
@@ -183,15 +183,15 @@ class TargetHost:
             self.engine.post(Paired(session_id=session_id, serial=session.serial, address=address), always=True)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
-        """Runs one session; leaving early frees it within one step.
+        """Runs one session; closing the generator frees it within one step.
 
-        A session that runs here already goes to the newer epoch; its older stream ends.
+        If the session already runs here, the newer epoch takes it over, and the older stream ends.
 
         Raises:
-            InvalidRequestError: The request is beyond a limit of this verifier.
-            StaleEpochError: The session runs, or goes on, under an epoch at least as new.
-            OverloadedError: Too many sessions.
-            UnavailableError: The verifier shuts down or its engine died.
+            InvalidRequestError: The request exceeds a limit of this verifier.
+            StaleEpochError: The session runs under the same epoch, or a newer one.
+            OverloadedError: Too many sessions are under way.
+            UnavailableError: The verifier shuts down, or its engine has died.
         """
         with traced_session(self._tracer, request) as trace:
             self._served.check(request)
@@ -207,7 +207,7 @@ class TargetHost:
                     if committed.result is not None:
                         return
                     if committed.running and request.suspect:
-                        self._tell_heard_of(request)
+                        self._confirm_running(request)
 
     async def _compiled(self, grammar: str) -> GrammarState | None:
         if not grammar:
@@ -216,7 +216,7 @@ class TargetHost:
             raise InvalidRequestError("grammar", "is not served with this model's tokenizer")
         return await asyncio.wrap_future(self._compiling.submit(self._served.grammars.compile, grammar))
 
-    def _tell_heard_of(self, request: GenerateRequest) -> None:
+    def _confirm_running(self, request: GenerateRequest) -> None:
         known = self._under_way.get(request.session_id)
         if known is not None:
             with suppress(UnavailableError):
@@ -233,7 +233,7 @@ class TargetHost:
                 f"epoch: session {request.session_id!r} is under way here under epoch {known.epoch}, "
                 f"a newer one is needed to take it over, got {request.epoch}"
             )
-        # One that goes on here was taken long ago; it is never sent away.
+        # A session that continues here was admitted elsewhere; it is not sent away.
         if not request.committed_token_ids:
             others = [each.priority for each in self._under_way.values()]
             ahead = num_ahead(request.priority, others, num_places=self._num_places)
@@ -250,7 +250,7 @@ class TargetHost:
         trace.paired(mine.drafter_address)
         self.drafters.count(mine.drafter_address, +1)
         self._empty.clear()
-        # Told here and not with a step: an engine that hangs makes none.
+        # Counted here, since an engine that hangs reports no steps.
         self._metrics.sessions.under_way.set(self.num_sessions)
         try:
             self.engine.post(
@@ -273,12 +273,12 @@ class TargetHost:
             self._metrics.sessions.under_way.set(self.num_sessions)
             if not self.num_sessions:
                 self._empty.set()
-            # A session that ended by itself is gone from the engine already; cancelling it again does nothing.
+            # If the session ended by itself, the engine has dropped it, and this does nothing.
             with suppress(UnavailableError):
                 self.engine.post(Cancel(session_id=request.session_id, serial=serial), always=True)
 
     def _taken_in(self, serial: int, request: GenerateRequest) -> _UnderWay:
-        """A session with its first drafter; one that wants no drafts of the tier gets none."""
+        """Returns a session with its first drafter, or none if it wants no drafts of the tier."""
         wanted = frozenset(request.speculation.methods or self.identity.methods) & frozenset(TIER_METHODS)
         methods = wanted if request.speculation.cap else frozenset()
         return _UnderWay(
@@ -290,7 +290,7 @@ class TargetHost:
         )
 
     def _fence(self, request: GenerateRequest) -> None:
-        """Ends the stream of an owner that has lost the session; its last tokens reach nobody."""
+        """Ends the stream of an owner that has lost the session; its last tokens are dropped."""
         known = self._under_way.get(request.session_id)
         if known is None:
             return
@@ -299,7 +299,7 @@ class TargetHost:
         self._outboxes.fail(known.serial, error)
 
     async def _show_life(self) -> None:
-        """Lets gateways hear of silent sessions while the engine gets things done, for ever."""
+        """Sends signs of life for silent sessions while the engine makes progress; never returns."""
         num_calls = self.engine.num_calls
         while True:
             await asyncio.sleep(LIFE_S)
@@ -314,7 +314,7 @@ class TargetHost:
             self.engine.post(change, always=True)
 
     def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
-        # Drafts that find no place are lost; the next commit brings new ones.
+        # Drafts that find no room are dropped; the next commit brings new ones.
         with suppress(UnavailableError, OverloadedError):
             self.engine.post(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
 
@@ -322,7 +322,7 @@ class TargetHost:
         try:
             self._hand_on(output)
         except Exception:
-            # Whatever did not get into their outboxes is lost: gateways ask again for what they lack.
+            # What did not reach the outboxes is lost; gateways notice the gap and ask again.
             logger.exception("a step could not be handed on")
             for serial, _ in output.committed:
                 self._outboxes.fail(serial, UnavailableError("tokens of the session could not be handed on"))
@@ -333,7 +333,7 @@ class TargetHost:
         for seen in report.traced:
             if seen.serial in self._traces:
                 self._traces[seen.serial].saw(seen)
-        # Drafters first: they are at rest until they hear of the commit, and clients are not.
+        # Drafters first: they have nothing to do until they get the commit.
         for address, to_drafter in output.to_drafters.items():
             self.drafters.say(address, to_drafter)
         self._outboxes.deliver(output.committed)

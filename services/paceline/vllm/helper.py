@@ -1,7 +1,7 @@
-"""The helper process of a proposer: drafters, sessions and controller, apart from vLLM.
+"""The helper process of a proposer: drafters, sessions and controller, outside vLLM's process.
 
 `python -m paceline.vllm.helper --fd N`: N is its end of a socket pair, and its environment holds the job. It ends when
-the other end is closed, so it never outlives its vLLM. Whatever breaks in here costs guesses, and never a token.
+the other end is closed, so it never outlives its vLLM. A failure in here costs guesses, never a token.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Helper:
     """Answers a proposer.
 
     Args:
-        job: What it serves.
-        to_proposer: Its end of the socket pair, not blocking.
-        registry: Where it counts.
+        job: Settings and target.
+        to_proposer: The helper's end of the socket pair, not blocking.
+        registry: Of its metrics.
     """
 
     def __init__(self, job: HelperJob, to_proposer: socket.socket, registry: CollectorRegistry) -> None:
@@ -82,16 +82,16 @@ class Helper:
         facts = ("vllm", identity.vocab_hash, str(job.model), job.vocab_size, job.max_chain)
         self._learned: LearnedFile = kept_in(job.settings.learned_dir, os.environ, *facts)
         self._learned.give_to(self._scheduler)
-        # Number of the step whose chains are waited for, and when to give them at the latest.
+        # The step whose chains the proposer waits for, and the timer that ends our wait for guesses.
         self._awaited: int | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # What the proposer was told last.
+        # What the proposer was last sent as `ChainsMessage.awaits`.
         self._awaits = False
         self._unsent = bytearray()
         self.ended = asyncio.Event()
 
     def begin(self) -> None:
-        """Listens to the proposer from now on."""
+        """Reads from the proposer from now on."""
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     async def close(self) -> None:
@@ -119,7 +119,7 @@ class Helper:
         except BlockingIOError:
             return
         except (OSError, BrokenMessageError, KeyError, ValueError) as error:
-            # Who begins anew knows nothing wrong.
+            # A new helper starts from a clean state.
             logger.error("the proposer is not understood; this helper ends", extra={"error": repr(error)})
             received = b""
         if not received:
@@ -128,18 +128,18 @@ class Helper:
     def _step_ended(self, message: StepMessage) -> None:
         self._stop_waiting()
         self._scheduler.commit(message, time.monotonic())
-        # At once: drafters are at rest until they hear of the commit.
+        # At once: drafters have nothing to do until they get the commit.
         self._send_to_drafters()
         if message.awaited:
             self._awaited = message.step
             self._answer_or_wait()
         else:
             self._scheduler.chains()
-            self._tell_if_awaits_change(message.step)
+            self._send_if_awaits_changes(message.step)
         self._count()
 
     def _answer_or_wait(self) -> None:
-        """Gives the chains of the awaited step, unless it pays to wait for more guesses."""
+        """Sends the chains of the awaited step, unless it pays to wait for more guesses."""
         if self._awaited is None:
             return
         patience_s = self._scheduler.patience_s(time.monotonic())
@@ -159,7 +159,7 @@ class Helper:
             self._timer.cancel()
             self._timer = None
 
-    def _tell_if_awaits_change(self, step: int) -> None:
+    def _send_if_awaits_changes(self, step: int) -> None:
         if self._scheduler.drafts != self._awaits:
             self._awaits = self._scheduler.drafts
             self._send(ChainsMessage(step, self._awaits))
@@ -204,7 +204,7 @@ class Helper:
 
 
 async def serve(job: HelperJob, to_proposer: socket.socket) -> None:
-    """Answers a proposer until it is gone.
+    """Answers a proposer until it closes its end.
 
     Raises:
         ConfigError: The target has no tokenizer, or a certificate is missing.
@@ -226,7 +226,7 @@ async def serve(job: HelperJob, to_proposer: socket.socket) -> None:
 
 @contextlib.asynccontextmanager
 async def _metrics_at(path: Path, registry: CollectorRegistry) -> AsyncIterator[None]:
-    """Shows the metrics to whoever connects, while a block runs."""
+    """Sends the metrics to each process that connects, while a block runs."""
 
     async def show(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(generate_latest(registry))
@@ -243,7 +243,7 @@ async def _metrics_at(path: Path, registry: CollectorRegistry) -> AsyncIterator[
 
 
 def _make_way(path: Path) -> None:
-    """A helper that was killed has left its socket."""
+    """Removes the socket that a killed helper may have left."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
 

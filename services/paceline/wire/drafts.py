@@ -26,6 +26,7 @@ from paceline.rpc.v1 import drafter_pb2
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
     decimal,
+    fields_of,
     identity_from_pb,
     identity_to_pb,
     sampling_from_pb,
@@ -84,14 +85,12 @@ def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | N
     """Encodes what a verifier has to say after one step; `target` goes into a stream's first message."""
     return drafter_pb2.DraftRequest(
         target=None if target is None else identity_to_pb(target),
-        opens=[_open_to_pb(message) for message in messages if isinstance(message, OpenSession)],
-        commits=[_commit_to_pb(message) for message in messages if isinstance(message, Commit)],
-        closes=[
-            drafter_pb2.CloseSession(session_id=message.session_id, epoch=message.epoch)
-            for message in messages
-            if isinstance(message, CloseSession)
+        opens=[_open_to_pb(each) for each in messages if isinstance(each, OpenSession)],
+        commits=[drafter_pb2.Commit(**fields_of(each)) for each in messages if isinstance(each, Commit)],
+        closes=[drafter_pb2.CloseSession(**fields_of(each)) for each in messages if isinstance(each, CloseSession)],
+        states=[
+            drafter_pb2.CommittedStates(**fields_of(each)) for each in messages if isinstance(each, CommittedStates)
         ],
-        states=[_states_to_pb(message) for message in messages if isinstance(message, CommittedStates)],
     )
 
 
@@ -108,10 +107,7 @@ def draft_request_from_pb(
     decoded.extend(_states_from_pb(entry) for entry in message.states)
     decoded.extend(_commit_from_pb(entry) for entry in message.commits)
     decoded.extend(
-        CloseSession(
-            session_id=_named_session("CloseSession", entry.session_id),
-            epoch=entry.epoch,
-        )
+        CloseSession(session_id=_named_session("CloseSession", entry.session_id), epoch=entry.epoch)
         for entry in message.closes
     )
     return target, decoded
@@ -125,9 +121,7 @@ def draft_response_to_pb(
         draft=None if draft is None else identity_to_pb(draft),
         nodes=[_nodes_to_pb(message) for message in messages if isinstance(message, DraftNodes)],
         lagging=[
-            drafter_pb2.LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=message.have_len)
-            for message in messages
-            if isinstance(message, LaggingSession)
+            drafter_pb2.LaggingSession(**fields_of(each)) for each in messages if isinstance(each, LaggingSession)
         ],
     )
 
@@ -154,18 +148,7 @@ def draft_response_from_pb(
 
 
 def _open_to_pb(message: OpenSession) -> drafter_pb2.OpenSession:
-    return drafter_pb2.OpenSession(
-        session_id=message.session_id,
-        epoch=message.epoch,
-        token_ids=message.token_ids,
-        prompt_len=message.prompt_len,
-        sampling=sampling_to_pb(message.sampling),
-        price=message.price,
-        room=message.room,
-        acceptance=message.acceptance,
-        cache_salt=message.cache_salt,
-        traceparent=message.traceparent,
-    )
+    return drafter_pb2.OpenSession(**fields_of(message) | {"sampling": sampling_to_pb(message.sampling)})
 
 
 def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
@@ -204,17 +187,6 @@ def _trace_context(value: str) -> str:
     return value
 
 
-def _commit_to_pb(message: Commit) -> drafter_pb2.Commit:
-    return drafter_pb2.Commit(
-        session_id=message.session_id,
-        epoch=message.epoch,
-        base_len=message.base_len,
-        token_ids=message.token_ids,
-        price=message.price,
-        room=message.room,
-    )
-
-
 def _commit_from_pb(entry: drafter_pb2.Commit) -> Commit:
     return Commit(
         session_id=_named_session("Commit", entry.session_id),
@@ -223,16 +195,6 @@ def _commit_from_pb(entry: drafter_pb2.Commit) -> Commit:
         token_ids=tuple(entry.token_ids),
         price=_price("Commit", entry.price),
         room=entry.room,
-    )
-
-
-def _states_to_pb(message: CommittedStates) -> drafter_pb2.CommittedStates:
-    return drafter_pb2.CommittedStates(
-        session_id=message.session_id,
-        epoch=message.epoch,
-        start=message.start,
-        width=message.width,
-        values=message.values,
     )
 
 
