@@ -20,7 +20,7 @@ def record_output(metrics: VerifierMetrics, output: TargetOutput) -> None:
 
 
 def record_session(metrics: VerifierMetrics, result: GenerateResult) -> None:
-    """Counts where the time of a session went that has ended."""
+    """Counts where the time of an ended session went."""
     sessions, timings = metrics.sessions, result.timings
     decode_s = timings.decode_ns / NS_PER_S
     sessions.queue_time.observe(timings.queue_ns / NS_PER_S)
@@ -31,7 +31,7 @@ def record_session(metrics: VerifierMetrics, result: GenerateResult) -> None:
 
 
 def record_served_by(metrics: VerifierMetrics, drafter: str, num_sessions: int) -> None:
-    """Shows how many sessions a drafter drafts for; one that has none is not shown, as addresses come and go."""
+    """Shows how many sessions a drafter drafts for; drafters without any are dropped, as addresses change."""
     if num_sessions:
         metrics.drafted_sessions.labels(drafter).set(num_sessions)
     else:

@@ -1,4 +1,4 @@
-"""Parameters, identities and records on the wire: what more than one service speaks."""
+"""Parameters, identities and records on the wire: the messages of more than one service."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from paceline.rpc.v1 import common_pb2
 _DataT = TypeVar("_DataT", ModelIdentity, SpeculationRecord, Timings)
 
 MAX_UINT32 = 2**32 - 1
-# Ids travel in every message of a session, and in its errors.
+# Ids are in every message of a session, and in its errors.
 MAX_SESSION_ID_CHARS = 256
-# A positive value below this one would arrive as 0, which stands for "not set" on the wire.
+# A smaller positive value would arrive as 0, which means "not set" on the wire.
 SMALLEST_FLOAT32 = 2.0**-126
 
 
@@ -100,7 +100,7 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
     """Decodes a model identity.
 
     Raises:
-        RemoteProtocolError: The peer does not say which vocabulary its model has.
+        RemoteProtocolError: The vocabulary of the model is missing.
     """
     if not message.vocab_hash:
         raise RemoteProtocolError("ModelIdentity.vocab_hash: must not be empty")
