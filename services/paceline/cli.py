@@ -1,4 +1,4 @@
-"""The `paceline` command; each subcommand imports what it needs when it is called, so help is fast."""
+"""The `paceline` command; each subcommand imports what it needs when it is called, so that help is fast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMANDS = {
     "plan": "find how many verifiers and drafters a load needs",
     "bench": "list the benches of a checkout, or run one",
     "acceptance": "measure how well a drafter fits a target",
-    "models": "list checkpoints; models check NAME says what serves one, models fetch NAME fetches it",
+    "models": "list checkpoints; models check NAME shows which engine serves one, models fetch NAME fetches it",
     "dev-ca": "make certificates to try mutual TLS with",
     "key": "make an API key for a gateway",
 }
@@ -78,7 +78,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            f"{as_called(PROG)} COMMAND --help explains a command; {as_called(PROG)} --version prints the version.",
+            f"{as_called(PROG)} COMMAND --help shows its options; {as_called(PROG)} --version the version.",
             "",
         ]
     )
@@ -103,7 +103,7 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
 
 
 def _bench(argv: Sequence[str]) -> None:
-    """Hands over to the checkout's `loadtest`, which lists its benches when none is named."""
+    """Runs the checkout's `loadtest`, which lists its benches if none is named."""
     import runpy
 
     if not (CHECKOUT / "loadtest" / "__main__.py").is_file():

@@ -20,8 +20,8 @@ from paceline.service.config import setting
 PROG = "paceline models"
 DESCRIPTION = (
     "Lists checkpoints: those in the package, the widened demo target, and folders that are named. "
-    "paceline models check NAME says which engine serves a model, and at which memory; paceline models fetch NAME "
-    "fetches one of the Hub."
+    "paceline models check NAME shows which engine serves a model, with how much memory; paceline models fetch "
+    "NAME fetches one from the Hub."
 )
 CHECK_DESCRIPTION = (
     "Says which engine serves a model, what it takes of memory and what limits it; reads its config.json alone."
