@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from paceline.core import (
-    acceptance_rules,
     draft_policy,
     drafter_growth,
     drafting_switch,
@@ -96,10 +95,6 @@ def test_the_pages_of_speculation_have_the_figures_of_the_code():
     assert drafter_growth.AHEAD == 0.1
     assert "stops at a tenth of the *price*" in page("speculation")
     assert f"the default is `{DEFAULT_METHODS}`" in page("speculation")
-    assert (
-        f"The defaults are {acceptance_rules.POSTERIOR_THRESHOLD:g} and {acceptance_rules.POSTERIOR_ALPHA:g}"
-        in page("acceptance")
-    )
 
 
 def test_the_page_of_failures_has_the_figures_of_the_code():
