@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import fetched
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity

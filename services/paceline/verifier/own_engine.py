@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import folder_of
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
