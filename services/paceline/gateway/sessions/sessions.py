@@ -20,7 +20,7 @@ from paceline.core.messages import (
     PositionLogprobs,
     SpeculationRecord,
 )
-from paceline.core.params import LAWFUL_RULES
+from paceline.core.params import ACCEPTANCE_RULES
 from paceline.gateway.access.callers import Caller
 from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Shares
 from paceline.gateway.fleet.fleet import Fleet
@@ -249,7 +249,7 @@ class Sessions:
     async def _committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
         """Yields what was committed before this gateway got the session, then what verifiers commit."""
         if request.committed_token_ids or request.finished is not None:
-            lossy = request.speculation.acceptance not in ("", *LAWFUL_RULES)
+            lossy = request.speculation.acceptance not in ("", *ACCEPTANCE_RULES)
             yield CommittedTokens(token_ids=request.committed_token_ids, result=_result_of(request), lossy=lossy)
         if request.finished is None:
             async with aclosing(self._placer.committed(request, trail)) as steps:
