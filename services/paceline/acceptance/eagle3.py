@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from paceline.training.chains import Drafted
-from paceline.training.models import embedding_weight, head_weight, rotations
+from paceline.acceptance.models import Drafted, embedding_weight, head_weight, rotations
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NEW_WEIGHT_STD = 0.02
@@ -185,7 +184,7 @@ class Eagle3(nn.Module):
 
     @property
     def layout(self) -> dict[str, object]:
-        """What config.json says of the head."""
+        """Content of config.json."""
         # Only what differs from transformers' general defaults, and no word of where the target lay.
         shape: dict[str, object] = self.config.to_diff_dict()
         shape.pop("_name_or_path", None)
@@ -219,7 +218,7 @@ class Eagle3(nn.Module):
                     parameter[:, hidden:] = source
 
     def chain(self, ids: torch.Tensor, states: torch.Tensor, positions: int) -> list[Drafted]:
-        """As `ChainDrafter.chain`: the unrolled head, each step on the features of the one before.
+        """Guesses along a text by the unrolled head, each step on the features of the one before.
 
         Row `i` of step `s` reads token `i + 1 + s` and stands at position `i + s` (section 3.1, with
         the attention of figure 6: the first step's rows up to its own, and its own row since).

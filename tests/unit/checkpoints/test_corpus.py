@@ -2,14 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.training.corpus import (
-    MAX_PROMPT_CHARS,
-    WELL_KNOWN_HELD_OUT,
-    exchanges,
-    is_held_out,
-    load_corpus,
-    unseen_prompts,
-)
+from paceline.checkpoints.corpus import MAX_PROMPT_CHARS, is_held_out, load_corpus, unseen_prompts
 
 FUNCTION = '''def area_{n}(width, height):
     """Return the area of a rectangle.
@@ -36,25 +29,15 @@ def make_library(root: Path) -> Path:
     return root
 
 
-def test_the_split_is_disjoint_and_covers_the_well_known_modules(tmp_path: Path) -> None:
+def test_the_split_is_disjoint_and_leaves_out_copies_packages_and_undecodable_files(tmp_path: Path) -> None:
     corpus = load_corpus(make_library(tmp_path))
     train = {file.path for file in corpus.train}
     held_out = {file.path for file in corpus.held_out}
     assert not train & held_out
     assert {"heapq.py", "json/decoder.py"} <= held_out
     assert {"alpha.py", "test/test_alpha.py"} <= train | held_out
-
-
-def test_a_copy_of_a_held_out_file_does_not_reach_training(tmp_path: Path) -> None:
-    corpus = load_corpus(make_library(tmp_path))
-    assert not any("area_0" in file.text for file in corpus.train)
-
-
-def test_packages_and_undecodable_files_are_left_out(tmp_path: Path) -> None:
-    corpus = load_corpus(make_library(tmp_path))
-    names = {file.path for file in (*corpus.train, *corpus.held_out)}
-    assert "latin.py" not in names
-    assert "site-packages/other.py" not in names
+    assert not {"latin.py", "site-packages/other.py"} & (train | held_out)
+    assert not any("area_0" in file.text for file in corpus.train), "a copy of a held-out file"
 
 
 def test_the_split_hangs_on_relative_paths_only(tmp_path: Path) -> None:
@@ -86,13 +69,3 @@ def test_asking_for_more_prompts_than_there_are_names_both_numbers(tmp_path: Pat
 def test_a_folder_without_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_corpus(tmp_path)
-
-
-def test_documented_functions_become_chat_examples(tmp_path: Path) -> None:
-    found = exchanges(load_corpus(make_library(tmp_path)).train, limit=10)
-    assert "Write area_2: Return the area of a rectangle." in {item.question for item in found}
-    assert all(item.answer.startswith("def area_") for item in found)
-
-
-def test_well_known_names_are_relative_paths_with_forward_slashes() -> None:
-    assert all("\\" not in name and name.endswith(".py") for name in WELL_KNOWN_HELD_OUT)

@@ -77,17 +77,5 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     )
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read tokenizer.json from a checkpoint folder.
-
-    Raises:
-        FileNotFoundError: the folder holds no tokenizer.json.
-    """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no tokenizer.json")
-    return Tokenizer.from_file(str(path))
-
-
 def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
+
+from paceline.acceptance.measure import acceptance_table
+from training.runs import RunConfig
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -25,11 +28,25 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a model card says beyond the constant parts; figures are Markdown, measured."""
+    """The variable parts of a model card; figures are measured, in Markdown."""
 
     title: str
     summary: str
     figures: str
+
+
+def publish(config: RunConfig, kind: str, summary: str, export: Callable[[Card], object]) -> None:
+    """Export to `config.out`, measure what ships, and export again with the figures in the card."""
+    title = f"{kind} for {config.target.name}"
+    # Figures are measured on the weights as they ship, rounded to bfloat16.
+    export(Card(title=title, summary=summary, figures=""))
+    figures = acceptance_table(config.target, config.out, num_prompts=40, num_new=128, seed=0)
+    sys.stdout.write(figures + "\n")
+    text = (
+        f"Acceptance along the target's own text, 40 held-out prompts x 128 tokens, float32, after {config.steps} "
+        f"steps of {config.batch_tokens:,} tokens (seed {config.seed}):\n\n{figures}"
+    )
+    export(Card(title=title, summary=summary, figures=text))
 
 
 def export_model(model: PreTrainedModel, tokenizer_folder: Path, out: Path, card: Card) -> int:

@@ -1,23 +1,34 @@
-"""`paceline models check`: which engine serves a model and what it takes, from its config.json alone."""
+"""`paceline models`: the checkpoints that are here; which engine serves a model; fetching one of the Hub."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.checkpoints.families import GENERIC, LEAN, Config, family_of, quant_method, refusal, vllm_refusal
 from paceline.checkpoints.json_file import read_object
 from paceline.checkpoints.sizes import Sizes, sizes_of
-from paceline.checkpoints.source import CONFIG_FILES, folder_of, parse
-from paceline.cluster.drain import say
+from paceline.checkpoints.source import CONFIG_FILES, MODEL_FILES, TEXT_FILES, folder_of, parse
+from paceline.cluster.checkpoints import CheckpointFacts, bundled_and_cached, facts_of
+from paceline.cluster.foreground import say, table
 from paceline.core.errors import ConfigError
 from paceline.service.config import parse as parse_settings
 from paceline.service.config import setting
 
-PROG = "paceline models check"
+PROG = "paceline models"
 DESCRIPTION = (
+    "Lists checkpoints: those in the package, the widened demo target, and folders that are named. "
+    "paceline models check NAME shows which engine serves a model, with how much memory; paceline models fetch "
+    "NAME fetches one from the Hub."
+)
+CHECK_DESCRIPTION = (
     "Says which engine serves a model, what it takes of memory and what limits it; reads its config.json alone."
+)
+FETCH_DESCRIPTION = (
+    "Fetches a checkpoint of the Hugging Face Hub into its cache (HF_HOME), with the token HF_TOKEN, and prints the "
+    "folder. What is there already is not fetched again."
 )
 GB = 1e9
 KIB = 1024
@@ -28,6 +39,13 @@ DECODERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsConfig:
+    """Settings of `paceline models`."""
+
+    path: tuple[Path, ...] = setting((), help="Another checkpoint folder to list.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckConfig:
     """Settings of `paceline models check`."""
 
@@ -35,9 +53,57 @@ class CheckConfig:
     context: int | None = setting(None, help="Length of a session to count.", unit="tokens", low=1, high=100_000_000)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchConfig:
+    """Settings of `paceline models fetch`."""
+
+    name: str = setting(help="ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub.")
+    tokenizer_only: bool = setting(False, help="Fetch what a gateway reads: tokenizer, templates and settings.")
+
+
 def main(argv: Sequence[str]) -> None:
-    """Prints the answer; ends with status 1 when neither engine serves the model."""
-    settings = parse_settings(CheckConfig, argv, os.environ, PROG, DESCRIPTION, first="name")
+    """Entry point of `paceline models`, which lists, and of `check` and `fetch`.
+
+    Raises:
+        ConfigError: A checkpoint cannot be fetched, or a folder is none; says what to do.
+    """
+    actions = {"check": check, "fetch": fetch}
+    if argv and argv[0] in actions:
+        actions[argv[0]](argv[1:])
+        return
+    config = parse_settings(ModelsConfig, argv, os.environ, PROG, DESCRIPTION)
+    rows: list[tuple[str, ...]] = [
+        ("name", "architecture", "parameters", "vocabulary", "context", "vocabulary hash", "folder")
+    ]
+    rows += [_row(facts_of(path)) for path in (*bundled_and_cached(os.environ), *config.path)]
+    say("\n".join(table(rows)))
+
+
+def _row(facts: CheckpointFacts) -> tuple[str, ...]:
+    size = f"{facts.num_parameters / 1e6:,.1f} M"
+    if facts.widened_from is not None:
+        size += f", widened from {facts.widened_from}"
+    return (
+        facts.path.name,
+        facts.architecture,
+        size,
+        f"{facts.vocab_size:,}",
+        f"{facts.context_len:,}",
+        facts.vocab_hash[:16],
+        str(facts.path),
+    )
+
+
+def fetch(argv: Sequence[str]) -> None:
+    """Fetches a checkpoint, and prints its folder."""
+    settings = parse_settings(FetchConfig, argv, os.environ, f"{PROG} fetch", FETCH_DESCRIPTION, first="name")
+    files = TEXT_FILES if settings.tokenizer_only else MODEL_FILES
+    say(str(folder_of(settings.name, "NAME", files=files, say=say)))
+
+
+def check(argv: Sequence[str]) -> None:
+    """Prints what serves a model; ends with status 1 if neither engine does."""
+    settings = parse_settings(CheckConfig, argv, os.environ, f"{PROG} check", CHECK_DESCRIPTION, first="name")
     folder = folder_of(settings.name, "NAME", files=CONFIG_FILES)
     path = folder / "config.json"
     if not path.is_file():
@@ -54,7 +120,7 @@ def answer(name: str, config: Config, context: int | None = None) -> Iterator[st
     Args:
         name: What the user has named.
         config: Its config.json.
-        context: Length of a session whose KV is told, beside that of the longest.
+        context: Length of a session whose KV is counted, beside that of the longest.
     """
     family, sizes = family_of(config), sizes_of(config)
     yield f"{name}  {', '.join(config.get('architectures') or ('no architecture',))}{_size(sizes)}"
@@ -93,8 +159,8 @@ def _memory(config: Config, sizes: Sizes, context: int | None) -> Iterator[str]:
         yield "KV          none: a state of fixed size for each session"
         return
     lengths = [length for length in (1000, context, sizes.context_len) if length]
-    told = ", ".join(f"{sizes.kv_bytes(length) / GB:.3g} GB for {length:,}" for length in dict.fromkeys(lengths))
-    yield f"KV          {sizes.kv_bytes(1) / KIB:.4g} KiB a token, {told} tokens (16 bits)"
+    counted = ", ".join(f"{sizes.kv_bytes(length) / GB:.3g} GB for {length:,}" for length in dict.fromkeys(lengths))
+    yield f"KV          {sizes.kv_bytes(1) / KIB:.4g} KiB a token, {counted} tokens (16 bits)"
 
 
 def _limits(sizes: Sizes, *, ours: bool) -> str:

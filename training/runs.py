@@ -17,9 +17,11 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from paceline.training.batches import TokenStore, encode_for
-from paceline.training.corpus import load_corpus
-from paceline.training.loop import (
+from paceline.acceptance.models import Chooser, continue_rows, hidden_states, load_model, load_tokenizer, moved
+from paceline.checkpoints.corpus import load_corpus
+from paceline.service.config import setting
+from training.batches import TokenStore, encode_documents
+from training.loop import (
     MixedOptimizer,
     Schedule,
     has_fast_bfloat16,
@@ -28,42 +30,43 @@ from paceline.training.loop import (
     precision,
     require_checkpoint,
     save_checkpoint,
-    seeded,
     walk,
 )
-from paceline.training.models import load_model, moved
-from paceline.training.objective import DistillationResult, distillation
-from paceline.training.rollout import continue_rows, hidden_states, sampling_chooser
-from paceline.training.tokenizer import load_tokenizer
+from training.objective import DistillationResult, distillation
 
 PREFIX_TOKENS = (16, 32, 64, 96)
+LOWEST_SAMPLING_TEMPERATURE = 1e-6
 LOWEST_LOSS_TEMPERATURE = 0.4
 """Greedy rows are scored at this temperature: at 0 the loss has no gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One training of a drafter; lengths in tokens, rates per step."""
+    """One training of a drafter on a frozen target; lengths in tokens, rates per step."""
 
-    target: Path
-    out: Path
-    steps: int = 1200
-    seed: int = 0
-    batch_tokens: int = 8192
-    row_tokens: int = 256
-    long_row_tokens: int = 1024
-    generated_share: float = 0.75
-    greedy_share: float = 0.4
-    round_rows: int = 128
-    rounds_kept: int = 8
-    steps_per_round: int = 16
-    tv_weight: float = 0.7
-    muon_lr: float = 0.01
-    adamw_lr: float = 0.001
-    checkpoint_every: int = 50
-    resume: bool = False
-    minutes: float | None = None
-    corpus: Path | None = None
+    target: Path = setting(help="Checkpoint folder of the target.")
+    out: Path = setting(help="Folder for the drafter; checkpoints of the run go to OUT-run beside it.")
+    corpus: Path | None = setting(None, help="Folder of *.py files to learn from instead of the standard library.")
+    steps: int = setting(1200, help="Steps of the run.", low=0)
+    seed: int = setting(0, help="Same seed, same run.", low=0)
+    resume: bool = setting(False, help="Go on from the checkpoint in OUT-run.")
+    batch_tokens: int = setting(8192, help="Tokens of a step, a multiple of 1024.", low=1024)
+    row_tokens: int = setting(256, help="Tokens of a row, a divisor of 1024.", low=32)
+    long_row_tokens: int = setting(1024, help="Tokens of long rows, which a quarter of the corpus comes in.", low=32)
+    generated_share: float = setting(0.75, help="Share of batches that the target wrote itself.", low=0, high=1)
+    greedy_share: float = setting(0.4, help="Share of rows that the target writes at temperature 0.", low=0, high=1)
+    round_rows: int = setting(128, help="Rows that the target writes at once.", low=1)
+    rounds_kept: int = setting(8, help="Most recent such rounds that batches are drawn from.", low=1)
+    steps_per_round: int = setting(16, help="Steps until the target writes anew.", low=1)
+    tv_weight: float = setting(0.7, help="Weight of total variation in the loss; the rest is KL.", low=0, high=1)
+    muon_lr: float = setting(0.01, help="Learning rate of the hidden matrices.", low=0)
+    adamw_lr: float = setting(0.001, help="Learning rate of all other weights.", low=0)
+    checkpoint_every: int = setting(50, help="Steps between two checkpoints.", low=1)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where checkpoints go."""
+        return self.out.with_name(self.out.name + "-run")
 
     @property
     def schedule(self) -> Schedule:
@@ -103,7 +106,7 @@ class Lesson:
 
 
 class TextSource:
-    """Batches of text for one run: rounds the target wrote, made when first asked for, and corpus.
+    """Batches of text for one run: rounds that the target writes when they are first needed, and corpus.
 
     Args:
         config: row length, rows in a round, shares of temperatures.
@@ -116,7 +119,7 @@ class TextSource:
 
     def __init__(self, config: RunConfig, target: PreTrainedModel, taps: Sequence[int] = ()) -> None:
         self._config, self._target, self._taps = config, target, tuple(taps)
-        self._store = _tokens_for(config)
+        self._store = _corpus_of(config)
         self._rounds: OrderedDict[int, Batch] = OrderedDict()
 
     def batch(self, step: int) -> Batch:
@@ -171,14 +174,10 @@ class TextSource:
         drawn[rng.random(config.round_rows) < config.greedy_share] = 0.0
         temperatures = torch.tensor(drawn, dtype=torch.float32, device=device)
         generator = torch.Generator(device).manual_seed(int(rng.integers(2**62)))
-        ids, states = continue_rows(
-            self._target,
-            prefix,
-            config.row_tokens + 1 - length,
-            sampling_chooser(temperatures, generator),
-            self._taps,
-            has_fast_bfloat16(device),
-        )
+        choose = sampling_chooser(temperatures, generator)
+        # One autocast context around all steps, so that weights are converted once.
+        with precision(device, has_fast_bfloat16(device)):
+            ids, states = continue_rows(self._target, prefix, config.row_tokens + 1 - length, choose, self._taps)
         kept = torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
         return Batch(ids=ids[:, :-1], states=states.to(kept), temperatures=temperatures)
 
@@ -190,8 +189,8 @@ def frozen_target(config: RunConfig) -> PreTrainedModel:
         FileNotFoundError: no target there, or no checkpoint to resume from.
     """
     if config.resume:
-        require_checkpoint(config.out)
-    seeded(config.seed)
+        require_checkpoint(config.run_folder)
+    torch.manual_seed(config.seed)
     return moved(load_model(config.target), pick_device())
 
 
@@ -202,7 +201,7 @@ def train_drafter(
     num_ids: int,
     lessons: Callable[[Batch], list[Lesson]],
 ) -> None:
-    """Run (or resume) a training; leaves a checkpoint under `config.out`.
+    """Run (or resume) a training; leaves a checkpoint in `config.run_folder`.
 
     Args:
         config: the run.
@@ -216,20 +215,17 @@ def train_drafter(
     """
     nn.Module.train(drafter)
     optimizer = MixedOptimizer(drafter, num_ids, config.muon_lr, config.adamw_lr)
-    first = load_checkpoint(config.out, drafter, optimizer)[0] if config.resume else 0
-    done = first
-    for step, position, bar in walk(first, config.steps, config.minutes):
+    first = load_checkpoint(config.run_folder, drafter, optimizer) if config.resume else 0
+    for step, bar in walk(first, config.steps):
         started_s = time.monotonic()
         batch = text.batch(step)
         with precision(batch.ids.device, has_fast_bfloat16(batch.ids.device)):
             taught = lessons(batch)
         results = _learn(config, taught, batch.temperatures)
-        optimizer.step(config.schedule.factor(position))
+        optimizer.step(config.schedule.factor(step))
         _show(bar, results, batch.ids.numel() / (time.monotonic() - started_s))
-        done = step + 1
-        if done % config.checkpoint_every == 0:
-            save_checkpoint(config.out, done, drafter, optimizer, {"tv": results[0].tv})
-    save_checkpoint(config.out, done, drafter, optimizer, {})
+        if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+            save_checkpoint(config.run_folder, step + 1, drafter, optimizer)
 
 
 def _learn(config: RunConfig, lessons: Sequence[Lesson], temperatures: torch.Tensor) -> list[DistillationResult]:
@@ -269,13 +265,13 @@ def _show(bar: tqdm, results: Sequence[DistillationResult], rate: float) -> None
     bar.set_postfix_str(f"kl {first.kl:.3f}, tv {first.tv:.3f}, agree {agreements}, {rate:,.0f} tokens/s")
 
 
-def _tokens_for(config: RunConfig) -> TokenStore:
+def _corpus_of(config: RunConfig) -> TokenStore:
     """The corpus in the target's ids."""
     shape = json.loads((config.target / "config.json").read_text(encoding="utf-8"))
     end = shape.get("eos_token_id")
-    return encode_for(
+    return encode_documents(
         load_tokenizer(config.target),
-        load_corpus(config.corpus).train,
+        [file.text for file in load_corpus(config.corpus).train],
         shape.get("bos_token_id"),
         end[0] if isinstance(end, list) else end,
         config.seed,
@@ -289,3 +285,17 @@ def _prefixes(store: TokenStore, rng: np.random.Generator, rows: int, length: in
     if store.begin_id is not None:
         ids[rng.random(rows) < 0.5, 0] = store.begin_id
     return torch.from_numpy(ids)
+
+
+def sampling_chooser(temperatures: torch.Tensor, generator: torch.Generator) -> Chooser:
+    """Plain sampling at a temperature per row `[batch]`; one random number a row, so it is cheap."""
+    scale = temperatures.unsqueeze(1).clamp_min(LOWEST_SAMPLING_TEMPERATURE)
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        mass = torch.softmax(logits / scale, dim=-1).cumsum(dim=-1)
+        uniform = torch.rand(len(logits), 1, generator=generator, device=generator.device)
+        # The sum may end a little below 1; scaling by it keeps the last id reachable and no other.
+        place = torch.searchsorted(mass, uniform.to(mass.device) * mass[:, -1:])
+        return place.squeeze(1).clamp_max(mass.shape[1] - 1)
+
+    return choose

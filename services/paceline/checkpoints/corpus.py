@@ -4,7 +4,6 @@ Every machine that can run Paceline already holds this corpus, so training needs
 split hangs on relative paths alone: a file held out under one interpreter is held out under all.
 """
 
-import ast
 import hashlib
 import random
 import re
@@ -17,7 +16,6 @@ HELD_OUT_PERCENT = 2
 MAX_FILE_BYTES = 600_000
 MIN_PROMPT_CHARS = 210
 MAX_PROMPT_CHARS = 290
-MAX_EXCHANGE_CHARS = 2_000
 
 WELL_KNOWN_HELD_OUT = frozenset(
     {
@@ -51,14 +49,6 @@ class SourceFile:
     def is_test(self) -> bool:
         """Whether the file belongs to a test suite, which some distributions leave out."""
         return bool(_TEST_FOLDERS.intersection(self.path.split("/")))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """One chat example: what a function is for, and its source."""
-
-    question: str
-    answer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +108,6 @@ def unseen_prompts(count: int, seed: int = 0, root: Path | None = None) -> list[
     return random.Random(seed).sample(unique, count)
 
 
-def exchanges(files: tuple[SourceFile, ...], limit: int, seed: int = 0) -> list[Exchange]:
-    """Chat examples made of documented functions: first docstring line asked, source answered."""
-    found = [exchange for file in files if not file.is_test for exchange in _exchanges_of(file.text)]
-    return found if len(found) <= limit else random.Random(seed).sample(found, limit)
-
-
 def _read_files(folder: Path) -> list[SourceFile]:
     paths = sorted(
         path for path in folder.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts)
@@ -165,29 +149,3 @@ def _openings(text: str) -> list[str]:
         if end >= MIN_PROMPT_CHARS:
             found.append(piece[:end])
     return found
-
-
-def _exchanges_of(text: str) -> list[Exchange]:
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return []
-    # Lines as the parser counts them: a form feed ends none.
-    lines = [line + "\n" for line in text.split("\n")]
-    found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        docstring = ast.get_docstring(node)
-        source = "".join(lines[node.lineno - 1 : node.end_lineno])
-        if docstring and len(source) <= MAX_EXCHANGE_CHARS:
-            summary = " ".join(docstring.split("\n\n")[0].split())
-            question = f"Write {node.name}: {summary}"
-            found.append(Exchange(question=question, answer=_dedent(source, node.col_offset).rstrip()))
-    return found
-
-
-def _dedent(source: str, columns: int) -> str:
-    """Drop a method's indentation; lines inside a string that start further left stay whole."""
-    prefix = " " * columns
-    return "\n".join(line.removeprefix(prefix) for line in source.split("\n"))

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from paceline.training.corpus import Exchange, SourceFile
-from paceline.training.tokenizer import ASSISTANT, BEGIN_ID, END_ID, USER
+from training.tokenizer import BEGIN_ID
 
 CHUNK_TOKENS = 1024
 BEGIN_SHARE = 0.5
@@ -67,38 +66,24 @@ def _epoch_order(seed: int, epoch: int, num_chunks: int) -> tuple[Ids, int]:
 
 
 def encode_documents(
-    tokenizer: Tokenizer, files: Sequence[SourceFile], chats: Sequence[Exchange], seed: int
+    tokenizer: Tokenizer, texts: Sequence[str], begin_id: int | None, end_id: int | None, seed: int
 ) -> TokenStore:
-    """Pack shuffled documents, each between <|begin|> and <|end|>, into one row of ids.
+    """Pack shuffled documents, each between begin and end token, into one row of ids.
 
     Args:
-        tokenizer: the demo's own, whose special tokens frame documents and chat turns.
-        files: documents.
-        chats: further documents in the chat template's shape.
+        tokenizer: of the checkpoint.
+        texts: the documents.
+        begin_id: None if the tokenizer has no such token.
+        end_id: None if the tokenizer has no such token.
         seed: of the order.
     """
-    turns = [f"{USER}\n{chat.question}\n{ASSISTANT}\n{chat.answer}" for chat in chats]
-    documents = _encode(tokenizer, [*(file.text for file in files), *turns])
-    return _pack(documents, [BEGIN_ID], [END_ID], seed)
-
-
-def encode_for(
-    tokenizer: Tokenizer,
-    files: Sequence[SourceFile],
-    begin_id: int | None,
-    end_id: int | None,
-    seed: int,
-) -> TokenStore:
-    """Pack documents for any checkpoint's tokenizer; None where it has no such token."""
     begin: list[int] = [] if begin_id is None else [begin_id]
     end: list[int] = [] if end_id is None else [end_id]
-    return _pack(_encode(tokenizer, [file.text for file in files]), begin, end, seed)
-
-
-def _pack(documents: list[list[int]], begin: list[int], end: list[int], seed: int) -> TokenStore:
+    # In one batch, so that the tokenizer uses all cores.
+    documents = [row.ids for row in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
     order = np.random.default_rng((seed, 0)).permutation(len(documents))
     row = [token for place in order for token in (*begin, *documents[place], *end)]
-    return TokenStore(tokens=np.asarray(row, dtype=np.uint32), seed=seed, begin_id=begin[0] if begin else None)
+    return TokenStore(tokens=np.asarray(row, dtype=np.uint32), seed=seed, begin_id=begin_id)
 
 
 def save_store(store: TokenStore, path: Path) -> None:
@@ -113,8 +98,3 @@ def load_store(path: Path, seed: int) -> TokenStore:
         FileNotFoundError: no such file.
     """
     return TokenStore(tokens=np.load(path), seed=seed)
-
-
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Ids of each text, worked out on all cores."""
-    return [list(row.ids) for row in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

@@ -1,18 +1,20 @@
 """Widens a checkpoint's feed-forward layers with neurons that have no effect.
 
-The new rows of the gate and up projections are small random numbers, the new columns of the down
-projection are exactly zero: every new neuron does real work whose result is multiplied by zero. So
-the model says what it said before and costs what a larger model costs. Benches must call it that.
+The new rows of the gate and up projections are small random numbers, the new columns of the down projection are exactly
+zero: every new neuron does real work whose result is multiplied by zero. So the model writes what it wrote before and
+costs what a larger model costs. Benches must call it widened.
 
-Adding zeros changes no sum. A kernel that splits a longer inner dimension at other places may still
-add the old terms in another order: for the demo target, float32 logits came out bit-equal, and so
-did bfloat16 ones of few rows; with 128 rows in one bfloat16 product some differ by a rounding.
+Adding zeros changes no sum. A kernel that splits a longer inner dimension at other places may still add the old terms
+in another order: for the demo target, float32 logits came out bit-equal, and so did bfloat16 ones of few rows; with 128
+rows in one bfloat16 product some differ by a rounding.
 """
 
+import argparse
 import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -156,3 +158,26 @@ def _name_shards(shards: list[list[str]], out: Path, total_bytes: int) -> None:
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     path = out / "model.safetensors.index.json"
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Widens the first folder into the second; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.cluster.widen", description=__doc__)
+    parser.add_argument("source", type=Path, help="Llama-family checkpoint folder")
+    parser.add_argument("out", type=Path, help="new folder, must not exist")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--preset", choices=sorted(PRESETS), help="size that the demo target grows to")
+    size.add_argument("--intermediate-size", type=int, help="neurons of each feed-forward layer")
+    parser.add_argument("--seed", type=int, default=0, help="of the new rows (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        count = widen(args.source, args.out, args.intermediate_size or PRESETS[args.preset], args.seed)
+    except (FileNotFoundError, FileExistsError, ValueError) as error:
+        sys.stderr.write(f"widen: {error}\n")
+        return 2
+    sys.stdout.write(f"{args.out}: {count:,} parameters, same function as {args.source}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from paceline.training.chains import ChainDrafter, Drafted
-from paceline.training.models import head_weight
-from paceline.training.rollout import MIN_TEMPERATURE, continue_rows, gumbel, gumbel_chooser
+from paceline.acceptance.drafters import ChainDrafter, load_drafter
+from paceline.acceptance.models import Chooser, Drafted, continue_rows, head_weight, load_model, load_tokenizer
+from paceline.checkpoints.corpus import unseen_prompts
 
 PROMPT_TOKENS = 64
 CHAINS = (3, 5, 7)
 TEMPERATURES = (0.0, 0.7, 1.0)
+MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,19 @@ class Acceptance:
     mean_length: dict[int, float]
 
 
+def acceptance_table(target_folder: Path, drafter_folder: Path, num_prompts: int, num_new: int, seed: int) -> str:
+    """A drafter's acceptance after unseen prompts, as a Markdown table.
+
+    Raises:
+        FileNotFoundError: A folder lacks config.json, weights or tokenizer.json.
+        ValueError: The two do not fit, or there are too few unseen prompts.
+    """
+    target = load_model(target_folder)
+    drafter = load_drafter(drafter_folder, target)
+    prompts = encode_prompts(load_tokenizer(target_folder), unseen_prompts(num_prompts, seed))
+    return table([measure(target, drafter, prompts, value, num_new, seed) for value in TEMPERATURES])
+
+
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> torch.Tensor:
     """Ids `[prompts, length]`, all cut to the shortest (`PROMPT_TOKENS` at most)."""
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
@@ -52,7 +67,7 @@ def measure(
     num_new: int = 128,
     seed: int = 0,
 ) -> Acceptance:
-    """Let the target continue the prompts, then ask the drafter for a chain at every place of that text.
+    """Let the target continue the prompts, then have the drafter guess a chain from every place of that text.
 
     Args:
         target: float32.
@@ -189,3 +204,21 @@ def table(results: Sequence[Acceptance]) -> str:
             f"| {result.top_2:.3f} / {result.top_4:.3f} | {lengths} | {result.num_tokens} |"
         )
     return "\n".join(lines)
+
+
+def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Standard Gumbel noise, float32, drawn on the generator's device."""
+    uniform = torch.rand(shape, generator=generator, device=generator.device)
+    return -torch.log(-torch.log(uniform.clamp(1e-10, 1 - 1e-7)))
+
+
+def gumbel_chooser(temperature: float, generator: torch.Generator) -> Chooser:
+    """Argmax of logits over temperature plus Gumbel noise; noise is drawn for greedy rows too."""
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        noise = gumbel((logits.shape[0], logits.shape[1]), generator).to(logits.device)
+        if temperature == 0:
+            return logits.argmax(dim=-1)
+        return (logits / temperature + noise).argmax(dim=-1)
+
+    return choose

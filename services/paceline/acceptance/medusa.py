@@ -5,7 +5,6 @@ gives the token right behind. The heads share the target's output head unless th
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,30 +13,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from paceline.training.chains import Drafted
-from paceline.training.models import head_weight
-from paceline.training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
+from paceline.acceptance.models import Drafted, head_weight
 
 ARCHITECTURE = "MedusaModel"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MedusaConfig(RunConfig):
-    """One training of heads; `head_decay ** k` is the weight of head `k`'s loss (section 2.2.1).
-
-    Rates are above those of other drafters, because blocks begin at 0 and have far to go.
-    """
-
-    muon_lr: float = 0.05
-    adamw_lr: float = 0.005
-    heads: int = 4
-    blocks: int = 2
-    own_heads: bool = False
-    head_decay: float = 0.8
-
-
 class ResidualBlock(nn.Module):
-    """`x + silu(W x + b)`; W and b begin at 0, so that a new head says what the target's says."""
+    """`x + silu(W x + b)`; W and b begin at 0, so that a new head predicts what the target's does."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -80,7 +62,7 @@ class MedusaHeads(nn.ModuleList):
 
     @property
     def layout(self) -> dict[str, object]:
-        """What config.json says of the heads."""
+        """Content of config.json."""
         vocab, hidden = self.target_head.shape
         return {
             "architectures": [ARCHITECTURE],
@@ -94,7 +76,7 @@ class MedusaHeads(nn.ModuleList):
         }
 
     def chain(self, ids: torch.Tensor, states: torch.Tensor, positions: int) -> list[Drafted]:
-        """As `ChainDrafter.chain`: all positions read the same state."""
+        """Guesses along a text; all positions read the same state."""
         return [self._drafted(k, states[:, : ids.shape[1] - 1 - k]) for k in range(min(positions, len(self)))]
 
     def _drafted(self, k: int, states: torch.Tensor) -> Drafted:
@@ -123,29 +105,3 @@ def load_medusa(folder: Path, target: PreTrainedModel) -> MedusaHeads:
     heads = MedusaHeads(target, layout["medusa_num_heads"], blocks, f"0.{blocks}.weight" in weights)
     heads.load_state_dict({name: value.float() for name, value in weights.items()})
     return heads.eval()
-
-
-def train_medusa(config: MedusaConfig) -> MedusaHeads:
-    """Run (or resume) the training; leaves a checkpoint under `config.out`.
-
-    Raises:
-        FileNotFoundError: no target there, or no checkpoint to resume from.
-    """
-    target = frozen_target(config)
-    heads = MedusaHeads(target, config.heads, config.blocks, config.own_heads).to(target.device)
-    target_head = head_weight(target).detach()
-
-    def lessons(batch: Batch) -> list[Lesson]:
-        return [
-            Lesson(
-                draft=drafted.states,
-                head=drafted.head,
-                target=batch.states[:, 1 + k :],
-                target_head=target_head,
-                weight=config.head_decay**k,
-            )
-            for k, drafted in enumerate(heads.chain(batch.ids, batch.states, config.heads))
-        ]
-
-    train_drafter(config, TextSource(config, target), heads, len(target_head), lessons)
-    return heads

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from paceline.training.models import head_weight, load_model, moved, new_model
-from paceline.training.rollout import hidden_states
-from paceline.training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
+from paceline.acceptance.models import head_weight, hidden_states, load_model, moved, new_model
+from paceline.service.config import setting
+from training.export import export_model, publish
+from training.runs import Batch, Lesson, RunConfig, TextSource, frozen_target, train_drafter
 
 # The matrices whose outputs a layer adds to the residual stream.
 _CLOSING = ("o_proj.weight", "down_proj.weight")
@@ -17,16 +18,14 @@ _CLOSING = ("o_proj.weight", "down_proj.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig(RunConfig):
-    """One distillation.
+    """One distillation."""
 
-    Attributes:
-        layers: What the drafter keeps of the target.
-        start: Folder of a drafter to go on from instead. All that it has learnt is kept, with all its layers; those
-            of `layers` that it lacks are added such that they change nothing at first.
-    """
-
-    layers: int = 2
-    start: Path | None = None
+    layers: int = setting(2, help="Layers that the drafter has, the first ones of the target.", low=1)
+    start: Path | None = setting(
+        None,
+        help="Folder of a drafter to go on from: it keeps what it has learnt and all its layers; layers that it lacks "
+        "are added such that they change nothing at first.",
+    )
 
 
 def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -50,7 +49,7 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def grown(start: PreTrainedModel, layers: int, target: PreTrainedModel) -> PreTrainedModel:
-    """A float32 drafter that computes what `start` does, with so many layers of the target's shape.
+    """A float32 drafter that computes what `start` does, with `layers` layers of the target's shape.
 
     The layers that `start` lacks are the target's, but what they add to the residual stream is zero, so that training
     goes on from what has been learnt (Chen et al. 2016, Net2Net).
@@ -82,7 +81,7 @@ def _drafter_of(config: DistillConfig, target: PreTrainedModel) -> PreTrainedMod
 
 
 def distill(config: DistillConfig) -> PreTrainedModel:
-    """Run (or resume) the distillation; leaves a checkpoint under `config.out`.
+    """Run (or resume) the distillation; leaves a checkpoint in `config.run_folder`.
 
     Raises:
         FileNotFoundError: no target there, no drafter to start from, or no checkpoint to resume from.
@@ -98,3 +97,19 @@ def distill(config: DistillConfig) -> PreTrainedModel:
 
     train_drafter(config, TextSource(config, target), drafter, int(drafter.config.vocab_size), lessons)
     return drafter
+
+
+def make_drafter(config: DistillConfig) -> None:
+    """Distil a draft model, and export it with its acceptance in the card.
+
+    Raises:
+        FileNotFoundError: as `distill`.
+        ValueError: as `distill`.
+    """
+    drafter = distill(config)
+    origin = f"its first {config.layers} layers" if config.start is None else f"`{config.start.name}`, gone on from"
+    summary = (
+        f"Drafter for `{config.target.name}`: {origin}, distilled on its probabilities over the corpus and over text "
+        "the target wrote, by `python -m training distill`."
+    )
+    publish(config, "Drafter", summary, lambda card: export_model(drafter, config.target, config.out, card))

@@ -1,7 +1,6 @@
 """What all training runs share: optimizers, learning-rate schedule, checkpoints, precision."""
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,18 +16,15 @@ CHECKPOINT_NAME = "checkpoint.pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Learning-rate factor over a run: linear warm-up, flat, then linear decay to `floor`.
-
-    `decay_from` and `steps` may be moved on a resumed run, which compresses the decay.
-    """
+    """Learning-rate factor over a run: linear warm-up, flat, then linear decay to `floor`."""
 
     steps: int
     warmup_steps: int
     decay_from: int
     floor: float = 0.02
 
-    def factor(self, step: float) -> float:
-        """Multiplier of the base rate at this step, in (0, 1]; steps between two are allowed."""
+    def factor(self, step: int) -> float:
+        """Multiplier of the base rate at this step, in (0, 1]."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if step < self.decay_from:
@@ -37,41 +33,11 @@ class Schedule:
         return 1.0 - (1.0 - self.floor) * min(1.0, share)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """Where a run is in its schedule: at its step, or ahead of it when time is the tighter limit.
-
-    With `minutes`, the schedule is walked by the clock where the steps fall behind, so that a slow or
-    shared machine ends in time with a finished decay. Such a run depends on the machine's speed.
-    """
-
-    first: int
-    steps: int
-    minutes: float | None
-    started_s: float
-
-    def position(self, step: int, now_s: float) -> float:
-        """Step of the schedule, at least `step`; at `steps` the run is over.
-
-        Args:
-            step: finished steps.
-            now_s: on the clock of `started_s`.
-        """
-        if self.minutes is None:
-            return float(step)
-        share = (now_s - self.started_s) / (60 * self.minutes)
-        return max(float(step), self.first + share * (self.steps - self.first))
-
-
-def walk(first: int, steps: int, minutes: float | None) -> Iterator[tuple[int, float, tqdm]]:
-    """Steps still to do, each with its position in the schedule and the bar that shows them."""
-    pace = Pace(first=first, steps=steps, minutes=minutes, started_s=time.monotonic())
+def walk(first: int, steps: int) -> Iterator[tuple[int, tqdm]]:
+    """The steps still to do, each with the bar that shows them."""
     with tqdm(initial=first, total=steps, unit="step", mininterval=10) as bar:
         for step in range(first, steps):
-            position = pace.position(step, time.monotonic())
-            if position >= steps:
-                return
-            yield step, position, bar
+            yield step, bar
             bar.update()
 
 
@@ -117,7 +83,7 @@ class MixedOptimizer:
 
 
 def pick_device() -> torch.device:
-    """A CUDA GPU if there is one, else the CPU."""
+    """A CUDA GPU if there is one, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -135,10 +101,8 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported())  # noqa: SLF001 - no public query exists
 
 
-def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizer: MixedOptimizer, extra: dict[str, Any]
-) -> None:
-    """Write model, optimizer, step, extra and random state; a reader never sees half a file."""
+def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: MixedOptimizer) -> None:
+    """Write model, optimizer, finished steps and random state; a reader never sees half a file."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / (CHECKPOINT_NAME + ".partial")
     state = {
@@ -146,27 +110,23 @@ def save_checkpoint(
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "torch_rng": torch.get_rng_state(),
-        "extra": extra,
     }
     torch.save(state, partial)
     os.replace(partial, folder / CHECKPOINT_NAME)
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: MixedOptimizer) -> tuple[int, dict[str, Any]]:
-    """Restore a run.
-
-    Returns:
-        The number of finished steps, and the `extra` given to `save_checkpoint`.
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: MixedOptimizer) -> int:
+    """Restore a run; returns its number of finished steps.
 
     Raises:
-        FileNotFoundError: the folder holds no checkpoint.
+        FileNotFoundError: The folder holds no checkpoint.
     """
     require_checkpoint(folder)
     state = torch.load(folder / CHECKPOINT_NAME, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_rng"])
-    return int(state["step"]), dict(state["extra"])
+    return int(state["step"])
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -175,34 +135,10 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Refuse to resume where there is nothing.
+    """Refuse to resume from nothing.
 
     Raises:
-        FileNotFoundError: the folder holds no checkpoint.
+        FileNotFoundError: The folder holds no checkpoint.
     """
     if not has_checkpoint(folder):
         raise FileNotFoundError(f"{folder} holds no {CHECKPOINT_NAME} to resume from")
-
-
-def finished_steps(folder: Path) -> int:
-    """Finished steps of the run whose checkpoint is there."""
-    return int(torch.load(folder / CHECKPOINT_NAME, map_location="cpu", weights_only=True)["step"])
-
-
-def load_weights(folder: Path, model: nn.Module) -> int:
-    """Load the checkpoint's weights alone; returns its number of finished steps.
-
-    Raises:
-        FileNotFoundError: the folder holds no checkpoint.
-    """
-    if not has_checkpoint(folder):
-        raise FileNotFoundError(f"{folder} holds no {CHECKPOINT_NAME}")
-    state = torch.load(folder / CHECKPOINT_NAME, map_location="cpu", weights_only=True)
-    model.load_state_dict(state["model"])
-    return int(state["step"])
-
-
-def seeded(seed: int) -> torch.Generator:
-    """Seed torch's global state and return a generator of its own stream."""
-    torch.manual_seed(seed)
-    return torch.Generator().manual_seed(seed)
