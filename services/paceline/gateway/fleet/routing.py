@@ -7,7 +7,7 @@ remembers what this gateway sent where, and trusts that they forget in the same 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from paceline.core.messages import GATEWAY, VERIFIER
@@ -119,8 +119,8 @@ def _rendezvous(block: int, replica_id: str) -> bytes:
     return blake2b(replica_id.encode(), key=block.to_bytes(HASH_BYTES, "little"), digest_size=HASH_BYTES).digest()
 
 
-def able_verifiers(replicas: Sequence[Replica], model: str, exclude: Collection[str] = ()) -> list[Replica]:
-    """Returns the verifiers of a model that take sessions, without those whose ids are in `exclude`."""
+def able_verifiers(replicas: Sequence[Replica], model: str) -> list[Replica]:
+    """Returns the verifiers of a model that take sessions."""
     return [
         replica
         for replica in replicas
@@ -128,7 +128,6 @@ def able_verifiers(replicas: Sequence[Replica], model: str, exclude: Collection[
         and not replica.draining
         and replica.identity is not None
         and replica.identity.name == model
-        and replica.replica_id not in exclude
     ]
 
 

@@ -23,14 +23,13 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
-from paceline.gateway.fleet.ejection import Ejections
+from paceline.gateway.fleet.ejection import Ejections, FullVerifiers
 from paceline.gateway.fleet.fleet import Fleet
-from paceline.gateway.fleet.full_verifiers import ToldFull
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions.output import sum_of_records
-from paceline.gateway.sessions.records import SessionTrail
+from paceline.gateway.sessions.trail import SessionTrail
 from paceline.obs import attributes as names
 from paceline.obs.tracing import OFF, Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of
 from paceline.store.base import Replica
@@ -102,7 +101,7 @@ class Placer:
         self._clock = clock
         self._in_flight: Counter[str] = Counter()
         self._ejections = Ejections(clock, on_ejected)
-        self._told_full = ToldFull(clock)
+        self._full = FullVerifiers(clock)
 
     @property
     def in_flight(self) -> Mapping[str, int]:
@@ -117,7 +116,7 @@ class Placer:
         """
         if not request.resumed:
             able = self._fleet.verifiers(request.model.identity.name)
-            self._told_full.check((each.replica_id for each in able), self._max_wait_of(request))
+            self._full.check((each.replica_id for each in able), self._max_wait_of(request))
 
     def _max_wait_of(self, request: SessionRequest) -> float:
         return self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s)
@@ -169,7 +168,7 @@ class Placer:
         """Remembers what a failed attempt says of the verifier."""
         search.failed.add(verifier.replica_id)
         if isinstance(error, OverloadedError):
-            self._told_full.told(verifier.replica_id, error, max_wait_s)
+            self._full.refused(verifier.replica_id, error, max_wait_s)
         if isinstance(error, OverloadedError | MovedError):
             return
         search.num_failures += 1
@@ -193,7 +192,7 @@ class Placer:
             reason = "the verifier drains or has left the registry"
             self._client.end(must_move, MovedError(reason))
         self._ejections.keep_only(self._fleet.replicas)
-        self._told_full.keep_only(verifier.replica_id for verifier in verifiers.values())
+        self._full.keep_only(self._fleet.replicas)
 
     def _new_search(self) -> _Search:
         return _Search(until_s=self._clock() + self._failover_s)

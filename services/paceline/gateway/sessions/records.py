@@ -12,17 +12,16 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
 
 from paceline.core.errors import UnavailableError
-from paceline.core.messages import SpeculationRecord, law_only
 from paceline.gateway.requests import SessionRequest
-from paceline.gateway.sessions.suspicion import Suspicion
+from paceline.gateway.sessions.trail import SessionTrail
 from paceline.obs.tracing import traceparent_of
-from paceline.store.base import AdvanceSession, PutSession, Replica, SessionRecord, SessionState, SessionWrite, Written
+from paceline.store.base import SessionRecord, SessionState, SessionWrite, Written
 
 # With so many sessions waiting for a store that is away, one that ends goes unrecorded.
 MAX_CHANGED = 10_000
@@ -30,8 +29,6 @@ MAX_CHANGED = 10_000
 MAX_WRITES = 256
 # New sessions of so many seconds are written together.
 LEAST_PAUSE_S = 0.02
-# Between the names of several arithmetics.
-AND = " + "
 # A record is renewed when this share of its life has passed without news.
 RENEWAL_SHARE = 1 / 3
 
@@ -80,127 +77,6 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
         state=SessionState.RUNNING,
         params_json=json.dumps(parameters, separators=(",", ":")),
     )
-
-
-class SessionTrail:
-    """One session as the store is to know it; says nothing to the store itself.
-
-    Attributes:
-        record: As of now, save for `committed_len`, which follows from the log.
-        token_ids: Prompt and committed tokens.
-        suspicion: Whether it ends the engines that run it.
-        speculation: What speculation did for it here, as far as verifiers told; not part of the record.
-    """
-
-    def __init__(
-        self,
-        record: SessionRecord,
-        token_ids: Sequence[int],
-        on_change: Callable[[SessionTrail], None],
-        on_taken_over: Callable[[], None],
-        *,
-        keeps_tokens: bool = True,
-    ) -> None:
-        self.record = record
-        self.token_ids = list(token_ids)
-        self.suspicion = Suspicion(record.engine_deaths, has_tokens=len(token_ids) > record.prompt_len)
-        self.speculation: SpeculationRecord | None = None
-        self._keeps_tokens = keeps_tokens
-        self.on_taken_over = on_taken_over
-        self._on_change = on_change
-        # Tokens that the store has; None: it must be given the whole record.
-        self._logged_len: int | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come."""
-        return self.record.state is not SessionState.RUNNING
-
-    @property
-    def committed_token_ids(self) -> tuple[int, ...]:
-        """Generated tokens so far."""
-        return tuple(self.token_ids[self.record.prompt_len :])
-
-    @property
-    def mixed(self) -> bool:
-        """Whether verifiers of different arithmetic have computed it."""
-        return AND in self.record.arithmetic
-
-    @property
-    def law_only(self) -> bool:
-        """Whether a verifier has computed it that promises the law of a text and not its tokens."""
-        return any(map(law_only, self.record.arithmetic.split(AND)))
-
-    def may_go_to(self, verifier: Replica) -> bool:
-        """Whether a verifier may go on with it: the weights are those it began with.
-
-        A session that promises the same tokens needs the same arithmetic as well; any other says that it was mixed.
-        """
-        identity, record = verifier.identity, self.record
-        if identity is None or not record.weights_hash:
-            return identity is not None
-        same_bits = not self._keeps_tokens or identity.arithmetic in record.arithmetic.split(AND)
-        return identity.weights_hash == record.weights_hash and same_bits
-
-    def suspect(self, suspicion: Suspicion) -> None:
-        """An attempt to run it has ended."""
-        self.suspicion = suspicion
-        self.record = replace(self.record, engine_deaths=suspicion.num_deaths)
-
-    def placed(self, epoch: int, verifier: Replica) -> None:
-        """The session starts, or starts anew, on a verifier."""
-        self.record = replace(
-            self.record,
-            epoch=epoch,
-            verifier_id=verifier.replica_id,
-            weights_hash=verifier.identity.weights_hash if verifier.identity else "",
-            arithmetic=self._arithmetic_with(verifier),
-        )
-        self._logged_len = None
-        self._on_change(self)
-
-    def _arithmetic_with(self, verifier: Replica) -> str:
-        mine, known = verifier.identity.arithmetic if verifier.identity else "", self.record.arithmetic
-        if not self.committed_token_ids or mine in known.split(AND):
-            return known if self.committed_token_ids else mine
-        return f"{known}{AND}{mine}"
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Tokens were committed."""
-        self.token_ids += token_ids
-        self._on_change(self)
-
-    def end(self, state: SessionState) -> None:
-        """The session ended."""
-        self.record = replace(self.record, state=state)
-        self._on_change(self)
-
-    def next_write(self, ttl_s: float) -> SessionWrite:
-        """What would bring the store up to date."""
-        record = self.record
-        if self._logged_len is None:
-            whole = replace(record, committed_len=len(self.token_ids) - record.prompt_len)
-            return PutSession(record=whole, token_ids=tuple(self.token_ids), ttl_s=ttl_s)
-        return AdvanceSession(
-            session_id=record.session_id,
-            epoch=record.epoch,
-            owner=record.owner,
-            base_len=self._logged_len,
-            token_ids=tuple(self.token_ids[self._logged_len :]),
-            state=record.state,
-        )
-
-    def wrote(self, write: SessionWrite) -> None:
-        """A write was made; the trail may have gone on since, even to another verifier."""
-        if isinstance(write, AdvanceSession):
-            if self._logged_len is not None:
-                self._logged_len = write.base_len + len(write.token_ids)
-        elif write.record.epoch == self.record.epoch:
-            self._logged_len = len(write.token_ids)
-
-    def lost(self) -> None:
-        """The store does not have the record any more."""
-        self._logged_len = None
 
 
 class RecordWriter:

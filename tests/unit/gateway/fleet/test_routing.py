@@ -29,9 +29,8 @@ def place(
     replicas: Sequence[Replica],
     token_ids: Sequence[int] = (),
     in_flight: Mapping[str, int] | None = None,
-    exclude: Sequence[str] = (),
 ) -> str | None:
-    able = able_verifiers(replicas, "tiny", exclude)
+    able = able_verifiers(replicas, "tiny")
     return router.place(replicas, able, token_ids, in_flight or {}).replica_id if able else None
 
 
@@ -67,12 +66,6 @@ def test_a_draining_verifier_is_not_chosen_for_what_it_holds() -> None:
     router.follow(A, text(1))
     assert place(router, [A, B], text(1)) == "a"
     assert place(router, [replica("a", draining=True), B], text(1)) == "b"
-
-
-def test_a_verifier_that_has_just_failed_is_not_chosen_again() -> None:
-    router = Router()
-    router.follow(A, text(1))
-    assert place(router, [A, B], text(1), exclude=["a"]) == "b"
 
 
 def test_the_next_turn_goes_where_prompt_and_answer_are() -> None:

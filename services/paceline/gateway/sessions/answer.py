@@ -1,4 +1,4 @@
-"""The text of one session as it grows: detokenizer, stop tokens and stop strings in one place.
+"""The answer of one session as it grows: its text, and what the client has of it already.
 
 Pure but for the codec. What comes out does not depend on how tokens were grouped into steps.
 """
@@ -6,14 +6,104 @@ Pure but for the codec. What comes out does not depend on how tokens were groupe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from paceline.core.messages import TokenFate
+from paceline.core.messages import (
+    CommittedTokens,
+    FinishReason,
+    GenerateResult,
+    PositionLogprobs,
+    SpeculationRecord,
+    Timings,
+    TokenFate,
+)
 from paceline.gateway.requests import SessionRequest
+from paceline.gateway.sessions.known_tokens import KnownTokens
+from paceline.gateway.sessions.output import Ending, Piece
+from paceline.gateway.sessions.trail import SessionTrail
 from paceline.gateway.text.detokenizer import Decodes, Detokenizer
 from paceline.gateway.text.stops import StopMatcher
 from paceline.gateway.text.token_texts import TokenText, TokenTexts
+
+
+class Answer:
+    """The answer of one session, in tokens and text.
+
+    Attributes:
+        stopped: Whether a stop string has ended it.
+    """
+
+    def __init__(self, request: SessionRequest) -> None:
+        """Starts an empty answer."""
+        self.stopped = False
+        self._request = request
+        self._stream = TextStream(request)
+        self._client = KnownTokens(request.offset, request.digest)
+        self._num_generated = 0
+        self._prompt_logprobs: list[PositionLogprobs] = []
+        self._result: GenerateResult | None = None
+        self._lossy = False
+
+    def take(self, step: CommittedTokens) -> Piece | None:
+        """Takes what a verifier has committed; returns what the client lacks of it, None if there is nothing to report.
+
+        Raises:
+            ResumeMismatchError: The client has other tokens than these.
+        """
+        self._lossy |= step.lossy
+        if step.prompt_logprobs:
+            # A verifier that continues for another one sends all of them again.
+            self._prompt_logprobs[step.prompt_offset - 1 :] = step.prompt_logprobs
+        if not step.token_ids and step.result is None:
+            return None
+        self._result = step.result
+        offset, num_known = self._num_generated, self._client.take(step.token_ids)
+        known = self._stream.feed(step.token_ids[:num_known])
+        new = Fed(text="", num_tokens=0)
+        if not (known.stopped or self._request.prompt_only):
+            new = self._stream.feed(step.token_ids[num_known:], step.fates[num_known:])
+            if step.result is not None and not new.stopped:
+                new = new.joined(self._stream.finish())
+        self.stopped = known.stopped or new.stopped
+        self._num_generated += known.num_tokens + new.num_tokens
+        taken = slice(num_known, num_known + new.num_tokens)
+        prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return Piece(
+            text=new.text,
+            token_ids=step.token_ids[taken],
+            logprobs=step.logprobs[taken],
+            tokens=new.tokens,
+            offset=offset + num_known,
+            digest=self._client.digest,
+            known_text=known.text if num_known else "",
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def ending(self, trail: SessionTrail) -> Ending:
+        """Returns how the session ended.
+
+        Raises:
+            ResumeMismatchError: The client has more tokens than the session.
+        """
+        self._client.end(self._num_generated)
+        result, record = self._result, trail.speculation
+        if record is None and result is not None:
+            record = result.speculation
+        if record is not None or self._lossy or trail.mixed or trail.law_only:
+            record = record or SpeculationRecord()
+            record = replace(record, lossy=self._lossy, mixed=trail.mixed, law_only=trail.law_only)
+        reason = FinishReason.STOP if self.stopped or result is None else result.finish_reason
+        return Ending(
+            finish_reason=FinishReason.LENGTH if self._request.prompt_only else reason,
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_cached_tokens=0 if result is None else result.num_cached_tokens,
+            num_generated_tokens=self._num_generated,
+            num_reasoning_tokens=self._stream.num_reasoning_tokens,
+            speculation=record,
+            timings=Timings() if result is None else result.timings,
+            stop=self._stream.stop,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +114,22 @@ class Fed:
         text: New text that is certain to belong to the answer.
         num_tokens: Tokens of the step that belong to the answer; fewer than were fed only when `stopped`.
         stopped: A stop string was completed; the session is over for the client.
-        tokens: Where the request asks for it, the tokens behind `text`, whose texts join to it.
+        tokens: Where the request asks for them, the tokens behind `text`, whose texts join to it.
     """
 
     text: str
     num_tokens: int
     stopped: bool = False
     tokens: tuple[TokenText, ...] = ()
+
+    def joined(self, rest: Fed) -> Fed:
+        """Returns this and what followed as one."""
+        return Fed(
+            text=self.text + rest.text,
+            num_tokens=self.num_tokens + rest.num_tokens,
+            stopped=rest.stopped,
+            tokens=self.tokens + rest.tokens,
+        )
 
 
 class TextStream:
