@@ -1,7 +1,7 @@
 """Writes session records and token logs to the store in the background, never on the token path.
 
-What has changed is gathered and written once an interval, a new session at once, so that it can be resumed from its
-first token on. A store that does not answer costs records, never tokens; one that lost everything gets it anew.
+Changes are gathered and written once per interval; a new session is written at once, so that it can be resumed from its
+first token on. A store that does not answer costs records, never tokens; one that lost everything gets it again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,25 +22,18 @@ from paceline.core.errors import UnavailableError
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
 from paceline.obs.tracing import traceparent_of
-from paceline.store.base import SessionRecord, SessionState, SessionWrite, Written
+from paceline.store.base import SessionRecord, SessionState, SessionWrite, Store, Written
 
-# With so many sessions waiting for a store that is away, one that ends goes unrecorded.
+# While more sessions than these wait for a store that is away, sessions that end are not recorded.
 MAX_CHANGED = 10_000
 # Writes of one exchange with the store.
 MAX_WRITES = 256
-# New sessions of so many seconds are written together.
+# New sessions within this time, in seconds, are written together.
 LEAST_PAUSE_S = 0.02
 # A record is renewed when this share of its life has passed without news.
 RENEWAL_SHARE = 1 / 3
 
 _log = logging.getLogger(__name__)
-
-
-class RecordStore(Protocol):
-    """The part of the store that is needed here."""
-
-    async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
-        """Makes writes in order and says what became of each."""
 
 
 def session_record(request: SessionRequest, owner: str) -> SessionRecord:
@@ -58,7 +52,7 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
     if request.form is not None:
         parameters["form"] = request.form.to_json()
     if request.span.is_recording():
-        # Whoever goes on with the session goes on with the trace.
+        # A gateway that takes over the session continues the trace.
         parameters["traceparent"] = traceparent_of(request.span)
     return SessionRecord(
         session_id=request.session_id,
@@ -80,7 +74,7 @@ def session_record(request: SessionRequest, owner: str) -> SessionRecord:
 
 
 class RecordWriter:
-    """Takes what is to be recorded without waiting, and writes it later.
+    """Collects changes without waiting, and writes them later.
 
     Args:
         store: Where to.
@@ -89,30 +83,27 @@ class RecordWriter:
         clock: Monotonic seconds.
     """
 
-    def __init__(
-        self, store: RecordStore, *, ttl_s: float, owner: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, store: Store, *, ttl_s: float, owner: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._ttl_s = ttl_s
         self._owner = owner
         self._clock = clock
-        # Trails that may change, and when each was written last; those with news.
+        # Trails that may change, and when each was last written; trails with changes.
         self._open: dict[SessionTrail, float] = {}
         self._changed: dict[SessionTrail, None] = {}
         self._opened = asyncio.Event()
         self._failing = False
 
     def open(self, request: SessionRequest, on_taken_over: Callable[[], None]) -> SessionTrail:
-        """Records a session that starts, or goes on here.
+        """Records a session that starts or continues here.
 
         Args:
-            request: What runs; its `epoch` is the first of this gateway.
+            request: The session; its `epoch` is the first of this gateway.
             on_taken_over: Called once if another gateway turns out to own the session.
         """
         token_ids = (*request.prompt_token_ids, *request.committed_token_ids)
         record = session_record(request, self._owner)
-        keeps_tokens = request.keeps_tokens
-        trail = SessionTrail(record, token_ids, self._note, on_taken_over, keeps_tokens=keeps_tokens)
+        trail = SessionTrail(record, token_ids, self._note, on_taken_over, keeps_tokens=request.keeps_tokens)
         self._open[trail] = self._clock()
         return trail
 
@@ -129,19 +120,17 @@ class RecordWriter:
             self._opened.set()
 
     async def keep_writing(self, interval_s: float) -> None:
-        """Writes for ever: new sessions at once, progress once an interval in seconds."""
+        """Writes without end: new sessions at once, progress once per interval in seconds."""
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self._opened.wait()
-            except TimeoutError:
-                pass
             self._opened.clear()
             await self.flush()
             await asyncio.sleep(LEAST_PAUSE_S)
 
     async def flush(self) -> None:
-        """Writes what has gathered; what cannot be written now is written later."""
+        """Writes all changes; those that cannot be written now are written later."""
         self._renew()
         left, self._changed = list(self._changed), {}
         try:
@@ -151,7 +140,7 @@ class RecordWriter:
         except UnavailableError as error:
             self._warn(error)
         finally:
-            # Whatever cut it off, be it the end of the task.
+            # Also when the task is cancelled.
             self._changed = {**dict.fromkeys(left), **self._changed}
 
     async def _write(self, trails: Sequence[SessionTrail]) -> None:
@@ -184,7 +173,7 @@ class RecordWriter:
                 self._changed.setdefault(trail)
 
     def _is_stale(self, trail: SessionTrail) -> bool:
-        """Whether a record would have expired, had the store ever taken it."""
+        """Whether the record would have expired by now, had the store accepted it."""
         return self._clock() - self._open.get(trail, 0.0) >= self._ttl_s
 
     def _forget(self, trail: SessionTrail) -> None:

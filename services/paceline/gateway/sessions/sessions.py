@@ -1,4 +1,4 @@
-"""The one path of both front doors: admission, pairing, the verifier's stream, text, records, counts.
+"""The path of every session, whichever door it came through: admission, placement, text, records, metrics.
 
 It knows neither HTTP nor the messages of the gateway's gRPC service.
 """
@@ -84,7 +84,7 @@ class Sessions:
 
     @contextmanager
     def errors_counted(self) -> Iterator[None]:
-        """Counts by type what ends a block of one request; goes around all that can refuse or fail it."""
+        """Counts by type the error that ends a request; goes around all that can refuse or fail it."""
         try:
             yield
         except Exception as error:
@@ -100,7 +100,7 @@ class Sessions:
         """Holds places for all sessions of a request.
 
         Raises:
-            OverloadedError: There are not that many places free, or they are for other callers.
+            OverloadedError: There are not that many places free, or they are reserved for other callers.
             UnavailableError: The gateway is shutting down.
         """
         if self._stopping:
@@ -147,11 +147,11 @@ class Sessions:
                 yield ending
 
     def drain(self, *, draining: bool) -> None:
-        """Refuses new sessions while an operator wants it so; health tells."""
+        """Refuses new sessions while an operator wants it; health checks report it."""
         self._draining = draining
 
     async def finish(self, timeout_s: float, farewell_s: float) -> None:
-        """Waits for running sessions, then ends the rest with an error that says so.
+        """Waits for running sessions, then ends the rest with an error.
 
         Args:
             timeout_s: Time that sessions get to end by themselves, in seconds.
@@ -171,37 +171,34 @@ class Sessions:
         return True
 
     def _taken_over(self, request: SessionRequest) -> None:
-        """Another owner has the session, maybe a later call at this very gateway: what the older one runs ends."""
+        """Ends the calls of a session that has another owner now, maybe a later call at this very gateway."""
         last_epoch = next_owner_epoch(request.epoch) - 1
-        error = StaleEpochError(f"session {request.session_id} goes on at another gateway")
+        error = StaleEpochError(f"session {request.session_id} continues at another gateway")
         self._client.end(lambda call: call.session_id == request.session_id and call.epoch <= last_epoch, error)
 
     async def _committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
-        """Yields what was committed before this gateway got the session, then what verifiers commit."""
-        if request.committed_token_ids or request.finished is not None:
+        """Yields the tokens that were logged before this gateway got the session, then what verifiers commit."""
+        logged, result = request.committed_token_ids, None
+        if request.finished is not None:
+            # The log does not tell what speculation did for it.
+            result = GenerateResult(
+                finish_reason=request.finished,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=0,
+                num_generated_tokens=len(logged),
+            )
+        if logged or result is not None:
             lossy = request.speculation.acceptance not in ("", *LAWFUL_RULES)
-            yield CommittedTokens(token_ids=request.committed_token_ids, result=_result_of(request), lossy=lossy)
-        if request.finished is None:
+            yield CommittedTokens(token_ids=logged, result=result, lossy=lossy)
+        if result is None:
             async with aclosing(self._placer.committed(request, trail)) as steps:
                 async for step in steps:
                     yield step
 
 
-def _result_of(request: SessionRequest) -> GenerateResult | None:
-    """The result of a session that had ended before it was resumed; what speculation did for it is not recorded."""
-    if request.finished is None:
-        return None
-    return GenerateResult(
-        finish_reason=request.finished,
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_cached_tokens=0,
-        num_generated_tokens=len(request.committed_token_ids),
-    )
-
-
 @contextmanager
 def _ended(trail: SessionTrail) -> Iterator[None]:
-    """Records the end of a session that has none when a block ends."""
+    """Records the end of a session, unless the block has recorded one."""
     state = SessionState.LEFT
     try:
         yield

@@ -74,7 +74,7 @@ class Resumption:
         record = logged.record
         if record.state is SessionState.REFUSED:
             raise EndsEnginesError(
-                f"session_id: the session has ended {record.engine_deaths} engines, and is not run again"
+                f"session_id: {record.engine_deaths} engines in a row died while they ran it; it is not run again"
             )
         parameters = _parameters(record.params_json)
         sampling: SamplingParams = parameters["sampling"]

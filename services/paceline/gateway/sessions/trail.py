@@ -23,34 +23,34 @@ AND = " + "
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """What speaks against one session.
+    """The evidence against one session.
 
     Attributes:
-        num_deaths: Engines in a row that died while they ran it and brought no token of it.
-        has_tokens: Whether an engine ever brought one.
+        num_deaths: Engines in a row that died while they ran it, without a token of it.
+        has_tokens: Whether an engine ever computed a token of it.
     """
 
     num_deaths: int = 0
     has_tokens: bool = False
 
     def after(self, error: PacelineError, *, ran: bool, unheard: bool = False, progressed: bool = False) -> Suspicion:
-        """Returns what is known after one more attempt.
+        """Returns the evidence after one more attempt.
 
         Args:
             error: What ended it.
-            ran: Whether the engine had said that it computes the session.
-            unheard: Whether the verifier had taken the session, and was gone before it said anything of it.
-            progressed: Whether it brought a token.
+            ran: Whether the verifier had reported that its engine computes the session.
+            unheard: Whether the verifier had accepted the session and vanished before its first message.
+            progressed: Whether the attempt brought a token.
         """
         known = Suspicion(has_tokens=True) if progressed else self
-        told = isinstance(error, EngineDiedError)
-        # Whoever is no suspect may be computed before the process can say so; who waits for a place soon hears so.
+        died = isinstance(error, EngineDiedError)
+        # A session that is no suspect may be computed before the process can report it.
         lost = isinstance(error, PeerLostError) and (ran or (unheard and not known.suspect))
-        return replace(known, num_deaths=known.num_deaths + 1) if told or lost else known
+        return replace(known, num_deaths=known.num_deaths + 1) if died or lost else known
 
     @property
     def suspect(self) -> bool:
-        """Whether engines died with it, so that it is run alone."""
+        """Whether it must run alone, because engines died with it."""
         return self.num_deaths > self.has_tokens
 
     @property
@@ -60,13 +60,13 @@ class Suspicion:
 
 
 class SessionTrail:
-    """One session as the store is to know it; says nothing to the store itself.
+    """One session as the store is to know it; it does not write to the store itself.
 
     Attributes:
-        record: As of now, save for `committed_len`, which follows from the log.
+        record: As of now, except `committed_len`, which follows from the log.
         token_ids: Prompt and committed tokens.
         suspicion: Whether it ends the engines that run it.
-        speculation: What speculation did for it here, as far as verifiers told; not part of the record.
+        speculation: What speculation did for it here, as far as verifiers reported it; not part of the record.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class SessionTrail:
         self._keeps_tokens = keeps_tokens
         self.on_taken_over = on_taken_over
         self._on_change = on_change
-        # Tokens that the store has; None: it must be given the whole record.
+        # Tokens that the store has; None: it needs the whole record.
         self._logged_len: int | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the session has ended."""
         return self.record.state is not SessionState.RUNNING
 
     @property
@@ -105,13 +105,13 @@ class SessionTrail:
 
     @property
     def law_only(self) -> bool:
-        """Whether a verifier has computed it that promises the law of a text and not its tokens."""
+        """Whether a verifier took part that promises only the law of a text, not its tokens."""
         return any(map(law_only, self.record.arithmetic.split(AND)))
 
     def may_go_to(self, verifier: Replica) -> bool:
-        """Whether a verifier may go on with it: the weights are those it began with.
+        """Whether a verifier may continue it: its weights are those that the session began with.
 
-        A session that promises the same tokens needs the same arithmetic as well; any other says that it was mixed.
+        A session that promises the same tokens needs the same arithmetic as well; any other is marked as mixed.
         """
         identity, record = verifier.identity, self.record
         if identity is None or not record.weights_hash:
@@ -119,10 +119,10 @@ class SessionTrail:
         same_bits = not self._keeps_tokens or identity.arithmetic in record.arithmetic.split(AND)
         return identity.weights_hash == record.weights_hash and same_bits
 
-    def suspect(self, suspicion: Suspicion) -> None:
-        """An attempt to run it has ended."""
-        self.suspicion = suspicion
-        self.record = replace(self.record, engine_deaths=suspicion.num_deaths)
+    def failed(self, error: PacelineError, *, ran: bool, unheard: bool, progressed: bool) -> None:
+        """An attempt to run it has failed; see `Suspicion.after`."""
+        self.suspicion = self.suspicion.after(error, ran=ran, unheard=unheard, progressed=progressed)
+        self.record = replace(self.record, engine_deaths=self.suspicion.num_deaths)
 
     def placed(self, epoch: int, verifier: Replica) -> None:
         """The session starts, or starts anew, on a verifier."""
@@ -153,7 +153,7 @@ class SessionTrail:
         self._on_change(self)
 
     def next_write(self, ttl_s: float) -> SessionWrite:
-        """What would bring the store up to date."""
+        """Returns the write that brings the store up to date."""
         record = self.record
         if self._logged_len is None:
             whole = replace(record, committed_len=len(self.token_ids) - record.prompt_len)
@@ -168,7 +168,7 @@ class SessionTrail:
         )
 
     def wrote(self, write: SessionWrite) -> None:
-        """A write was made; the trail may have gone on since, even to another verifier."""
+        """The store has made a write; the session may have progressed since, even to another verifier."""
         if isinstance(write, AdvanceSession):
             if self._logged_len is not None:
                 self._logged_len = write.base_len + len(write.token_ids)
@@ -176,5 +176,5 @@ class SessionTrail:
             self._logged_len = len(write.token_ids)
 
     def lost(self) -> None:
-        """The store does not have the record any more."""
+        """The store no longer has the record."""
         self._logged_len = None
