@@ -22,7 +22,7 @@ from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions.known_tokens import KnownTokens
 from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.trail import SessionTrail
-from paceline.gateway.text.detokenizer import Decodes, Detokenizer
+from paceline.gateway.text.detokenizer import Detokenizer
 from paceline.gateway.text.stops import StopMatcher
 from paceline.gateway.text.token_texts import TokenText, TokenTexts
 
@@ -136,7 +136,7 @@ class TextStream:
     """Text of one session; stop tokens count as tokens but have no text, unless the request asks for it.
 
     Attributes:
-        stop: The stop string that ended it; None: none has.
+        stop: The stop string that ended it; None if there is none so far.
     """
 
     def __init__(self, request: SessionRequest) -> None:
@@ -148,11 +148,7 @@ class TextStream:
         self._hidden_ids = frozenset(hidden)
         codec = request.model.codec
         shown = () if request.form is None else request.form.shown
-        decodes: Decodes
-        if not request.skip_special_tokens:
-            decodes = codec.with_special_tokens
-        else:
-            decodes = codec.showing(shown) if shown else codec
+        decodes = codec.showing(shown if request.skip_special_tokens else None)
         self._detokenizer = Detokenizer(decodes, request.prompt_token_ids)
         self._matcher = StopMatcher(request.stops)
         self._token_texts = TokenTexts() if request.token_fates else None
@@ -169,7 +165,7 @@ class TextStream:
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def feed(self, token_ids: Sequence[int], fates: Sequence[TokenFate] = ()) -> Fed:
-        """Takes the tokens of one step, and how they came about as far as that is known: a fate a token, or none."""
+        """Takes the tokens of one step, and their fates if these are known: one per token, or none."""
         fed = self._taken(token_ids, fates)
         if self._reasoning is not None:
             self._reasoning.take(token_ids[: fed.num_tokens])
@@ -196,7 +192,7 @@ class TextStream:
         return self._fed("".join(pieces), tokens, num_tokens=len(token_ids))
 
     def finish(self) -> Fed:
-        """Gives out what was held back; the verifier has ended the session."""
+        """Returns what was held back; the verifier has ended the session."""
         decoded = self._detokenizer.flush()
         text, stopped = self._pass(decoded)
         if not stopped:
@@ -205,7 +201,7 @@ class TextStream:
         return self._fed(text, tokens, num_tokens=0, stopped=stopped)
 
     def _fed(self, text: str, tokens: tuple[TokenText, ...], *, num_tokens: int, stopped: bool = False) -> Fed:
-        # Text waits for the end of its token where tokens are asked for.
+        # If the request asks for tokens, text waits for the end of its token.
         shown = text if self._token_texts is None else "".join(each.text for each in tokens)
         return Fed(text=shown, num_tokens=num_tokens, stopped=stopped, tokens=tokens)
 
@@ -213,7 +209,7 @@ class TextStream:
         return self._detokenizer.feed([t for t in token_ids if t not in self._hidden_ids])
 
     def _pass(self, text: str) -> tuple[str, bool]:
-        # Like the stop tokens, stop strings are not looked for before min_tokens tokens.
+        # Like stop tokens, stop strings have no effect before min_tokens tokens.
         if self._num_tokens < self._min_tokens:
             return text, False
         passed, stop = self._matcher.feed(text)
