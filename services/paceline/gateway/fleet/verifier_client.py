@@ -39,8 +39,7 @@ class RunningCall:
     """One session on a verifier.
 
     Attributes:
-        session_id: The session.
-        epoch: The epoch under which it runs.
+        request: The session.
         address: The verifier's.
         vocab_size: Tokens of its model.
         heard_s: When it was called or last sent a message, monotonic seconds.
@@ -48,13 +47,11 @@ class RunningCall:
         unheard: Whether the verifier was lost after it had accepted the session, and before its first message.
         num_heard: Messages received.
         num_generated: Generated tokens of the session so far, including those that it began with.
-        num_to_judge: Tokens of the prompt whose log probabilities must come before the first generated token.
-        num_judged: Those that have come.
+        num_judged: Tokens of the prompt whose log probabilities have come.
         ended_by: Why the gateway itself ended it; None while it runs.
     """
 
-    session_id: str
-    epoch: int
+    request: GenerateRequest
     address: str
     vocab_size: int
     heard_s: float
@@ -62,7 +59,6 @@ class RunningCall:
     unheard: bool = False
     num_heard: int = 0
     num_generated: int = 0
-    num_to_judge: int = 0
     num_judged: int = 0
     ended_by: PacelineError | None = None
 
@@ -104,9 +100,10 @@ class RunningCall:
                 f"VerifierGenerateResponse.prompt_offset: must be {self.num_judged + 1}, got {committed.prompt_offset}"
             )
         self.num_judged += len(committed.prompt_logprobs)
-        if self.num_judged > self.num_to_judge or (committed.token_ids and self.num_judged < self.num_to_judge):
+        due = self.request.num_to_judge
+        if self.num_judged > due or (committed.token_ids and self.num_judged < due):
             raise RemoteProtocolError(
-                f"VerifierGenerateResponse.prompt_logprobs: {self.num_judged} came of {self.num_to_judge} tokens"
+                f"VerifierGenerateResponse.prompt_logprobs: {self.num_judged} came of {due} tokens"
             )
 
 
@@ -137,21 +134,18 @@ class VerifierClient:
     def running(self, address: str, request: GenerateRequest, vocab_size: int) -> RunningCall:
         """Returns the state of a call that is about to begin."""
         return RunningCall(
-            session_id=request.session_id,
-            epoch=request.epoch,
+            request=request,
             address=address,
             vocab_size=vocab_size,
             heard_s=self._clock(),
             num_generated=len(request.committed_token_ids),
-            num_to_judge=request.num_to_judge,
         )
 
-    async def generate(self, running: RunningCall, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
+    async def generate(self, running: RunningCall) -> AsyncGenerator[CommittedTokens, None]:
         """Yields what the verifier commits, with a result in the last message; closing the generator cancels the call.
 
         Args:
-            running: Kept up to date while the call runs.
-            request: The session.
+            running: The call; kept up to date while it runs.
 
         Raises:
             PacelineError: The verifier raised it, or the gateway ended the call with it.
@@ -160,6 +154,7 @@ class VerifierClient:
         """
         if self.aborted:
             raise UnavailableError(self._abort_reason)
+        request = running.request
         metadata = ((TRACEPARENT, request.traceparent),) if request.traceparent else None
         call: _Call = self._stub(running.address).Generate(generate_request_to_pb(request), metadata=metadata)
         self._calls[call] = running

@@ -50,8 +50,10 @@ _OF_THE_REQUEST = (InvalidRequestError, StaleEpochError)
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """The verifiers that have failed a session since its last token, and until when it may look for another."""
+    """One session, the verifiers that have failed it since its last token, and until when it may look for another."""
 
+    request: SessionRequest
+    trail: SessionTrail
     until_s: float
     pause_s: float = FIRST_PAUSE_S
     num_failures: int = 0
@@ -61,6 +63,11 @@ class _Search:
     def has_waited(self) -> bool:
         """Whether it has waited already because all verifiers had failed it."""
         return self.pause_s > FIRST_PAUSE_S
+
+    def restart(self, until_s: float) -> None:
+        """Forgets past failures: the session has a new token."""
+        self.until_s, self.pause_s, self.num_failures = until_s, FIRST_PAUSE_S, 0
+        self.failed.clear()
 
 
 class Placer:
@@ -128,17 +135,17 @@ class Placer:
             EndsEnginesError: Several engines in a row died of it.
             PacelineError: A verifier refused the session, or none was found in time.
         """
-        search = self._new_search()
+        search = _Search(request=request, trail=trail, until_s=self._clock() + self._failover_s)
         epoch = request.epoch
         while True:
-            verifier = await self._verifier(request, trail, search)
-            generate = self._generate(request, trail, epoch)
+            verifier = await self._verifier(search)
             assert verifier.identity is not None, "a verifier without identity is never chosen"
+            generate = self._generate(request, trail, epoch)
             running = self._client.running(verifier.address, generate, verifier.identity.vocab_size)
             known = len(trail.token_ids)
             earlier = trail.speculation
             try:
-                async with aclosing(self._on_verifier(verifier, running, generate, trail, request.span)) as steps:
+                async with aclosing(self._on_verifier(verifier, running, trail, request.span)) as steps:
                     async for step in steps:
                         trail.extend(step.token_ids)
                         if step.speculation is not None:
@@ -151,21 +158,17 @@ class Placer:
                     raise
                 progressed = len(trail.token_ids) > known
                 if progressed:
-                    search = self._new_search()
+                    search.restart(self._clock() + self._failover_s)
                 trail.failed(error, ran=running.ran, unheard=running.unheard, progressed=progressed)
-                self._note_failure(
-                    verifier, search, error, max_wait_s=self._max_wait_of(request), progressed=progressed
-                )
-                await self._before_next(request, trail, search, error)
+                self._note_failure(verifier, search, error, progressed=progressed)
+                await self._before_next(search, error)
             epoch += 1
 
-    def _note_failure(
-        self, verifier: Replica, search: _Search, error: PacelineError, *, max_wait_s: float, progressed: bool
-    ) -> None:
+    def _note_failure(self, verifier: Replica, search: _Search, error: PacelineError, *, progressed: bool) -> None:
         """Remembers what a failed attempt shows about the verifier."""
         search.failed.add(verifier.replica_id)
         if isinstance(error, OverloadedError):
-            self._full.refused(verifier.replica_id, error, max_wait_s)
+            self._full.refused(verifier.replica_id, error, self._max_wait_of(search.request))
         if isinstance(error, OverloadedError | MovedError):
             return
         search.num_failures += 1
@@ -191,52 +194,48 @@ class Placer:
         self._ejections.keep_only(self._fleet.replicas)
         self._full.keep_only(self._fleet.replicas)
 
-    def _new_search(self) -> _Search:
-        return _Search(until_s=self._clock() + self._failover_s)
-
-    async def _verifier(self, request: SessionRequest, trail: SessionTrail, search: _Search) -> Replica:
+    async def _verifier(self, search: _Search) -> Replica:
         """Returns the verifier to try next; waits for one if there is none.
 
         Raises:
             UnavailableError: None appeared in time.
         """
-        name = request.model.identity.name
+        token_ids, salt = search.trail.token_ids, search.request.prefix_salt
         while True:
-            able = self._able(request, trail, search)
+            able = self._able(search)
             if able:
-                salt = request.prefix_salt
-                return self._router.place(self._fleet.replicas, able, trail.token_ids, self._in_flight, salt)
+                return self._router.place(self._fleet.replicas, able, token_ids, self._in_flight, salt)
             if self._clock() >= search.until_s:
-                raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
+                raise UnavailableError(
+                    f"no verifier of model {search.request.model.identity.name!r} is there at the moment"
+                )
             await self._pause(search, LAST_PAUSE_S)
             search.failed.clear()
 
-    def _able(self, request: SessionRequest, trail: SessionTrail, search: _Search) -> list[Replica]:
+    def _able(self, search: _Search) -> list[Replica]:
         """Returns the verifiers to choose from: none that has just failed this session, or is ejected."""
-        able = [each for each in self._fleet.verifiers(request.model.identity.name) if trail.may_go_to(each)]
+        request = search.request
+        able = [each for each in self._fleet.verifiers(request.model.identity.name) if search.trail.may_go_to(each)]
         capable = [each for each in able if each.identity is not None and request.fits(each.identity)]
         # If none can serve it, one of them names the limit that it exceeds.
         left = self._ejections.without(capable or able)
         return [each for each in left if each.replica_id not in search.failed]
 
-    async def _before_next(
-        self, request: SessionRequest, trail: SessionTrail, search: _Search, error: PacelineError
-    ) -> None:
+    async def _before_next(self, search: _Search, error: PacelineError) -> None:
         """Returns when it is time for another try; raises the error when the session is given up."""
-        if trail.suspicion.guilty:
-            num_deaths = trail.suspicion.num_deaths
+        suspicion = search.trail.suspicion
+        if suspicion.guilty:
             raise EndsEnginesError(
-                f"{num_deaths} engines in a row died while they ran the request; it is not run again"
+                f"{suspicion.num_deaths} engines in a row died while they ran the request; it is not run again"
             ) from error
         if search.num_failures >= MOST_FAILURES:
-            raise _given_up(error, request, trail) from error
-        if not self._able(request, trail, search):
+            raise _given_up(search, error) from error
+        if not self._able(search):
             # A new session that no verifier has room for is refused at once.
-            refused = isinstance(error, OverloadedError) and not trail.committed_token_ids
-            if refused:
+            if isinstance(error, OverloadedError) and not search.trail.committed_token_ids:
                 raise error
             if self._clock() >= search.until_s:
-                raise _given_up(error, request, trail) from error
+                raise _given_up(search, error) from error
             await self._pause(search, LAST_PAUSE_OF_FAILED_S)
             search.failed.clear()
         elif search.has_waited:
@@ -263,16 +262,17 @@ class Placer:
         )
 
     async def _on_verifier(
-        self, verifier: Replica, running: RunningCall, generate: GenerateRequest, trail: SessionTrail, span: Span
+        self, verifier: Replica, running: RunningCall, trail: SessionTrail, span: Span
     ) -> AsyncGenerator[CommittedTokens, None]:
         """Runs a session on one verifier, counted and recorded."""
+        generate = running.request
         trail.placed(generate.epoch, verifier)
         self._in_flight[verifier.replica_id] += 1
         try:
             with ended(_placement_span(self._tracer, span, generate, verifier)) as placement:
                 if traceparent := traceparent_of(placement):
-                    generate = replace(generate, traceparent=traceparent)
-                async with aclosing(self._client.generate(running, generate)) as steps:
+                    running.request = replace(generate, traceparent=traceparent)
+                async with aclosing(self._client.generate(running)) as steps:
                     async for step in steps:
                         yield step
         finally:
@@ -280,9 +280,9 @@ class Placer:
             self._router.follow(verifier, trail.token_ids, generate.cache_salt)
 
 
-def _given_up(error: PacelineError, request: SessionRequest, trail: SessionTrail) -> PacelineError:
+def _given_up(search: _Search, error: PacelineError) -> PacelineError:
     """Returns the error for the client; one that may have tokens already can come back for the rest."""
-    begun = request.resumed or trail.committed_token_ids
+    begun = search.request.resumed or search.trail.committed_token_ids
     if not begun or isinstance(error, UnavailableError | OverloadedError):
         return error
     return UnavailableError(f"no verifier could continue the session; the last one failed with: {error}")

@@ -174,7 +174,9 @@ class Sessions:
         """Ends the calls of a session that has another owner now, maybe a later call at this very gateway."""
         last_epoch = next_owner_epoch(request.epoch) - 1
         error = StaleEpochError(f"session {request.session_id} continues at another gateway")
-        self._client.end(lambda call: call.session_id == request.session_id and call.epoch <= last_epoch, error)
+        self._client.end(
+            lambda call: call.request.session_id == request.session_id and call.request.epoch <= last_epoch, error
+        )
 
     async def _committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
         """Yields the tokens that were logged before this gateway got the session, then what verifiers commit."""
