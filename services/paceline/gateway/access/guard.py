@@ -6,7 +6,7 @@ The key itself ends here; behind the doors only the name of its owner is known.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 
 from starlette.datastructures import Headers
@@ -16,18 +16,13 @@ from paceline.core.errors import PacelineError, UnauthenticatedError
 from paceline.gateway.access.callers import Caller, become
 from paceline.gateway.access.keys import KeyRing
 from paceline.gateway.access.rate_limit import RateLimit
-from paceline.gateway.console.pages import FILE_PATHS
-from paceline.gateway.http import event_ids
 from paceline.gateway.http.connection import hold_connection
-from paceline.gateway.http.response import OPENAI_ERRORS, ErrorForm, Exchange, request_id
+from paceline.gateway.http.response import LAST_EVENT_ID, OPENAI_ERRORS, ErrorForm, Exchange, request_id
 
 AUTHORIZATION = "authorization"
 # Where clients of Anthropic's API put the key.
 API_KEY = "x-api-key"
 SCHEME = "bearer"
-# Load balancers ask for health before anything else, and have no key; nor has a browser that fetches the console's
-# files, which say nothing of this fleet.
-OPEN_PATHS = frozenset({"/health", "/livez", "/ping", "/readyz"}) | FILE_PATHS
 # An answer without a key is small: who does not take it in that time is let go.
 OPEN_TIMEOUT_S = 10.0
 # What goes on with a session that was counted when it began.
@@ -93,24 +88,28 @@ class GuardedApp:
     A connection whose request was let in is told so (`paceline.gateway.http.connection`): it is not closed for others.
     """
 
-    def __init__(self, app: ASGIApp, access: Access | None, forms: Mapping[str, ErrorForm]) -> None:
+    def __init__(
+        self, app: ASGIApp, access: Access | None, forms: Mapping[str, ErrorForm], open_paths: Container[str]
+    ) -> None:
         """Serves nobody yet.
 
         Args:
             app: What is behind the keys.
             access: The keys; None: nobody is asked for one.
             forms: By path, how its API tells errors; the others do as OpenAI's.
+            open_paths: Those that need no key.
         """
         self._app = app
         self._access = access
         self._forms = forms
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, or answers why not."""
         # All but HTTP is refused by the server; a path is compared whole, so nothing can hide behind an open one.
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["path"] in OPEN_PATHS:
+        elif scope["path"] in self._open_paths:
             with suppress(TimeoutError):
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
                     await self._app(scope, receive, send)
@@ -127,7 +126,7 @@ class GuardedApp:
         if self._access is None:
             return None
         try:
-            await self._access.admit(_authorization(headers), counts=event_ids.HEADER not in headers)
+            await self._access.admit(_authorization(headers), counts=LAST_EVENT_ID not in headers)
         except PacelineError as error:
             return error
         return None

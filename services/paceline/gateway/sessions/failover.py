@@ -28,9 +28,9 @@ from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.full_verifiers import ToldFull
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
-from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions.output import sum_of_records
 from paceline.gateway.sessions.records import SessionTrail
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.obs import attributes as names
 from paceline.obs.tracing import OFF, Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of
 from paceline.store.base import Replica

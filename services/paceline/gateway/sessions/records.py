@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import SpeculationRecord, law_only
-from paceline.gateway.requests import SessionRequest
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.suspicion import Suspicion
 from paceline.obs.tracing import traceparent_of
 from paceline.store.base import AdvanceSession, PutSession, Replica, SessionRecord, SessionState, SessionWrite, Written

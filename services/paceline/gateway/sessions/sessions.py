@@ -25,14 +25,15 @@ from paceline.core.params import LAWFUL_RULES
 from paceline.gateway.access.callers import Caller
 from paceline.gateway.access.fairness import fits
 from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
-from paceline.gateway.requests import ServedModel, SessionRequest
 from paceline.gateway.sessions.failover import Placer
 from paceline.gateway.sessions.known_tokens import KnownTokens
 from paceline.gateway.sessions.output import Ending, Event, Piece
 from paceline.gateway.sessions.records import RecordWriter, SessionTrail
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.stopwatch import Stopwatch
-from paceline.gateway.text.stream import TextStream
+from paceline.gateway.sessions.text_stream import TextStream
 from paceline.obs.metrics import GatewayMetrics
 from paceline.store.base import SessionState, next_owner_epoch
 

@@ -1,0 +1,105 @@
+"""What a request says of the form of its answer, in OpenAI's words or in vLLM's: a grammar, or none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError
+from paceline.gateway.api.openai.bodies import CommonBody
+from paceline.gateway.grammars.compiling import (
+    grammar_of_choices,
+    grammar_of_json_schema,
+    grammar_of_lark,
+    grammar_of_regex,
+)
+
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+def grammar_of(body: CommonBody) -> str:
+    """Returns the grammar that an answer is to follow; empty: none. May take up to a second.
+
+    Raises:
+        InvalidRequestError: It is none that can be compiled, or more than one is given.
+    """
+    asked = [*_response_format(body), *_structured_outputs(body), *_guided(body)]
+    if not asked:
+        return ""
+    if len(asked) > 1:
+        raise InvalidRequestError(asked[1][0], f"excludes {asked[0][0]}")
+    return asked[0][1]()
+
+
+# The field that asks for a grammar, and what makes it.
+_Asked = list[tuple[str, Callable[[], str]]]
+
+
+def _response_format(body: CommonBody) -> _Asked:
+    given = body.response_format
+    if given is None:
+        return []
+    kind = given.get("type")
+    if kind not in _FORMATS:
+        raise InvalidRequestError("response_format.type", f"must be one of {', '.join(_FORMATS)}, got {kind!r}")
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [("response_format", partial(grammar_of_json_schema, _ANY_OBJECT, field="response_format"))]
+    wrapper = given.get("json_schema")
+    if not isinstance(wrapper, dict):
+        raise InvalidRequestError("response_format.json_schema", "must be an object with a schema")
+    field = "response_format.json_schema.schema"
+    schema = _schema(wrapper.get("schema"), field)
+    return [(field, partial(grammar_of_json_schema, schema, field=field, exact=wrapper.get("strict") is not False))]
+
+
+def _structured_outputs(body: CommonBody) -> _Asked:
+    given = {name: value for name, value in (body.structured_outputs or {}).items() if value is not None}
+    pattern = given.pop("whitespace_pattern", None)
+    if pattern is not None and not isinstance(pattern, str):
+        raise InvalidRequestError("structured_outputs.whitespace_pattern", "must be a string")
+    unknown = given.keys() - {"json", "regex", "choice", "grammar", "json_object"}
+    if unknown:
+        raise InvalidRequestError(f"structured_outputs.{min(unknown)}", "is not supported by this server")
+    return [
+        (f"structured_outputs.{name}", _maker(name, f"structured_outputs.{name}", value, pattern))
+        for name, value in given.items()
+        if value is not False
+    ]
+
+
+def _guided(body: CommonBody) -> _Asked:
+    return [
+        (f"guided_{name}", _maker(name, f"guided_{name}", value, None))
+        for name in ("json", "regex", "choice", "grammar")
+        if (value := getattr(body, f"guided_{name}")) is not None
+    ]
+
+
+def _maker(name: str, field: str, value: Any, whitespace_pattern: str | None) -> Callable[[], str]:
+    if name in ("json", "json_object"):
+        schema = _ANY_OBJECT if name == "json_object" else _schema(value, field)
+        return partial(grammar_of_json_schema, schema, field=field, whitespace_pattern=whitespace_pattern)
+    if name == "choice":
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise InvalidRequestError(field, "must be a list of strings")
+        return partial(grammar_of_choices, value, field=field)
+    if not isinstance(value, str):
+        raise InvalidRequestError(field, "must be a string")
+    return partial(grammar_of_regex if name == "regex" else grammar_of_lark, value, field=field)
+
+
+def _schema(value: Any, field: str) -> Mapping[str, Any]:
+    """A schema, or the text of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise InvalidRequestError(field, "must be a JSON schema, and is no JSON") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(field, "must be a JSON schema: an object")
+    return value
