@@ -17,7 +17,7 @@ import paceline
 from paceline.core.errors import ModelNotFoundError, PacelineError
 from paceline.gateway.api.anthropic.endpoint import ERRORS, CountTokensEndpoint, MessagesDoor
 from paceline.gateway.api.console.feed import ConsoleFeed
-from paceline.gateway.api.console.pages import FILE_PATHS, console_routes
+from paceline.gateway.api.console.pages import console_routes
 from paceline.gateway.api.endpoints.reading import BodyReader
 from paceline.gateway.api.openai.endpoint import CompletionEndpoint
 from paceline.gateway.api.openai.tokenizing import TokenizerEndpoint, detokenized, tokenized
@@ -28,7 +28,7 @@ from paceline.gateway.api.responses.keeping import ResponseShelf
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.http.errors import HttpError, to_http
 from paceline.gateway.http.response import ErrorForm
-from paceline.gateway.sessions.readiness import readiness, report
+from paceline.gateway.sessions.readiness import readiness
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
 from paceline.obs.tracing import OFF, Tracer
@@ -38,9 +38,6 @@ OWNER = "paceline"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 # What is refused before it comes to its endpoint is told in the words of its API, too.
 ERROR_FORMS: Mapping[str, ErrorForm] = dict.fromkeys((MESSAGES, COUNT_TOKENS), ERRORS)
-# Load balancers ask for health before anything else, and have no key; nor does a browser that fetches the console's
-# files, which say nothing about this fleet.
-OPEN_PATHS = frozenset({"/health", "/livez", "/ping", "/readyz"}) | FILE_PATHS
 
 
 def create_app(
@@ -96,7 +93,7 @@ def _status_routes(
 
     async def health(_: Request) -> Response:
         now = readiness(sessions, fleet, supervisor.failing)
-        return JSONResponse(report(now, sessions, fleet), status_code=200 if now.ready else 503)
+        return JSONResponse(now.report, status_code=200 if now.ready else 503)
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -29,18 +29,18 @@ class Call:
 
 
 class Message:
-    """What an answer holds so far.
+    """What a reader has found so far.
 
     Args:
-        form: How its text is read.
+        form: How the text is read; None: all of it is content.
         session_id: What ids of calls are made of.
     """
 
-    def __init__(self, form: MessageForm, session_id: str) -> None:
+    def __init__(self, form: MessageForm | None, session_id: str) -> None:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
-        self._reader = form.reader()
+        self._reader = (form or MessageForm()).reader()
         self._session_id = session_id
 
     def read(self, text: str) -> list[Part]:

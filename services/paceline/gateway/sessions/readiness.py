@@ -1,6 +1,6 @@
-"""Whether a gateway can serve: a verifier of one of its models at least is there, for tokens that are ours.
+"""Whether a gateway can serve: at least one of its models has a verifier, whose tokens are the gateway's own.
 
-It knows neither HTTP nor gRPC. Whether the process lives is another question, which answering at all answers.
+It knows neither HTTP nor gRPC. Whether the process lives is another question, which any answer at all settles.
 """
 
 from __future__ import annotations
@@ -16,48 +16,41 @@ from paceline.gateway.sessions.sessions import Sessions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness:
-    """What health says.
+    """What health checks get.
 
     Attributes:
         ready: Whether new requests can be served.
-        status: In a word: `ok`; `degraded` if something is wrong that does not stop requests; or why not.
-        models: What is wrong with each model that cannot be served.
-        tasks: Background tasks that fail.
+        report: The state of the gateway and its fleet. `status` is `ok`, `degraded` if something is wrong that does not
+            stop requests, or the reason that requests are refused.
     """
 
     ready: bool
-    status: str
-    models: dict[str, str]
-    tasks: tuple[str, ...]
+    report: dict[str, object]
 
 
 def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str]) -> Readiness:
-    """Returns how the gateway is now; a dead registry or a failing task is shown, but does not stop it."""
-    models: dict[str, str] = {}
+    """Returns the present state; a dead registry or a failing task is shown, but does not stop the gateway."""
+    problems: dict[str, str] = {}
     for name in fleet.own_names:
         try:
             fleet.model(name)
         except UnavailableError as error:
-            models[name] = str(error)
-    some = len(models) < len(fleet.own_names)
+            problems[name] = str(error)
+    served = len(problems) < len(fleet.own_names)
     if sessions.draining:
         status = "draining"
-    elif not some:
+    elif not served:
         status = "no verifier"
     else:
-        status = "degraded" if models or fleet.store_error or failing else "ok"
-    return Readiness(ready=some and not sessions.draining, status=status, models=models, tasks=tuple(failing))
-
-
-def report(now: Readiness, sessions: Sessions, fleet: Fleet) -> dict[str, object]:
-    """Returns what health shows of it, and of the fleet."""
+        status = "degraded" if problems or fleet.store_error or failing else "ok"
     roles = [replica.role for replica in fleet.replicas if not replica.draining]
-    return {
-        "status": now.status,
+    report: dict[str, object] = {
+        "status": status,
         "store": fleet.store_error or "ok",
-        "tasks": ", ".join(now.tasks) or "ok",
-        "models": now.models or "ok",
+        "tasks": ", ".join(failing) or "ok",
+        "models": problems or "ok",
         "verifiers": roles.count(VERIFIER),
         "drafters": roles.count(DRAFTER),
         "sessions": sessions.num_running,
     }
+    return Readiness(ready=served and not sessions.draining, report=report)

@@ -16,8 +16,9 @@ from paceline.gateway.api.openai.bodies import (
     SpeculationBody,
     Stops,
 )
+from paceline.gateway.api.openai.tools import MAX_NAME_CHARACTERS
 from paceline.gateway.http.fields import Fields, TextFields
-from paceline.gateway.message.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
+from paceline.gateway.message.tools import MAX_TOOLS
 
 # Asks the server to keep the conversation, and for all messages but the newest then.
 THREAD = "thread"

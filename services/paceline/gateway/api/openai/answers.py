@@ -100,7 +100,12 @@ class Answer:
         self._samples_per_prompt = samples_per_prompt
         self._head: Json = {"id": request_id, "created": created_s, "model": model_name}
         self._choices = [
-            ChoiceState(request=each, num_generated_tokens=each.offset, message=_message(each)) for each in requests
+            ChoiceState(
+                request=each,
+                num_generated_tokens=each.offset,
+                message=None if each.form is None else Message(each.form, each.session_id),
+            )
+            for each in requests
         ]
 
     def add_piece(self, index: int, piece: Piece) -> None:
@@ -239,11 +244,6 @@ class Answer:
         if self._chat:
             return {"content": [_chat_position(codec, each) for _, each in judged if each is not None]}
         return _completion_logprobs(codec, choice, judged)
-
-
-def _message(request: SessionRequest) -> Message | None:
-    """Returns the empty message of a session; None: its text is the message."""
-    return None if request.form is None else Message(request.form, request.session_id)
 
 
 def metrics(record: SpeculationRecord | None) -> Json:

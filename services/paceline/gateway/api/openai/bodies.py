@@ -25,8 +25,9 @@ from paceline.core.params import (
     METHODS,
     NAME_PATTERN,
 )
+from paceline.gateway.api.openai.tools import AllowedChoice, NamedTool, Tool, ToolCall
 from paceline.gateway.http.fields import Fields, TextFields, UnknownFields, read_fields
-from paceline.gateway.message.tools import MAX_TOOLS, AllowedChoice, NamedTool, Tool, ToolCall
+from paceline.gateway.message.tools import MAX_TOOLS
 from paceline.gateway.sessions.request import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_CHOICES,

@@ -22,6 +22,7 @@ from paceline.gateway.api.openai.bodies import (
     TextPart,
 )
 from paceline.gateway.api.openai.structured import grammar_of
+from paceline.gateway.api.openai.tools import ToolCall, read_toolbox
 from paceline.gateway.fleet.generation_config import MODEL_SAMPLING
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.grammars import calls as call_grammars
@@ -29,7 +30,7 @@ from paceline.gateway.grammars.compiling import grammar_of_json_schema
 from paceline.gateway.grammars.partial import Opening, after_reasoning
 from paceline.gateway.http.fields import UnknownFields, read_fields, read_text
 from paceline.gateway.message.form import QWEN3_CODER, MessageForm, begins_thinking
-from paceline.gateway.message.tools import Json, Toolbox, ToolCall
+from paceline.gateway.message.tools import Json, Toolbox
 from paceline.gateway.sessions.request import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
@@ -115,7 +116,7 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequestError("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
     keep_last = tokens_kept(model, body.truncate_prompt_tokens, wanted)
-    toolbox = Toolbox.read(body.tools, body.tool_choice, body.parallel_tool_calls, unknown)
+    toolbox = read_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls, unknown)
     token_ids = chat_tokens(body, model, unknown, keep_last, tools=toolbox.tools, extra=_effort(body))
     token_ids = check_prompt(model, token_ids, field="messages")
     # Calls that have to be made leave no room for content of another form.

@@ -23,7 +23,6 @@ from paceline.gateway.api.openai.bodies import ChatBody, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.http.response import STREAM_HEADERS, ErrorForm, Exchange, request_id, until_disconnect
-from paceline.gateway.message.form import MessageForm
 from paceline.gateway.message.growing import Message
 from paceline.gateway.message.parts import Part
 from paceline.gateway.sessions.output import Ending, Event
@@ -145,7 +144,7 @@ class TranslatedEndpoint:
     async def _answer(self, order: _Order, exchange: Exchange, trace: RequestTrace) -> None:
         try:
             with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
-                message = message_of(order.request)
+                message = Message(order.request.form, order.request.session_id)
                 telling = self._door.telling(order.asked, order.request, message, exchange.own_id)
                 await self._door.begun(order.asked, telling, order.request)
                 runs = trace.watch(self._sessions.run(order.request))
@@ -163,11 +162,6 @@ def _renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidReq
         if error.field.startswith(name) and rest[:1] in ("", ".", "["):
             return InvalidRequestError(own if rest.startswith("[") else own + rest, error.problem)
     return error
-
-
-def message_of(request: SessionRequest) -> Message:
-    """Returns the empty message of a session, whose text may be all of it."""
-    return Message(request.form or MessageForm(), request.session_id)
 
 
 async def told(

@@ -17,8 +17,9 @@ from paceline.gateway.api.openai.bodies import (
     Stop,
     Stops,
 )
+from paceline.gateway.api.openai.tools import MAX_NAME_CHARACTERS
 from paceline.gateway.http.fields import Fields, TextFields
-from paceline.gateway.message.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
+from paceline.gateway.message.tools import MAX_TOOLS
 
 
 class InputText(TextFields):

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from paceline.core.errors import InvalidRequestError, SessionNotFoundError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.api.endpoints.reading import BodyReader
-from paceline.gateway.api.openai.translated import Asked, TranslatedEndpoint, message_of, stream, told
+from paceline.gateway.api.openai.translated import Asked, TranslatedEndpoint, stream, told
 from paceline.gateway.api.responses.bodies import ResponsesBody
 from paceline.gateway.api.responses.keeping import KeptResponse, ResponseShelf
 from paceline.gateway.api.responses.requests import chat_of, output_messages
@@ -211,7 +211,8 @@ class KeptResponses:
             session = await self._claim(kept)
             telling = ResponseTelling(kept.response, session.session_id, after)
             ended = partial(self._shelf.change, kept, kept.document)
-            async with aclosing(told(self._sessions.run(session), telling, message_of(session), ended)) as steps:
+            message = Message(session.form, session.session_id)
+            async with aclosing(told(self._sessions.run(session), telling, message, ended)) as steps:
                 await stream(steps, exchange)
 
     async def cancel(self, response_id: str, request: Request, exchange: Exchange) -> None:
