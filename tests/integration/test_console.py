@@ -16,8 +16,8 @@ import pytest
 from loadtest.browser import browsing, chromium, problems_of
 
 from paceline.core.messages import TokenFate
-from paceline.gateway.console import feed
-from paceline.gateway.console.pages import FILE_PATHS, SECURITY_HEADERS
+from paceline.gateway.api.console import feed
+from paceline.gateway.api.console.pages import FILE_PATHS, SECURITY_HEADERS
 from tests.fleet.conftest import FleetRunner
 from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
 

@@ -21,9 +21,9 @@ from paceline.client.generate import GenerateConfig, stream
 from paceline.core.errors import ConfigError, OverloadedError, PacelineError, UnauthenticatedError, UnavailableError
 from paceline.gateway.access import keys
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.requests import SessionRequest
 from paceline.gateway.service import serve
 from paceline.gateway.sessions.output import Event
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.service.dev_ca import make_certificates

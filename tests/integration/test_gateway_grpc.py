@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from paceline.core.errors import InvalidRequestError, ModelNotFoundError, PacelineError, UnavailableError
-from paceline.gateway.generation_config import ModelDefaults
+from paceline.gateway.fleet.generation_config import ModelDefaults
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.service.status import error_from_rpc
 from paceline.wire import speculation_record_from_pb

@@ -15,7 +15,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
 from paceline.core.messages import TokenFate
-from paceline.gateway.http.openapi import PATH, openapi_document
+from paceline.gateway.api.openapi import PATH, openapi_document
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
 
 load_all_checks()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.core.messages import TokenFate
-from paceline.gateway.http.reading import IGNORED_FIELDS
+from paceline.gateway.http.response import IGNORED_FIELDS
 from tests.support.scripted_fleet import Script, ScriptedFleet, scripted_fleet
 
 ASK = {"prompt": "x", "seed": 0, "max_tokens": 7, "speculation": {"token_fates": True}}
