@@ -45,6 +45,7 @@ def test_every_block_says_in_which_known_language_it_is() -> None:
     assert [f"{block}: {block.language}" for block in BLOCKS if block.language not in known] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", of(*SHELLS))
 def test_the_commands_of_a_shell_block_would_work(block: Block, demo: Demo, tmp_path: Path) -> None:
     found = commands(block.text, tmp_path, VARIABLES)
@@ -53,6 +54,7 @@ def test_the_commands_of_a_shell_block_would_work(block: Block, demo: Demo, tmp_
         check(command, demo, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", of("python"))
 def test_a_python_block_runs(block: Block, demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

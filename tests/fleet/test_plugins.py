@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
+
+pytestmark = pytest.mark.full
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SPECULATION = {

@@ -54,6 +54,7 @@ async def lossy_over_grpc(address: str, model: str, acceptance: str) -> bool:
     return bool(messages[-1].result.speculation.lossy)
 
 
+@pytest.mark.full
 async def test_a_fleet_serves_every_rule_and_marks_lossy_texts(tiny_pair: tuple[Path, Path]) -> None:
     """Its default is `block`; what a request says counts more."""
     served = {"method": "draft_model", "policy": "fixed", "num_speculative_tokens": 4}

@@ -85,6 +85,7 @@ async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind(pair: tuple[
     assert not logs.exists()
 
 
+@pytest.mark.full
 async def test_a_fleet_with_certificates_speaks_tls_everywhere(pair: tuple[Path, Path], tmp_path: Path) -> None:
     folder = tmp_path / "ca"
     make_certificates(folder)
@@ -100,6 +101,7 @@ async def test_a_fleet_with_certificates_speaks_tls_everywhere(pair: tuple[Path,
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.full
 async def test_a_service_that_cannot_start_is_reported_and_its_log_stays(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -144,6 +146,7 @@ async def test_up_prints_where_it_listens_and_stops_on_ctrl_c(pair: tuple[Path, 
         await gone(pid)
 
 
+@pytest.mark.full
 async def test_ctrl_c_during_the_start_ends_what_was_started(pair: tuple[Path, Path], tmp_path: Path) -> None:
     process = await up(*arguments(pair), "--log-dir", str(tmp_path))
     async with asyncio.timeout(60):
@@ -159,6 +162,7 @@ async def test_ctrl_c_during_the_start_ends_what_was_started(pair: tuple[Path, P
         await gone(pid)
 
 
+@pytest.mark.full
 async def test_models_of_the_hub_are_fetched_at_the_first_start_and_served_offline_at_the_second(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def narrowed(case: Any, streamed: bool) -> None:
                 case.body[name] = min(case.body[name], 20)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("label", "mode", "streamed"), CASES)
 async def test_answers_are_those_of_the_description(
     tmp_path: Path, label: str, mode: GenerationMode, streamed: bool
