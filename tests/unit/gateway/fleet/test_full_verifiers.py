@@ -6,21 +6,14 @@ import pytest
 
 from paceline.core.errors import OverloadedError
 from paceline.gateway.fleet.full_verifiers import MOST_S, ToldFull
+from tests.support.clock import Clock
 
 FULL = OverloadedError("a place would be free in about 3.0 s", retry_after_s=1.0)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture
