@@ -28,8 +28,8 @@ HEAD = f"""# Metrics
 Every metric of every service. {WRITTEN_BY}
 [How to scrape and read them](observability.md), with dashboard and alerts.
 
-* The column `of` names the services that have a metric: gateways (G), verifiers (V), drafters (D). If its meaning differs
-  between tiers, each is given.
+* The column `of` names the services that have a metric: gateways (G), verifiers (V), drafters (D). If its meaning
+  differs between tiers, each is given.
 * A histogram is shown as `_bucket`, `_sum` and `_count`.
 * All services also show `process_*`: memory, CPU time, file descriptors and start.
 """

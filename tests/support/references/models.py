@@ -8,14 +8,14 @@ from tests.support.references.tables import WRITTEN_BY, code, table
 HEAD = f"""# Models
 
 Which engine serves which family of models. {WRITTEN_BY}
-Our engine refuses models by the same table. `paceline models check NAME` shows the answer for one model, with the memory
-that it takes. [How to name a model of your own](bring-your-own-model.md).
+Our engine refuses models by the same table. `paceline models check NAME` shows the answer for one model, with the
+memory that it takes. [How to name a model of your own](bring-your-own-model.md).
 
 Our engine computes what transformers computes, on a CPU or one GPU. It has two decoders:
 
 * **fast**: made for the family, its layers fused and its weights packed.
 * **generic**: transformers' own modules around our paged attention. At start it runs a short text through both
-  attentions, and refuses the model if their logits differ. Causal models that are not in the table are tried this way too.
+  attentions, and refuses the model if their logits differ. Causal models that are not in the table are tried so, too.
 
 vLLM runs behind the same gateway with `--engine vllm`, with the same drafters. Use it for large models on GPUs.
 
@@ -46,8 +46,8 @@ RULES = (
     ("`vision_config`", "refuses it", "use `--engine vllm`, which serves the text alone"),
 )
 TAIL = """
-Weights are read from `*.safetensors`. Pickle files (`.bin`, `.pt`), which can run code when read, and GGUF files are refused,
-with a sentence that says what to do.
+Weights are read from `*.safetensors`. Pickle files (`.bin`, `.pt`), which can run code when read, and GGUF files are
+refused, with a sentence that says what to do.
 """
 DECODERS = {LEAN: "fast", GENERIC: "generic"}
 
