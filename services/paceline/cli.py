@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import paceline
 from paceline.core.errors import ConfigError
-from paceline.service.called import as_called
-from paceline.service.config import exit_with_error, parse, setting
+from paceline.service.config import as_called, exit_with_error, parse, setting
 
 if TYPE_CHECKING:
     from paceline.cluster.checkpoints import CheckpointFacts

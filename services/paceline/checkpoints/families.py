@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
+
+from paceline.checkpoints.json_file import read_object
 
 Config = Mapping[str, Any]
 
@@ -16,6 +19,9 @@ Config = Mapping[str, Any]
 LEAN, GENERIC = "lean", "generic"
 # Positions turned by frequencies that depend on the longest sequence of a batch.
 LENGTH_DEPENDENT: Final = frozenset({"dynamic", "longrope"})
+
+EAGLE3_ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
+SPECULATORS_TYPE: Final = "eagle3"
 
 _SOFTCAP = "its attention caps scores (attn_logit_softcapping)"
 _SINKS = "its attention has sinks"
@@ -196,6 +202,18 @@ def text_config(config: Config) -> Config:
     """The part of config.json that describes the decoder of text."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
+
+
+def is_eagle3(folder: Path) -> bool:
+    """Whether a checkpoint folder holds an EAGLE-3 head, in SafeAILab's layout or that of speculators."""
+    return (folder / "config.json").is_file() and describes_eagle3(read_object(folder / "config.json"))
+
+
+def describes_eagle3(config: Config) -> bool:
+    """Whether a config.json is that of an EAGLE-3 head."""
+    return EAGLE3_ARCHITECTURE in (config.get("architectures") or []) or (
+        config.get("speculators_model_type") == SPECULATORS_TYPE
+    )
 
 
 def _named(config: Config) -> str:

@@ -18,8 +18,7 @@ from typing import Any
 import httpx
 
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
-from paceline.service.called import as_called
-from paceline.service.config import parse, setting
+from paceline.service.config import as_called, parse, setting
 
 PROG = "paceline generate"
 DESCRIPTION = (

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paceline
+from paceline.checkpoints.identity import vocab_hash
 from paceline.checkpoints.source import repository_of, unreadable_weights
-from paceline.checkpoints.vocabulary import vocab_hash
 from paceline.core.errors import ConfigError
 
 MODELS_FOLDER = Path(paceline.__file__).parent / "models"

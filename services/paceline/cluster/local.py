@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
+from paceline.checkpoints.identity import vocab_hash
 from paceline.checkpoints.source import MODEL_FILES, folder_of, served_name
-from paceline.checkpoints.vocabulary import vocab_hash
 from paceline.cluster.checkpoints import (
     DEMO_DRAFTER,
     DEMO_EAGLE3,

@@ -14,8 +14,7 @@ from paceline.cluster.foreground import describe_models, request_for, until_ctrl
 from paceline.cluster.local import LocalFleet, fetch_models
 from paceline.cluster.spec import FleetSpec, gateway_scheme
 from paceline.core.errors import ConfigError
-from paceline.service.called import as_called
-from paceline.service.config import exit_with_error, parse, public_url
+from paceline.service.config import as_called, exit_with_error, parse, public_url
 from paceline.service.process import run
 
 PROG = "paceline up"

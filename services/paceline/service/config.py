@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import math
 import re
+import shutil
 import sys
 import types
 import typing
@@ -21,10 +22,10 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from paceline.core.errors import ConfigError
-from paceline.service.called import as_called
 
 ConfigT = TypeVar("ConfigT")
 
+PROGRAM = "paceline"
 ENVIRONMENT_PREFIX = "PACELINE_"
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
@@ -172,6 +173,25 @@ def check_address(name: str, address: str) -> None:
             f"{name} must be host:port with a port from 1 to {MAX_PORT}, such as 10.0.0.7:8201 or [fd00::7]:8201, "
             f"got {address!r}"
         )
+
+
+def as_called(command: str) -> str:
+    """Returns `paceline COMMAND` as whoever started this process would type it.
+
+    That is `python -m paceline COMMAND`, `python -m paceline.COMMAND` where a service was started as a module, the path
+    of the program where no search path leads to it, and `command` itself in any other program.
+    """
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is not None:
+        name = module.name.removesuffix(".__main__")
+        if name == PROGRAM:
+            return f"python -m {command}"
+        if name == command.replace(" ", "."):
+            return f"python -m {name}"
+    program = Path(sys.argv[0])
+    if program.name != PROGRAM or shutil.which(PROGRAM) == str(program.absolute()):
+        return command
+    return f"{sys.argv[0]}{command.removeprefix(PROGRAM)}"
 
 
 def exit_with_error(prog: str, error: Exception) -> NoReturn:

@@ -17,10 +17,8 @@ import trustme
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY
-from paceline.service.called import as_called
-from paceline.service.certificates import utc_now
-from paceline.service.config import parse, setting
-from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, ROLES, role_name
+from paceline.service.config import as_called, parse, setting
+from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, ROLES, role_name, utc_now
 
 PROG = "paceline dev-ca"
 DESCRIPTION = (

@@ -20,8 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.service.called import as_called
-from paceline.service.config import exit_with_error
+from paceline.service.config import as_called, exit_with_error
 from paceline.service.status import ErrorInterceptor
 
 # What health is asked for to learn whether the process lives, able to serve or not.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.service.called import as_called
+from paceline.service.config import as_called
 from paceline.training.corpus import unseen_prompts
 from paceline.training.demo import DemoConfig, held_out_loss, prepare, target_config, train_target
 from paceline.training.distill import DistillConfig, distill

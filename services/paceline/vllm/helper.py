@@ -20,7 +20,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from paceline.checkpoints.vocabulary import vocab_hash
+from paceline.checkpoints.identity import vocab_hash
 from paceline.core.draft_policy import Goodput
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL

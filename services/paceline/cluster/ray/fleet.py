@@ -19,7 +19,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import TEXT_FILES
 from paceline.cluster.drain import DrainConfig, drain
 from paceline.cluster.local import fetch_models, resolve_checkpoints, with_heads

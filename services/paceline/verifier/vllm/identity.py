@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoints.fingerprint import fingerprint
+from paceline.checkpoints.identity import eos_token_ids, fingerprint, vocab_hash
 from paceline.checkpoints.json_file import read_object
 from paceline.checkpoints.source import served_name
-from paceline.checkpoints.vocabulary import eos_token_ids, vocab_hash
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VLLM_ARITHMETIC, ModelIdentity
 from paceline.core.params import DRAFT_MODEL, REJECTION
