@@ -1,4 +1,4 @@
-"""The `paceline` command; each subcommand imports what it needs when it is called, so help is fast."""
+"""The `paceline` command; each subcommand imports what it needs when it is called, so that help is fast."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMMANDS = {
     "plan": "say how many verifiers and drafters a load needs",
     "bench": "list the benches of a checkout, or run one",
     "train": "train the demo pair, or distil a drafter",
-    "models": "list checkpoints; models check NAME says what serves one, models fetch NAME fetches it",
+    "models": "list checkpoints; models check NAME shows which engine serves one, models fetch NAME fetches it",
     "dev-ca": "make certificates to try mutual TLS with",
     "key": "make an API key for a gateway",
 }
@@ -90,7 +90,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            f"{as_called(PROG)} COMMAND --help tells more; {as_called(PROG)} --version tells the version.",
+            f"{as_called(PROG)} COMMAND --help shows its options; {as_called(PROG)} --version the version.",
             "",
         ]
     )
@@ -119,7 +119,7 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
 
 
 def _bench(argv: Sequence[str]) -> None:
-    """Hands over to the checkout's `loadtest`, which lists its benches when none is named."""
+    """Runs the checkout's `loadtest`, which lists its benches if none is named."""
     import runpy
 
     if not (CHECKOUT / "loadtest" / "__main__.py").is_file():
@@ -151,8 +151,8 @@ def _models(argv: Sequence[str]) -> None:
 
     description = (
         "Lists checkpoints: those in the package, the widened demo target, and folders named. "
-        "paceline models check NAME says which engine serves a model, and at which memory; paceline models fetch NAME "
-        "fetches one of the Hub."
+        "paceline models check NAME shows which engine serves a model, with how much memory; paceline models fetch "
+        "NAME fetches one from the Hub."
     )
     config = parse(ModelsConfig, argv, os.environ, f"{PROG} models", description)
     rows = [("name", "architecture", "parameters", "vocabulary", "context", "vocabulary hash", "folder")]

@@ -10,11 +10,13 @@ import pytest
 from paceline.core.acceptance_rules import Rules
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.verifier.checks import MAX_SALT_CHARS, check_request
+from paceline.core.params import DRAFT_MODEL, NGRAM, REJECTION, TYPICAL, SamplingParams, SpeculationParams
+from paceline.verifier.served import MAX_SALT_CHARS, ServedEngine, TargetStepper
 
 EOS, STOP = 7, 8
-IDENTITY = ModelIdentity(name="m", vocab_hash="v", vocab_size=64, context_len=100, eos_token_ids=(EOS,))
+IDENTITY = ModelIdentity(
+    name="m", vocab_hash="v", vocab_size=64, context_len=100, eos_token_ids=(EOS,), methods=(NGRAM,)
+)
 SAMPLING = SamplingParams(max_tokens=10, stop_token_ids=(STOP,))
 FINE = GenerateRequest(
     session_id="s",
@@ -26,8 +28,13 @@ FINE = GenerateRequest(
 )
 
 
-def check(request: GenerateRequest) -> None:
-    check_request(request, IDENTITY, max_model_len=100, methods=("ngram",), rules=Rules())
+def never_made() -> TargetStepper:
+    raise AssertionError("no engine is needed")
+
+
+def check(request: GenerateRequest, *methods: str, rules: Rules | None = None) -> None:
+    identity = replace(IDENTITY, methods=methods or IDENTITY.methods)
+    ServedEngine(identity=identity, rules=rules or Rules(), make=never_made).check(request)
 
 
 def test_what_can_be_served_passes() -> None:
@@ -46,9 +53,29 @@ def test_what_can_be_served_passes() -> None:
         ({"prompt_token_ids": (1,) * 91, "committed_token_ids": ()}, "91 prompt tokens.*context of 100"),
         ({"cache_salt": "x" * (MAX_SALT_CHARS + 1)}, f"cache_salt.*{MAX_SALT_CHARS}"),
         ({"speculation": SpeculationParams(method="medusa")}, "speculation.method.*medusa is not served"),
-        ({"speculation": SpeculationParams(acceptance="rejection")}, "speculation.acceptance.*rejection needs"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         check(replace(FINE, **changes))
+
+
+@pytest.mark.parametrize(
+    ("methods", "asked", "rules"),
+    [
+        ((NGRAM,), SpeculationParams(acceptance=REJECTION), Rules()),
+        ((DRAFT_MODEL, NGRAM), SpeculationParams(method=NGRAM), Rules(default=REJECTION)),
+    ],
+)
+def test_a_rule_for_chains_needs_a_method_that_draws_them(
+    methods: tuple[str, ...], asked: SpeculationParams, rules: Rules
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        check(replace(FINE, speculation=asked), *methods, rules=rules)
+    wanted = "speculation.acceptance: rejection needs the method draft_model or eagle3, and here it is ngram"
+    assert str(refused.value) == wanted
+
+
+def test_a_lossy_rule_is_refused_where_the_verifier_was_not_started_for_it() -> None:
+    with pytest.raises(InvalidRequestError, match=r"speculation\.acceptance: typical is lossy, and served only where"):
+        check(replace(FINE, speculation=SpeculationParams(acceptance=TYPICAL)))
