@@ -1,7 +1,7 @@
 """Code blocks of README and docs, and the commands in those of the shell.
 
-A shell block runs in bash, which finds no program: each command it would start is written down with its arguments
-instead. So quotes, loops, pipes and variables mean what they mean to a reader who pastes the block.
+A shell block runs in a bash that finds no program and records each command with its arguments instead. So quotes,
+loops, pipes and variables mean what they mean to a reader who pastes the block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[^\s`]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
 )
 _MODEL = re.compile(r"""model=["']([\w./-]+)["']""")
-# Programs of the checkout's environment are meant by either name.
+# Programs of .venv are named with or without their folder.
 _BIN = re.compile(r"(?:\./)?\.venv/bin/")
 _RECORDER = r"""
 command_not_found_handle() {
@@ -41,7 +41,7 @@ class Block:
     Attributes:
         page: Its page, from the top of the checkout.
         line: Where it begins there, from 1.
-        language: What its fence says; empty: a picture or an output.
+        language: As its fence names it; empty for a picture or an output.
     """
 
     page: str
@@ -60,7 +60,7 @@ class Command:
 
     Attributes:
         words: Program and arguments.
-        variables: Of its environment, those that are ours.
+        variables: The PACELINE_ variables of its environment.
     """
 
     words: tuple[str, ...]
@@ -96,7 +96,7 @@ def commands(script: str, folder: Path, variables: Mapping[str, str]) -> list[Co
         variables: Set before it.
 
     Raises:
-        ValueError: bash refuses it.
+        ValueError: bash refuses the script.
     """
     record = folder / ".commands"
     record.unlink(missing_ok=True)

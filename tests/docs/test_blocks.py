@@ -1,4 +1,4 @@
-"""Every code block of README and docs: it runs, or as much of it as can be checked here is checked."""
+"""Code blocks of README and docs run, or are checked as far as they can be here."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.docs.programs import check
 from tests.unit.k8s.chart import CHART
 
 BLOCKS = list(blocks())
-# Pictures and outputs: there is nothing to run.
+# Pictures and outputs.
 SHOWN = ("", "text", "console", "mermaid", "diff")
 SHELLS = ("bash", "sh", "shell")
 PYTHON_S = 60.0
-# What pages take as given.
+# Variables and names that pages assume.
 VARIABLES = {"KEY": "pl-0", "HOST": "10.0.0.7", "REGISTRY": "registry.example", "tier": "gateway"}
 GIVEN: Mapping[str, Any] = {
     "key": None,
