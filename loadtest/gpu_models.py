@@ -153,7 +153,7 @@ class RandomModel:
 
 
 class ImposedDecoder(Decoder):
-    """A decoder of which one logit a row is raised once its forward pass is over.
+    """A decoder that raises one logit a row once its forward pass is over.
 
     Args:
         inner: Does the work.
@@ -168,7 +168,7 @@ class ImposedDecoder(Decoder):
         self._logit = math.log(self.config.vocab_size) + 0.5 + math.log(max(odds, 1e-3))
 
     def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:
-        """See `Decoder`; the logits come on the host."""
+        """Runs the step and raises the logits, which come on the host."""
         logits = super().forward(batch, cache, layers).cpu()
         rows = batch.logit_rows
         named = mix(batch.token_ids[rows], batch.positions[rows], 1) % self.config.vocab_size

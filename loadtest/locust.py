@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.fleet import bench_fleet, machine
+from loadtest.bench import machine
+from loadtest.fleet import bench_fleet
 from loadtest.shapes import SHAPES
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.service.config import exit_with_error, parse, setting

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,14 +13,17 @@ from paceline.obs.families import MODEL_NAME
 TIMEOUT_S = 5.0
 
 
-async def scrape(address: str) -> dict[str, float]:
+async def scrape(address: str, key: str = "") -> dict[str, float]:
     """Returns the samples of `http://address/metrics` by name, summed over their labels.
 
-    Samples with one label beside the model's stand by themselves too, as `name{value}`.
+    Samples with one label beside the model's stand by themselves too, as `name{value}`. `key` is for gateways that ask
+    for one.
     """
     # Reading certificates, which nobody needs here, takes longer than all the rest.
     async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, verify=False) as client:
-        response = await client.get(f"http://{address}/metrics")
+        response = await client.get(
+            f"http://{address}/metrics", headers={"authorization": f"Bearer {key}"} if key else None
+        )
         response.raise_for_status()
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(response.text):
@@ -34,7 +36,7 @@ async def scrape(address: str) -> dict[str, float]:
 
 
 async def sessions_left(fleet: LocalFleet) -> dict[str, int]:
-    """Returns the sessions that the services of a fleet still count, by service; an empty one when there are none."""
+    """Returns the sessions that the services of a fleet still count, by service; empty when there are none."""
     async with httpx.AsyncClient(trust_env=False) as client:
         health = (await client.get(f"{fleet.gateway_url}/health")).json()
     verifier = await scrape(fleet.endpoint("verifier").second_address)
@@ -48,20 +50,10 @@ async def sessions_left(fleet: LocalFleet) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items() if count}
 
 
-@dataclass(slots=True)
-class MeanOf:
-    """Mean of a histogram over the time between scrapes; several stretches add up."""
-
-    name: str
-    total: float = 0.0
-    count: float = 0.0
-
-    def add(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Takes in one stretch."""
-        self.total += after.get(f"{self.name}_sum", 0.0) - before.get(f"{self.name}_sum", 0.0)
-        self.count += after.get(f"{self.name}_count", 0.0) - before.get(f"{self.name}_count", 0.0)
-
-    @property
-    def value(self) -> float:
-        """The mean; 0 when nothing was observed."""
-        return self.total / self.count if self.count else 0.0
+def mean_between(histogram: str, scrapes: list[tuple[Mapping[str, float], Mapping[str, float]]]) -> float:
+    """Mean of a histogram over stretches, each between two scrapes; 0 when nothing was observed."""
+    total, count = (
+        sum(after.get(name, 0.0) - before.get(name, 0.0) for before, after in scrapes)
+        for name in (f"{histogram}_sum", f"{histogram}_count")
+    )
+    return total / count if count else 0.0

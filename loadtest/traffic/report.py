@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loadtest.streams import Ask
 from loadtest.traffic.figures import PERCENTILES, Window
-from loadtest.traffic.plan import Request
 from loadtest.traffic.plots import plots
 
 # Times of tables are milliseconds.
@@ -34,7 +34,7 @@ def write_reports(
     out: Path,
     figures: Mapping[str, Any],
     runs: Mapping[str, Sequence[Window]],
-    windows: Sequence[Sequence[Request]],
+    windows: Sequence[Sequence[Ask]],
 ) -> tuple[Path, Path]:
     """Writes `out` with .json and .html, and returns both."""
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from loadtest.browser import browsing, chromium, problems_of
 
 from paceline.core.messages import TokenFate
 from paceline.gateway.console import feed
 from paceline.gateway.console.pages import FILE_PATHS, SECURITY_HEADERS
 from tests.fleet.conftest import FleetRunner
+from tests.support.browser import browsing, chromium, problems_of
 from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
 
 WAIT_S = 100.0

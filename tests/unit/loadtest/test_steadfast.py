@@ -10,7 +10,8 @@ from itertools import islice
 from loadtest.failover import SETTLING_TOKENS, _first_token_after_pause, _mean_length
 from loadtest.faults import FAULTS, KILL, POISONER, VALKEY, planned
 from loadtest.histories import Event, History, Kind
-from loadtest.steadfast import http_body, long_request, mixed_requests
+from loadtest.resuming_http import http_body
+from loadtest.steadfast import long_request, mixed_requests
 
 NAMES = {
     "verifier": ["v0", "v1"],
@@ -82,6 +83,7 @@ def test_a_long_request_fills_the_context_and_goes_through_the_other_door_with_t
     body = http_body(request)
     assert body["prompt"] == list(request.prompt_token_ids.ids)
     assert (body["seed"], body["max_tokens"], body["temperature"]) == (5, 160, request.sampling.temperature)
+    assert (body["ignore_eos"], body["speculation"]) == (True, {"acceptance": "coupled"})
 
 
 def test_lengths_are_counted_from_a_token_on_and_without_the_cut_off_last_step() -> None:
