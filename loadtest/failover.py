@@ -1,14 +1,12 @@
-"""How long streams pause when a verifier or a drafter dies, and whether guesses are as good after a session has moved.
+"""How long streams pause when a verifier or a drafter dies: `make bench NAME=failover`.
 
-Four parts, on a fleet of two verifiers and two drafters, one gateway, the demo pair, drafts by the drafter tier only,
+Three parts, on a fleet of two verifiers and two drafters, one gateway, the demo pair, drafts by the drafter tier only,
 always 8 nodes a step:
 
 * a verifier is killed under streams: their longest pause, which may be 1 s and the time to compute the context anew;
 * a drafter is killed under streams: the time until drafts of another one are accepted, which may be 1 s;
 * the engine of a verifier hangs under streams while its process lives: their longest pause, which may be the bound of
-  its watchdog and 5 s;
-* sessions are moved to another verifier by a mark to drain, and prompts come again that are in the prefix cache: the
-  mean acceptance length from the 16th token after, against the same tokens of undisturbed sessions; 2 % may be lost.
+  its watchdog and 5 s.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from itertools import pairwise
 from pathlib import Path
 
 from tqdm import tqdm
@@ -29,23 +26,19 @@ from tqdm import tqdm
 from loadtest.bench import bench_parser, report, run
 from loadtest.faulty.orders import FOLDER_VARIABLE, HANG, order
 from loadtest.fleet import DEMO_PAIR, bench_fleet
-from loadtest.histories import Event, History
+from loadtest.histories import History
 from loadtest.scrape import scrape
-from loadtest.steadfast import Request, mixed_requests, over, run_each, run_one
+from loadtest.steadfast import mixed_requests, over, run_one
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.supervisor import BackOff
 from paceline.core.params import DRAFT_MODEL
-from paceline.store.opening import open_store
 
 MOST_PAUSE_S = 1.0
 MOST_DRAFTLESS_S = 1.0
 # An engine that makes no step for that long is taken for hung.
 ENGINE_STALL_S = 3.0
 MOST_HUNG_S = ENGINE_STALL_S + 5.0
-LEAST_RATIO = 0.98
-# Tokens after a move, or after a prefix hit, that are not counted.
-SETTLING_TOKENS = 16
 # Streams are disturbed when each has that many tokens.
 LEAD_TOKENS = 64
 POLL_S = 0.01
@@ -71,13 +64,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5, help="of verifiers and of drafters (default 5 each)")
     parser.add_argument("--hangs", type=int, default=2, help="of engines (default 2)")
     parser.add_argument("--streams", type=int, default=4, help="side by side while something is killed (default 4)")
-    parser.add_argument("--moved", type=int, default=16, help="sessions that are moved at once (default 16)")
     parser.add_argument("--max-tokens", type=int, default=384, help="tokens of a stream (default 384)")
     run(parser, measure)
 
 
 async def measure(options: argparse.Namespace) -> bool:
-    """Runs the four parts; True when all goals are met."""
+    """Runs the three parts; True when all goals are met."""
     async with AsyncExitStack() as stack:
         orders = stack.enter_context(tempfile.TemporaryDirectory())
         fleet = bench_fleet(environ={FOLDER_VARIABLE: orders}, launcher=LAUNCHER, **SETTINGS)
@@ -87,7 +79,6 @@ async def measure(options: argparse.Namespace) -> bool:
         killed = await bench.pauses("verifiers killed", options.kills, fleet.kill)
         draftless = await bench.drafters_killed()
         hung = await bench.pauses("engines hung", options.hangs, bench.hang)
-        moved, cached = await bench.sessions_moved()
     pauses, hangs = [pause for pause, _ in killed], [pause for pause, _ in hung]
     prefill_s = max((each for _, each in killed), default=0.0)
     in_time = (
@@ -96,7 +87,6 @@ async def measure(options: argparse.Namespace) -> bool:
     drafted = max(draftless) <= MOST_DRAFTLESS_S
     limits = f"pause {MOST_PAUSE_S:g} s + prefill, drafter {MOST_DRAFTLESS_S:g} s, hung {MOST_HUNG_S:g} s"
     print(f"{len(pauses)} streams, {len(draftless)} drafters, {len(hangs)} hung streams; at most: {limits}")
-    print(f"mean acceptance length, {SETTLING_TOKENS} tokens after a move or a prefix hit: at least {LEAST_RATIO:g}")
     return report(
         "failover",
         batch_size=options.streams,
@@ -104,9 +94,7 @@ async def measure(options: argparse.Namespace) -> bool:
         prefill_max_s=round(prefill_s, 3),
         **_quantiles("drafter", draftless),
         **_quantiles("hung_pause", hangs),
-        moved_length_ratio=round(moved, 4),
-        prefix_hit_length_ratio=round(cached, 4),
-        ok=bool(pauses) and in_time and drafted and min(moved, cached) >= LEAST_RATIO,
+        ok=bool(pauses) and in_time and drafted,
     )
 
 
@@ -165,56 +153,17 @@ class _Bench:
             await self._streams_past(kill)
         return times
 
-    async def sessions_moved(self) -> tuple[float, float]:
-        """Returns the mean acceptance length of moved sessions, and of prefix hits, over that of undisturbed ones."""
-        requests = mixed_requests(self._options.moved, self._options.max_tokens, DRAFT_MODEL)
-        async with open_store(self._fleet.redis_url) as store:
-
-            async def only(name: str) -> None:
-                for endpoint in self._fleet.endpoints_of("verifier"):
-                    await store.drain(endpoint.name, draining=endpoint.name != name)
-
-            await only("verifier-0")
-            await asyncio.sleep(1.0)
-            with tqdm(desc="sessions moved", total=3 * len(requests), unit="stream") as bar:
-                first = await run_each(self._answer, requests, bar.update)
-                again = await run_each(self._answer, requests, bar.update)
-                drained_s = 0.0
-
-                async def move() -> None:
-                    nonlocal drained_s
-                    drained_s = time.perf_counter()
-                    await only("verifier-1")
-
-                moved = await self._streams_with(move, requests)
-                bar.update(len(requests))
-        starts = [_first_token_after_pause(stream, drained_s) + SETTLING_TOKENS for stream in moved]
-        settled = [SETTLING_TOKENS] * len(requests)
-        return (
-            _mean_length(moved, starts) / _mean_length(again, starts),
-            _mean_length(again, settled) / _mean_length(first, settled),
-        )
-
     async def _streams_past(self, disturb: Callable[[], Awaitable[str]]) -> list[History]:
-        """Runs streams through something that ends a process, whose name it returns, and waits for its successor."""
-        restarts = {each.name: self._fleet.restart_count(each.name) for each in self._fleet.endpoints}
-        victim = ""
+        """Runs streams to their end, and when each has `LEAD_TOKENS` ends a process; waits for its successor.
 
-        async def disturbed() -> None:
-            nonlocal victim
-            victim = await disturb()
-
-        requests = mixed_requests(self._options.streams, self._options.max_tokens, DRAFT_MODEL)
-        streams = await self._streams_with(disturbed, requests)
-        await self._fleet.until_restarted(victim, restarts[victim] + 1)
-        return streams
-
-    async def _streams_with(self, disturb: Callable[[], Awaitable[None]], requests: Sequence[Request]) -> list[History]:
-        """Runs streams to their end, and `disturb` when each has `LEAD_TOKENS`.
+        Args:
+            disturb: Ends a process and returns its name.
 
         Raises:
             RuntimeError: A stream failed.
         """
+        requests = mixed_requests(self._options.streams, self._options.max_tokens, DRAFT_MODEL)
+        restarts = {each.name: self._fleet.restart_count(each.name) for each in self._fleet.endpoints}
         leading: set[int] = set()
         all_lead = asyncio.Event()
 
@@ -229,11 +178,12 @@ class _Bench:
             for index, request in enumerate(requests)
         ]
         await all_lead.wait()
-        await disturb()
+        victim = await disturb()
         streams = await asyncio.gather(*running)
         failed = [stream.error for stream in streams if stream.error]
         if failed:
             raise RuntimeError(f"{len(failed)} streams failed, first: {failed[0]}")
+        await self._fleet.until_restarted(victim, restarts[victim] + 1)
         return list(streams)
 
     async def _loads(self, role: str, metric: str) -> dict[str, float]:
@@ -263,32 +213,3 @@ class _Bench:
                 if accepted_then is None:
                     accepted_then = accepted if await self._verifiers_count(CHANGED) > changed_before else None
                 await asyncio.sleep(POLL_S)
-
-
-def _steps(history: History) -> list[Event]:
-    """Pieces that brought tokens."""
-    return [piece for piece in history.pieces if piece.token_ids]
-
-
-def _first_token_after_pause(history: History, since_s: float) -> int:
-    """Tokens that had come at the end of the longest pause after a time."""
-    steps = _steps(history)
-    gaps = [
-        (later.at_s - sooner.at_s, number)
-        for number, (sooner, later) in enumerate(pairwise(steps), start=1)
-        if later.at_s > since_s
-    ]
-    return sum(len(step.token_ids) for step in steps[: max(gaps)[1]])
-
-
-def _mean_length(histories: Sequence[History], starts: Sequence[int]) -> float:
-    """Tokens a step, from a token of each stream on; the last step is left out, as the end cuts it short."""
-    num_tokens = num_steps = 0
-    for history, start in zip(histories, starts, strict=True):
-        at = 0
-        for step in _steps(history)[:-1]:
-            if at >= start:
-                num_tokens += len(step.token_ids)
-                num_steps += 1
-            at += len(step.token_ids)
-    return num_tokens / max(1, num_steps)

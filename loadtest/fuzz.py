@@ -13,10 +13,6 @@ end by more than 3 % + 4 MiB; the gateway's event loop never stands still for 50
 process is the one that was there at the start; and a good completion after it all has the text that it had before. The
 gateway has half of the cores, so that its stalls are its own.
 
-Then 64 callers without a key send messages of 4 MiB to both doors of a gateway that asks for keys
-(`loadtest/keyless.py`). Judged are its memory, which grows by less than 64 MiB, and the pace of a stream under way: its
-event loop never stands still for 50 ms.
-
     make bench NAME=fuzz ARGS='--messages 10000 --seed 7'
     make bench NAME=fuzz ARGS='--doors bodies --messages 20000'
 """
@@ -25,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -42,11 +39,11 @@ from loadtest.bad.kinds import Bad, Kind, Target, bad_messages
 from loadtest.bench import MIB, bench_parser, report, run, show
 from loadtest.client import completed
 from loadtest.fleet import DEMO_PAIR, bench_fleet
-from loadtest.keyless import MAX_STALL_S, longest_stall_s, measure_keyless, part_cores, start_is_past
-from loadtest.procfs import resident_bytes
-from loadtest.scrape import sessions_left
+from loadtest.procfs import keep_to, resident_bytes
+from loadtest.scrape import scrape, sessions_left
 from loadtest.streams import Ask
 from paceline.cluster.local import LocalFleet
+from paceline.core.messages import GATEWAY
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 
 GROWTH_SHARE, GROWTH_MIB = 0.03, 4.0
@@ -64,7 +61,10 @@ CONNECTIONS = 4
 REST_S = 30
 # What the store keeps by design is gone within a few seconds, so that what grows is a leak.
 KEPT_BRIEFLY = ("--response-ttl-s=5", "--record-ttl-s=10")
-# The gauge covers the last minute.
+STALL = "paceline:event_loop_stall_seconds"
+MAX_STALL_S = 0.05
+# Seconds that the gauge covers: stalls of the start are older then.
+STALLS_COVERED_S = 60
 STALLS_EVERY_S = 20.0
 GOOD = Ask(prompt="The drafter guesses, and the verifier", max_tokens=48, seed=11)
 
@@ -102,7 +102,6 @@ def main() -> None:
     doors = f"of {', '.join(SHARES)} (default all)"
     parser.add_argument("--doors", nargs="+", choices=SHARES, default=[*SHARES], metavar="DOOR", help=doors)
     parser.add_argument("--seed", type=int, default=1, help="the same seed sends the same messages (default 1)")
-    parser.add_argument("--keyless-s", type=float, default=30.0, help="seconds of callers without a key (default 30)")
     run(parser, measure)
 
 
@@ -112,7 +111,6 @@ async def measure(arguments: argparse.Namespace) -> bool:
         raise SystemExit(f"--messages must be at least 100, so that every kind comes, got {arguments.messages}")
     async with bench_fleet(**DEMO_PAIR, dtype="float32", gateway_arg=KEPT_BRIEFLY) as fleet:
         tally, figures = await _measure_fleet(fleet, arguments)
-    figures["without_keys"] = await measure_keyless(arguments.keyless_s)
     show({"door": door, "kind": kind, "answers": dict(counts)} for (door, kind), counts in tally.counts.items())
     show({"process": name, **row} for name, row in figures["memory_mib"].items())
     rest = {name: value for name, value in figures.items() if name != "memory_mib"}
@@ -124,15 +122,24 @@ async def measure(arguments: argparse.Namespace) -> bool:
         and not figures["sessions_left"]
         and figures["same_processes"]
         and figures["same_text"]
-        and figures["without_keys"]["ok"]
         and all(row["ok"] for row in figures["memory_mib"].values())
     )
     return report("fuzz", seed=arguments.seed, **figures, ok=well)
 
 
+def _part_cores(fleet: LocalFleet) -> None:
+    """Gives the gateway one half of the cores and everybody else the other, so that its own work is seen."""
+    cpus = sorted(os.sched_getaffinity(0))
+    half = len(cpus) // 2
+    if half:
+        for endpoint in fleet.endpoints:
+            keep_to(fleet.pid(endpoint.name), cpus[:half] if endpoint.role == GATEWAY else cpus[half:])
+        keep_to(os.getpid(), cpus[half:])
+
+
 async def _measure_fleet(fleet: LocalFleet, arguments: argparse.Namespace) -> tuple[Tally, dict[str, Any]]:
     pids = {endpoint.name: fleet.pid(endpoint.name) for endpoint in fleet.endpoints}
-    part_cores(fleet)
+    _part_cores(fleet)
     before = (await completed(fleet.gateway_url, GOOD)).text
     gateway = fleet.endpoint("gateway")
     addresses = Addresses(
@@ -179,13 +186,16 @@ async def _stalls_watched(address: str) -> AsyncIterator[list[float]]:
     async def watch() -> None:
         while True:
             await asyncio.sleep(STALLS_EVERY_S)
-            stalls_s.append(await longest_stall_s(address))
+            stalls_s.append((await scrape(address))[STALL])
 
-    await start_is_past(address)
+    for _ in range(STALLS_COVERED_S):
+        if (await scrape(address))[STALL] < MAX_STALL_S / 2:
+            break
+        await asyncio.sleep(1)
     watching = asyncio.create_task(watch())
     try:
         yield stalls_s
-        stalls_s.append(await longest_stall_s(address))
+        stalls_s.append((await scrape(address))[STALL])
     finally:
         watching.cancel()
         with suppress(asyncio.CancelledError):

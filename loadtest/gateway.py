@@ -1,14 +1,10 @@
-"""What the gateway costs: HTTP and server-sent events against gRPC straight to the verifier. `make bench NAME=gateway`.
+"""What the gateway costs at 64 streams: HTTP and SSE against gRPC straight to the verifier. `make bench NAME=gateway`.
 
-Part 1, one stream at a time: the same session through the gateway and straight to the verifier, by turns, speculation
-off. Judged is the median of the pairwise difference of the time per output token. The target is the bundled demo target
-as it is, not widened: its steps are short, so that a fraction of a millisecond shows.
-
-Part 2, 64 streams at once, all through the gateway or all straight, by turns. Judged are the tokens/s of HTTP over
-those of gRPC, and that no stream falls behind: one more session, the witness, runs straight on the verifier beside the
-64, and as all sessions commit in the same steps, its tokens say when each step was done. The growth of a stream's lag
-from a quarter of its tokens to its last, counted in the witness's steps, must stay below 2 steps for 99 % of the
-streams: a gateway that hands out more slowly than the verifier commits is behind by more with every token.
+All streams go through the gateway or all straight to the verifier, by turns, speculation off. Judged are the tokens/s
+of HTTP over those of gRPC, and that no stream falls behind: one more session, the witness, runs straight on the
+verifier beside the 64, and as all sessions commit in the same steps, its tokens show when each step was done. The
+growth of a stream's lag from a quarter of its tokens to its last, counted in the witness's steps, must stay below 2
+steps for 99 % of the streams: a gateway that sends more slowly than the verifier commits is later with every token.
 
 The verifier has the first CPU to itself; gateway and load generator share the others, as on hosts of their own. The
 load generator is this process: it notes bytes and times while streams run and reads them afterwards. The CPU shares in
@@ -26,7 +22,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +44,10 @@ from paceline.rpc.v1 import verifier_pb2_grpc
 from paceline.service.credentials import channel
 from paceline.wire import committed_from_pb, generate_request_to_pb
 
-MOST_OVERHEAD_MS = 0.3
 LEAST_RATIO = 0.95
 MOST_LAG_STEPS = 2.0
 # Beyond it the generator, not the gateway, would be what is measured.
 MOST_GENERATOR_SHARE = 0.7
-MOST_PROMPTS = 40
 WITNESS_TOKENS = 32
 DIRECT, HTTP = WAYS = ("direct", "http")
 GENERATOR = "load generator"
@@ -120,22 +114,11 @@ class Load:
 def main() -> None:
     """Parses the command line and runs the bench."""
     parser = bench_parser("gateway", __doc__)
-    parser.add_argument("--pairs", type=int, default=60, help="sessions each way, one at a time (default 60)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of a session (default 128)")
-    parser.add_argument("--streams", type=int, default=64, help="streams at once in part 2 (default 64)")
-    parser.add_argument("--load-tokens", type=int, default=64, help="tokens of a session in part 2 (default 64)")
-    parser.add_argument("--rounds", type=int, default=5, help="runs each way in part 2 (default 5)")
-    parser.add_argument(
-        "--load-model", choices=("demo", "widened"), default="widened", help="target of part 2 (default widened)"
-    )
+    parser.add_argument("--streams", type=int, default=64, help="streams at once (default 64)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of a session (default 64)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs each way (default 5)")
+    parser.add_argument("--model", choices=("demo", "widened"), default="widened", help="target (default widened)")
     run(parser, measure)
-
-
-async def measure(arguments: argparse.Namespace) -> bool:
-    """Runs both parts and prints them; True when both are met."""
-    one = await measure_overhead(arguments)
-    many = await measure_load(arguments)
-    return report("gateway", one_stream=one, many_streams=many, ok=bool(one["ok"] and many["ok"]))
 
 
 @asynccontextmanager
@@ -165,50 +148,6 @@ def _asks(fleet: LocalFleet, count: int, max_tokens: int) -> list[Ask]:
     return [Ask(prompt=ids, max_tokens=max_tokens, speculation={"enabled": False}) for ids in encoded]
 
 
-async def measure_overhead(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Part 1: runs the pairs, prints both ways and returns the figures."""
-    async with _fleet(DEMO_TARGET) as (fleet, ways):
-        asks = _asks(fleet, min(arguments.pairs, MOST_PROMPTS), arguments.max_tokens)
-        for ask in asks:
-            # Both ways then find the prompt in the prefix cache.
-            await ways.stream(HTTP, ask)
-        # Each way meets them in the same order.
-        to_run = {way: itertools.cycle(asks) for way in WAYS}
-        runs = await take_turns(
-            WAYS, lambda way: ways.stream(way, next(to_run[way])), rounds=arguments.pairs, title="pairs"
-        )
-        model = fleet.model_name
-    rows = {way: _way(runs[way]) for way in WAYS}
-    pairs = zip(runs[DIRECT], runs[HTTP], strict=True)
-    differences_ms = [1e3 * (_per_token_s(http) - _per_token_s(direct)) for direct, http in pairs]
-    overhead_ms = _middle_and_end(differences_ms, 4)
-    print(f"\none stream at a time, {model}; overhead a token in ms (at most {MOST_OVERHEAD_MS}): {overhead_ms}")
-    show({"way": way, **row} for way, row in rows.items())
-    return {
-        "model": model,
-        "batch_size": 1,
-        "pairs": len(differences_ms),
-        **rows,
-        "overhead_ms": overhead_ms,
-        "ratio": round(rows[HTTP]["per_token_ms"] / rows[DIRECT]["per_token_ms"], 4),
-        "ok": overhead_ms["median"] <= MOST_OVERHEAD_MS,
-    }
-
-
-def _per_token_s(done: Completion) -> float:
-    """Time per output token after the first, which comes alone."""
-    return done.decode_s / (done.num_tokens - 1)
-
-
-def _way(runs: Sequence[Completion]) -> dict[str, float]:
-    gaps_ms = [1e3 * gap_s for each in runs for gap_s in each.gaps_s]
-    return {
-        "per_token_ms": round(statistics.median(1e3 * _per_token_s(each) for each in runs), 4),
-        "gap_p99_ms": round(float(np.quantile(gaps_ms, 0.99)), 3),
-        "first_token_ms": round(statistics.median(1e3 * (each.pieces[0][0] - each.started_s) for each in runs), 3),
-    }
-
-
 def _middle_and_end(values: Sequence[float], places: int) -> dict[str, float]:
     return {
         "median": round(statistics.median(values), places),
@@ -216,24 +155,23 @@ def _middle_and_end(values: Sequence[float], places: int) -> dict[str, float]:
     }
 
 
-async def measure_load(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Part 2: runs many streams both ways by turns, prints both and returns the figures."""
-    model = DEMO_TARGET if arguments.load_model == "demo" else None
+async def measure(arguments: argparse.Namespace) -> bool:
+    """Runs many streams both ways by turns and prints both; True when the gateway keeps up."""
+    model = DEMO_TARGET if arguments.model == "demo" else None
     seats = arguments.streams + 1
     async with _fleet(model, f"--max-num-seqs={seats}") as (fleet, ways):
-        *asks, last = _asks(fleet, seats, arguments.load_tokens)
+        *asks, last = _asks(fleet, seats, arguments.max_tokens)
         # The witness outlives the others by what it may have begun earlier.
-        witness = Ask(
-            prompt=last.prompt, max_tokens=arguments.load_tokens + WITNESS_TOKENS, speculation=last.speculation
-        )
+        witness = replace(last, max_tokens=arguments.max_tokens + WITNESS_TOKENS)
 
         async def once(way: str) -> Load:
             return await _measure_load(fleet, ways, way, asks, witness)
 
+        # Both ways then find the prompts in the prefix cache.
         await once(HTTP)
         loads = await take_turns(WAYS, once, rounds=arguments.rounds, title=f"{arguments.streams} streams")
         name = fleet.model_name
-    return _load_figures(name, arguments.streams, loads)
+    return report("gateway", model=name, batch_size=arguments.streams, **_figures(loads))
 
 
 async def _measure_load(fleet: LocalFleet, ways: Ways, way: str, asks: Sequence[Ask], witness: Ask) -> Load:
@@ -270,7 +208,7 @@ def lag_growth_s(times_s: Sequence[float], steps_s: Sequence[float]) -> float:
     return (times_s[-1] - times_s[quarter]) - (steps_s[ended] - steps_s[begun])
 
 
-def _load_figures(model: str, num_streams: int, loads: Mapping[str, Sequence[Load]]) -> dict[str, Any]:
+def _figures(loads: Mapping[str, Sequence[Load]]) -> dict[str, Any]:
     rows = {way: _load_row(runs) for way, runs in loads.items()}
     pairs = list(zip(loads[HTTP], loads[DIRECT], strict=True))
     behind_ms = [
@@ -288,10 +226,9 @@ def _load_figures(model: str, num_streams: int, loads: Mapping[str, Sequence[Loa
         "generator_ok": generator_ok,
         "ok": trial.meets(least=LEAST_RATIO) and keeps_up and generator_ok,
     }
-    print(f"\n{num_streams} streams at once, {model}")
     show({"way": way, **row} for way, row in rows.items())
     show([figures])
-    return {"model": model, "batch_size": num_streams, **rows, **figures}
+    return {**rows, **figures}
 
 
 def _share(loads: Sequence[Load], name: str) -> float:

@@ -191,19 +191,17 @@ class HttpDoor(Door):
     Args:
         url: Of the gateway, `http://host:port`.
         more: Fields of every body.
-        headers: Of every request.
     """
 
-    def __init__(self, url: str, more: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None):
+    def __init__(self, url: str, more: Mapping[str, Any] | None = None):
         parts = urlsplit(url)
         self._host, self._port = str(parts.hostname), int(parts.port or 80)
         self._more = more or {}
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
 
     async def _stream(self, ask: Ask, done: Completion, origin_s: float) -> None:
         payload = json.dumps({**ask.body(), **self._more}).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n{self._headers}"
+            f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
         )
         _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)

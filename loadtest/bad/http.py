@@ -60,7 +60,6 @@ _NOT_SERVED = [
     {"response_format": {"type": "json_object"}, "guided_regex": "a"},
     *_each(
         {
-            "echo": [True],
             "best_of": [2],
             "suffix": ["end"],
             "tools": [[{}]],
