@@ -15,7 +15,6 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from loadtest.collector import Collector, ReceivedSpan, new_traceparent, running_collector
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError
@@ -33,6 +32,7 @@ from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 from tests.integration.conftest import know, running_drafter, verifier_at
 from tests.support.checkpoints import save_pair
+from tests.support.collector import Collector, ReceivedSpan, new_traceparent, running_collector
 from tests.support.scripted_fleet import Script, ScriptedFleet, joining_gateway, scripted_fleet
 
 GATEWAY_SERVICE, VERIFIER_SERVICE, DRAFTER_SERVICE = (
