@@ -74,6 +74,13 @@ load: $(DEV) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=max SPECU
 locust: $(DEV) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
 	$(BIN)/paceline bench locust $(ARGS)
 
+.PHONY: references modules
+references: $(DEV) ## write the reference pages of docs/ from the code, after a change of flags, fields or metrics
+	$(BIN)/python -m tests.support.references
+
+modules: ## list every module with the first sentence of its docstring
+	@$(PYTHON) tools/modules.py
+
 docs: $(DEV) ## the site of the docs, into reports/site, by a tool in an environment of its own
 	$(BIN)/python -m tests.support.site
 

@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
+from paceline.core.pages import LEAST_PAGES
 from paceline.engine.bridge import EngineThread
-from paceline.engine.budget import LEAST_PAGES
 from paceline.engine.watch import stacks, until_hung
 from paceline.obs.families import tell_replica
 from paceline.obs.metrics import metrics_server
@@ -144,7 +144,7 @@ class ModelServiceConfig:
 
     @property
     def num_pages(self) -> int:
-        """Pages of committed KV, once `paceline.service_memory` has planned them."""
+        """Pages of committed KV, once `paceline.engine.memory` has planned them."""
         assert self.num_kv_blocks, "the memory of this service is not planned"
         return self.num_kv_blocks
 

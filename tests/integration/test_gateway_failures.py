@@ -240,7 +240,7 @@ async def test_requests_beyond_the_bound_are_told_when_to_come_again(tmp_path: P
         first = asyncio.create_task(post(fleet, n=2))
         paused = [await fleet.verifier.paused.get() for _ in range(2)]
         refused = await post(fleet)
-        assert "at most 2 are admitted" in error_of(refused, 429)["message"]
+        assert "2 of 2 sessions are taken" in error_of(refused, 429)["message"]
         assert int(refused.headers["retry-after"]) >= 1
         for session_id in paused:
             fleet.verifier.resume(session_id)

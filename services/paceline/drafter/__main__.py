@@ -15,15 +15,14 @@ from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import fetched
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
+from paceline.core.pages import LEAST_PAGES
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
-from paceline.engine.budget import LEAST_PAGES, draft_page_bytes, draft_scratch_blocks
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.memory import log_memory
+from paceline.engine.memory import draft_page_bytes, draft_scratch_blocks, log_memory, model_needs, plan_service
 from paceline.engine.process import prepare_process, yield_cpus
-from paceline.engine.sizing import model_needs
 from paceline.model_service import HOST_PAGES, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
@@ -33,7 +32,6 @@ from paceline.rpc.v1 import drafter_pb2_grpc
 from paceline.service.config import loggable, parse
 from paceline.service.credentials import load_tls
 from paceline.service.process import run
-from paceline.service_memory import plan_service, with_pages
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +111,7 @@ def with_memory(config: DrafterConfig, identity: ModelIdentity) -> DrafterConfig
         host_pages=HOST_PAGES[DRAFTER],
         least_pages=LEAST_PAGES,
     )
-    return with_pages(config, plan, logger.info)
+    return replace(config, num_kv_blocks=plan.num_pages)
 
 
 def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:

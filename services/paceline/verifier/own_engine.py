@@ -14,27 +14,24 @@ from paceline.checkpoints.source import folder_of
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VERIFIER, ModelIdentity
-from paceline.core.pages import BLOCK_SIZE
+from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
 from paceline.core.params import EAGLE3, MEDUSA, SpeculationParams
 from paceline.core.step_time import StepMode
 from paceline.core.target_events import TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.checkpoint import warm_up as warm_up_draft
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.engine.budget import LEAST_PAGES, MemoryPlan, draft_page_bytes, target_scratch_blocks
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
 from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
-from paceline.engine.memory import log_memory
+from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service, target_scratch_blocks
 from paceline.engine.process import StepThreads, memory_read_on, prepare_process, until_quiet
-from paceline.engine.sizing import model_needs
 from paceline.engine.target import TargetEngine
 from paceline.model_service import HOST_PAGES
 from paceline.service.config import parse_cpus
 from paceline.service.learned import LearnedFile, kept_in
-from paceline.service_memory import plan_service, with_pages
 from paceline.verifier.config import NAME, TIER, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.make_sources import make_sources
 from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
@@ -55,7 +52,7 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
     """
     speculation = _with_folders(speculation_from(config.speculative_config))
     own_identity = model_identity(config.model, config.model_name, config.dtype, config.device)
-    config = with_pages(config, _plan(config, own_identity.context_len, speculation), logger.info)
+    config = replace(config, num_kv_blocks=_num_pages(config, own_identity.context_len, speculation))
     head = speculation.head
     identity = replace(
         own_identity,
@@ -97,8 +94,8 @@ def _with_folders(speculation: Speculation) -> Speculation:
     return replace(speculation, **folders)
 
 
-def _plan(config: VerifierConfig, context_len: int, speculation: Speculation) -> MemoryPlan:
-    """Plans the memory of this process, before anything is loaded.
+def _num_pages(config: VerifierConfig, context_len: int, speculation: Speculation) -> int:
+    """Returns how many pages of KV this process gets; planned before anything is loaded.
 
     Raises:
         ConfigError: It does not fit; says by how much, and what to change.
@@ -111,7 +108,7 @@ def _plan(config: VerifierConfig, context_len: int, speculation: Speculation) ->
         draft = model_needs(speculation.own_draft, config.dtype, config.device)
         models, page_bytes = [target, draft], page_bytes + draft_page_bytes(draft.page_bytes)
     longest = min(config.max_model_len or context_len, context_len)
-    return plan_service(
+    plan = plan_service(
         config,
         models,
         page_bytes=page_bytes,
@@ -120,6 +117,7 @@ def _plan(config: VerifierConfig, context_len: int, speculation: Speculation) ->
         host_pages=HOST_PAGES[VERIFIER],
         least_pages=-(-longest // BLOCK_SIZE) + 1 if config.max_model_len else LEAST_PAGES,
     )
+    return plan.num_pages
 
 
 def _grammars(config: VerifierConfig, identity: ModelIdentity) -> Grammars | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
-from loadtest.closedloop import simulated_loop
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftScheduler
@@ -16,7 +16,9 @@ from paceline.planning.arrivals import Arrival
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
 from paceline.planning.processes import VerifierProcess
-from paceline.planning.simulation import Cell, Outcome, Way, run_open
+from paceline.planning.profile import Profile
+from paceline.planning.simulation import Cell, CellAtWork, Outcome, Way, run_open
+from paceline.planning.verifier import Asked
 from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
 
 PLAIN = Cell(way=Way.PLAIN)
@@ -24,6 +26,34 @@ TIER = Cell(way=Way.TIER, num_drafters=1)
 COLOCATED = Cell(way=Way.COLOCATED)
 WAYS = pytest.mark.parametrize("cell", [PLAIN, TIER, COLOCATED], ids=lambda cell: cell.way.name)
 MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(20)]
+
+
+def simulated_loop(profile: Profile, cell: Cell, lengths: Sequence[tuple[int, int]], *, streams: int) -> Outcome:
+    """Closed loop: each stream sends its next request, of these prompt and output tokens, when one ends."""
+    asked: list[Asked] = []
+    left = iter(enumerate(lengths))
+
+    def ask_next(_: Asked | None = None) -> None:
+        number, (num_prompt_tokens, num_output_tokens) = next(left, (-1, (0, 0)))
+        if number < 0:
+            return
+        each = Asked(
+            number=number,
+            at_s=work.events.now_s,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+        )
+        asked.append(each)
+        # A request takes as long to the verifier as its first token takes back.
+        work.events.after(profile.door_s, lambda: work.ask(each))
+
+    work = CellAtWork(profile, cell, 0, ask_next)
+    for _ in range(streams):
+        ask_next()
+    work.events.run()
+    last_s = max(each.at_s for each in asked)
+    until_s = min(each.pieces[-1][0] for each in asked if each.pieces[-1][0] > last_s)
+    return Outcome(requests=asked, door_s=0.0, since_s=0.0, until_s=until_s)
 
 
 def received(outcome: Outcome) -> list[int]:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, SkipValidation
 
 from paceline.gateway.http.fields import Fields, TextFields
-from paceline.gateway.message.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
 from paceline.gateway.openai.bodies import MAX_EFFORT_CHARACTERS, TEMPLATE_LIMITS, SharedBody, SpeculationBody, Stops
+from paceline.gateway.openai.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
 
 # Asks the server to keep the conversation, and for all messages but the newest then.
 THREAD = "thread"

@@ -18,9 +18,9 @@ from paceline.gateway.http.reading import BodyReader
 from paceline.gateway.http.response import REQUEST_ID, ErrorForm, Exchange, request_id
 from paceline.gateway.http.translated import Asked
 from paceline.gateway.message.growing import Message
-from paceline.gateway.message.tools import Toolbox
 from paceline.gateway.openai.bodies import ChatFields
 from paceline.gateway.openai.choices import chat_tokens
+from paceline.gateway.openai.tools import read_toolbox
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 
@@ -110,5 +110,5 @@ class CountTokensEndpoint:
     def _counted(self, fields: Json, unknown: UnknownFields) -> Json:
         body = read_fields(CountBody, fields, unknown)
         chat = read_fields(ChatFields, prompt_of(body, unknown), unknown)
-        tools = Toolbox.read(chat.tools, None, True, unknown).tools
+        tools = read_toolbox(chat.tools, None, True, unknown).tools
         return {"input_tokens": len(chat_tokens(chat, self._sessions.model(body.model), unknown, tools=tools))}

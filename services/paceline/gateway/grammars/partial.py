@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.gateway.grammars.compiling import grammar_of_lark
 from paceline.gateway.message.form import DEEPSEEK_R1, QWEN3, begins_thinking
-from paceline.gateway.message.reasoning import think
+from paceline.gateway.message.reasoning import THINK, THINK_END
 
 Json = dict[str, Any]
 # Id of an added token by its spelling; None: there is none.
@@ -39,7 +39,7 @@ class Opening:
     @property
     def may_reason(self) -> bool:
         """Whether the answer is within reasoning, or may begin it."""
-        return self.reasoning in (QWEN3, DEEPSEEK_R1) and not self.prompt_end.rstrip().endswith(think.END)
+        return self.reasoning in (QWEN3, DEEPSEEK_R1) and not self.prompt_end.rstrip().endswith(THINK_END)
 
     def rules(self, part: str) -> list[str]:
         """Returns rules from `start` to what is bound."""
@@ -47,8 +47,8 @@ class Opening:
             return [f"start: {part}", _GAP]
         within = begins_thinking(self.reasoning, self.prompt_end)
         begun = f"start: to_thought GAP {part}"
-        maybe = [f"start: {part} | GAP thinking to_thought GAP {part}", self.marker("thinking", think.BEGIN)]
-        return [*([begun] if within else maybe), _GAP, *self.text_up_to("thought", think.END)]
+        maybe = [f"start: {part} | GAP thinking to_thought GAP {part}", self.marker("thinking", THINK)]
+        return [*([begun] if within else maybe), _GAP, *self.text_up_to("thought", THINK_END)]
 
     def marker(self, name: str, text: str) -> str:
         """Returns the rule of a marker."""

@@ -1,11 +1,11 @@
-"""What a request says of the form of its answer, in OpenAI's words or in vLLM's: a grammar, or none."""
+"""What a request says about the form of its answer, in OpenAI's fields or in vLLM's: a grammar, or none."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.grammars.compiling import (
@@ -14,31 +14,39 @@ from paceline.gateway.grammars.compiling import (
     grammar_of_lark,
     grammar_of_regex,
 )
-from paceline.gateway.openai.bodies import CommonBody
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _FORMATS = ("text", "json_object", "json_schema")
+# A field that asks for a grammar, and what makes the grammar.
+_Wanted = list[tuple[str, Callable[[], str]]]
 
 
-def grammar_of(body: CommonBody) -> str:
-    """Returns the grammar that an answer is to follow; empty: none. May take up to a second.
+class FormFields(Protocol):
+    """The fields of a body that ask for a form."""
+
+    response_format: dict[str, Any] | None
+    structured_outputs: dict[str, Any] | None
+    guided_json: Any
+    guided_regex: Any
+    guided_choice: Any
+    guided_grammar: Any
+
+
+def grammar_of(body: FormFields) -> str:
+    """Returns the grammar that an answer must follow; empty: none. May take up to a second.
 
     Raises:
-        InvalidRequestError: It is none that can be compiled, or more than one is given.
+        InvalidRequestError: The grammar cannot be compiled, or the body gives more than one.
     """
-    asked = [*_response_format(body), *_structured_outputs(body), *_guided(body)]
-    if not asked:
+    wanted = [*_response_format(body), *_structured_outputs(body), *_guided(body)]
+    if not wanted:
         return ""
-    if len(asked) > 1:
-        raise InvalidRequestError(asked[1][0], f"excludes {asked[0][0]}")
-    return asked[0][1]()
+    if len(wanted) > 1:
+        raise InvalidRequestError(wanted[1][0], f"excludes {wanted[0][0]}")
+    return wanted[0][1]()
 
 
-# The field that asks for a grammar, and what makes it.
-_Asked = list[tuple[str, Callable[[], str]]]
-
-
-def _response_format(body: CommonBody) -> _Asked:
+def _response_format(body: FormFields) -> _Wanted:
     given = body.response_format
     if given is None:
         return []
@@ -57,7 +65,7 @@ def _response_format(body: CommonBody) -> _Asked:
     return [(field, partial(grammar_of_json_schema, schema, field=field, exact=wrapper.get("strict") is not False))]
 
 
-def _structured_outputs(body: CommonBody) -> _Asked:
+def _structured_outputs(body: FormFields) -> _Wanted:
     given = {name: value for name, value in (body.structured_outputs or {}).items() if value is not None}
     pattern = given.pop("whitespace_pattern", None)
     if pattern is not None and not isinstance(pattern, str):
@@ -72,7 +80,7 @@ def _structured_outputs(body: CommonBody) -> _Asked:
     ]
 
 
-def _guided(body: CommonBody) -> _Asked:
+def _guided(body: FormFields) -> _Wanted:
     return [
         (f"guided_{name}", _maker(name, f"guided_{name}", value, None))
         for name in ("json", "regex", "choice", "grammar")

@@ -19,7 +19,6 @@ from paceline.gateway.anthropic.endpoint import ERRORS, CountTokensEndpoint, Mes
 from paceline.gateway.console.feed import ConsoleFeed
 from paceline.gateway.console.pages import console_routes
 from paceline.gateway.fleet.fleet import Fleet
-from paceline.gateway.fleet.readiness import readiness, report
 from paceline.gateway.http.errors import HttpError, to_http
 from paceline.gateway.http.openapi import PATH, openapi_document
 from paceline.gateway.http.reading import BodyReader
@@ -29,6 +28,7 @@ from paceline.gateway.http.translated import TranslatedEndpoint
 from paceline.gateway.openai.endpoint import CompletionEndpoint
 from paceline.gateway.responses.endpoint import response_routes
 from paceline.gateway.responses.keeping import ResponseShelf
+from paceline.gateway.sessions.readiness import readiness
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
 from paceline.obs.tracing import OFF, Tracer
@@ -93,7 +93,7 @@ def _status_routes(
 
     async def health(_: Request) -> Response:
         now = readiness(sessions, fleet, supervisor.failing)
-        return JSONResponse(report(now, sessions, fleet), status_code=200 if now.ready else 503)
+        return JSONResponse(now.report, status_code=200 if now.ready else 503)
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -18,9 +18,9 @@ from paceline.core.params import check_token_ids
 from paceline.gateway.http.fields import UnknownFields, read_fields
 from paceline.gateway.http.reading import BodyReader
 from paceline.gateway.http.response import Exchange, request_id
-from paceline.gateway.message.tools import Toolbox
 from paceline.gateway.openai.bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from paceline.gateway.openai.choices import chat_tokens, is_token_list
+from paceline.gateway.openai.tools import read_toolbox
 from paceline.gateway.sessions.sessions import Sessions
 
 Json = dict[str, Any]
@@ -63,7 +63,7 @@ def tokenized(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:
     if fields.get("messages") is not None and fields.get("prompt") is None:
         chat = read_fields(TokenizeChatBody, fields, unknown)
         model = sessions.model(chat.model)
-        tools = Toolbox.read(chat.tools, None, True, unknown).tools
+        tools = read_toolbox(chat.tools, None, True, unknown).tools
         token_ids = chat_tokens(chat, model, unknown, tools=tools)
     else:
         text = read_fields(TokenizeTextBody, fields, unknown)

@@ -21,7 +21,7 @@ from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.http.merge_streams import until_disconnect
 from paceline.gateway.http.reading import BodyReader
 from paceline.gateway.http.response import STREAM_HEADERS, ErrorForm, Exchange, request_id
-from paceline.gateway.message.growing import Message, any_message_of
+from paceline.gateway.message.growing import Message
 from paceline.gateway.message.parts import Part
 from paceline.gateway.openai.bodies import ChatBody, parse_body
 from paceline.gateway.openai.choices import chat_sessions
@@ -145,7 +145,7 @@ class TranslatedEndpoint:
     async def _answer(self, order: _Order, exchange: Exchange, trace: RequestTrace) -> None:
         try:
             with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
-                message = any_message_of(order.request)
+                message = Message(order.request.form, order.request.session_id)
                 telling = self._door.telling(order.asked, order.request, message, exchange.own_id)
                 await self._door.begun(order.asked, telling, order.request)
                 runs = trace.watch(self._sessions.run(order.request))

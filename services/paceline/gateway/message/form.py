@@ -11,15 +11,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.gateway.message.parts import Content, Part, PartReader, joined
-from paceline.gateway.message.reasoning.channels import ANALYSIS, MESSAGE_END, SPECIAL, ChannelReader
-from paceline.gateway.message.reasoning.count import ReasoningCount
-from paceline.gateway.message.reasoning.think import BEGIN as THINK
-from paceline.gateway.message.reasoning.think import END as THINK_END
-from paceline.gateway.message.reasoning.think import ThinkReader
+from paceline.gateway.message.parts import Content, Part, joined
+from paceline.gateway.message.reader import StatefulReader
+from paceline.gateway.message.reasoning import (
+    ANALYSIS,
+    CHANNEL_TOKENS,
+    MESSAGE_END,
+    THINK,
+    THINK_END,
+    ChannelReader,
+    ReasoningCount,
+    ThinkReader,
+)
 from paceline.gateway.message.tool_calls import hermes, llama3_json, mistral, pythonic, qwen3_coder
-from paceline.gateway.message.tool_calls.enforced import NamedCall
-from paceline.gateway.message.tool_calls.json_list import ListOnly
+from paceline.gateway.message.tool_calls.json_list import ListOnly, NamedCall
 
 AUTO, NONE = "auto", "none"
 HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, PYTHONIC = "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic"
@@ -46,7 +51,7 @@ _SHOWN: Mapping[str, tuple[str, ...]] = {
     PYTHONIC: (pythonic.BEGIN, pythonic.END),
     QWEN3: (THINK, THINK_END),
     DEEPSEEK_R1: (THINK, THINK_END),
-    GPT_OSS: SPECIAL,
+    GPT_OSS: CHANNEL_TOKENS,
 }
 TOOL_FAMILIES = tuple(name for name, _ in _TOOL_SIGNS)
 REASONING_FAMILIES = tuple(name for name, _ in _REASONING_SIGNS)
@@ -150,12 +155,12 @@ class MessageForm:
         begin, end = (ANALYSIS, MESSAGE_END) if self.reasoning == GPT_OSS else (THINK, THINK_END)
         return ReasoningCount(begin, end, decode, begun=self.thinks)
 
-    def _reasoning_reader(self) -> PartReader | None:
+    def _reasoning_reader(self) -> StatefulReader | None:
         if self.reasoning == GPT_OSS:
             return ChannelReader()
         return ThinkReader(open_already=self.thinks) if self.reasoning else None
 
-    def _call_reader(self) -> PartReader | None:
+    def _call_reader(self) -> StatefulReader | None:
         if self.enforced:
             return NamedCall(self.named) if self.named else ListOnly()
         if self.tool_calls == QWEN3_CODER:
@@ -164,7 +169,7 @@ class MessageForm:
         return None if made is None else made()
 
 
-_CALL_READERS: Mapping[str, Callable[[], PartReader]] = {
+_CALL_READERS: Mapping[str, Callable[[], StatefulReader]] = {
     HERMES: hermes.HermesCalls,
     LLAMA3_JSON: llama3_json.Llama3Calls,
     MISTRAL: mistral.MistralCalls,
@@ -180,7 +185,7 @@ class MessageReader:
         calls: Reads the content; None: there are no calls in it.
     """
 
-    def __init__(self, reasoning: PartReader | None, calls: PartReader | None) -> None:
+    def __init__(self, reasoning: StatefulReader | None, calls: StatefulReader | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.gateway.message.form import MessageForm, MessageReader, call_id
+from paceline.gateway.message.form import MessageForm, call_id
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from paceline.gateway.requests import SessionRequest
 
 Json = dict[str, Any]
 
@@ -33,15 +32,15 @@ class Message:
     """What a reader has found so far.
 
     Args:
-        reader: Reads the text.
+        form: How the text is read; None: all of it is content.
         session_id: What ids of calls are made of.
     """
 
-    def __init__(self, reader: MessageReader, session_id: str) -> None:
+    def __init__(self, form: MessageForm | None, session_id: str) -> None:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
-        self._reader = reader
+        self._reader = (form or MessageForm()).reader()
         self._session_id = session_id
 
     def read(self, text: str) -> list[Part]:
@@ -95,13 +94,3 @@ class Message:
         if self.calls:
             said["tool_calls"] = [call.to_json() for call in self.calls]
         return said
-
-
-def any_message_of(request: SessionRequest) -> Message:
-    """Returns the empty message of a session, whose text may be all of it."""
-    return Message((request.form or MessageForm()).reader(), request.session_id)
-
-
-def message_of(request: SessionRequest) -> Message | None:
-    """Returns the empty message of a session; None: its text is the message."""
-    return None if request.form is None else Message(request.form.reader(), request.session_id)

@@ -6,7 +6,6 @@ They come in the order of the text. Arguments belong to the call that was begun 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +37,6 @@ class CallArguments:
 
 
 Part = Content | Reasoning | CallBegin | CallArguments
-
-
-class PartReader(Protocol):
-    """Makes parts of a text that comes in pieces; how it is cut does not change what they join to."""
-
-    def feed(self, text: str) -> list[Part]:
-        """Takes further text; returns what is certain by now."""
-
-    def finish(self) -> list[Part]:
-        """Returns what was held back; nothing may be fed afterwards."""
 
 
 def joined(parts: list[Part]) -> list[Part]:

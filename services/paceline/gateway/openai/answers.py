@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
-from paceline.gateway.message.growing import Message, message_of
+from paceline.gateway.message.growing import Message
 from paceline.gateway.message.parts import Part
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions.output import Ending, Piece, sum_of_records
@@ -100,7 +100,12 @@ class Answer:
         self._samples_per_prompt = samples_per_prompt
         self._head: Json = {"id": request_id, "created": created_s, "model": model_name}
         self._choices = [
-            ChoiceState(request=each, num_generated_tokens=each.offset, message=message_of(each)) for each in requests
+            ChoiceState(
+                request=each,
+                num_generated_tokens=each.offset,
+                message=None if each.form is None else Message(each.form, each.session_id),
+            )
+            for each in requests
         ]
 
     def add_piece(self, index: int, piece: Piece) -> None:

@@ -26,7 +26,7 @@ from paceline.core.params import (
     NAME_PATTERN,
 )
 from paceline.gateway.http.fields import Fields, TextFields, UnknownFields, read_fields
-from paceline.gateway.message.tools import MAX_TOOLS, AllowedChoice, NamedTool, Tool, ToolCall
+from paceline.gateway.openai.tools import MAX_TOOLS, AllowedChoice, NamedTool, Tool, ToolCall
 from paceline.gateway.requests import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_CHOICES,

@@ -19,7 +19,7 @@ from paceline.gateway.grammars.partial import Opening, after_reasoning
 from paceline.gateway.grammars.structured import grammar_of
 from paceline.gateway.http.fields import UnknownFields, read_fields, read_text
 from paceline.gateway.message.form import QWEN3_CODER, MessageForm, begins_thinking
-from paceline.gateway.message.tools import Json, Toolbox, ToolCall
+from paceline.gateway.message.tools import Json, Toolbox
 from paceline.gateway.openai.bodies import (
     TEMPLATE_NAMES,
     ChatBody,
@@ -29,6 +29,7 @@ from paceline.gateway.openai.bodies import (
     CompletionBody,
     TextPart,
 )
+from paceline.gateway.openai.tools import ToolCall, read_toolbox
 from paceline.gateway.requests import (
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
@@ -115,7 +116,7 @@ def chat_sessions(body: ChatBody, model: ServedModel, request_id: str, unknown: 
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequestError("top_logprobs", f"must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
     keep_last = tokens_kept(model, body.truncate_prompt_tokens, wanted)
-    toolbox = Toolbox.read(body.tools, body.tool_choice, body.parallel_tool_calls, unknown)
+    toolbox = read_toolbox(body.tools, body.tool_choice, body.parallel_tool_calls, unknown)
     token_ids = chat_tokens(body, model, unknown, keep_last, tools=toolbox.tools, extra=_effort(body))
     token_ids = check_prompt(model, token_ids, field="messages")
     # Calls that have to be made leave no room for content of another form.

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from pydantic import Field, SkipValidation
 
 from paceline.gateway.http.fields import Fields, TextFields
-from paceline.gateway.message.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
 from paceline.gateway.openai.bodies import (
     MAX_EFFORT_CHARACTERS,
     TEMPLATE_LIMITS,
@@ -19,6 +18,7 @@ from paceline.gateway.openai.bodies import (
     Stop,
     Stops,
 )
+from paceline.gateway.openai.tools import MAX_NAME_CHARACTERS, MAX_TOOLS
 
 
 class InputText(TextFields):

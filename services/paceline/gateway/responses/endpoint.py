@@ -22,7 +22,7 @@ from paceline.gateway.http.merge_streams import until_disconnect
 from paceline.gateway.http.reading import BodyReader
 from paceline.gateway.http.response import ErrorForm, Exchange, request_id
 from paceline.gateway.http.translated import Asked, TranslatedEndpoint, stream, told
-from paceline.gateway.message.growing import Message, any_message_of
+from paceline.gateway.message.growing import Message
 from paceline.gateway.requests import SessionRequest
 from paceline.gateway.responses.bodies import ResponsesBody
 from paceline.gateway.responses.keeping import KeptResponse, ResponseShelf
@@ -212,7 +212,8 @@ class KeptResponses:
             session = await self._claim(kept)
             telling = ResponseTelling(kept.response, session.session_id, after)
             ended = partial(self._shelf.change, kept, kept.document)
-            async with aclosing(told(self._sessions.run(session), telling, any_message_of(session), ended)) as steps:
+            message = Message(session.form, session.session_id)
+            async with aclosing(told(self._sessions.run(session), telling, message, ended)) as steps:
                 await stream(steps, exchange)
 
     async def cancel(self, response_id: str, request: Request, exchange: Exchange) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from paceline.core.messages import (
 )
 from paceline.core.params import LAWFUL_RULES
 from paceline.gateway.access.callers import Caller
-from paceline.gateway.access.fairness import fits
+from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Shares
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.verifier_client import VerifierClient
 from paceline.gateway.requests import ServedModel, SessionRequest
@@ -32,11 +31,10 @@ from paceline.gateway.sessions.known_tokens import KnownTokens
 from paceline.gateway.sessions.output import Ending, Event, Piece
 from paceline.gateway.sessions.records import RecordWriter, SessionTrail
 from paceline.gateway.sessions.stopwatch import Stopwatch
-from paceline.gateway.text.stream import TextStream
+from paceline.gateway.sessions.stream import TextStream
 from paceline.obs.metrics import GatewayMetrics
 from paceline.store.base import SessionState, next_owner_epoch
 
-RETRY_AFTER_S = 1.0
 SHUTTING_DOWN = "the gateway is shutting down"
 
 
@@ -59,14 +57,10 @@ class Sessions:
         self._placer = placer
         self._records = records
         self._metrics = metrics
-        self._max_sessions = max_sessions
+        self._places = Shares(max_sessions, "sessions")
         self._clock = clock
-        self._num_running = 0
-        self._held: Counter[str] = Counter()
         self._stopping = False
         self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def stopping(self) -> bool:
@@ -81,7 +75,7 @@ class Sessions:
     @property
     def num_running(self) -> int:
         """Sessions admitted and not yet ended."""
-        return self._num_running
+        return self._places.num_held
 
     def model(self, name: str) -> ServedModel:
         """Returns a model by name.
@@ -117,39 +111,15 @@ class Sessions:
             raise UnavailableError(SHUTTING_DOWN)
         if self._draining:
             raise UnavailableError("the gateway is draining; ask another")
-        if self._num_running + num_sessions > self._max_sessions:
+        limit, held = caller.max_sessions, self._places.held_by(caller)
+        if limit is not None and held + num_sessions > limit:
             raise OverloadedError(
-                f"{self._num_running} sessions are running and at most {self._max_sessions} are admitted, "
+                f"API key {caller.name!r} may run {limit} sessions at once and runs {held}, "
                 f"{num_sessions} more were asked for",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._check_share(num_sessions, caller)
-        self._held[caller.name] += num_sessions
-        self._change_running(num_sessions)
-        try:
+        with self._places.take(num_sessions, caller):
             yield
-        finally:
-            self._change_running(-num_sessions)
-            self._held[caller.name] -= num_sessions
-            # Keys come and go; those that hold nothing are forgotten.
-            self._held += Counter()
-
-    def _check_share(self, num_sessions: int, caller: Caller) -> None:
-        held = self._held[caller.name]
-        own_limit = caller.max_sessions
-        if own_limit is not None and held + num_sessions > own_limit:
-            raise OverloadedError(
-                f"API key {caller.name!r} may run {own_limit} sessions at once and runs {held}, "
-                f"{num_sessions} more were asked for",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        if not fits(
-            num_sessions, key=caller.name, held=self._held, num_keys=caller.num_keys, max_sessions=self._max_sessions
-        ):
-            raise OverloadedError(
-                f"API key {caller.name!r} runs {held} sessions, {num_sessions} more would take places of other keys",
-                retry_after_s=RETRY_AFTER_S,
-            )
 
     async def run(self, request: SessionRequest) -> AsyncGenerator[Event, None]:
         """Yields pieces of the answer, then its ending; closing the generator frees the session everywhere.
@@ -181,17 +151,10 @@ class Sessions:
     async def _wait_idle(self, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self._places.emptied()
         except TimeoutError:
             return False
         return True
-
-    def _change_running(self, change: int) -> None:
-        self._num_running += change
-        if self._num_running:
-            self._idle.clear()
-        else:
-            self._idle.set()
 
     async def _events(self, request: SessionRequest, stopwatch: Stopwatch) -> AsyncGenerator[Event, None]:
         request = request.resolved()

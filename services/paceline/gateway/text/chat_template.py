@@ -21,6 +21,10 @@ from paceline.core.errors import ConfigError, InvalidRequestError
 Message = Mapping[str, Any]
 # Later models' name for a system that is not the platform; templates that do not know it would leave it out.
 DEVELOPER, SYSTEM = "developer", "system"
+# Marks the end of a text in a rendered chat. The characters mean nothing in any text; the space behind them shows
+# whether the template trims texts.
+_MARK = "\ufdd4end-of-text\ufdd5"
+_MARK_AND_SPACE = f"{_MARK} "
 
 
 class ChatTemplate:
@@ -68,6 +72,33 @@ class ChatTemplate:
         if message["role"] != DEVELOPER or DEVELOPER in self.source:
             return message
         return {**message, "role": SYSTEM}
+
+
+def with_end_marked(messages: Sequence[Message], field: str) -> list[Message]:
+    """Returns the messages of a chat whose last one is to be continued, with a mark at the end of its text.
+
+    Nothing of the template follows that text: `up_to_mark` cuts the rendered chat there, as transformers does.
+
+    Raises:
+        InvalidRequestError: The last message has no text.
+    """
+    *before, last = messages
+    if not isinstance(last.get("content"), str) or not last["content"]:
+        raise InvalidRequestError(f"{field}[{len(before)}].content", "must be a text, as continue_final_message is set")
+    return [*before, {**last, "content": last["content"] + _MARK_AND_SPACE}]
+
+
+def up_to_mark(rendered: str) -> str:
+    """Returns a rendered chat up to the end of its last message's text.
+
+    Raises:
+        InvalidRequestError: The template does not render that text.
+    """
+    end = rendered.rfind(_MARK)
+    if end < 0:
+        raise InvalidRequestError("continue_final_message", "the chat template does not render the last message")
+    cut = rendered[:end]
+    return cut if rendered.startswith(_MARK_AND_SPACE, end) else cut.rstrip()
 
 
 class _GenerationBlock(Extension):

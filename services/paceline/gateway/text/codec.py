@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 
 from paceline.checkpoints.identity import vocab_hash
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.gateway.text.chat_template import ChatTemplate, Message
-from paceline.gateway.text.continued import up_to_mark, with_end_marked
+from paceline.gateway.text.chat_template import ChatTemplate, Message, up_to_mark, with_end_marked
 from paceline.gateway.text.detokenizer import Decodes
 from paceline.gateway.text.spellings import SpecialSpellings, token_ids
 

@@ -15,7 +15,7 @@ from paceline.gateway.sessions.output import Ending
 
 @pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": 1', "[1]"])
 def test_arguments_that_are_no_object_of_json_leave_the_answer_one(arguments: str) -> None:
-    message = Message(MessageForm(enforced=True, named="f").reader(), "session")
+    message = Message(MessageForm(enforced=True, named="f"), "session")
     telling = MessageTelling("msg_1", "m", 3, message)
     telling.further(message.read(arguments))
     telling.further(message.finish())

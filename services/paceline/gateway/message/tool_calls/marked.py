@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from paceline.gateway.message.held_text import StatefulReader, certain_len, first_marker
 from paceline.gateway.message.parts import CallBegin, Content, Part
+from paceline.gateway.message.reader import StatefulReader, first_marker
+from paceline.gateway.text.stops import certain_len
 
 
 class MarkedCalls(StatefulReader):

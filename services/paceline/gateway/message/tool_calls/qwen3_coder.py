@@ -132,12 +132,7 @@ class Qwen3CoderCalls(MarkedCalls):
         return key + _value(text.removesuffix("\n"), self._of_tool.get(self._parameter, "string"))
 
     def _end(self) -> bool:
-        self.skip_blank()
-        begins = self.begins(OUTER_END)
-        if begins is not None:
-            self.take(len(OUTER_END) if begins else 0)
-            self.state = self.content
-        return begins is not None
+        return self.pass_marker(OUTER_END, self.content)
 
 
 def _value(text: str, kind: str) -> str:

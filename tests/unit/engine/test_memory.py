@@ -1,4 +1,4 @@
-"""The account of memory: what is named adds up to what the process holds."""
+"""Memory: what is free, what fits, and an account whose parts add up to what the process holds."""
 
 from __future__ import annotations
 
@@ -9,52 +9,41 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE
-from paceline.engine.budget import MIB, account, draft_scratch_blocks, plan_memory, target_scratch_blocks
 from paceline.engine.loading import load_decoder
-from paceline.engine.sizing import model_needs
+from paceline.engine.memory import (
+    MIB,
+    draft_scratch_blocks,
+    free_host_bytes,
+    memory_account,
+    model_needs,
+    plan_memory,
+    target_scratch_blocks,
+)
 from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair
 from tests.unit.engine.tiny_models import FAMILIES, SIZES, save_tiny
 
 
-def test_on_the_host_the_parts_add_up_to_the_process() -> None:
-    budget = account(
+@pytest.mark.parametrize(
+    ("on_host", "process_mib", "other_mib", "total_mib"),
+    [
+        (True, 500, 370, 500),
+        # An accelerator's memory comes on top of the process.
+        (False, 500, 500, 630),
+        # A process that is smaller than its parts has no negative rest.
+        (True, 100, 0, 130),
+    ],
+)
+def test_the_parts_add_up(on_host: bool, process_mib: int, other_mib: int, total_mib: int) -> None:
+    account = memory_account(
         weight_bytes=20 * MIB,
-        block_bytes=MIB // 4,
-        num_blocks=400,
-        num_scratch_blocks=40,
-        process_bytes=500 * MIB,
-        on_host=True,
+        page_bytes=100 * MIB,
+        scratch_bytes=10 * MIB,
+        process_bytes=process_mib * MIB,
+        on_host=on_host,
     )
-    assert budget.total_bytes == 500 * MIB
-    assert budget.loggable() == {
-        "weights_mib": 20.0,
-        "kv_pages_mib": 100.0,
-        "scratch_mib": 10.0,
-        "other_mib": 370.0,
-        "total_mib": 500.0,
-        "kv_tokens": 400 * BLOCK_SIZE,
-    }
-
-
-def test_an_accelerators_memory_comes_on_top_of_the_process() -> None:
-    budget = account(
-        weight_bytes=20 * MIB,
-        block_bytes=MIB,
-        num_blocks=100,
-        num_scratch_blocks=10,
-        process_bytes=500 * MIB,
-        on_host=False,
-    )
-    assert budget.other_bytes == 500 * MIB
-    assert budget.total_bytes == 630 * MIB
-
-
-def test_a_process_smaller_than_its_parts_has_no_negative_rest() -> None:
-    budget = account(
-        weight_bytes=MIB, block_bytes=MIB, num_blocks=1, num_scratch_blocks=1, process_bytes=MIB, on_host=True
-    )
-    assert budget.other_bytes == 0
+    parts = {"weights_mib": 20.0, "kv_pages_mib": 100.0, "scratch_mib": 10.0}
+    assert account == {**parts, "other_mib": other_mib, "total_mib": total_mib}
 
 
 PLAN: dict[str, Any] = {
@@ -121,3 +110,43 @@ def test_both_engines_set_aside_the_scratch_that_is_accounted_for(tmp_path: Path
     assert pair.draft is not None
     assert pair.target._scratch.num_slots == target_scratch_blocks(100) * BLOCK_SIZE
     assert pair.draft._scratch.num_slots == draft_scratch_blocks(256) * BLOCK_SIZE
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """A host with 8,000 MiB free, whose process is in the group /pod/app of version 2."""
+    write(tmp_path, "proc/meminfo", "MemTotal: 16384000 kB\nMemFree: 1024 kB\nMemAvailable: 8192000 kB\n")
+    write(tmp_path, "proc/self/cgroup", "0::/pod/app\n")
+    return tmp_path
+
+
+def write(root: Path, name: str, text: object) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}")
+
+
+def test_without_a_limit_it_is_what_the_system_has(host: Path) -> None:
+    assert free_host_bytes(host) == 8000 * MIB
+    write(host, "sys/fs/cgroup/pod/app/memory.max", "max\n")
+    write(host, "sys/fs/cgroup/pod/app/memory.current", 5 * MIB)
+    assert free_host_bytes(host) == 8000 * MIB
+
+
+@pytest.mark.parametrize("group", ["pod/app", "pod", "."])
+def test_a_limit_of_any_group_above_counts_without_what_can_be_dropped(host: Path, group: str) -> None:
+    write(host, f"sys/fs/cgroup/{group}/memory.max", 1000 * MIB)
+    write(host, f"sys/fs/cgroup/{group}/memory.current", 700 * MIB)
+    write(host, f"sys/fs/cgroup/{group}/memory.stat", f"anon 1\ninactive_file {200 * MIB}\nactive_file 7\n")
+    assert free_host_bytes(host) == 500 * MIB
+
+
+def test_limits_of_version_1_count_too(host: Path) -> None:
+    write(host, "proc/self/cgroup", "5:cpu:/elsewhere\n4:memory:/docker/abc\n")
+    write(host, "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes", 900 * MIB)
+    write(host, "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes", 1000 * MIB)
+    assert free_host_bytes(host) == 0
+
+
+def test_here_and_now_something_is_free() -> None:
+    assert free_host_bytes() > MIB

@@ -117,8 +117,8 @@ class TextStream:
         # Like the stop tokens, stop strings are not looked for before min_tokens tokens.
         if self._num_tokens < self._min_tokens:
             return text, False
-        passed = self._matcher.feed(text)
-        if passed.stop is None:
-            return passed.text, False
-        self.stop = passed.stop
-        return passed.text + (passed.stop if self._include_stop else ""), True
+        passed, stop = self._matcher.feed(text)
+        if stop is None:
+            return passed, False
+        self.stop = stop
+        return passed + (stop if self._include_stop else ""), True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.gateway.access.fairness import fits
+from paceline.gateway.access.fair_shares import fits
 
 PLACES = st.integers(1, 300)
 HELD = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 60))

@@ -1,30 +1,34 @@
-"""Text that comes in pieces, and a reader that goes through states over what it holds of it.
+"""Base of readers, which go through states over the text they hold.
 
-Pure. A state takes text only when no further text can change what is to become of it.
+Pure. A state takes text only when no further text can change what becomes of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.gateway.message.parts import Part
+from paceline.gateway.message.parts import Content, Part
 
 State = Callable[[], bool]
 
 
 class StatefulReader:
-    """Base of readers: a state takes from `held`, gives out `parts`, and says whether it got on.
+    """Makes parts of a text that comes in pieces; how it is cut does not change what they join to.
+
+    A state takes from `held`, appends to `parts`, and returns whether it changed anything.
 
     Attributes:
         held: Text that is not used yet.
         final: Whether no text will follow.
-        parts: Given out with the next return.
-        state: What goes on with the text.
+        over: Whether the reader has found the end of what it reads; `held` is what follows.
+        parts: Returned by the next call.
+        state: What reads the text next.
     """
 
     def __init__(self, state: State) -> None:
         self.held = ""
         self.final = False
+        self.over = False
         self.parts: list[Part] = []
         self.state = state
 
@@ -49,6 +53,10 @@ class StatefulReader:
         taken, self.held = self.held[:length], self.held[length:]
         return taken
 
+    def take_all(self) -> str:
+        """Takes all that is held."""
+        return self.take(len(self.held))
+
     def skip_blank(self) -> None:
         """Takes white space from the beginning of what is held."""
         self.held = self.held.lstrip()
@@ -59,22 +67,31 @@ class StatefulReader:
             return True
         return None if not self.final and marker.startswith(self.held) else False
 
+    def pass_marker(self, marker: str, then: State) -> bool:
+        """Takes a marker that may be missing, and white space before it; then goes on with another state."""
+        self.skip_blank()
+        begins = self.begins(marker)
+        if begins is not None:
+            self.take(len(marker) if begins else 0)
+            self.state = then
+        return begins is not None
 
-def certain_len(text: str, markers: tuple[str, ...]) -> int:
-    """Returns how much of a text, which holds no whole marker, cannot be the beginning of one."""
-    return min((_possible_start(text, marker) for marker in markers), default=len(text))
+    def through(self, inner: StatefulReader) -> list[Part]:
+        """Lets another reader read on; takes back what it leaves when it is over."""
+        parts = inner.feed(self.take_all())
+        if self.final and not inner.over:
+            parts += inner.finish()
+        if inner.over:
+            self.held = inner.held
+        return parts
+
+    def rest_is_content(self) -> bool:
+        """Last state: all further text is content."""
+        self.parts.append(Content(self.take_all()))
+        return False
 
 
 def first_marker(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
     """Returns where the first marker stands in a text, and which; None: there is none."""
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found, default=None, key=lambda each: (each[0], -len(each[1])))
-
-
-def _possible_start(text: str, marker: str) -> int:
-    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
-    while at >= 0:
-        if marker.startswith(text[at:]):
-            return at
-        at = text.find(marker[0], at + 1)
-    return len(text)
