@@ -89,7 +89,7 @@ class Progress:
         self.skipped.add(token_ids)
         self.skip_tokens -= len(token_ids)
         if token_ids and not self.skip_tokens and self.skipped.hex() != self.digest.hex():
-            raise ResumeMismatchError("the stream began anew and brings other tokens than before")
+            raise ResumeMismatchError("the restarted stream brings other tokens than before")
 
     def begin_anew(self) -> None:
         """Starts over, as the session is lost: the same seed gives the same tokens, of which the first are known."""
@@ -244,7 +244,7 @@ def _channel(address: str, ca: bytes | None) -> grpc.aio.Channel:
 def _repeatable(request: gateway_pb2.GatewayGenerateRequest) -> gateway_pb2.GatewayGenerateRequest:
     """Returns the request with a seed, and the coupled rule unless it names another, so that a restart repeats it."""
     if not request.HasField("sampling"):
-        raise InvalidRequestError("sampling", "is required: it holds the seed with which a lost stream begins anew")
+        raise InvalidRequestError("sampling", "is required: it holds the seed with which a lost stream restarts")
     seeded = gateway_pb2.GatewayGenerateRequest()
     seeded.CopyFrom(request)
     if not seeded.sampling.HasField("seed"):

@@ -132,7 +132,7 @@ class TargetHost:
         return self._stepper
 
     def engine_died(self, problem: str) -> None:
-        """Ends every session and takes no new one; sessions of the last step are told that they may be the cause."""
+        """Ends every session and takes no new one; those of the last step end as its possible cause."""
         self._draining = True
         for serial in () if self._stepper is None else self._stepper.at_stake:
             self._outboxes.fail(serial, EngineDiedError(f"{problem}, in a step of this session"))

@@ -1,8 +1,8 @@
 """Which chains vLLM verifies next: sessions, drafters and the controller, as arithmetic.
 
-vLLM schedules, runs and judges; after every step it tells what each row has committed, and asks for guesses. So a step
-here is `commit`, some waiting (`patience_s`), and `chains`. It reads no clock and sends nothing: what drafters are to
-hear is taken by `take_outgoing`.
+vLLM schedules, runs and judges; after every step it reports what each row has committed, and requests guesses. So a
+step here is `commit`, some waiting (`patience_s`), and `chains`. It reads no clock and sends nothing: its caller takes
+the messages for drafters by `take_outgoing`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Matchmaker(Protocol):
         ...
 
     def count(self, address: str, change: int) -> None:
-        """So many sessions more have this drafter; empty: none."""
+        """Adds to the number of sessions that have this drafter; empty: none."""
         ...
 
 
@@ -43,8 +43,8 @@ class ChainScheduler:
     Args:
         name: Begins the names of its sessions at drafters.
         policy: Which guesses a step verifies.
-        drafters: Who drafts for whom.
-        methods: Of drafters that may be called.
+        drafters: Pairs sessions with drafters.
+        methods: Of drafters that may be used.
         vocab_size: Of the target.
         max_model_len: Most tokens of a session, prompt and output.
         max_chain: Most guesses of a session in a step.
@@ -80,26 +80,26 @@ class ChainScheduler:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that vLLM has told of and not closed."""
+        """Sessions that vLLM has reported and not closed."""
         return len(self._sessions)
 
     @property
     def drafts(self) -> bool:
-        """Whether drafters are at work: if not, nobody need wait for chains."""
+        """Whether drafters are active; if not, the proposer need not wait for chains."""
         return self._drafts.mode(self._rows) is StepMode.DRAFTING
 
     # What happens
 
     def commit(self, message: StepMessage, now_s: float) -> None:
-        """A step of vLLM is over.
+        """A step of vLLM has ended.
 
         Args:
-            message: What it told.
+            message: The proposer's report.
             now_s: The time.
 
         Raises:
-            KeyError, ValueError: It goes on with a session that was never opened, or leaves out tokens: the proposer is
-                to begin anew.
+            KeyError, ValueError: It continues a session that was never opened, or leaves out tokens; the proposer must
+                start over.
         """
         for number in message.closed:
             self._close(self._sessions.get(self._id(number)))
@@ -130,7 +130,7 @@ class ChainScheduler:
     def _open(self, row: RowTokens) -> ChainSession:
         if row.base_len:
             raise KeyError(f"session {row.session} goes on and was never opened")
-        # A prompt with ids beyond the vocabulary (pictures have such) means nothing to a drafter.
+        # Ids beyond the vocabulary, such as those of pictures, mean nothing to a drafter.
         drafted = min(row.token_ids) >= 0 and max(row.token_ids) < self._vocab_size
         methods = self._methods if drafted else ()
         address = self._drafters.choose(methods)
@@ -178,7 +178,7 @@ class ChainScheduler:
         del self._sessions[session.session_id]
 
     def receive(self, event: DraftsArrived) -> None:
-        """Takes in what a drafter said."""
+        """Takes in messages of a drafter."""
         self._tier.receive(event, self._sessions, self.report)
 
     def change_link(self, event: LinkChanged, now_s: float) -> None:
@@ -186,7 +186,7 @@ class ChainScheduler:
         self._tier.change(event, self._sessions, now_s)
 
     def pair_anew(self, now_s: float) -> int:
-        """Gives sessions another drafter whose own is gone, or their first; returns how many."""
+        """Gives sessions another drafter if their own has gone, or their first one; returns how many changed."""
         changed = [
             (session, address)
             for session in self._sessions.values()
@@ -202,7 +202,7 @@ class ChainScheduler:
     # What comes of it
 
     def patience_s(self, now_s: float) -> float:
-        """Seconds for which guesses are worth waiting for, or none; see `paceline.core.wait_for_drafts`."""
+        """Seconds for which it pays to wait for guesses; see `paceline.core.wait_for_drafts`."""
         sessions = [session for session in self._rows if not session.reads]
         self.report.num_silenced += self._drafts.num_silenced(sessions, now_s)
         if not self.drafts or not self._clock.knows or len(sessions) < len(self._rows):
@@ -211,7 +211,7 @@ class ChainScheduler:
         return self._drafts.worth_waiting(sessions, waits, idle_s=now_s - self._committed_s)
 
     def chains(self) -> list[list[int]]:
-        """Guesses for the next step, a list a row; also decides who drafts from now on."""
+        """Returns guesses for the next step, a list for each row; also decides which sessions are drafted for."""
         if not self._clock.knows:
             return [[] for _ in self._rows]
         decoding = [session for session in self._rows if not session.reads]
@@ -224,11 +224,11 @@ class ChainScheduler:
         return [[node.token_id for node in session.verifies] for session in self._rows]
 
     def take_outgoing(self) -> tuple[dict[str, list[ToDrafter]], dict[str, RemoteProtocolError]]:
-        """What drafters are to be told, and the links that are to be reset."""
+        """Returns the messages for drafters, and the links to reset."""
         return self._tier.take()
 
     def take_report(self) -> StepReport:
-        """What was done since the last report."""
+        """Returns what was done since the last report."""
         report, self.report = self.report, StepReport()
         report.num_running = len(self._rows)
         report.lag_tokens = max((session.link.lag_tokens for session in self._rows), default=0)

@@ -7,9 +7,9 @@ If its engine dies, the call here raises; if it hangs, the watch on the engine t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateResult, ModelIdentity
@@ -33,26 +33,6 @@ from paceline.verifier.vllm.results import (
     timings,
 )
 from paceline.verifier.vllm.sampling import check_under_vllm, counted_anew, vllm_sampling
-
-
-class Core(Protocol):
-    """The part of vLLM's `LLMEngine` that is used here."""
-
-    def add_request(self, request_id: str, prompt: Any, params: Any) -> str:
-        """Takes a request in."""
-        ...
-
-    def abort_request(self, request_ids: list[str]) -> None:
-        """Ends requests; unknown ones are ignored."""
-        ...
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether more outputs will come."""
-        ...
-
-    def step(self) -> Sequence[Any]:
-        """Waits for the next outputs."""
-        ...
 
 
 class LastStats:
@@ -106,7 +86,7 @@ class VllmEngine:
     is blamed on it alone.
 
     Args:
-        core: vLLM's engine.
+        core: vLLM's `LLMEngine`.
         make_params: Makes vLLM's `SamplingParams` of its fields.
         identity: Of the model.
         refusals: Errors with which vLLM refuses a request.
@@ -119,7 +99,7 @@ class VllmEngine:
     def __init__(
         self,
         *,
-        core: Core,
+        core: Any,
         make_params: Callable[..., Any],
         refusals: tuple[type[Exception], ...] = (ValueError,),
         identity: ModelIdentity,
