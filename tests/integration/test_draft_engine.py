@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.draft_scheduler import QUIET_S, DraftLimits, VerifierSaid
+from paceline.core.draft_scheduler import QUIET_S, DraftLimits, VerifierMessages
 from paceline.core.messages import Commit, DraftNodes, OpenSession
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams
@@ -55,8 +55,8 @@ def commit(name: str, base_len: int, token_id: int = 7) -> Commit:
     return Commit(session_id=name, epoch=1, base_len=base_len, token_ids=(token_id,), price=0.0, room=6)
 
 
-def said(*messages) -> VerifierSaid:
-    return VerifierSaid(link=1, messages=messages)
+def said(*messages) -> VerifierMessages:
+    return VerifierMessages(link=1, messages=messages)
 
 
 def run_until_quiet(engine: DraftEngine, most_steps: int = 60) -> set[str]:

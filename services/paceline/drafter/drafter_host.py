@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
-from paceline.core.draft_scheduler import DraftEvent, VerifierLeft, VerifierSaid
+from paceline.core.draft_scheduler import DraftEvent, VerifierLeft, VerifierMessages
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
 from paceline.drafter.tracing import DraftTraces
@@ -96,7 +96,7 @@ class DraftHost:
         try:
             async for messages in requests:
                 self._traces.heard(link, messages)
-                self.engine.post(VerifierSaid(link=link, messages=messages))
+                self.engine.post(VerifierMessages(link=link, messages=messages))
             _replace(outbox, UnavailableError("the verifier ended its side of the stream"))
         except PacelineError as error:
             _replace(outbox, error)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from transformers import PretrainedConfig
+from typing_extensions import override
 
 from paceline.checkpoints.families import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3
 from paceline.checkpoints.json_file import read_object
@@ -251,9 +252,9 @@ class DraftHead(Head):
         self._known, self._draft_ids, self._vocab_size = known, draft_ids, vocab_size
         self.nbytes = known.nbytes
 
+    @override
     @torch.inference_mode()
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Head`."""
         known = self._known(rows)
         logits = torch.full((len(rows), self._vocab_size), -torch.inf, device=known.device)
         return logits.index_copy_(1, self._draft_ids, known)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from typing_extensions import override
 
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.core.grammar import FIELD, Bits
+from paceline.core.grammar import FIELD, Bits, GrammarState
 
 # Compiled grammars that are kept for the next session.
 MOST_KEPT = 64
@@ -33,8 +34,8 @@ LIMITS = LLParserLimits(
 )
 
 
-class Matcher:
-    """A text's place in a grammar; see `paceline.core.grammar.GrammarState`.
+class Matcher(GrammarState):
+    """A text's place in a grammar.
 
     Args:
         matcher: Nobody else's.
@@ -44,27 +45,27 @@ class Matcher:
         self._matcher = matcher
 
     @property
+    @override
     def may_end(self) -> bool:
-        """See `GrammarState`."""
         return bool(self._matcher.is_accepting())
 
+    @override
     def consume(self, token_ids: Sequence[int]) -> int:
-        """See `GrammarState`."""
         return int(self._matcher.try_consume_tokens(list(token_ids)))
 
+    @override
     def go_back(self, count: int) -> None:
-        """See `GrammarState`."""
         self._matcher.rollback(count)
 
+    @override
     def allowed(self) -> Bits:
-        """See `GrammarState`."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8).copy()
         if self._matcher.is_error():
             raise InvalidRequestError(FIELD, f"cannot be followed any further: {self._matcher.get_error()}")
         return bits
 
+    @override
     def forced(self) -> Sequence[int]:
-        """See `GrammarState`."""
         return self._matcher.compute_ff_tokens()
 
 

@@ -12,6 +12,7 @@ from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_worth import LEAST_SURVIVAL
 from paceline.core.goodput import num_tried
 from paceline.core.messages import GenerateRequest
+from paceline.core.moving_average import MovingAverage
 from paceline.core.params import CHAIN_RULES
 from paceline.core.source_record import Gain, SourceRecord, in_hand
 from paceline.core.target_events import StepReport
@@ -54,7 +55,7 @@ class SourceCalls:
         self._clock = clock
         self._records = {source.name: SourceRecord() for source in sources}
         self._sessions: list[TargetSession] = []
-        self._step_s: float | None = None
+        self._usual_step: MovingAverage | None = None
 
     @property
     def names(self) -> Collection[str]:
@@ -79,14 +80,14 @@ class SourceCalls:
         sessions, self._sessions = self._sessions, []
         for session in sessions:
             session.own_survivals = []
-        if self._step_s is None:
-            self._step_s = seconds
+        if self._usual_step is None:
+            self._usual_step = MovingAverage(seconds, STEP_SMOOTHING)
         if not report.num_prefill_rows:
-            self._step_s += STEP_SMOOTHING * (seconds - self._step_s)
+            self._usual_step.add(seconds)
         if self._policy.least_survival >= 1.0:
             return
         for source in sorted(self._sources, key=lambda each: -self._records[each.name].merit):
-            self._ask_where_it_pays(source, sessions, self._step_s, report)
+            self._ask_where_it_pays(source, sessions, self._usual_step.value, report)
 
     def _ask(self, source: AnySource, sessions: Sequence[TargetSession]) -> None:
         turns = [self._turn(source, session) for session in sessions]
@@ -146,7 +147,7 @@ class SourceCalls:
         started_s = self._clock()
         self._ask(source, [each.session for each in candidates])
         now_s = self._clock()
-        record.asked(len(candidates), seconds=now_s - started_s, now_s=now_s)
+        record.called(len(candidates), seconds=now_s - started_s, now_s=now_s)
         for each in candidates:
             record.gained(each.known, each.held, self._in_hand(each.session) - each.held)
         report.asked_of[source.name] += len(candidates)

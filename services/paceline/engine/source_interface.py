@@ -56,8 +56,7 @@ class Follower(Protocol):
     """A source at work on one session."""
 
     def close(self) -> None:
-        """The session ended."""
-        ...
+        """Called when the session has ended."""
 
 
 FollowerT = TypeVar("FollowerT", bound=Follower)
@@ -87,14 +86,10 @@ class LocalSource(Protocol[FollowerT]):
         name: The method's name.
     """
 
-    @property
-    def name(self) -> str:
-        """See above."""
-        ...
+    name: str
 
     def attach(self, cache: KVCache, scratch: SlotPool) -> None:
         """Called once, before any session: the target's KV and states, and slots for rows of its own."""
-        ...
 
     def follow(self, session: Followed) -> FollowerT | None:
         """Goes to work on a session; None: it has nothing to guess for it."""

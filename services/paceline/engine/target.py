@@ -14,26 +14,26 @@ import numpy as np
 import torch
 
 from paceline.core.acceptance_rules import Rules
-from paceline.core.calibration import Calibration, Calibrations
+from paceline.core.calibration import Calibrations, CalibrationStore
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import TIER_METHODS
-from paceline.core.planned_step import Part, StepPlan, ancestor_slots
+from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepCost, StepMode
 from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
-    HeardOf,
     LinkChanged,
     Outcome,
     Paired,
     StepReport,
     Submit,
+    SuspectAnnounced,
     TargetEvent,
     TargetLimits,
     TargetOutput,
@@ -49,8 +49,6 @@ from paceline.service.learned import Learned
 
 logger = logging.getLogger(__name__)
 
-# Drafters whose calibration is kept; their addresses come and go.
-MAX_SOURCES = 256
 # Of a number of a hidden state on the wire.
 STATE_WIRE_BYTES = 2
 # What calibrations of drafters are kept as, whatever their addresses were.
@@ -107,9 +105,7 @@ class TargetEngine:
             policy=policy,
             tier=DrafterTier(identity.vocab_size, STATE_WIRE_BYTES * self._state_width),
         )
-        self._calibrations: dict[tuple[str, bool, str], Calibration] = {}
-        # Of a predecessor's sources, by `_kind`.
-        self._learned: dict[str, Sequence[float]] = {}
+        self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._kind)
         self._num_reported = 0
         # Of a step that was begun and has not run yet.
         self._plan: StepPlan[TargetSession] | None = None
@@ -141,12 +137,12 @@ class TargetEngine:
                 self.scheduler.receive(event)
             case LinkChanged():
                 self.scheduler.change_link(event, self._clock())
-            case Cancel() | Paired() | HeardOf():
+            case Cancel() | Paired() | SuspectAnnounced():
                 session = self.scheduler.session(event.session_id, event.serial)
                 if session is not None:
                     self._handle_of(session, event)
 
-    def _handle_of(self, session: TargetSession, event: Cancel | Paired | HeardOf) -> None:
+    def _handle_of(self, session: TargetSession, event: Cancel | Paired | SuspectAnnounced) -> None:
         match event:
             case Cancel():
                 self.scheduler.drop(session)
@@ -154,7 +150,7 @@ class TargetEngine:
                 sources = self._sources.sources_of(session.request)
                 session.calibrations = self._calibrations_for(session.request, event.address, sources)
                 self.scheduler.tier.pair(session, event.address, self._clock())
-            case HeardOf():
+            case SuspectAnnounced():
                 session.heard = True
 
     def _submit(self, event: Submit) -> None:
@@ -189,19 +185,9 @@ class TargetEngine:
         """Drafters are told apart by their addresses, acceptance rules, and greedy sessions from others."""
         greedy = request.sampling.temperature == 0.0
         rule = self._rules.of(request.speculation).name
-        known = {source.name: self._calibration_of((source.name, greedy, rule)) for source in sources}
-        tier = dict.fromkeys(TIER_METHODS, self._calibration_of((drafter_address, greedy, rule)))
+        known = {source.name: self._calibrations.of((source.name, greedy, rule)) for source in sources}
+        tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule)))
         return Calibrations({**tier, **known})
-
-    def _calibration_of(self, key: tuple[str, bool, str]) -> Calibration:
-        if key not in self._calibrations and len(self._calibrations) >= MAX_SOURCES:
-            self._calibrations.pop(next(iter(self._calibrations)))
-        known = self._calibrations.get(key)
-        if known is None:
-            known = self._calibrations[key] = Calibration()
-            if self._kind(key) in self._learned:
-                known.resume(self._learned[self._kind(key)])
-        return known
 
     def _kind(self, key: tuple[str, bool, str]) -> str:
         """What a source is kept as: drafters have other addresses after a restart, and are the same model."""
@@ -211,9 +197,7 @@ class TargetEngine:
 
     def learned(self) -> Learned:
         """What a successor may begin with; may be called from another thread."""
-        calibrations = dict(self._calibrations)
-        kinds = {self._kind(key): calibration.learned() for key, calibration in calibrations.items()}
-        return {"policy": self._policy.learned(), "calibrations": kinds}
+        return {"policy": self._policy.learned(), "calibrations": self._calibrations.learned()}
 
     def resume(self, learned: Learned) -> None:
         """Begins where a predecessor ended, after the profile and before the first session.
@@ -221,10 +205,8 @@ class TargetEngine:
         Raises:
             KeyError, TypeError, ValueError: It is not what such an engine learns.
         """
-        for kind in learned["calibrations"].values():
-            Calibration().resume(kind)
+        self._calibrations.resume(learned["calibrations"])
         self._policy.resume(learned["policy"])
-        self._learned = dict(learned["calibrations"])
 
     def profile(self, mode: StepMode) -> StepCost:
         """Measures steps of so many rows, for the policy to start from; takes seconds, with no session about."""
@@ -239,17 +221,17 @@ class TargetEngine:
         return self.scheduler.has_work or self._num_reported > 0
 
     def pause_s(self) -> float:
-        """See `Scheduler.pause_s`."""
+        """Seconds without anything to compute, unless an event comes."""
         return self.scheduler.pause_s(self._clock())
 
     def patience_s(self) -> float:
-        """See `Scheduler.patience_s`."""
+        """Seconds for which the next drafts are worth waiting for; 0: step now."""
         now_s = self._clock()
-        self.scheduler.note_silence(now_s)
+        self.scheduler.mark_silent_drafters(now_s)
         return self.scheduler.patience_s(now_s)
 
     def drafts_pay(self, draft_s: float) -> bool:
-        """See `Scheduler.drafts_pay`."""
+        """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay."""
         return self.scheduler.drafts_pay(draft_s, self._clock())
 
     def begin(self) -> TargetOutput | None:
@@ -302,7 +284,7 @@ class TargetEngine:
                 return outcomes
             verdict = session.judge(part.nodes, lambda node: logits[rows.index[id(node)]])
         except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
-            self.scheduler.give_up(part, is_asked_for=isinstance(error, InvalidRequestError))
+            self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError))
             return [(session.serial, _blame(session.session_id, error))]
         outcomes.append(self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self._clock()))
         if not session.ended:
@@ -331,7 +313,7 @@ class TargetEngine:
     def _output(self, outcomes: list[Outcome], report: StepReport) -> TargetOutput:
         tier = self.scheduler.tier
         for session, positions in tier.next_states(self.scheduler.running):
-            tier.say(session.link.address, self._states(session, positions))
+            tier.queue(session.link.address, self._states(session, positions))
         self._num_reported = self.num_sessions
         to_drafters, broken = tier.take()
         report = self.scheduler.describe(report)
@@ -367,7 +349,7 @@ def _pack(builder: BatchBuilder, part: Part[TargetSession]) -> _Rows:
             token_id=node.token_id,
             position=node.position,
             slot=part.slots[id(node)],
-            ancestors=ancestor_slots(node, part.slots),
+            ancestors=part.ancestor_slots(node),
         )
     return rows
 

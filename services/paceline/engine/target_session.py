@@ -15,7 +15,7 @@ from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.source_record import Gain
-from paceline.core.tree import DraftTree, Node
+from paceline.core.tree import DraftTree, Node, path_tokens
 from paceline.engine.sampler import RowSampler
 from paceline.engine.source_interface import AnySource, Follower
 
@@ -31,11 +31,11 @@ class _Rows:
 
     def choose(self, node: Node) -> int:
         """The target's choice, by the coupled noise."""
-        return self.sampler.choose(self.logits(node), node.position + 1, self.tree.path(node))
+        return self.sampler.choose(self.logits(node), node.position + 1, path_tokens(node))
 
     def law(self, node: Node) -> np.ndarray:
         """Processed probabilities, `[vocab]`."""
-        return self.sampler.law(self.logits(node), self.tree.path(node))
+        return self.sampler.law(self.logits(node), path_tokens(node))
 
     def uniforms(self, count: int) -> list[float]:
         """One for each guess, and the last for the token that follows."""
@@ -164,7 +164,7 @@ class TargetSession(ScheduledSession):
         """
         count = self.request.sampling.prompt_logprobs
         assert count is not None, "asked for, or there would be no rows"
-        return self.tell_judged(
+        return self.hand_out_prompt(
             [
                 self._sampler.logprobs(row, self.tokens[position + 1], count)
                 for position, row in zip(positions, logits, strict=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierSaid
-from paceline.core.drafted_session import DraftedSession
+from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierMessages
 from paceline.core.drafter_growth import Guesses
 from paceline.core.messages import DraftNodes, ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
+from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.core.tree import Node, NodeState
 from paceline.planning.guesses import RIGHT, STRIDE, GuessSource
 from paceline.planning.profile import DrafterFacts
@@ -40,27 +40,27 @@ class SimulatedDrafter:
             max_num_batched_tokens=facts.device.max_rows,
             max_num_seqs=facts.device.max_sessions,
         )
-        self.scheduler: DraftScheduler[DraftedSession] = DraftScheduler(
+        self.scheduler: DraftScheduler[ScheduledDraftSession] = DraftScheduler(
             pool=pool,
             scratch=scratch,
             limits=limits,
             vocab_size=STRIDE,
-            open_session=lambda opened: DraftedSession(opened, pool, scratch, context_len=CONTEXT_LEN),
+            open_session=lambda opened: ScheduledDraftSession(opened, pool, scratch, context_len=CONTEXT_LEN),
         )
 
     def handle(self, messages: Sequence[ToDrafter], now_s: float) -> None:
         """Takes in messages about sessions."""
-        self.scheduler.handle(VerifierSaid(link=LINK, messages=messages), now_s)
+        self.scheduler.handle(VerifierMessages(link=LINK, messages=messages), now_s)
         self.scheduler.moves.clear()
 
-    def seconds(self, plan: DraftPlan[DraftedSession]) -> float:
+    def seconds(self, plan: DraftPlan[ScheduledDraftSession]) -> float:
         """Expected time of a step."""
         computed = [*(part.session for part in plan.catching_up), *(each.session for each in plan.growing)]
         kv_tokens = sum(len(session.tokens) for session in {id(each): each for each in computed}.values())
         device = self._facts.device
         return device.seconds(plan.num_rows, num_sessions=self.scheduler.num_sessions, kv_tokens=kv_tokens)
 
-    def finish(self, plan: DraftPlan[DraftedSession]) -> Sequence[DraftNodes]:
+    def finish(self, plan: DraftPlan[ScheduledDraftSession]) -> Sequence[DraftNodes]:
         """Ends a step; returns what it has to say."""
         for part in plan.catching_up:
             if part.expands:
@@ -71,7 +71,7 @@ class SimulatedDrafter:
         to_verifiers, _ = self.scheduler.take()
         return [message for message in to_verifiers.get(LINK, []) if isinstance(message, DraftNodes)]
 
-    def _expand(self, session: DraftedSession, node: Node) -> None:
+    def _expand(self, session: ScheduledDraftSession, node: Node) -> None:
         # Position 0 is the prompt's last token.
         position = node.position + 2 - session.prompt_len
         if not is_right(node):

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 from paceline.core.draft_policy import Goodput
 from paceline.core.draft_scheduler import DraftPlan
-from paceline.core.drafted_session import DraftedSession
 from paceline.core.messages import DraftNodes, ToDrafter
-from paceline.core.pairing import KnownDrafter, Pairing
+from paceline.core.pairing import DrafterCandidate, Pairing
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.planned_step import StepPlan
+from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.core.step_time import KNOTS, StepCost, StepTimes
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Act, Events
@@ -45,9 +45,9 @@ class DrafterProcess:
         self._inbox: list[ToDrafter] = []
         self._busy = False
 
-    def known(self) -> KnownDrafter:
+    def known(self) -> DrafterCandidate:
         """What verifiers know of it, without delay."""
-        return KnownDrafter(address=self.address, num_sessions=len(self._verifiers))
+        return DrafterCandidate(address=self.address, num_sessions=len(self._verifiers))
 
     def pair(self, session_id: str, verifier: VerifierProcess) -> None:
         """Drafts for a session from now on."""
@@ -75,7 +75,7 @@ class DrafterProcess:
             seconds = self._drafter.seconds(plan) * self._events.luck(self._facts.device.noise)
             self._events.after(seconds, lambda: self._end_step(plan))
 
-    def _end_step(self, plan: DraftPlan[DraftedSession]) -> None:
+    def _end_step(self, plan: DraftPlan[ScheduledDraftSession]) -> None:
         said: dict[VerifierProcess, list[DraftNodes]] = {}
         for nodes in self._drafter.finish(plan):
             verifier = self._verifiers.get(nodes.session_id)
@@ -225,7 +225,7 @@ class _OwnDrafter:
         self._facts = facts
         self._events = events
 
-    def seconds(self, plan: DraftPlan[DraftedSession]) -> float:
+    def seconds(self, plan: DraftPlan[ScheduledDraftSession]) -> float:
         """Time of a draft step."""
         return self.drafter.seconds(plan) * self._events.luck(self._facts.device.noise)
 

@@ -143,7 +143,7 @@ class SimulatedVerifier:
 
     def patience_s(self, now_s: float) -> float:
         """See `Scheduler.patience_s`."""
-        self.scheduler.note_silence(now_s)
+        self.scheduler.mark_silent_drafters(now_s)
         return self.scheduler.patience_s(now_s)
 
     def seconds(self, plan: StepPlan[SimulatedSession]) -> float:

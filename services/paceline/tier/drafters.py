@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
-from paceline.core.pairing import KnownDrafter, Pairing, expected_round_trip_s
+from paceline.core.pairing import DrafterCandidate, Pairing, expected_round_trip_s
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_served_by
 from paceline.service.credentials import FleetTls
@@ -62,7 +62,7 @@ class Drafters:
     def know(self, replicas: Sequence[Replica]) -> None:
         """Takes in the drafters that the registry names; those that drain or cannot draft for the target are none."""
         self._know(
-            KnownDrafter(
+            DrafterCandidate(
                 address=each.address,
                 method=each.identity.draft_method,
                 num_sessions=each.num_sessions,
@@ -75,9 +75,9 @@ class Drafters:
 
     def know_addresses(self, addresses: Sequence[str]) -> None:
         """Takes in drafters that no registry names; whether they can draft shows once they are dialled."""
-        self._know(KnownDrafter(address=address) for address in addresses)
+        self._know(DrafterCandidate(address=address) for address in addresses)
 
-    def _know(self, drafters: Iterable[KnownDrafter]) -> None:
+    def _know(self, drafters: Iterable[DrafterCandidate]) -> None:
         self._pairing.know(self._as_measured(each) for each in drafters)
         self._spare = self._pairing.spare()
         self._dial(self._spare)
@@ -127,7 +127,7 @@ class Drafters:
     def _is_unused(self, address: str) -> bool:
         return not self._pairing.num_own[address] and address != self._spare
 
-    def _as_measured(self, drafter: KnownDrafter) -> KnownDrafter:
+    def _as_measured(self, drafter: DrafterCandidate) -> DrafterCandidate:
         link = self._links.get(drafter.address)
         if link is None:
             return drafter if len(self._links) < MAX_LINKS else replace(drafter, down_s=math.inf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.pairing import DOWN_S, FAR_S, FULL_S, NEAR_S, KnownDrafter, Pairing, expected_round_trip_s
+from paceline.core.pairing import DOWN_S, FAR_S, FULL_S, NEAR_S, DrafterCandidate, Pairing, expected_round_trip_s
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 
 BOTH = (DRAFT_MODEL, EAGLE3)
@@ -16,8 +16,8 @@ def drafter(
     down_s: float = 0.0,
     method: str = DRAFT_MODEL,
     round_trip_s: float = FAR_S,
-) -> KnownDrafter:
-    return KnownDrafter(
+) -> DrafterCandidate:
+    return DrafterCandidate(
         address=address,
         method=method,
         num_sessions=num_sessions,
@@ -27,7 +27,7 @@ def drafter(
     )
 
 
-def pairing(*drafters: KnownDrafter, **num_own: int) -> Pairing:
+def pairing(*drafters: DrafterCandidate, **num_own: int) -> Pairing:
     known = Pairing()
     for address, count in num_own.items():
         known.count(address, count)
@@ -35,7 +35,7 @@ def pairing(*drafters: KnownDrafter, **num_own: int) -> Pairing:
     return known
 
 
-def paired(current: str, *drafters: KnownDrafter, **num_own: int) -> str:
+def paired(current: str, *drafters: DrafterCandidate, **num_own: int) -> str:
     return pairing(*drafters, **num_own).choose(BOTH, current)
 
 
@@ -111,7 +111,7 @@ def test_a_session_goes_to_drafters_of_its_methods_only() -> None:
     assert known.choose(()) == ""
 
 
-def spare(*drafters: KnownDrafter, **num_own: int) -> str:
+def spare(*drafters: DrafterCandidate, **num_own: int) -> str:
     return pairing(*drafters, **num_own).spare()
 
 

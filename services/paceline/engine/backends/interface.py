@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
+from typing_extensions import override
 
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
@@ -115,3 +116,28 @@ class Platform(ABC):
     @abstractmethod
     def llama(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> Backend:
         """The back end of a model of the Llama family, whose weights lie on the device."""
+
+
+class LlamaBackend(Backend):
+    """Llama, Mistral, Qwen2, Qwen3 and EAGLE-3 heads, with as little as possible between the linear layers.
+
+    The residual stream is float32.
+
+    Args:
+        platform: Where it computes.
+        config: Sizes.
+        shape: More of them.
+        weights: On the platform's device, made of its linears.
+    """
+
+    def __init__(self, platform: Platform, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> None:
+        self.platform, self.config, self.weights = platform, config, weights
+        self.dtype, self.hidden_size = weights.embedding.dtype, shape.hidden_size
+        self.layer_bytes = tuple(layer.nbytes for layer in weights.layers)
+        self.weight_bytes = weights.head.nbytes + sum(self.layer_bytes)
+        self.feature_width = 0 if weights.features is None else shape.hidden_size
+        self._scale = config.head_dim**-0.5
+
+    @override
+    def head(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.weights.head(rows)

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateResult, ModelIdentity
-from paceline.core.suspects_turn import HEARD_S
+from paceline.core.suspects_turn import heard_in_s
 from paceline.core.target_events import (
     Cancel,
-    HeardOf,
     Outcome,
     StepReport,
     Submit,
+    SuspectAnnounced,
     TargetEvent,
     TargetOutput,
     TracedStart,
@@ -160,7 +160,7 @@ class VllmEngine:
                 self._submit(event)
             case Cancel():
                 self._cancel(event.serial)
-            case HeardOf():
+            case SuspectAnnounced():
                 for session in self._suspects:
                     session.heard = session.heard or session.submit.serial == event.serial
             case _:
@@ -174,7 +174,7 @@ class VllmEngine:
         """Seconds until a suspect is computed at the latest, if there is nothing else to do."""
         if self._running or self._outcomes or self._some_left or not self._suspects:
             return 0.0
-        return self._heard_in_s(self._suspects[0])
+        return heard_in_s(self._suspects[0], self._clock())
 
     def begin(self) -> TargetOutput | None:
         """What need not wait for the step: refusals, and who is computed in it."""
@@ -238,13 +238,8 @@ class VllmEngine:
         if suspect.called_up_s is None:
             suspect.called_up_s = self._clock()
             self._outcomes.append((suspect.submit.serial, _runs(suspect)))
-        if self._heard_in_s(suspect) <= 0.0:
+        if heard_in_s(suspect, self._clock()) <= 0.0:
             self._hand_over(self._suspects.popleft())
-
-    def _heard_in_s(self, suspect: _Session) -> float:
-        if suspect.heard or suspect.called_up_s is None:
-            return 0.0
-        return max(0.0, HEARD_S - (self._clock() - suspect.called_up_s))
 
     def _cancel(self, serial: int) -> None:
         if self._running.pop(serial, None) is not None:
