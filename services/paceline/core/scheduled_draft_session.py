@@ -27,7 +27,7 @@ class ScheduledDraftSession(DrafterSession):
         computed_to: Rows of its pages whose KV is there when the step under way ends.
         touched_s: When its verifier last sent something for it.
         parked: It found no place, and waits for its next commit or for another one's end.
-        given_up: The draft model gave nothing to choose from: features are not asked for again.
+        given_up: The draft model's logits were unusable: features are not requested again.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a drafter drafts with: a model of its own, or an EAGLE-3 head on its target's hidden states."""
+"""The checkpoint of a drafter: a model of its own, or an EAGLE-3 head on its target's hidden states."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from paceline.engine.drafter import DraftEngine
 from paceline.engine.target import TargetEngine
 from paceline.service.learned import Learned
 
-# What stands for the drafter's address; no drafter of the tier can have it.
+# Stands for the drafter's address; no drafter of the tier can have it.
 LOCAL = "in this verifier"
 _LINK = 0
 # What a draft step is taken to last before one was seen, and the weight of a new one.
@@ -75,22 +75,22 @@ class ColocatedEngine:
         early = self._target.begin()
         if early is None:
             return None
-        self._tell(early)
+        self._hand_on(early)
         return early if early.committed or early.to_drafters or early.broken_links else None
 
     def step(self) -> TargetOutput:
-        """Runs a step of the target, and tells the drafter what it committed."""
+        """Runs a step of the target, and hands the drafter what it committed."""
         if not self._begun:
             self._draft_while_it_pays()
         self._begun = False
         output = self._target.step()
-        self._tell(output)
+        self._hand_on(output)
         return output
 
-    def _tell(self, output: TargetOutput) -> None:
-        told = output.to_drafters.pop(LOCAL, None)
-        if told:
-            self._draft.handle(VerifierMessages(link=_LINK, messages=told))
+    def _hand_on(self, output: TargetOutput) -> None:
+        messages = output.to_drafters.pop(LOCAL, None)
+        if messages:
+            self._draft.handle(VerifierMessages(link=_LINK, messages=messages))
 
     def _draft_while_it_pays(self) -> None:
         while self._draft.has_work() and self._target.drafts_pay(self._draft_step.value):

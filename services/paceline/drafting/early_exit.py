@@ -1,7 +1,7 @@
 """Method `layer_skip`: some of the target's own layers draft for all of them (2309.08168, LayerSkip 2404.16710).
 
-A guess is what the target would say if it ended early. No other weights are needed, and KV of committed tokens is the
-target's: only the root and guesses are computed. The root's KV goes where the next step writes it anew, that of
+A guess is what the target would choose if it ended early. No other weights are needed, and KV of committed tokens is
+the target's: only the root and guesses are computed. The root's KV goes where the next step writes it anew, that of
 guesses into scratch slots, which are free again at the end.
 """
 

@@ -21,7 +21,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True, slots=True)
 class StatelessFollower(Follower):
-    """A follower that keeps nothing of its own: all it needs lies in the session's tokens and pages."""
+    """A follower without state of its own: all it needs lies in the session's tokens and pages."""
 
     session: Followed
 

@@ -18,7 +18,7 @@ from paceline.core.params import SUFFIX
 from paceline.drafting.growing import grow_best_first
 from paceline.engine.source_interface import Followed, Follower, LocalSource, Turn
 
-# Tokens that must agree for a place to count, and those beyond which agreement says no more.
+# Tokens that must agree for a place to count, and those beyond which agreement means no more.
 LEAST_MATCH = 2
 MOST_MATCH = 32
 # Places kept of the same tokens, the latest ones.
@@ -109,7 +109,7 @@ class RecentTexts:
 
 
 class Voter:
-    """A place that says what comes next.
+    """A place in a text, whose next token is a vote.
 
     Args:
         text: Where it was found.
@@ -178,7 +178,7 @@ class TextFollower(Follower):
 
 
 def ballot(voters: Sequence[Voter]) -> Iterator[tuple[int, float, list[Voter]]]:
-    """What voters say of the next token: `(token_id, confidence, voters who said so, moved on by one token)`.
+    """The votes for the next token: `(token_id, confidence, its voters, moved on by one token)`.
 
     Votes weigh as much as their voters match; the longer the longest match, the surer the whole.
     """

@@ -19,7 +19,7 @@ class DraftSession(ScheduledDraftSession):
     """A session from open to close.
 
     Args:
-        opened: What the verifier told of it.
+        opened: The message that opened it.
         identity: The draft model.
         pool: Pages for committed tokens.
         scratch: Slots for tree nodes.
@@ -61,7 +61,7 @@ class DraftSession(ScheduledDraftSession):
         Under a rule that judges chains it is one, drawn once for all: another try would be another chance.
 
         Raises:
-            UnusableLogitsError: The model gave nothing to choose from.
+            UnusableLogitsError: The model's logits leave no token to choose.
         """
         path = path_tokens(node)
         if not self.wants_guesses(node):

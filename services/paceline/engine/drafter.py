@@ -43,7 +43,7 @@ class DraftReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOutput:
-    """What one step has to say to the verifiers."""
+    """What goes to the verifiers after a step."""
 
     to_verifiers: dict[int, list[ToVerifier]]
     broken_links: dict[int, RemoteProtocolError]
@@ -104,7 +104,7 @@ class DraftEngine:
             self.scheduler.moves.clear()
 
     def has_work(self) -> bool:
-        """True while there is something to compute, to say or to report."""
+        """True while there is something to compute, to send or to report."""
         return self.scheduler.has_work or self.num_sessions != self._num_reported
 
     def patience_s(self) -> float:
@@ -112,7 +112,7 @@ class DraftEngine:
         return 0.0
 
     def begin(self) -> None:
-        """What is to be said first has a step of its own."""
+        """Sends nothing: messages that go out first have a step of their own."""
 
     def step(self) -> DraftOutput:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
@@ -172,6 +172,6 @@ class DraftEngine:
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         report.prefix_queries, report.prefix_hits = self.pool.take_counts()
         outgoing, broken = self.scheduler.take()
-        said = [message for messages in outgoing.values() for message in messages]
-        report.num_nodes = sum(len(message.nodes) for message in said if isinstance(message, DraftNodes))
+        sent = [message for messages in outgoing.values() for message in messages]
+        report.num_nodes = sum(len(message.nodes) for message in sent if isinstance(message, DraftNodes))
         return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)

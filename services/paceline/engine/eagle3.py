@@ -43,7 +43,7 @@ _UNSERVED: Final = ("norm_before_fc", "norm_output", "fc_norm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """What a checkpoint folder says of its head.
+    """A head as its checkpoint folder describes it.
 
     Attributes:
         folder: Where it lies.
@@ -92,7 +92,7 @@ class EagleConfig:
         )
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of a target of so many whose outputs are fused.
+        """Layers of a target of `num_layers` layers whose outputs are fused.
 
         Raises:
             ConfigError: The target lacks one of them.

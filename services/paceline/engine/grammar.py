@@ -1,4 +1,4 @@
-"""Grammars at work: llguidance compiles them for the target's tokenizer, and says what may follow.
+"""Grammars: llguidance compiles them for the target's tokenizer, and computes which tokens may follow.
 
 A grammar comes from a stranger. What it may cost is bounded, in compiling as in every step; one that needs more ends
 its own session and nothing else.
@@ -38,7 +38,7 @@ class Matcher(GrammarState):
     """A text's place in a grammar.
 
     Args:
-        matcher: Nobody else's.
+        matcher: Used by this object alone.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -91,10 +91,10 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> Matcher:
-        """Returns the beginning of a grammar; takes up to seconds the first time, and holds no other thread up.
+        """Returns the beginning of a grammar; takes up to seconds the first time, and blocks no other thread.
 
         Raises:
-            InvalidRequestError: It is none, or needs more than the bounds allow.
+            InvalidRequestError: It is invalid, or needs more than the bounds allow.
         """
         with self._lock:
             known = self._kept.get(grammar)

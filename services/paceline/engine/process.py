@@ -19,7 +19,7 @@ from paceline.core.step_time import StepMode
 # The event loop and the engine thread share one interpreter; the default of 5 ms is half a step.
 SWITCH_INTERVAL_S = 0.0005
 PROC_STAT = Path("/proc/stat")
-# A CPU is quiet that works for a tenth of so many seconds at most.
+# A CPU is quiet that works for at most a tenth of this time.
 QUIET_S, MOST_BUSY = 0.5, 0.1
 # More than most caches hold.
 READ_BYTES = 64 * 1024 * 1024
@@ -32,7 +32,7 @@ def prepare_process(cpus: str, *, spare_cpus: str = "") -> None:
 
     Args:
         cpus: Its own.
-        spare_cpus: Those it may use besides, when nobody else wants them.
+        spare_cpus: Those it may use besides, when no other process wants them.
 
     Raises:
         ConfigError: A list is malformed or names CPUs this process may not use.
@@ -50,9 +50,9 @@ def prepare_process(cpus: str, *, spare_cpus: str = "") -> None:
 
 
 def yield_cpus() -> None:
-    """From now on runs this process only when nobody else wants the CPU, with all its threads and those they start.
+    """From now on runs this process, with all its threads, only when no other process wants the CPU.
 
-    For a service that is loaded: on a busy machine one that yields from its first moment on might never get that far.
+    Called once a service is loaded: on a busy machine one that yields from its start might never finish loading.
     """
     if not hasattr(os, "SCHED_IDLE"):
         return
@@ -70,7 +70,7 @@ def until_quiet(
         cpus: Their numbers.
         most_s: Longest wait, in seconds.
         read: The kernel's counts, as /proc/stat has them.
-        sleep: Waits for so many seconds.
+        sleep: Waits for a number of seconds.
 
     Returns:
         Whether they became quiet in time.
@@ -119,7 +119,7 @@ def _busy_ticks(stat: str, cpus: Collection[int]) -> int:
 
 
 class StepThreads:
-    """Threads of a step: while drafters rest, their CPUs are lent to their verifier.
+    """Threads of a step: while drafters idle, their verifier uses their CPUs.
 
     Args:
         threads: Of a step while drafters work.

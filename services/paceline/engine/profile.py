@@ -1,4 +1,4 @@
-"""Measures what steps take before any session is about, for the policy to start from."""
+"""Measures the time of steps before there are sessions, for the policy to start from."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.engine.packing import BatchBuilder
 
 # A profile of a large model on few cores ends here, and is drawn out from what was measured.
 PROFILE_S = 3.0
-# Steps of each number of rows; the fastest counts, for others only ever slow one down.
+# Steps of each number of rows; the fastest counts, since other processes only ever slow one down.
 SAMPLES = 3
 
 
 class StepProfiler:
-    """Runs steps of so many rows over scratch slots alone.
+    """Runs steps of several numbers of rows over scratch slots alone.
 
     Args:
         decoder: The model.
@@ -35,7 +35,7 @@ class StepProfiler:
         self._clock = clock
 
     def measure(self, most_rows: int) -> StepCost:
-        """Times of steps of up to so many rows; takes seconds."""
+        """Times of steps of up to `most_rows` rows; takes seconds."""
         rows: list[int] = []
         seconds: list[float] = []
         started_s = self._clock()

@@ -1,4 +1,4 @@
-"""Asks the sources inside the verifier for guesses once a step has committed its tokens."""
+"""Calls the sources inside the verifier for guesses once a step has committed its tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ STEP_SMOOTHING = 0.1
 _gain_of = attrgetter("gain")
 
 
-# Not frozen, and made by position: with many sessions a step makes as many.
+# Not frozen, and made by position: a step makes one for each of its sessions.
 @dataclass(slots=True)
 class _Candidate:
-    """A session that a costly source may be asked for; it has `held` expected draft tokens in hand, and gains some."""
+    """A session that a costly source may be called for; it has `held` expected draft tokens in hand, and gains some."""
 
     session: TargetSession
     known: Gain
@@ -37,11 +37,11 @@ class _Candidate:
 
 
 class SourceCalls:
-    """All sources of an engine, each asked for the sessions where that pays.
+    """All sources of an engine, each called for the sessions where that pays.
 
     Args:
-        sources: Asked in the order of what they bring a second.
-        policy: Says what guesses are worth.
+        sources: Called in the order of what they bring a second.
+        policy: Decides what guesses are worth.
         rules: Acceptance rules.
         clock: Seconds, monotonic.
     """
@@ -59,7 +59,7 @@ class SourceCalls:
 
     @property
     def names(self) -> Collection[str]:
-        """What its sources are called."""
+        """Names of its sources."""
         return self._records
 
     def sources_of(self, request: GenerateRequest) -> list[AnySource]:
@@ -76,7 +76,7 @@ class SourceCalls:
         self._sessions.append(session)
 
     def grow(self, report: StepReport, seconds: float) -> None:
-        """Has guesses hung into the trees of the sessions of this step, which took so many seconds so far."""
+        """Has guesses hung into the trees of the sessions of this step, which has taken `seconds` so far."""
         sessions, self._sessions = self._sessions, []
         for session in sessions:
             session.own_survivals = []

@@ -1,4 +1,4 @@
-"""What a source of draft nodes inside the verifier looks like; the drafter tier speaks `paceline.core.messages`."""
+"""The interface of sources of draft nodes inside the verifier; drafters send `paceline.core.messages` instead."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class LocalSource(Protocol[FollowerT]):
         """Called once, before any session: the target's KV and states, and slots for rows of its own."""
 
     def follow(self, session: Followed) -> FollowerT | None:
-        """Goes to work on a session; None: it has nothing to guess for it."""
+        """Begins to follow a session; None: it has nothing to guess for it."""
         ...
 
     def grow(self, turns: Sequence[Turn[FollowerT]]) -> Sequence[Sequence[float]]:

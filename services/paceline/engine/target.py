@@ -65,7 +65,7 @@ class TargetEngine:
         limits: Bounds.
         policy: Which nodes a step verifies.
         clock: Seconds, monotonic.
-        sources: What guesses inside the verifier, beside the drafters.
+        sources: Sources of guesses inside the verifier, beside the drafters.
         rules: Acceptance rules that are served.
         use_threads: Sets this thread up for steps of a mode; called before every forward.
     """
@@ -119,9 +119,9 @@ class TargetEngine:
 
     @property
     def at_stake(self) -> tuple[int, ...]:
-        """Serials of the sessions that a failure now is laid on: those of the step under way, or else all that run.
+        """Serials of the sessions that a failure now is attributed to: those of the step under way, or all that run.
 
-        To be read from another thread, too, once the engine's does not come back.
+        May be read from another thread, once the engine's does not return.
         """
         in_step = self._in_step
         return tuple(session.serial for session in self.scheduler.running) if in_step is None else in_step
@@ -157,7 +157,7 @@ class TargetEngine:
         try:
             session = self._new_session(event)
         except Exception as error:  # noqa: BLE001 - what one request holds must not end the others
-            self.scheduler.outcomes.append((event.serial, _blame(event.request.session_id, error)))
+            self.scheduler.outcomes.append((event.serial, _shown_error(event.request.session_id, error)))
             return
         self.scheduler.submit(session)
 
@@ -182,7 +182,7 @@ class TargetEngine:
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
     ) -> Calibrations:
-        """Drafters are told apart by their addresses, acceptance rules, and greedy sessions from others."""
+        """Keeps apart drafters by address, acceptance rules, and greedy sessions from others."""
         greedy = request.sampling.temperature == 0.0
         rule = self._rules.of(request.speculation).name
         known = {source.name: self._calibrations.of((source.name, greedy, rule)) for source in sources}
@@ -190,7 +190,7 @@ class TargetEngine:
         return Calibrations({**tier, **known})
 
     def _kind(self, key: tuple[str, bool, str]) -> str:
-        """What a source is kept as: drafters have other addresses after a restart, and are the same model."""
+        """What a calibration is kept as: drafters have other addresses after a restart, and are the same model."""
         source, greedy, rule = key
         own = source in self._sources.names
         return f"{source if own else TIER} {'greedy' if greedy else 'sampled'} {rule}"
@@ -209,7 +209,7 @@ class TargetEngine:
         self._policy.resume(learned["policy"])
 
     def profile(self, mode: StepMode) -> StepCost:
-        """Measures steps of so many rows, for the policy to start from; takes seconds, with no session about."""
+        """Measures steps for the policy to start from, while there are no sessions; takes seconds."""
         self._use_threads(mode)
         profiler = StepProfiler(self._decoder, self._cache, self._scratch, self._clock)
         return profiler.measure(self._limits.max_num_batched_tokens)
@@ -217,7 +217,7 @@ class TargetEngine:
     # Stepping
 
     def has_work(self) -> bool:
-        """True while sessions wait or run, or something is left to say or to report."""
+        """True while sessions wait or run, or something is left to send or to report."""
         return self.scheduler.has_work or self._num_reported > 0
 
     def pause_s(self) -> float:
@@ -237,7 +237,7 @@ class TargetEngine:
     def begin(self) -> TargetOutput | None:
         """Plans the next step; what is known before it runs goes out while it does, not after.
 
-        That is what drafters are to be told, new prompts above all, and which sessions are computed for the first time.
+        These are messages to drafters, new prompts above all, and which sessions are computed for the first time.
         """
         self._plan = self._plan_step()
         outcomes = self.scheduler.take_outcomes()
@@ -261,8 +261,8 @@ class TargetEngine:
         return plan
 
     def _run(self, plan: StepPlan[TargetSession]) -> list[Outcome]:
-        """Computes a step; returns what it has to say to clients."""
-        # A prompt is worth more than what drafters would guess meanwhile: its step takes their CPUs, too.
+        """Computes a step; returns what goes to clients."""
+        # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
         self._use_threads(StepMode.PLAIN if plan.is_mostly_prefill else plan.mode)
         builder = BatchBuilder()
         rows = [_pack(builder, part) for part in plan.parts]
@@ -285,7 +285,7 @@ class TargetEngine:
             verdict = session.judge(part.nodes, lambda node: logits[rows.index[id(node)]])
         except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
             self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError))
-            return [(session.serial, _blame(session.session_id, error))]
+            return [(session.serial, _shown_error(session.session_id, error))]
         outcomes.append(self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self._clock()))
         if not session.ended:
             self._sources.add(session)
@@ -354,8 +354,8 @@ def _pack(builder: BatchBuilder, part: Part[TargetSession]) -> _Rows:
     return rows
 
 
-def _blame(session_id: str, error: Exception) -> PacelineError:
-    """What a session is told of its failure; an error that no user may see is logged instead."""
+def _shown_error(session_id: str, error: Exception) -> PacelineError:
+    """The error that a session's client gets; one that no user may see is logged instead."""
     if isinstance(error, PacelineError):
         return error
     logger.error("a session failed", extra={"session_id": session_id}, exc_info=error)

@@ -51,7 +51,7 @@ class TargetSession(ScheduledSession):
         request: What to run.
         serial: Tells it from an earlier session of the same id.
         identity: The target model.
-        drafter_address: Who drafts for it; empty: nobody.
+        drafter_address: Address of its drafter; empty: none.
         max_model_len: Most tokens, prompt and output.
         pool: Pages.
         calibrations: Of its sources.
@@ -135,7 +135,7 @@ class TargetSession(ScheduledSession):
             logits: `[vocab]` of the root and of each of these.
 
         Raises:
-            UnusableLogitsError: The model gave nothing to choose from.
+            UnusableLogitsError: The model's logits leave no token to choose.
         """
         root = self.tree.root
         rows = _Rows(tree=self.tree, logits=logits, sampler=self._sampler, seed=self.request.sampling.seed)
@@ -153,14 +153,14 @@ class TargetSession(ScheduledSession):
         return verdict if len(kept) == len(verdict.token_ids) else replace(verdict, token_ids=tuple(kept))
 
     def judge_prompt(self, positions: range, logits: np.ndarray) -> CommittedTokens:
-        """Tells how likely the tokens of the prompt were that stand after some of its positions.
+        """Returns log probabilities of the tokens of the prompt that stand after some of its positions.
 
         Args:
             positions: Of the rows.
             logits: Their logits, `[len(positions), vocab]`.
 
         Raises:
-            UnusableLogitsError: The model gave nothing to choose from.
+            UnusableLogitsError: The model's logits leave no token to choose.
         """
         count = self.request.sampling.prompt_logprobs
         assert count is not None, "asked for, or there would be no rows"

@@ -1,4 +1,4 @@
-"""What a decoder asks for all that depends on how and where it runs: its back end, and the platform below that."""
+"""Interfaces of all that depends on how and where a decoder runs: its back end, and the platform below that."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Backend(ABC):
         """Refuses states that `forward` cannot keep.
 
         Raises:
-            ConfigError: It cannot; says why.
+            ConfigError: It cannot; names the reason.
         """
 
     def new_cache(self, num_blocks: int, state_width: int) -> KVCache:
@@ -69,10 +69,10 @@ class Backend(ABC):
         return self.platform.new_cache(self.config, num_blocks, self.dtype, state_width)
 
     def prepare(self, max_rows: int) -> None:  # noqa: B027 - most need nothing
-        """Makes at once, and before memory is accounted for, what steps of up to so many rows need."""
+        """Makes at once, and before memory is accounted for, what steps of up to `max_rows` rows need."""
 
     def rows_computed(self, rows: int) -> int:
-        """Rows that a step of so many computes: kernels and recorded steps round up."""
+        """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""
         return self.platform.rows_computed(rows, self.dtype)
 
 
@@ -106,7 +106,7 @@ class Platform(ABC):
         """An empty cache of `num_blocks` blocks."""
 
     def rows_computed(self, rows: int, dtype: torch.dtype) -> int:
-        """Rows that linears of this kind compute for so many."""
+        """Rows that linears of this kind compute for `rows` rows."""
         return rows
 
     @abstractmethod
