@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.link import MOST_UNANSWERED
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import SamplingParams
 from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair, prompts
 
@@ -18,18 +18,6 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
 @pytest.fixture(scope="module")
 def pair_folders(tmp_path_factory):
     return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.mark.parametrize(("max_tokens", "waits"), [(40, True), (10, False)])
-def test_only_sessions_that_gain_by_it_are_delayed_for_drafts(pair_folders, max_tokens, waits):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
-    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
-    assert pair.target.patience_s() == 0.0, "its first token is due"
-    pair.round(draft_steps=0)
-    # One token is out; with fewer than ten to go nothing is worth waiting for.
-    assert (pair.target.patience_s() > 0.0) is waits
-    pair.submit("opted out", prompts(2)[1], GREEDY, SpeculationParams(enabled=False))
-    assert pair.target.patience_s() == 0.0, "another one's first token is due"
 
 
 class Called(Goodput):
@@ -73,16 +61,6 @@ def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(pair_f
     assert policy.answered == [False, False]
     pair.run()
     assert all(len(each.token_ids) == 60 for each in pair.sessions.values())
-
-
-def test_a_session_whose_prompt_is_read_when_drafters_are_sent_to_rest_is_not_opened(pair_folders):
-    policy = Called(0.0)
-    pair = EnginePair(*pair_folders, policy=policy)
-    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
-    policy.price = 1.0
-    pair.run()
-    assert not pair.to_drafter
-    assert len(pair.sessions["s"].token_ids) == 12
 
 
 def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say(pair_folders):
