@@ -94,14 +94,8 @@ class DraftEngine:
     def handle(self, event: DraftEvent) -> None:
         """Takes in one event."""
         self.scheduler.handle(event, self._clock())
-        self._move_kept()
-
-    def _move_kept(self) -> None:
-        """Puts the KV of committed nodes in place, before anything else is written to their slots."""
-        if self.scheduler.moves:
-            sources, targets = np.array(self.scheduler.moves, np.int64).T
-            self._cache.copy_slots(np.ascontiguousarray(sources), np.ascontiguousarray(targets))
-            self.scheduler.moves.clear()
+        # Committed nodes go to their places before anything else is written to their slots.
+        self._cache.apply_moves(self.scheduler.moves)
 
     def has_work(self) -> bool:
         """True while there is something to compute, to send or to report."""

@@ -15,6 +15,7 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.step_time import StepMode
+from paceline.service.config import parse_cpus
 
 # The event loop and the engine thread share one interpreter; the default of 5 ms is half a step.
 SWITCH_INTERVAL_S = 0.0005
@@ -42,11 +43,15 @@ def prepare_process(cpus: str, *, spare_cpus: str = "") -> None:
         if spare_cpus:
             raise ConfigError("--spare-cpus needs --cpus beside it")
         return
-    wanted = parse_cpus(cpus) | (parse_cpus(spare_cpus) if spare_cpus else set())
+    wanted = _cpus("--cpus", cpus) | _cpus("--spare-cpus", spare_cpus)
     allowed = os.sched_getaffinity(0)
     if not wanted <= allowed:
         raise ConfigError(f"--cpus {cpus} {spare_cpus}: this process may use CPUs {sorted(allowed)} only")
     os.sched_setaffinity(0, wanted)
+
+
+def _cpus(name: str, text: str) -> frozenset[int]:
+    return parse_cpus(name, text) if text else frozenset()
 
 
 def yield_cpus() -> None:
@@ -128,8 +133,7 @@ class StepThreads:
     """
 
     def __init__(self, threads: int, cpus: str, spare_cpus: str) -> None:
-        spare = parse_cpus(spare_cpus) if spare_cpus else set()
-        own = parse_cpus(cpus) if cpus else set()
+        spare, own = _cpus("--spare-cpus", spare_cpus), _cpus("--cpus", cpus)
         self._settings = {
             StepMode.DRAFTING: (threads, own),
             StepMode.PLAIN: (threads + len(spare), own | spare),
@@ -145,21 +149,3 @@ class StepThreads:
         if cpus:
             os.sched_setaffinity(0, cpus)
         torch.set_num_threads(threads)
-
-
-def parse_cpus(text: str) -> set[int]:
-    """Numbers of CPUs from a list such as `0,2-3`.
-
-    Raises:
-        ConfigError: It is malformed, or empty.
-    """
-    cpus: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            cpus.update(range(int(first), int(last or first) + 1))
-    except ValueError as error:
-        raise ConfigError(f"--cpus must look like 0,2-3, got {text!r}") from error
-    if not cpus:
-        raise ConfigError(f"--cpus names no CPU: {text!r}")
-    return cpus

@@ -41,7 +41,7 @@ from paceline.core.target_events import (
 from paceline.engine.decoder import Decoder
 from paceline.engine.memory import target_scratch_blocks
 from paceline.engine.packing import BatchBuilder
-from paceline.engine.profile import StepProfiler
+from paceline.engine.profile import profile_steps
 from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
@@ -211,8 +211,8 @@ class TargetEngine:
     def profile(self, mode: StepMode) -> StepCost:
         """Measures steps for the policy to start from, while there are no sessions; takes seconds."""
         self._use_threads(mode)
-        profiler = StepProfiler(self._decoder, self._cache, self._scratch, self._clock)
-        return profiler.measure(self._limits.max_num_batched_tokens)
+        most_rows = self._limits.max_num_batched_tokens
+        return profile_steps(self._decoder, self._cache, self._scratch, self._clock, most_rows=most_rows)
 
     # Stepping
 
@@ -249,7 +249,8 @@ class TargetEngine:
         outcomes = self.scheduler.take_outcomes()
         if plan.num_rows:
             outcomes += self._run(plan)
-            self._move_accepted()
+            # Accepted nodes go to their places before anything else is written to scratch slots.
+            self._cache.apply_moves(self.scheduler.moves)
             self._sources.grow(self.scheduler.report, self._clock() - plan.started_s)
         self.scheduler.end_step(plan, self._clock())
         self._in_step = None
@@ -290,13 +291,6 @@ class TargetEngine:
         if not session.ended:
             self._sources.add(session)
         return outcomes
-
-    def _move_accepted(self) -> None:
-        """Puts the KV of accepted nodes in place, before anything else is written to scratch slots."""
-        if self.scheduler.moves:
-            sources, targets = np.array(self.scheduler.moves, np.int64).T
-            self._cache.copy_slots(np.ascontiguousarray(sources), np.ascontiguousarray(targets))
-            self.scheduler.moves.clear()
 
     def _states(self, session: ScheduledSession, positions: range) -> CommittedStates:
         slots = torch.tensor([session.pages.slot(position) for position in positions])
