@@ -57,6 +57,7 @@ class Follower(Protocol):
 
     def close(self) -> None:
         """Called when the session has ended."""
+        return
 
 
 FollowerT = TypeVar("FollowerT", bound=Follower)
@@ -90,6 +91,7 @@ class LocalSource(Protocol[FollowerT]):
 
     def attach(self, cache: KVCache, scratch: SlotPool) -> None:
         """Called once, before any session: the target's KV and states, and slots for rows of its own."""
+        return
 
     def follow(self, session: Followed) -> FollowerT | None:
         """Begins to follow a session; None: it has nothing to guess for it."""
