@@ -22,7 +22,7 @@ import torch
 from loadtest.bench import Table, bench_parser, report
 from loadtest.gpu_models import SHAPES, ImposedDecoder, RandomModel, mix
 from paceline.core.draft_policy import FixedGamma
-from paceline.core.draft_scheduler import DraftLimits, VerifierSaid
+from paceline.core.draft_scheduler import DraftLimits, VerifierMessages
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, SpeculationRecord
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
@@ -189,7 +189,7 @@ class TurnTaking:
                 self._records.append(committed.result.speculation)
         for commits in output.to_drafters.values():
             if drafter is not None:
-                drafter.handle(VerifierSaid(link=0, messages=commits))
+                drafter.handle(VerifierMessages(link=0, messages=commits))
 
 
 def _identity(decoder: Decoder, name: str) -> ModelIdentity:

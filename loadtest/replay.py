@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from paceline.core.calibration import Calibration, SessionOffset
-from paceline.core.demand import Demand
 from paceline.core.draft_policy import DraftPolicy
+from paceline.core.drafter_worth import Demand
 from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.step_time import StepCost, StepMode

@@ -42,7 +42,7 @@ def time_linears(folder: Path, count: int) -> float:
     """Median seconds of all linear layers of a target at one row, on this process's core."""
     import torch
 
-    from paceline.engine.backends.llama_backend import LlamaBackend
+    from paceline.engine.backends.interface import LlamaBackend
     from paceline.engine.loading import load_decoder
 
     decoder = load_decoder(folder, num_threads=1)

@@ -399,15 +399,15 @@ async def test_a_drafted_session_has_a_span_from_its_opening_to_the_next_or_to_i
     async with running_collector() as (endpoint, collector):
         async with traced(DRAFTER, endpoint) as tracer:
             drafts = DraftTraces(tracer)
-            drafts.heard(1, [opened, commit])
-            drafts.said(1, [DraftNodes(session_id="s", epoch=2, base_len=2, nodes=())])
+            drafts.received(1, [opened, commit])
+            drafts.sent(1, [DraftNodes(session_id="s", epoch=2, base_len=2, nodes=())])
             # An owner that lost the session ends nothing, nor does another verifier's session of that name.
-            drafts.heard(1, [CloseSession(session_id="s", epoch=1)])
-            drafts.heard(2, [CloseSession(session_id="s", epoch=2), replace(opened, traceparent="")])
-            drafts.heard(1, [replace(opened, epoch=3)])
-            drafts.heard(1, [CloseSession(session_id="s", epoch=3)])
-            drafts.heard(1, [replace(opened, session_id="t", epoch=4)])
-            drafts.left(1)
+            drafts.received(1, [CloseSession(session_id="s", epoch=1)])
+            drafts.received(2, [CloseSession(session_id="s", epoch=2), replace(opened, traceparent="")])
+            drafts.received(1, [replace(opened, epoch=3)])
+            drafts.received(1, [CloseSession(session_id="s", epoch=3)])
+            drafts.received(1, [replace(opened, session_id="t", epoch=4)])
+            drafts.closed(1)
     spans = sorted(collector.spans, key=lambda span: span.attributes["paceline.epoch"])
     assert [span.attributes["paceline.epoch"] for span in spans] == [2, 3, 4]
     assert [span.attributes["paceline.num_commits"] for span in spans] == [1, 0, 0]
