@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 
 from paceline.core.errors import ModelNotFoundError, UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
+from paceline.gateway.fleet.generation_config import NO_DEFAULTS, ModelDefaults
 from paceline.gateway.fleet.routing import able_verifiers
+from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
-from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
 from paceline.gateway.message.form import AUTO, Families
-from paceline.gateway.requests import ServedModel
 from paceline.gateway.text.codec import TextCodec
 from paceline.store.base import Replica
 from paceline.store.view import Answers, Registry, RegistryView, nobody_answers

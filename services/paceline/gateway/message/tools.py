@@ -11,6 +11,8 @@ from typing import Any
 
 Json = dict[str, Any]
 
+MAX_TOOLS = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:

@@ -18,9 +18,9 @@ from paceline.core.messages import (
     Timings,
     TokenFate,
 )
-from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions.known_tokens import KnownTokens
 from paceline.gateway.sessions.output import Ending, Piece
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
 from paceline.gateway.text.detokenizer import Detokenizer
 from paceline.gateway.text.stops import StopMatcher

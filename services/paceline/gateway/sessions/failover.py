@@ -27,8 +27,8 @@ from paceline.gateway.fleet.ejection import Ejections, FullVerifiers
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
-from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions.output import sum_of_records
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
 from paceline.obs import attributes as names
 from paceline.obs.tracing import OFF, Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import UnavailableError
-from paceline.gateway.requests import SessionRequest
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
 from paceline.obs.tracing import traceparent_of
 from paceline.store.base import SessionRecord, SessionState, SessionWrite, Store, Written

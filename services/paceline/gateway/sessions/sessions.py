@@ -21,12 +21,13 @@ from paceline.core.params import ACCEPTANCE_RULES
 from paceline.gateway.access.callers import Caller
 from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Shares
 from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
-from paceline.gateway.requests import ServedModel, SessionRequest
 from paceline.gateway.sessions.answer import Answer
 from paceline.gateway.sessions.failover import Placer
 from paceline.gateway.sessions.output import Ending, Event
 from paceline.gateway.sessions.records import RecordWriter
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
 from paceline.obs.metrics import GatewayMetrics, ModelMetrics
 from paceline.store.base import SessionState, next_owner_epoch

@@ -14,8 +14,8 @@ from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionN
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.message.form import MessageForm
-from paceline.gateway.requests import SessionRequest, check_salt, check_stops, up_to_end
 from paceline.gateway.sessions.known_tokens import check_known
+from paceline.gateway.sessions.request import SessionRequest, check_salt, check_stops, up_to_end
 from paceline.store.base import LoggedSession, SessionState, Store
 
 MAX_SESSION_ID_CHARS = 128

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.gateway.api.openai.bodies import CompletionBody, parse_body
+from paceline.gateway.api.openai.structured import grammar_of
 from paceline.gateway.grammars.compiling import (
     grammar_of_choices,
     grammar_of_json_schema,
     grammar_of_lark,
     grammar_of_regex,
 )
-from paceline.gateway.grammars.structured import grammar_of
 from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.openai.bodies import CompletionBody, parse_body
 
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(400):
