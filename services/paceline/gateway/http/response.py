@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,25 +122,24 @@ class Exchange:
         await self.write(named + b"data: " + to_json(data) + b"\n\n")
 
     async def fail(self, error: Exception) -> None:
-        """Tells the client of an error: by status before the first byte, by an event after it."""
+        """Reports an error to the client: by status before the first byte, by an event after it."""
         self._on_error(error)
-        if isinstance(error, ClientStalledError):
-            logged = {"timeout_s": SEND_TIMEOUT_S, "request_id": self._request_id}
-            _log.info("a client has stopped reading its stream", extra=logged)
-            return
-        described = to_http(error, self._request_id)
-        if self._begun:
-            told = b"data: " + self._told(described) + b"\n\n"
-            await self.write(b"event: error\n" + told if self._form.named else told + DONE, last=True)
-            return
-        body = self._told(described)
-        headers = {**JSON_HEADERS, **described.headers(), "content-length": str(len(body))}
-        await self.begin(described.status, headers)
-        await self.write(body, last=True)
+        with suppress(ClientStalledError):
+            if not isinstance(error, ClientStalledError):
+                await self._report(to_http(error, self._request_id))
+                return
+        logged = {"timeout_s": SEND_TIMEOUT_S, "request_id": self._request_id}
+        _log.info("a client has stopped reading its stream", extra=logged)
 
-    def _told(self, error: HttpError) -> bytes:
-        """Returns an error in bytes; escapes keep broken text of the request out of the answer."""
-        return json.dumps(self._form.shape(error, self._request_id)).encode()
+    async def _report(self, error: HttpError) -> None:
+        # Escapes keep broken text of the request out of the answer.
+        body = json.dumps(self._form.shape(error, self._request_id)).encode()
+        if self._begun:
+            event = b"data: " + body + b"\n\n"
+            await self.write(b"event: error\n" + event if self._form.named else event + DONE, last=True)
+            return
+        await self.begin(error.status, {**JSON_HEADERS, **error.headers(), "content-length": str(len(body))})
+        await self.write(body, last=True)
 
     @property
     def _request_id(self) -> str:

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import Counter
-from starlette.requests import Request
 
 from paceline.core.errors import PacelineError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.fair_shares import Shares
+from paceline.gateway.api.endpoints.endpoint import Call
 from paceline.gateway.api.endpoints.workers import Workers
 from paceline.gateway.http.body import parse_json_object, read_body
 from paceline.gateway.http.fields import UnknownFields
@@ -67,16 +67,14 @@ class BodyReader:
 
     async def read(
         self,
-        request: Request,
-        exchange: Exchange,
+        call: Call,
         understand: Callable[..., ReadT],
         prepare: Callable[[dict[str, Any]], Awaitable[Any]] | None = None,
     ) -> ReadT:
         """Returns what `understand` makes of a body; the answer will name the fields that it does not know.
 
         Args:
-            request: Whose body it is.
-            exchange: Its answer.
+            call: Whose body it is.
             understand: Takes the JSON object and the fields that nobody knows.
             prepare: Fetches what `understand` takes before these; None: it needs nothing else.
 
@@ -87,8 +85,8 @@ class BodyReader:
         unknown = UnknownFields(strict=self.strict_fields)
         with self.reading.take(0, current_caller()) as held:
             raw = await read_body(
-                request.stream(),
-                request.headers.get("content-length"),
+                call.request.stream(),
+                call.request.headers.get("content-length"),
                 held.resize,
                 max_bytes=self.max_bytes,
                 timeout_s=self.timeout_s,
@@ -96,9 +94,9 @@ class BodyReader:
             try:
                 understood = await self._understood(raw, understand, unknown, prepare)
             except PacelineError:
-                self._tell(unknown, exchange)
+                self._report(unknown, call.exchange)
                 raise
-            self._tell(unknown, exchange)
+            self._report(unknown, call.exchange)
             return understood
 
     async def _understood(
@@ -120,7 +118,7 @@ class BodyReader:
             return await self.grammar_workers.run(work)
         return work() if small else await self.workers.run(work)
 
-    def _tell(self, unknown: UnknownFields, exchange: Exchange) -> None:
+    def _report(self, unknown: UnknownFields, exchange: Exchange) -> None:
         """Names and counts what was ignored; not while a thread may still be at it, after a cancellation."""
         if not unknown.counts:
             return

@@ -23,14 +23,10 @@ from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import (
     DEFAULT_MAX_TOKENS,
     SessionRequest,
-    check_judged,
-    check_prompt,
+    check_prompt_logprobs,
     check_salt,
     check_stops,
-    encode_text,
     new_seed,
-    room_for_output,
-    tokens_kept,
 )
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
@@ -149,15 +145,14 @@ def _prompt(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel) -> 
     if field is None:
         raise InvalidRequestError("prompt", "is required")
     asked = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
-    keep_last = tokens_kept(model, asked, request.sampling.max_tokens or None)
-    if field == "prompt":
-        return encode_text(model, request.prompt, field="prompt", keep_last=keep_last)
-    return check_prompt(model, request.prompt_token_ids.ids, field="prompt_token_ids", keep_last=keep_last)
+    keep_last = model.prompt_limit(asked, request.sampling.max_tokens or None)
+    given = request.prompt if field == "prompt" else request.prompt_token_ids.ids
+    return model.prompt_tokens(given, field=field, keep_last=keep_last)
 
 
 def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, prompt_len: int) -> SamplingParams:
     if not request.HasField("sampling"):
-        room = room_for_output(model, prompt_len, None, unasked=DEFAULT_MAX_TOKENS, field="max_tokens")
+        room = model.output_limit(prompt_len, None, default=DEFAULT_MAX_TOKENS, field="max_tokens")
         return SamplingParams(max_tokens=room, seed=new_seed(), **model.defaults.sampling)
     given = request.sampling
     named = {field.name for field, _ in given.ListFields()}
@@ -168,9 +163,9 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
         sampling = replace(sampling, grammar=grammar)
     if not given.HasField("seed"):
         sampling = replace(sampling, seed=new_seed())
-    room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")
+    model.output_limit(prompt_len, sampling.max_tokens, default=0, field="sampling.max_tokens")
     if sampling.prompt_logprobs is not None:
-        check_judged(prompt_len, sampling.prompt_logprobs, field="sampling.prompt_logprobs")
+        check_prompt_logprobs(prompt_len, sampling.prompt_logprobs, field="sampling.prompt_logprobs")
     sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
     return sampling
 

@@ -1,6 +1,6 @@
 """What answers look like, as models that the OpenAPI description is made of.
 
-Answers themselves are built as plain objects, in `paceline.gateway.api.openai.answers`.
+Answers themselves are built as plain objects, in `paceline.gateway.api.openai.answer`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tells an answer as /v1/responses does: items of reasoning, text and calls, whole or as events.
+"""An answer of /v1/responses: items of reasoning, text and calls, whole or as events.
 
-Events are numbered by what they tell: one for each, and one for each character of a delta. So the same place of an
-answer has the same number however its tokens were grouped, at whichever gateway, and a stream goes on behind any.
+An event counts as one, a delta as the number of its characters. So the same place of an answer has the same number
+however its tokens were grouped, at any gateway, and a stream can be resumed after any event.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.core.messages import FinishReason
-from paceline.gateway.api.openai.answers import metrics
+from paceline.gateway.api.openai.answer import metrics
 from paceline.gateway.message.form import call_id
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.gateway.sessions.output import Ending
@@ -25,7 +25,7 @@ DELTAS = (TEXT_DELTA, REASONING_DELTA, ARGUMENTS_DELTA)
 _ENDINGS: Mapping[str, str] = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
-class ResponseTelling:
+class ResponseAnswer:
     """One response.
 
     Args:
