@@ -1,8 +1,8 @@
 # Every target sets up what it needs in .venv, and no more; no root rights. Outside this folder: pip's cache, and in the
 # user's cache folder the widened demo target and environments of other engines.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test up demo bench chaos load locust docs clients-test k8s-test vllm-test wheel-test \
-  sbom clean
+.PHONY: help venv protos check style test up demo bench train chaos load locust docs clients-test k8s-test vllm-test \
+  wheel-test sbom clean
 SHELL := /bin/bash
 
 PYTHON ?= python3
@@ -59,6 +59,10 @@ demo: $(SERVE) ## stream completions with and without speculation and compare th
 
 bench: $(DEV) ## run a bench: make bench NAME=acceptance; without NAME lists them
 	$(BIN)/paceline bench $(NAME) $(ARGS)
+
+OUT ?= runs/demo
+train: $(DEV) ## make the demo models anew, into OUT=runs/demo; some hours on two cores
+	$(BIN)/python -m training demo --out $(OUT) $(ARGS)
 
 chaos: $(DEV) ## break a whole fleet while streams run, and compare every token; ARGS='--seconds 60 --streams 200'
 	$(BIN)/paceline bench chaos $(ARGS)

@@ -33,9 +33,8 @@ from paceline.store.base import (
     SessionState,
     Store,
 )
-from paceline.store.probe import Probe
 from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
-from paceline.store.view import RegistryView
+from paceline.store.view import Probe, RegistryView
 from tests.contract.test_store import DRAFTER, HOST, PROMPT, SESSION, VERIFIER, eventually, put, server_process
 from tests.unit.gateway.sessions.test_records import opened
 

@@ -16,7 +16,7 @@ import helm_python
 import pytest
 import yaml
 
-from paceline.cluster.ray import spec as fleet_file
+from paceline.cluster import fleet_file
 from paceline.rpc.v1 import gateway_pb2
 from tests.docs.blocks import Block, blocks, commands
 from tests.docs.demo import Demo

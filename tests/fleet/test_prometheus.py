@@ -13,8 +13,8 @@ import pytest
 import yaml
 from loadtest.client import Ask, run_batch
 
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.training.corpus import unseen_prompts
 from tests.fleet.conftest import FleetRunner
 from tests.support.prometheus import ALERTS, DASHBOARD, Prometheus, needs_prometheus, running_prometheus
 

@@ -10,8 +10,8 @@ import torch
 from loadtest.client import Ask, run_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_TARGET
-from paceline.training.corpus import unseen_prompts
 from tests.fleet.client import Sampled, sample, sample_all
 from tests.fleet.conftest import FleetRunner
 

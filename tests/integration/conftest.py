@@ -35,6 +35,7 @@ from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 from paceline.service.credentials import FleetTls, channel, folder_of, load_tls, only_for
 from paceline.service.process import start_grpc_server
 from paceline.store.base import Replica
+from paceline.verifier.served import ServedEngine
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.verifier_host import TargetHost
 from tests.support.checkpoints import save_pair
@@ -97,7 +98,9 @@ async def verifier_at(
     """A verifier service, whose engine some prompts may poison; yields its address."""
     tls = load_tls(folder_of(tls_dir, VERIFIER), VERIFIER)
     handed_out = "" if eagle3_model is None else states_hash(eagle3_model)
-    identity = replace(model_identity(folder, "tiny"), states_hash=handed_out)
+    identity = replace(
+        model_identity(folder, "tiny"), states_hash=handed_out, methods=tuple(methods), context_len=MAX_MODEL_LEN
+    )
     rules = rules or Rules()
 
     def target_decoder() -> Decoder:
@@ -106,17 +109,11 @@ async def verifier_at(
             decoder.keep_states(load_fusion(eagle3_model, decoder))
         return decoder if poison is None else poison.into(decoder)
 
-    host = TargetHost(
-        methods=methods,
-        rules=rules,
+    served = ServedEngine(
         identity=identity,
-        max_model_len=MAX_MODEL_LEN,
-        max_queue=MAX_QUEUE,
+        rules=rules,
         grammars=grammars,
-        max_num_seqs=max_num_seqs,
-        grace_s=30.0,
-        stream_interval_s=0.1,
-        make_engine=lambda: TargetEngine(
+        make=lambda: TargetEngine(
             decoder=target_decoder(),
             identity=identity,
             num_blocks=128,
@@ -126,6 +123,13 @@ async def verifier_at(
             sources=[TextSource(method) for method in methods if method not in TIER_METHODS],
             rules=rules,
         ),
+    )
+    host = TargetHost(
+        served,
+        max_queue=MAX_QUEUE,
+        max_num_seqs=max_num_seqs,
+        grace_s=30.0,
+        stream_interval_s=0.1,
         metrics=VerifierMetrics(CollectorRegistry(), "tiny"),
         tls=tls,
         tracer=tracer,

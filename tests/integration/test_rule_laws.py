@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.params import BLOCK, COUPLED, REJECTION, SamplingParams, SpeculationParams
-from paceline.core.processors import RowHistory, process
 from paceline.core.rejection_sampling import SparseDraft
 from tests.support.engines import EnginePair
+from tests.support.reference_sampling import RowHistory, process
 
 PROMPT_LEN = 17
 NUM_SESSIONS = 256

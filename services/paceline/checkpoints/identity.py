@@ -10,16 +10,16 @@ from pathlib import Path
 from paceline.checkpoints.json_file import read_object
 from paceline.core.errors import ConfigError
 
-# Of each weight file so many pieces of so many bytes are hashed: other weights of the same shape differ everywhere.
+# Pieces of each weight file that are hashed, and their size; other weights of the same shape differ everywhere.
 NUM_SAMPLES = 1024
 SAMPLE_BYTES = 4096
 HASH_CHARS = 32
 
 
-def fingerprint(told: Iterable[bytes], weight_files: Iterable[Path]) -> str:
-    """Returns a hash of what decides a model's logits beside its weights, and of these, sampled."""
+def fingerprint(settings: Iterable[bytes], weight_files: Iterable[Path]) -> str:
+    """Returns a hash of everything that decides a model's logits: its settings, and samples of its weights."""
     digest = hashlib.sha256()
-    for each in told:
+    for each in settings:
         digest.update(each)
     for path in weight_files:
         size = path.stat().st_size
@@ -33,10 +33,10 @@ def fingerprint(told: Iterable[bytes], weight_files: Iterable[Path]) -> str:
 
 
 def vocab_hash(folder: Path) -> str:
-    """Hash of the map from tokens to ids, added tokens included: equal means that token ids can be exchanged.
+    """Returns a hash of the map from tokens to ids; models with equal hashes can exchange token ids.
 
     Raises:
-        ConfigError: tokenizer.json is missing or is not the `tokenizers` library's format.
+        ConfigError: tokenizer.json is missing, or not in the format of the `tokenizers` library.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -57,10 +57,10 @@ def vocab_hash(folder: Path) -> str:
 
 
 def eos_token_ids(folder: Path, found: object) -> tuple[int, ...]:
-    """Tokens that end a text: those of generation_config.json, or else `found`, which config.json names; may be none.
+    """Returns the tokens that end a text: those of generation_config.json, or otherwise `found` from config.json.
 
     Raises:
-        ConfigError: It is neither a token id nor a list of them.
+        ConfigError: The value is neither a token id nor a list of them.
     """
     source, path = folder / "config.json", folder / "generation_config.json"
     if path.is_file():

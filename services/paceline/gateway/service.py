@@ -53,7 +53,7 @@ from paceline.service.process import GrpcServer, start_grpc_server
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
-from paceline.store.probe import Probe
+from paceline.store.view import Probe
 
 logger = logging.getLogger(__name__)
 

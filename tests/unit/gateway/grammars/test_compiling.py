@@ -87,7 +87,7 @@ def test_whoever_asks_for_nothing_gets_none(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "excludes"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "excludes response_format"),
         ({"guided_grammar": "start: foo"}, "guided_grammar", 'unknown name: "foo"'),
-        ({"guided_json": "{"}, "guided_json", "no JSON"),
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name_and_place(fields: dict[str, Any], field: str, problem: str) -> None:

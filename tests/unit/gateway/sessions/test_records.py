@@ -15,8 +15,9 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.served_model import ServedModel
-from paceline.gateway.sessions.records import RecordWriter, SessionTrail, session_record
+from paceline.gateway.sessions.records import RecordWriter, session_record
 from paceline.gateway.sessions.request import SessionRequest
+from paceline.gateway.sessions.trail import SessionTrail
 from paceline.store.base import PutSession, Replica, SessionState, SessionWrite, Written
 from paceline.store.memory import MemoryStore
 

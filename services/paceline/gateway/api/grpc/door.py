@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
@@ -19,7 +18,7 @@ from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Held, Shares
 from paceline.gateway.api.grpc.messages import check_message
 from paceline.gateway.http.response import SEND_TIMEOUT_S
-from paceline.service.interceptors import HEALTH_METHODS, behaviour_of, with_behaviour
+from paceline.service.interceptors import HEALTH_METHODS, WrappingInterceptor, behaviour_of, with_behaviour
 
 FIELD = "request"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -48,7 +47,7 @@ def door_options(max_calls: int) -> tuple[tuple[str, int], ...]:
     )
 
 
-class GrpcDoor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+class GrpcDoor(WrappingInterceptor):
     """Lets calls in.
 
     Args:
@@ -73,16 +72,8 @@ class GrpcDoor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         self._health_calls = Turnover(MAX_HEALTH_CALLS)
         self._health_reads = Turnover(MAX_HEALTH_READS)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wraps the handler of one call."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
+    def wrap(self, handler: Any, method: str) -> Any:
+        """Lets a call in before its message is read."""
         serve = self._health(handler) if method.startswith(HEALTH_METHODS) else self._guarded(handler, method)
         return with_behaviour(handler, serve, _as_they_are, request_streaming=True)
 

@@ -102,12 +102,12 @@ def _maker(name: str, field: str, value: Any, whitespace_pattern: str | None) ->
 
 
 def _schema(value: Any, field: str) -> Mapping[str, Any]:
-    """A schema, or the text of one."""
+    """Returns a schema that is given as an object or as text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise InvalidRequestError(field, "must be a JSON schema, and is no JSON") from None
+            raise InvalidRequestError(field, "must be a JSON schema, but is not JSON") from None
     if not isinstance(value, dict):
         raise InvalidRequestError(field, "must be a JSON schema: an object")
     return value

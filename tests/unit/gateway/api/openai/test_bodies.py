@@ -101,7 +101,7 @@ from tests.support.openai_bodies import (
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens", "from 0 to 64"),
-        ({"speculation": {"acceptance": "Lucky!"}}, "speculation.acceptance", "coupled, rejection, block, typical"),
+        ({"speculation": {"acceptance": "Lucky!"}}, "speculation.acceptance", "coupled, rejection, block"),
         ({"speculation": True}, "speculation", "must be"),
     ],
 )
