@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import paceline
+from paceline.gateway.api import openai_shapes as shapes
+from paceline.gateway.api import translated_shapes as translated
 from paceline.gateway.api.anthropic.bodies import CountBody, MessagesBody
-from paceline.gateway.api.openai import answer_shapes as shapes
-from paceline.gateway.api.openai import door_shapes as doors
 from paceline.gateway.api.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -79,11 +79,12 @@ _TEXT: Json = {"text/plain": {"schema": {"type": "string"}}}
 _COMPLETION = (CompletionBody, shapes.COMPLETION, shapes.COMPLETION_CHUNK)
 _CHAT = (ChatBody, shapes.CHAT_COMPLETION, shapes.CHAT_COMPLETION_CHUNK)
 _TOKENIZE = (TokenizeTextBody, TokenizeChatBody)
-_RESPONSES = (doors.RESPONSE, doors.RESPONSE_ERROR, *doors.RESPONSE_EVENTS)
-_MESSAGES = (doors.MESSAGE, doors.MESSAGE_ERROR, *doors.MESSAGE_EVENTS)
+_RESPONSES = (ResponsesBody, translated.RESPONSE, *translated.RESPONSE_EVENTS)
+_MESSAGES = (MessagesBody, translated.MESSAGE, *translated.MESSAGE_EVENTS)
 _MODELS = (
     *(*_COMPLETION, *_CHAT, *_TOKENIZE, DetokenizeBody, shapes.TOKENS, shapes.PROMPT),
-    *(ResponsesBody, *_RESPONSES, doors.DELETED, MessagesBody, CountBody, *_MESSAGES, doors.INPUT_TOKENS),
+    *(*_RESPONSES, translated.RESPONSE_ERROR, translated.DELETED),
+    *(*_MESSAGES, translated.MESSAGE_ERROR, CountBody, translated.INPUT_TOKENS),
     *(shapes.MODEL, shapes.MODELS, shapes.HEALTH, shapes.LIFE, shapes.VERSION, shapes.LOAD, shapes.ERROR),
 )
 _FAILURES = {
@@ -122,15 +123,17 @@ def openapi_document() -> Json:
     posts = {
         "/v1/completions": _generation("createCompletion", *_COMPLETION),
         "/v1/chat/completions": _generation("createChatCompletion", *_CHAT),
-        "/v1/responses": _generation(
-            "createResponse", ResponsesBody, doors.RESPONSE, *doors.RESPONSE_EVENTS, error=doors.RESPONSE_ERROR
+        "/v1/responses": _generation("createResponse", *_RESPONSES, error=translated.RESPONSE_ERROR),
+        "/v1/messages": _generation("createMessage", *_MESSAGES, error=translated.MESSAGE_ERROR),
+        "/v1/messages/count_tokens": _tokenizing(
+            "countMessageTokens",
+            "The tokens of a prompt",
+            (CountBody,),
+            translated.INPUT_TOKENS,
+            translated.MESSAGE_ERROR,
         ),
-        "/v1/messages": _generation(
-            "createMessage", MessagesBody, doors.MESSAGE, *doors.MESSAGE_EVENTS, error=doors.MESSAGE_ERROR
-        ),
-        "/v1/messages/count_tokens": _counting(),
-        "/tokenize": _of_tokenizer("tokenize", "The tokens of a prompt or a chat", _TOKENIZE, shapes.TOKENS),
-        "/detokenize": _of_tokenizer("detokenize", "The text of tokens", (DetokenizeBody,), shapes.PROMPT),
+        "/tokenize": _tokenizing("tokenize", "The tokens of a prompt or a chat", _TOKENIZE, shapes.TOKENS),
+        "/detokenize": _tokenizing("detokenize", "The text of tokens", (DetokenizeBody,), shapes.PROMPT),
     }
     reads = _reads()
     ping = {"post": {**reads["/ping"], "operationId": "postPing"}}
@@ -183,12 +186,12 @@ def _kept() -> Json:
         {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "Whether as a stream."},
         {"name": "starting_after", "in": "query", "schema": number, "description": "Its last event that is there."},
     ]
-    error = doors.RESPONSE_ERROR
-    streamed = {**_json(doors.RESPONSE), **_stream(doors.RESPONSE_EVENTS, error, named=True)}
+    error = translated.RESPONSE_ERROR
+    streamed = {**_json(translated.RESPONSE), **_stream(translated.RESPONSE_EVENTS, error, named=True)}
     failures = {status: _failures(each, error) for status, each in {"run": _OF_RUN, "kept": _OF_KEPT}.items()}
     show = _operation("showResponse", "A response that is kept", streamed, failures["run"])
-    delete = _operation("deleteResponse", "Forgets a response", _json(doors.DELETED), failures["kept"])
-    cancel = _operation("cancelResponse", "Ends a response in progress", _json(doors.RESPONSE), failures["run"])
+    delete = _operation("deleteResponse", "Forgets a response", _json(translated.DELETED), failures["kept"])
+    cancel = _operation("cancelResponse", "Ends a response in progress", _json(translated.RESPONSE), failures["run"])
     one = "/v1/responses/{response_id}"
     return {
         one: {"get": {**show, "parameters": [name, *asked]}, "delete": {**delete, "parameters": [name]}},
@@ -208,14 +211,14 @@ def _generation(
     return _with_body(operation, _json(body))
 
 
-def _counting() -> Json:
-    failures = _failures(_OF_TOKENIZER, doors.MESSAGE_ERROR)
-    operation = _operation("countMessageTokens", "The tokens of a prompt", _json(doors.INPUT_TOKENS), failures)
-    return _with_body(operation, _json(CountBody))
-
-
-def _of_tokenizer(name: str, summary: str, bodies: Sequence[type[BaseModel]], answer: type[BaseModel]) -> Json:
-    failures = _failures(_OF_TOKENIZER, shapes.ERROR)
+def _tokenizing(
+    name: str,
+    summary: str,
+    bodies: Sequence[type[BaseModel]],
+    answer: type[BaseModel],
+    error: type[BaseModel] = shapes.ERROR,
+) -> Json:
+    failures = _failures(_OF_TOKENIZER, error)
     return _with_body(_operation(name, summary, _json(answer), failures), _json(*bodies))
 
 

@@ -179,22 +179,3 @@ def check_prompt_logprobs(num_tokens: int, prompt_logprobs: int, *, field: str) 
         raise InvalidRequestError(
             field, f"asks for {num_entries} log probabilities, at most {MAX_PROMPT_LOGPROBS} are told at once"
         )
-
-
-def up_to_end(
-    committed: tuple[int, ...], sampling: SamplingParams, eos_token_ids: Sequence[int]
-) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Returns generated tokens up to the one that ends the text, and why it ends there; None: it goes on.
-
-    Args:
-        committed: Generated tokens.
-        sampling: Of the session.
-        eos_token_ids: Of the model.
-    """
-    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    for index, token_id in enumerate(committed):
-        if token_id in ends:
-            return committed[: index + 1], FinishReason.STOP
-    if len(committed) >= sampling.max_tokens:
-        return committed[: sampling.max_tokens], FinishReason.LENGTH
-    return committed, None
