@@ -1,4 +1,4 @@
-"""Every code block of README and docs: it runs, or as much of it as can be checked here is checked."""
+"""Code blocks of README and docs run, or are checked as far as they can be here."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.docs.programs import check
 from tests.unit.k8s.chart import CHART
 
 BLOCKS = list(blocks())
-# Pictures and outputs: there is nothing to run.
+# Pictures and outputs.
 SHOWN = ("", "text", "console", "mermaid", "diff")
 SHELLS = ("bash", "sh", "shell")
 PYTHON_S = 60.0
-# What pages take as given.
+# Variables and names that pages assume.
 VARIABLES = {"KEY": "pl-0", "HOST": "10.0.0.7", "REGISTRY": "registry.example", "tier": "gateway"}
 GIVEN: Mapping[str, Any] = {
     "key": None,
@@ -45,6 +45,7 @@ def test_every_block_says_in_which_known_language_it_is() -> None:
     assert [f"{block}: {block.language}" for block in BLOCKS if block.language not in known] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", sorted({block.page for block in of(*SHELLS)}))
 def test_the_commands_of_a_page_would_work(page: str, demo: Demo, tmp_path: Path) -> None:
     for block in of(*SHELLS):
@@ -55,6 +56,7 @@ def test_the_commands_of_a_page_would_work(page: str, demo: Demo, tmp_path: Path
                 check(command, demo, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", of("python"), ids=str)
 def test_a_python_block_runs(block: Block, demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
 from tests.support.plugin_pages import blocks
+
+pytestmark = pytest.mark.full
 
 SPECULATION = {
     "method": "draft_model+bigram",

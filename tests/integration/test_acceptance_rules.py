@@ -41,6 +41,7 @@ async def answered(http: httpx.AsyncClient, **speculation: Any) -> dict[str, Any
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.full
 async def test_a_fleet_serves_every_rule(tiny_pair: tuple[Path, Path]) -> None:
     """Its default is `block`; what a request says counts more."""
     served = {"method": "draft_model", "policy": "fixed", "num_speculative_tokens": 4}

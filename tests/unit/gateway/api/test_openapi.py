@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jsonschema_rs
@@ -15,10 +16,15 @@ from paceline.gateway.http.fields import UnknownFields
 DOCUMENT = openapi_document()
 
 
+@cache
+def validator(model: str) -> jsonschema_rs.Draft202012Validator:
+    schema = {"$ref": f"#/components/schemas/{model}", "components": DOCUMENT["components"]}
+    return jsonschema_rs.Draft202012Validator(schema)
+
+
 def allowed(model: str, body: dict[str, Any]) -> bool:
     """What the description says of a body."""
-    schema = {"$ref": f"#/components/schemas/{model}", "components": DOCUMENT["components"]}
-    return jsonschema_rs.Draft202012Validator(schema).is_valid(body)
+    return validator(model).is_valid(body)
 
 
 def accepted(model: type[CompletionBody] | type[ChatBody], body: dict[str, Any]) -> bool:
@@ -50,11 +56,10 @@ def test_every_field_of_a_body_is_described_and_may_be_null(
     )
 
 
-@pytest.mark.parametrize("name", sorted(NOT_SERVED))
-@pytest.mark.parametrize("value", [0, 1, 1.0, True, False, "none", "medium", [], ["text"], {"type": "text"}, {}, ""])
-def test_neutral_values_are_the_described_ones(name: str, value: object) -> None:
-    body = {"prompt": "x", name: value}
-    assert allowed("CompletionBody", body) == accepted(CompletionBody, body)
+def test_neutral_values_are_the_described_ones() -> None:
+    values = [0, 1, 1.0, True, False, "none", "medium", [], ["text"], {"type": "text"}, {}, ""]
+    for body in ({"prompt": "x", name: value} for name in NOT_SERVED for value in values):
+        assert allowed("CompletionBody", body) == accepted(CompletionBody, body), body
 
 
 def test_a_field_that_nobody_knows_is_allowed_by_both() -> None:

@@ -1,4 +1,4 @@
-"""A real fleet of processes for the tests of this folder: the demo pair, float32, every service on its own."""
+"""A real fleet of processes, the demo pair in float32 unless told otherwise, that tests of any kind can use."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
-
-import pytest
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
@@ -23,7 +21,9 @@ class FleetRunner:
     def __init__(self, **settings: Any) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
-        spec = FleetSpec(**{**FREE_PORTS, "model": DEMO_TARGET, "draft_model": DEMO_DRAFTER, **settings})
+        spec = FleetSpec(
+            **{**FREE_PORTS, "model": DEMO_TARGET, "draft_model": DEMO_DRAFTER, "dtype": "float32", **settings}
+        )
         self.fleet = LocalFleet(spec, environ=os.environ)
 
     @contextmanager
@@ -50,22 +50,3 @@ class FleetRunner:
     def url(self) -> str:
         """Where the gateway serves."""
         return self.fleet.gateway_url
-
-
-@pytest.fixture(scope="package")
-def trees() -> Iterator[FleetRunner]:
-    """A fleet whose drafter grows trees."""
-    with FleetRunner(dtype="float32").running() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="package")
-def chains() -> Iterator[FleetRunner]:
-    """A fleet whose drafter grows chains and whose verifier checks eight nodes whatever the load."""
-    settings = {
-        "dtype": "float32",
-        "drafter_arg": ("--draft-width=1",),
-        "speculative_config": '{"method": "draft_model", "num_speculative_tokens": 8, "policy": "fixed"}',
-    }
-    with FleetRunner(**settings).running() as runner:
-        yield runner
