@@ -81,8 +81,7 @@ async def serve(
         zone=config.zone,
         registry=registry,
     ) as tracer:
-        with stalls_watched(registry), Workers() as texts, Workers() as grammars:
-            workers = texts, grammars
+        with stalls_watched(registry), Workers() as workers:
             await _serve(config, store, codecs, defaults or {}, stop, on_ready, replica_id, registry, tracer, workers)
 
 
@@ -96,7 +95,7 @@ async def _serve(
     replica_id: str,
     registry: CollectorRegistry,
     tracer: Tracer,
-    workers: tuple[Workers, Workers],
+    workers: Workers,
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
     fleet = _fleet(config, store, codecs, defaults, Probe(tls))
@@ -128,7 +127,7 @@ async def _serve(
         tracer=tracer,
         supervisor=supervisor,
     )
-    servicer = GatewayServicer(sessions, fleet, resumption, *workers, tracer)
+    servicer = GatewayServicer(sessions, fleet, resumption, workers, tracer)
     follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
 
     def ready() -> bool:
@@ -173,15 +172,12 @@ def _fleet(
     )
 
 
-def _reader(
-    config: GatewayConfig, limits: DoorLimits, workers: tuple[Workers, Workers], metrics: GatewayMetrics
-) -> BodyReader:
+def _reader(config: GatewayConfig, limits: DoorLimits, workers: Workers, metrics: GatewayMetrics) -> BodyReader:
     return BodyReader(
         max_bytes=config.max_body_bytes,
         timeout_s=config.body_timeout_s,
         reading=limits.reading,
-        workers=workers[0],
-        grammar_workers=workers[1],
+        workers=workers,
         strict_fields=config.strict_fields,
         ignored_fields=metrics.ignored_fields,
     )

@@ -16,15 +16,13 @@ from paceline.core.errors import PacelineError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.endpoints.endpoint import Call
-from paceline.gateway.api.endpoints.workers import Workers
+from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
 from paceline.gateway.http.body import parse_json_object, read_body
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.http.response import IGNORED_FIELDS, Exchange
 from paceline.gateway.message.tools import MAX_TOOLS
 from paceline.obs.families import Family
 
-# Larger bodies are read in a thread, so that no stream waits for a tokenizer.
-MAX_INLINE_BYTES = 4 * 1024
 # Those that may ask for a grammar, as tools do that are strict.
 _GRAMMAR_FIELDS = frozenset(
     {
@@ -51,8 +49,7 @@ class BodyReader:
         max_bytes: Largest body accepted.
         timeout_s: Time for all of it, in seconds.
         reading: Bytes of all bodies that are read at the moment, at either door.
-        workers: Understand large ones.
-        grammar_workers: Understand those with grammars, for which nobody else should have to wait.
+        workers: Parse and understand them.
         strict_fields: Whether unknown fields are refused instead of ignored.
         ignored_fields: Counts those that were ignored.
     """
@@ -61,7 +58,6 @@ class BodyReader:
     timeout_s: float
     reading: Shares
     workers: Workers
-    grammar_workers: Workers
     strict_fields: bool
     ignored_fields: Family[Counter]
 
@@ -107,16 +103,14 @@ class BodyReader:
         prepare: Callable[[dict[str, Any]], Awaitable[Any]] | None,
     ) -> ReadT:
         small = len(raw) <= MAX_INLINE_BYTES
-        fields = parse_json_object(raw) if small else await self.workers.run(partial(parse_json_object, raw))
+        fields = await self.workers.run(partial(parse_json_object, raw), small=small)
         if prepare is not None:
             prepared = await prepare(fields)
-            # What was fetched may be long.
-            small &= not prepared
             understand = partial(understand, prepared)
+            # What was fetched may be long.
+            small = small and not prepared
         work = partial(understand, fields, unknown)
-        if asks_for_grammar(fields):
-            return await self.grammar_workers.run(work)
-        return work() if small else await self.workers.run(work)
+        return await self.workers.run(work, small=small, compiles=asks_for_grammar(fields))
 
     def _report(self, unknown: UnknownFields, exchange: Exchange) -> None:
         """Names and counts what was ignored; not while a thread may still be at it, after a cancellation."""

@@ -13,9 +13,8 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.access.callers import current_caller
-from paceline.gateway.api.endpoints.reading import MAX_INLINE_BYTES
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
-from paceline.gateway.api.endpoints.workers import Workers
+from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.grammars.compiling import grammar_of_lark
@@ -54,12 +53,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         fleet: Fleet,
         resumption: Resumption,
         workers: Workers,
-        grammar_workers: Workers,
         tracer: Tracer = OFF,
     ) -> None:
         self._sessions = sessions
         self._workers = workers
-        self._grammar_workers = grammar_workers
         self._tracer = tracer
         self._fleet = fleet
         self._resumption = resumption
@@ -113,11 +110,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         )
 
     async def _read(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
-        if request.sampling.grammar:
-            return await self._grammar_workers.run(partial(self._session, request))
-        if request.ByteSize() <= MAX_INLINE_BYTES:
-            return self._session(request)
-        return await self._workers.run(partial(self._session, request))
+        return await self._workers.run(
+            partial(self._session, request),
+            small=request.ByteSize() <= MAX_INLINE_BYTES,
+            compiles=bool(request.sampling.grammar),
+        )
 
     def _session(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
         model = self._sessions.model(request.model)
