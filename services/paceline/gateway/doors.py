@@ -29,9 +29,9 @@ from paceline.service.process import GrpcServer, start_grpc_server
 BACKLOG = 2048
 # Time to deliver the error that ends a session at the deadline.
 FAREWELL_S = 2.0
-# Connections beyond two for every session that may run: health checks, scrapers, clients about to be told to wait.
+# Connections beyond two for every session that may run: health checks, scrapers, clients about to get status 429.
 SPARE_CONNECTIONS = 256
-# Bodies and messages that are read at once, in largest ones.
+# Bodies and messages that are read at once, counted in largest ones.
 MAX_BODIES = 16
 HEALTH_INTERVAL_S = 0.1
 
@@ -92,7 +92,7 @@ async def open_doors(
             async with _http_server(fronted, listener, limits.max_connections, tls):
                 http = f"{config.host}:{listener.getsockname()[1]}"
                 yield Addresses(http=http, grpc=grpc_server.address), grpc_server
-                # Health says no and new requests are refused, but both doors stay open to say so.
+                # Health checks fail and new requests are refused, but both doors stay open to answer them.
                 await grpc_server.drain()
                 await sessions.finish(config.grace_s, FAREWELL_S)
         finally:
@@ -124,11 +124,11 @@ async def _start_grpc(
 
 
 async def admit_anyone(*_: object) -> None:
-    """Asks nobody for a key."""
+    """Requires no key."""
 
 
 async def follow_health(server: GrpcServer, ready: Callable[[], bool]) -> None:
-    """Keeps health over gRPC true, for ever."""
+    """Keeps health over gRPC up to date."""
     while True:
         await (server.ready() if ready() else server.not_ready())
         await asyncio.sleep(HEALTH_INTERVAL_S)
@@ -166,7 +166,7 @@ async def _http_server(
         access_log=False,
         lifespan="off",
         loop="none",
-        # One connection more than these closes an idle one; uvicorn's own limit would refuse whoever comes.
+        # One connection more than these closes an idle one; uvicorn's own limit would refuse the new one.
         http=partial(BoundedConnection, connections=Connections(max_connections)),  # type: ignore[arg-type]
         ws="none",
         timeout_graceful_shutdown=5,

@@ -145,7 +145,7 @@ async def _serve(
         open_doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
         supervisor.kept({"health": partial(follow_health, grpc_server, ready)}),
         announced(store, lambda: _replica(replica_id, config, addresses, sessions), supervisor),
-        # Streams without an end would hold up the HTTP server's.
+        # Endless streams would delay the end of the HTTP server.
         closed_at_end(console),
     ):
         tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)

@@ -62,16 +62,16 @@ def create_app(
     """Returns the application.
 
     Args:
-        sessions: Runs what is asked for.
-        fleet: Names the models and tells how the fleet is.
+        sessions: Runs requests.
+        fleet: Knows models and replicas.
         resumption: Takes over sessions whose streams broke off.
         registry: Metrics to show.
         reader: Reads request bodies.
         shelf: Keeps responses.
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
-        tracer: Records spans of requests, if it does.
-        supervisor: Tells which background tasks fail.
+        tracer: Records spans of requests, if tracing is on.
+        supervisor: Knows which background tasks fail.
     """
     serve = partial(Endpoint, count_error=sessions.count_error)
     traced = partial(serve, tracer=tracer)
@@ -103,7 +103,7 @@ def create_app(
 def _status_routes(
     sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, supervisor: Supervisor
 ) -> list[BaseRoute]:
-    """How the gateway is."""
+    """Health, load, version and metrics."""
 
     async def livez(_: Request) -> Response:
         return JSONResponse({"status": "alive"})
@@ -133,7 +133,7 @@ def _status_routes(
 
 
 def _model_routes(fleet: Fleet, started_s: int) -> list[BaseRoute]:
-    """What there is to ask for, and how."""
+    """The models, and the description of the API."""
     description = json.dumps(openapi_document()).encode()
 
     async def describe(_: Request) -> Response:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Send
 
 from paceline.gateway.http.errors import HttpError, to_http
 
-# A client that reads nothing for that long holds places and KV pages of others.
+# A client that reads nothing for this long keeps places and KV pages from others.
 SEND_TIMEOUT_S = 60.0
 REQUEST_ID = "x-request-id"
 IGNORED_FIELDS = "x-paceline-ignored-fields"
@@ -41,12 +41,12 @@ class ClientStalledError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorForm:
-    """How an API tells errors, and the names of requests and of events.
+    """How an API reports errors, and names requests and events.
 
     Attributes:
-        shape: What an error looks like; it is given the name of the request, too.
+        shape: Makes the error object, of the error and the name of the request.
         named: Whether the events of a stream have their types as names, and the last one ends it.
-        id_headers: What tells the name of the request.
+        id_headers: Headers that hold the name of the request.
     """
 
     shape: Callable[[HttpError, str], Any] = lambda error, _: error.to_json()
@@ -78,10 +78,10 @@ class Exchange:
 
         Args:
             send: The server's.
-            on_error: Told of the error that ends the response.
+            on_error: Called with the error that ends the response.
             given_id: The client's name of the request; empty: none.
-            own_id: Ours, which is answered with if the client gives none.
-            form: How the API answers beside its answers.
+            own_id: Ours, used if the client gives none.
+            form: How the API reports errors and names events.
         """
         self._send = send
         self._on_error = on_error
@@ -147,7 +147,7 @@ class Exchange:
 
 
 def request_id(headers: Headers) -> str:
-    """Returns the name that a client gives to its request; empty: none, or none that a header or a log should hold."""
+    """Returns the client's name of a request; empty: none, or none that is fit for a header or a log."""
     given = headers.get(REQUEST_ID, "")
     return given if given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARACTERS else ""
 
@@ -158,7 +158,7 @@ def to_json(value: Any) -> bytes:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs work to its end, or until the HTTP client has left; its cleaning up is waited for."""
+    """Runs work to its end, or until the HTTP client has left; waits for its cleanup."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,6 +1,6 @@
-"""What the gateway makes of a request of either front door: sessions, checked against the model's limits.
+"""A session to run, as either door makes it of a request, and the limits that this product sets to it.
 
-Pure. It knows the limits of models and of this product, but neither JSON nor protobuf.
+Pure: it knows neither JSON nor protobuf.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SessionRequest:
         echo: What the answer's text begins with, the prompt; None: the answer has no prompt in it.
         prompt_only: Nothing generated is wanted. One token is, for that is what a session ends with, and stays here.
         return_token_ids: Whether the answer names the tokens of prompt and text.
-        whole: The client gets the text in one piece, and nothing in it can end the session early.
+        whole: The client gets the text in one piece, and no text can end the session early.
         cache_salt: As the request names it; see `prefix_salt`.
         priority: Lower ones get places at their verifier first.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
@@ -177,5 +177,5 @@ def check_prompt_logprobs(num_tokens: int, prompt_logprobs: int, *, field: str) 
     num_entries = num_tokens * (1 + max(0, prompt_logprobs))
     if num_entries > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
-            field, f"asks for {num_entries} log probabilities, at most {MAX_PROMPT_LOGPROBS} are told at once"
+            field, f"asks for {num_entries} log probabilities, at most {MAX_PROMPT_LOGPROBS} can be answered at once"
         )

@@ -117,7 +117,7 @@ def _usage(num_prompt: int, num_generated: int, num_cached: int) -> Json:
 
 
 def _input(text: str) -> Json:
-    """Returns arguments as an object; those that broke off stand in one under the name that the API has for that."""
+    """Returns arguments as an object; broken ones are wrapped in an object, under the API's name for that."""
     try:
         value = json.loads(text or "{}")
         # What Python reads and JSON does not have, such as NaN, would make the whole answer unreadable.

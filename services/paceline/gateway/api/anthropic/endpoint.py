@@ -39,11 +39,11 @@ _BAD_REQUESTS = range(400, 500)
 def error_shape(error: HttpError, request_id: str) -> Json:
     """Returns Anthropic's error object."""
     other = "invalid_request_error" if error.status in _BAD_REQUESTS else "api_error"
-    told: Json = {"type": _ERROR_TYPES.get(error.status, other), "message": error.message}
+    body: Json = {"type": _ERROR_TYPES.get(error.status, other), "message": error.message}
     if error.param == THREAD:
         # The official client sends the whole conversation then.
-        told["details"] = {"error_code": "thread_unsupported_request"}
-    return {"type": "error", "error": told, "request_id": request_id or None}
+        body["details"] = {"error_code": "thread_unsupported_request"}
+    return {"type": "error", "error": body, "request_id": request_id or None}
 
 
 # The first header is where the official client looks.

@@ -1,7 +1,7 @@
 """The console over HTTP: its files, which are the same for everybody, and its stream of figures.
 
-The files say nothing about the fleet and are served without a key; the figures name addresses and need one where keys
-are asked for.
+The files reveal nothing about the fleet and are served without a key. The figures name addresses and need a key where
+keys are required.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.gateway.http.response import STREAM_HEADERS, Exchange
 
 EVENTS_PATH = "/console/events"
 STATIC = Path(__file__).parent / "static"
-# Nothing but these files, and nothing inside them that the page did not bring.
+# Only these files are served.
 FILES: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/console/console.css": ("console.css", "text/css; charset=utf-8"),
@@ -60,7 +60,7 @@ class _File:
     headers: Mapping[str, str]
 
     async def respond(self, request: Request) -> Response:
-        """Returns the file, or that the browser has it already."""
+        """Returns the file, or status 304 if the browser has it already."""
         if request.headers.get("if-none-match") == self.headers["etag"]:
             return Response(status_code=304, headers=self.headers)
         return Response(self.content, headers=self.headers)

@@ -38,7 +38,7 @@ class Endpoint:
         count_error: Called with the error that ends a request.
         id_prefix: What our names of requests begin with; empty: they get none.
         errors: How the API reports errors.
-        tracer: Records the spans of requests, if it does.
+        tracer: Records the spans of requests, if tracing is on.
         operation: Name of these spans.
     """
 

@@ -1,4 +1,4 @@
-"""Has the bodies of HTTP requests read and understood: within bounds, and off the event loop where that takes long.
+"""Reads and parses the bodies of HTTP requests, within bounds, and off the event loop where that takes long.
 
 It knows no endpoint.
 """
@@ -67,12 +67,12 @@ class BodyReader:
         understand: Callable[..., ReadT],
         prepare: Callable[[dict[str, Any]], Awaitable[Any]] | None = None,
     ) -> ReadT:
-        """Returns what `understand` makes of a body; the answer will name the fields that it does not know.
+        """Returns what `understand` makes of a body; a header of the answer will name unknown fields.
 
         Args:
             call: Whose body it is.
-            understand: Takes the JSON object and the fields that nobody knows.
-            prepare: Fetches what `understand` takes before these; None: it needs nothing else.
+            understand: Takes the JSON object and the collection of unknown fields.
+            prepare: Fetches what `understand` takes as its first argument; None: it takes none.
 
         Raises:
             InvalidRequestError: The body is too large, too slow or no JSON object, or is refused by `understand`.
@@ -113,7 +113,7 @@ class BodyReader:
         return await self.workers.run(work, small=small, compiles=asks_for_grammar(fields))
 
     def _report(self, unknown: UnknownFields, exchange: Exchange) -> None:
-        """Names and counts what was ignored; not while a thread may still be at it, after a cancellation."""
+        """Names and counts ignored fields; not called after a cancellation, when a thread may still add some."""
         if not unknown.counts:
             return
         exchange.headers[IGNORED_FIELDS] = unknown.header

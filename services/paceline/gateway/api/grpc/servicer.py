@@ -64,11 +64,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Generate(
         self, request: gateway_pb2.GatewayGenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
-        """Streams one completion; a client that sets a deadline is not made to wait beyond it for its turn."""
+        """Streams one completion; a client with a deadline does not wait beyond it for a place."""
         with traced_request(self._tracer, TEXT_COMPLETION, incoming(context)) as trace:
             with self._sessions.errors_counted():
                 session = replace(await self._read(request), max_wait_s=context.time_remaining(), span=trace.span)
-                # Or the stream would hold a prompt of megabytes to its end.
+                # Otherwise the stream would hold a prompt of megabytes to its end.
                 del request
             with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
                 async with aclosing(self._stream(session, trace)) as responses:
@@ -78,8 +78,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Resume(
         self, request: gateway_pb2.ResumeRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
-        """Streams what is left of a completion, in the trace that it began in unless the client names another."""
-        # A gateway that has no place for the session must not take it from whoever runs it.
+        """Streams the rest of a completion, in the trace that it began in unless the client names another."""
+        # A gateway that has no place for the session must not take it from the gateway that runs it.
         with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
             session = await self._resumption.claim(
                 request.session_id, request.offset, request.digest, current_caller().name
@@ -94,7 +94,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def _stream(
         self, session: SessionRequest, trace: RequestTrace
     ) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
-        trace.asked([session], session.session_id)
+        trace.understood([session], session.session_id)
         # At once, so that a client knows what to resume even if it never gets a token from here.
         yield gateway_pb2.GatewayGenerateResponse(session_id=session.session_id)
         async with aclosing(trace.watch(self._sessions.run(session))) as events:
@@ -102,7 +102,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 yield _response(session.session_id, event)
 
     async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Any) -> gateway_pb2.ListModelsResponse:
-        """Names the models that a verifier serves at the moment."""
+        """Lists the models that a verifier serves at the moment."""
         del request, context
         identities = [self._fleet.identity(name) for name in self._fleet.own_names]
         return gateway_pb2.ListModelsResponse(
@@ -141,8 +141,8 @@ def _prompt(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel) -> 
     field = request.WhichOneof("input")
     if field is None:
         raise InvalidRequestError("prompt", "is required")
-    asked = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
-    keep_last = model.prompt_limit(asked, request.sampling.max_tokens or None)
+    truncate_to = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+    keep_last = model.prompt_limit(truncate_to, request.sampling.max_tokens or None)
     given = request.prompt if field == "prompt" else request.prompt_token_ids.ids
     return model.prompt_tokens(given, field=field, keep_last=keep_last)
 

@@ -105,7 +105,7 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 
 
 def _prompt_end(model: ServedModel, token_ids: Sequence[int]) -> str:
-    """Returns the end of a prompt where it says whether the answer begins within reasoning."""
+    """Returns the end of a prompt, which shows whether the answer begins within reasoning; empty: it never does."""
     return model.codec.decode(token_ids[-PROMPT_END_TOKENS:], special_tokens=True) if model.families.reasoning else ""
 
 
@@ -146,7 +146,7 @@ def _form(model: ServedModel, toolbox: Toolbox, prompt_end: str, bound: bool) ->
 
 
 def _effort(body: ChatBody) -> dict[str, Any]:
-    """Returns what a template is told of the effort; one that knows a switch only is switched off by `none`."""
+    """Returns the variables of a template for the effort; `none` switches templates off that know only a switch."""
     if body.reasoning_effort is None:
         return {}
     return {

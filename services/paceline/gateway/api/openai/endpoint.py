@@ -36,7 +36,7 @@ _SEPARATOR = ":"
 class EventId:
     """A place in the stream of one session, for `id:` and `Last-Event-ID` of server-sent events.
 
-    Whoever has the id of the last event can continue from there at any gateway.
+    A client that has the id of the last event can continue from there at any gateway.
 
     Attributes:
         session_id: The session.
@@ -49,7 +49,7 @@ class EventId:
     digest: str = ""
 
     def __str__(self) -> str:
-        """Returns it as it stands in a stream."""
+        """Returns it as it is written in a stream."""
         return _SEPARATOR.join((self.session_id, str(self.offset), self.digest))
 
     @classmethod
@@ -69,7 +69,7 @@ class EventId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """A checked request; its body, which may be long, is given up."""
+    """A checked request, without its body, which may be long."""
 
     stream: bool
     options: StreamOptions
@@ -78,10 +78,10 @@ class _Order:
 
     @property
     def place(self) -> EventId | None:
-        """Where its stream begins; None where nobody asked for places, or could go on from them."""
+        """Where its stream begins; None where places are not wanted, or the stream could not be resumed."""
         first = self.requests[0]
-        asked = first.resumed or self.options.include_event_ids
-        named = asked and len(self.requests) == 1 and first.resumable
+        wanted = first.resumed or self.options.include_event_ids
+        named = wanted and len(self.requests) == 1 and first.resumable
         return EventId(session_id=first.session_id) if named else None
 
 
@@ -111,10 +111,10 @@ class CompletionEndpoint:
         return self._resume(place, await self._reader.read(call, self._options), call)
 
     def _options(self, fields: Json, unknown: UnknownFields) -> StreamOptions:
-        """Returns how a stream continues; the session has everything else that a body says."""
+        """Returns how a stream continues; everything else in the body is known from the session."""
         body = parse_body(ChatBody if self._chat else CompletionBody, fields, unknown)
         if not body.stream or body.n != 1:
-            raise InvalidRequestError(LAST_EVENT_ID, "goes on with a stream of one choice: stream must be true, n 1")
+            raise InvalidRequestError(LAST_EVENT_ID, "resumes a stream of one choice: stream must be true, n 1")
         return body.stream_options or StreamOptions()
 
     def _order(self, call: Call, fields: Json, unknown: UnknownFields) -> _Order:
@@ -133,7 +133,7 @@ class CompletionEndpoint:
         self, call: Call, requests: Sequence[SessionRequest], options: StreamOptions, stream: bool, num_samples: int
     ) -> _Order:
         request_id = call.exchange.own_id
-        call.trace.asked(requests, request_id, num_samples)
+        call.trace.understood(requests, request_id, num_samples)
         answer = Answer(
             chat=self._chat,
             request_id=request_id,

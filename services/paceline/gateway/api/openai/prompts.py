@@ -59,9 +59,9 @@ def chat_tokens(
     Args:
         body: Its messages.
         model: Whose template it is.
-        unknown: Is told of fields of its messages.
-        keep_last: So many of its last tokens are kept; None: all.
-        tools: Those that the template is told of.
+        unknown: Collects unknown fields of its messages.
+        keep_last: How many of its last tokens are kept; None: all.
+        tools: Those that the template gets.
         extra: Variables of the template, over which those of the body win.
 
     Raises:
@@ -125,14 +125,14 @@ def _plain_message(given: Any, field: str, unknown: UnknownFields) -> Json:
     if calls:
         plain["tool_calls"] = [_plain_call(each) for each in calls]
     if reasoning is not None:
-        # Templates do not agree on its name.
+        # Templates disagree on its name.
         plain |= {"reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
     optional = {"name": message.name, "tool_call_id": message.tool_call_id}
     return plain | {name: value for name, value in optional.items() if value is not None}
 
 
 def _plain_call(call: ToolCall) -> Json:
-    """Returns a call as templates want it: arguments as an object, if they are one and not broken off."""
+    """Returns a call as templates want it: arguments as an object, unless they are broken."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):

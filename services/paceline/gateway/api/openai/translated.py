@@ -64,7 +64,7 @@ class ChatApi(ABC):
     """An API whose requests and answers are chats in other words.
 
     Attributes:
-        names: Its own names of fields of chats, for errors; the longest stand first.
+        names: Its own names of fields of chats, for errors; longer ones come first.
     """
 
     names: ClassVar[Mapping[str, str]]
@@ -109,7 +109,7 @@ class TranslatedEndpoint:
             [request] = chat_sessions(body, self._sessions.model(body.model), own_id, unknown)
         except InvalidRequestError as error:
             raise _renamed(error, self._api.names) from None
-        call.trace.asked([request], own_id)
+        call.trace.understood([request], own_id)
         return translated, replace(request, api_key=current_caller().name, span=call.trace.span)
 
     async def _answer(self, translated: Translated, request: SessionRequest, call: Call) -> None:
@@ -131,9 +131,9 @@ class TranslatedEndpoint:
 def _renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
     """Returns an error of a chat with the field's name in the API; places within messages are others there."""
     for name, own in names.items():
-        rest = error.field.removeprefix(name)
-        if error.field.startswith(name) and rest[:1] in ("", ".", "["):
-            return InvalidRequestError(own if rest.startswith("[") else own + rest, error.problem)
+        suffix = error.field.removeprefix(name)
+        if error.field.startswith(name) and suffix[:1] in ("", ".", "["):
+            return InvalidRequestError(own if suffix.startswith("[") else own + suffix, error.problem)
     return error
 
 

@@ -30,7 +30,7 @@ class ResponseAnswer:
 
     Args:
         response: As it is before the first token.
-        session_id: What ids of calls are made of.
+        session_id: Ids of calls are derived from it.
         after: Number of the last event that the client has; -1: none.
 
     Attributes:
@@ -84,7 +84,7 @@ class ResponseAnswer:
         return self.response
 
     def _numbered(self, events: Iterator[Json] | Sequence[Json]) -> list[Json]:
-        """Returns events with their numbers, as far as the client does not have them."""
+        """Returns events with their numbers, without those that the client has already."""
         out: list[Json] = []
         for event in events:
             is_delta = event["type"] in DELTAS
@@ -147,8 +147,8 @@ class ResponseAnswer:
         item = self._output[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            yield {"type": "response.function_call_arguments.done", **self._place(), **told}
+            called = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **self._place(), **called}
         else:
             part = dict(item["content"][0])
             kind = "output_text" if item["type"] == "message" else "reasoning_text"

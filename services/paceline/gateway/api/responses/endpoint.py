@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what can be asked of responses that are kept."""
+"""POST /v1/responses, and the operations on responses that are kept."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUM_CLAIMS, CLAIM_PAUSE_S = 21, 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Context:
-    """What a response says of its request.
+    """What a response repeats of its request.
 
     Attributes:
         body: The request.
@@ -184,12 +184,12 @@ class KeptResponses:
         if kept.response["status"] == IN_PROGRESS:
             cancelled = replace(kept, response={**kept.response, "status": CANCELLED})
             await self._claim(kept)
-            stands = await self._shelf.change(cancelled, kept.document)
-            kept = cancelled if stands else await self._found(call)
+            changed = await self._shelf.change(cancelled, kept.document)
+            kept = cancelled if changed else await self._found(call)
         return call.exchange.whole(kept.response)
 
     async def delete(self, call: Call) -> Work:
-        """Forgets a response; one in progress goes on for whoever reads it."""
+        """Deletes a response; one in progress is still sent to the client that reads it."""
         response_id = call.request.path_params["response_id"]
         await self._shelf.forget(response_id, current_caller().name)
         return call.exchange.whole({"id": response_id, "object": "response", "deleted": True})
