@@ -23,7 +23,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.token_digest import token_digest
 from paceline.drafter.tracing import DraftTraces
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.service import Addresses, serve
+from paceline.gateway.doors import Addresses
+from paceline.gateway.service import serve
 from paceline.gateway.text.codec import TextCodec
 from paceline.obs import otlp
 from paceline.obs.tracing import open_tracing, start_span
