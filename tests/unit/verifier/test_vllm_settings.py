@@ -177,6 +177,7 @@ main(["--engine", "vllm", "--model", "m", "--redis-url", "memory://"])
 """
 
 
+@pytest.mark.full
 def test_a_python_without_vllm_says_so_in_one_line() -> None:
     run = subprocess.run([sys.executable, "-c", NO_VLLM], capture_output=True, text=True, check=False)
     assert run.returncode == 2
