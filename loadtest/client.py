@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from paceline.training.corpus import unseen_prompts
+from paceline.checkpoints.corpus import unseen_prompts
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=600.0)
 

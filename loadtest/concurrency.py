@@ -35,7 +35,7 @@ from loadtest.client import Ask, BatchResult, joined, run_batch, same_texts
 from loadtest.flags import add_round_flags, bench_parser
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
 from loadtest.trial import Trial, rounded_error, take_turns
-from paceline.training.corpus import unseen_prompts
+from paceline.checkpoints.corpus import unseen_prompts
 
 PLAIN, SPECULATIVE, NO_DRAFTER = "plain", "speculative", "no drafter"
 LOADS = (1, 2, 4, 8, 16, 32, 64)

@@ -20,7 +20,7 @@ from loadtest.browser import browsing, chromium, problems_of
 from loadtest.client import Ask, complete, http_client
 from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet
-from paceline.training.corpus import unseen_prompts
+from paceline.checkpoints.corpus import unseen_prompts
 
 WIDTH, HEIGHT = 1320, 1200
 MAX_TOKENS = 72

@@ -40,13 +40,13 @@ from loadtest.fleet import bench_fleet, machine
 from loadtest.procfs import cpu_s, keep_to
 from loadtest.streams import DirectWay, HttpWay, Streamed
 from loadtest.trial import Trial, rounded_error, take_turns
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import available_cpus
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.text.codec import TextCodec
-from paceline.training.corpus import unseen_prompts
 
 MOST_OVERHEAD_MS = 0.3
 LEAST_RATIO = 0.95

@@ -41,10 +41,10 @@ from loadtest.client import Ask, Completion, Completions, completed, http_client
 from loadtest.flags import bench_parser
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
 from loadtest.gains import expected_tokens
+from paceline.acceptance.models import load_model, new_model
+from paceline.checkpoints.corpus import load_corpus, unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA
-from paceline.training.corpus import load_corpus, unseen_prompts
-from paceline.training.export import Card, export_model
-from paceline.training.models import load_model, new_model
+from training.export import Card, export_model
 
 PLAIN = "plain"
 RANDOM = "random drafter"

@@ -12,9 +12,9 @@ from itertools import accumulate
 import grpc
 from tqdm import tqdm
 
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
-from paceline.training.corpus import unseen_prompts
 
 TIMEOUT_S = 120.0
 NUM_PROMPTS = 40

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 
 from loadtest.histories import GRPC, HTTP, History
 from loadtest.resuming_http import ResumingHttpClient
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.errors import OverloadedError, PacelineError
 from paceline.core.params import COUPLED
 from paceline.rpc.v1 import common_pb2, gateway_pb2
-from paceline.training.corpus import unseen_prompts
 
 Request = gateway_pb2.GatewayGenerateRequest
 NUM_PROMPTS = 40

@@ -22,8 +22,8 @@ from loadtest.client import Ask, run_batch
 from loadtest.flags import bench_parser
 from loadtest.fleet import bench_fleet, machine, widened_target
 from loadtest.trial import Trial, rounded_error, take_turns
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.local import LocalFleet
-from paceline.training.corpus import unseen_prompts
 
 MOST = 1.4
 STEP, LINEARS = "step", "linears"

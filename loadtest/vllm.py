@@ -21,8 +21,8 @@ from loadtest.fleet import bench_fleet, machine
 from loadtest.peers.environments import child_environ, environment
 from loadtest.peers.processes import run_command
 from loadtest.scrape import scrape
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_TARGET
-from paceline.training.corpus import unseen_prompts
 
 QUIET_S = 900.0
 OUTPUT_LEN = 64

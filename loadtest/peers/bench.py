@@ -22,8 +22,8 @@ from loadtest.flags import bench_parser
 from loadtest.fleet import machine
 from loadtest.peers.ours import measure_ours, median_figures, median_verdict, verdict
 from loadtest.peers.run import OUR_ENGINE, PEERS, PeerBench, PeerFigure, measure_peers
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
-from paceline.training.corpus import unseen_prompts
 from paceline.verifier.config import DEFAULT_DRAFT_TOKENS
 
 HEADINGS = f"{'peer':16} {'mode':7} {'streams':>7} {'gamma':>5} {'decode/s':>9} {'total/s':>9} {'differ':>7}"

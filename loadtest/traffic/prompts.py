@@ -12,8 +12,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from paceline.checkpoints.corpus import load_corpus
 from paceline.core.errors import ConfigError
-from paceline.training.corpus import load_corpus
 
 
 class Prompts(Protocol):

@@ -13,12 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.cluster.checkpoints import DEMO_TARGET
 from tests.support.site import ROOT, pages
 
 SHELL_S = 10.0
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[^\s`]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
 )
+_MODEL = re.compile(r"""model=["']([\w./-]+)["']""")
 # Programs of .venv are named with or without their folder.
 _BIN = re.compile(r"(?:\./)?\.venv/bin/")
 _RECORDER = r"""
@@ -77,6 +79,12 @@ def blocks() -> Iterator[Block]:
                 language=found["language"],
                 text="".join(line[indent:] or "\n" for line in found["text"].splitlines(keepends=True)),
             )
+
+
+def models_asked_for() -> list[str]:
+    """Returns the names by which Python blocks ask for a model, except its own."""
+    named = {name for block in blocks() if block.language == "python" for name in _MODEL.findall(block.text)}
+    return sorted(named - {DEMO_TARGET.name})
 
 
 def commands(script: str, folder: Path, variables: Mapping[str, str]) -> list[Command]:

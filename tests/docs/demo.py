@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.cluster.spec import Endpoint
-from tests.fleet.conftest import FleetRunner
+from tests.support.fleet_runner import FleetRunner
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import helm_python
 import pytest
 import yaml
 
-from paceline.cluster.ray import spec as fleet_file
+from paceline.cluster import fleet_file
 from paceline.rpc.v1 import gateway_pb2
 from tests.docs.blocks import Block, blocks, commands
 from tests.docs.demo import Demo
@@ -45,6 +45,7 @@ def test_every_block_says_in_which_known_language_it_is() -> None:
     assert [f"{block}: {block.language}" for block in BLOCKS if block.language not in known] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", sorted({block.page for block in of(*SHELLS)}))
 def test_the_commands_of_a_page_would_work(page: str, demo: Demo, tmp_path: Path) -> None:
     for block in of(*SHELLS):
@@ -55,6 +56,7 @@ def test_the_commands_of_a_page_would_work(page: str, demo: Demo, tmp_path: Path
                 check(command, demo, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", of("python"), ids=str)
 def test_a_python_block_runs(block: Block, demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

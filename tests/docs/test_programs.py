@@ -10,6 +10,8 @@ import pytest
 from tests.docs.blocks import commands
 from tests.docs.programs import check
 
+pytestmark = pytest.mark.full
+
 
 class Nobody:
     """No fleet: what is checked here must fail before one is asked."""

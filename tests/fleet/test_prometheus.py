@@ -13,10 +13,12 @@ import pytest
 import yaml
 from loadtest.client import Ask, run_batch
 
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.training.corpus import unseen_prompts
-from tests.fleet.conftest import FleetRunner
+from tests.support.fleet_runner import FleetRunner
 from tests.support.prometheus import ALERTS, DASHBOARD, Prometheus, needs_prometheus, running_prometheus
+
+pytestmark = pytest.mark.full
 
 SPECULATION = {
     "vllm:spec_decode_num_drafts_total",

@@ -18,7 +18,7 @@ from paceline.core import drafter_worth as worth
 from paceline.core import step_time as times
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.fleet import ejection, prefixes, routing
-from paceline.gateway.sessions import failover, suspicion
+from paceline.gateway.sessions import failover, trail
 from paceline.store import announcer, base
 from paceline.verifier.config import DEFAULT_DRAFT_TOKENS, DEFAULT_METHODS, VerifierConfig
 
@@ -99,7 +99,7 @@ def test_the_pages_of_speculation_have_the_figures_of_the_code():
 
 
 def test_the_page_of_failures_has_the_figures_of_the_code():
-    assert suspicion.MOST_DEATHS == 2
+    assert trail.MOST_DEATHS == 2
     assert "a second death is proof" in page("failures")
     for said in (
         f"`--failover-s` seconds ({GATEWAY['failover_s'].default:g})",

@@ -21,28 +21,28 @@ from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
 from paceline.gateway.access.doors import Access, DoorTls, guarded, load_door_tls
 from paceline.gateway.access.fair_shares import Shares
+from paceline.gateway.api.app import ERROR_FORMS, create_app
+from paceline.gateway.api.console.feed import ConsoleFeed, closed_at_end
+from paceline.gateway.api.console.frames import OwnCounts
+from paceline.gateway.api.endpoints.reading import BodyReader
+from paceline.gateway.api.endpoints.workers import Workers
+from paceline.gateway.api.grpc.door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
+from paceline.gateway.api.grpc.servicer import SERVICE_NAME, GatewayServicer
+from paceline.gateway.api.guarded import GuardedApp
+from paceline.gateway.api.responses.keeping import ResponseShelf
 from paceline.gateway.config import GatewayConfig, model_aliases
-from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
-from paceline.gateway.console.frames import OwnCounts
 from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.fleet.generation_config import ModelDefaults
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import VerifierClient
-from paceline.gateway.generation_config import ModelDefaults
-from paceline.gateway.grpc.door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
-from paceline.gateway.grpc.servicer import SERVICE_NAME, GatewayServicer
-from paceline.gateway.http.app import ERROR_FORMS, create_app
 from paceline.gateway.http.connection import BoundedConnection, Connections
 from paceline.gateway.http.front import with_front
-from paceline.gateway.http.guarded import GuardedApp
-from paceline.gateway.http.reading import BodyReader
-from paceline.gateway.responses.keeping import ResponseShelf
 from paceline.gateway.sessions.failover import Placer
 from paceline.gateway.sessions.readiness import readiness
 from paceline.gateway.sessions.records import RecordWriter
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
 from paceline.gateway.text.codec import TextCodec
-from paceline.gateway.workers import Workers
 from paceline.obs.families import MODEL_NAME, service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched

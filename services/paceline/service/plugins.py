@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.params import GRAMMAR, LAWFUL_RULES, LAYER_SKIP, MEDUSA, NGRAM, SUFFIX, TYPICAL
+from paceline.core.params import ACCEPTANCE_RULES, GRAMMAR, LAYER_SKIP, MEDUSA, NGRAM, SUFFIX
 
 
 class Registry:
@@ -80,4 +80,4 @@ SOURCES = Registry(
 )
 # Rules besides those that are always served; a maker takes the options by name, and makes a rule
 # (`paceline.core.acceptance_rules.Rule`).
-RULES = Registry("paceline.rules", {TYPICAL: "paceline.core.acceptance_rules:Typical"}, LAWFUL_RULES)
+RULES = Registry("paceline.rules", {}, ACCEPTANCE_RULES)

@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.json_file import parse_object
-from paceline.core.acceptance_rules import LAWFUL, POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules
+from paceline.core.acceptance_rules import LAWFUL, Rules
 from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
+    ACCEPTANCE_RULES,
     CHAIN_RULES,
     COUPLED,
     DRAFT_MODEL,
     EAGLE3,
     GRAMMAR,
-    LAWFUL_RULES,
     MAX_DRAFT_TOKENS,
     MEDUSA,
     METHODS,
     NGRAM,
     TIER_METHODS,
-    TYPICAL,
 )
 from paceline.model_service import ModelServiceConfig
 from paceline.service.config import from_mapping, setting
@@ -77,9 +76,9 @@ class VerifierConfig(ModelServiceConfig):
             "the verifier, for comparison), medusa_model and eagle3_model (folders of the heads of these methods), "
             "exit_layer (how many of the first layers of the target layer_skip drafts with; default a quarter) or "
             "layers (a list of their indices), acceptance (rule of requests that name none: coupled, rejection, "
-            "block, or typical; default coupled; more after it, joined by +, are served too), lossy (true serves the "
-            "rule typical too, whose texts are marked), options (of methods and rules of other packages, by name), "
-            "posterior_threshold and posterior_alpha (of that rule, default 0.09 and 0.3)."
+            "block, or that of another package; default coupled; more after it, joined by +, are served too), lossy "
+            "(true lets them be lossy; their texts are marked), options (of methods and rules of other packages, by "
+            "name)."
         ),
     )
     trace_sample_ratio: float = setting(
@@ -129,10 +128,8 @@ class Speculation:
     exit_layer: int | None = setting(None, help="How many of the first layers draft.", low=1, high=MOST_LAYERS)
     layers: tuple[int, ...] | None = setting(None, help="Layers that draft, ascending.", low=0, high=MOST_LAYERS - 1)
     acceptance: str = setting(COUPLED, help="Rule of requests that name none; more after it, joined by +, are served.")
-    lossy: bool = setting(False, help="Serve the rule typical, and permit other lossy rules.")
-    options: str = setting("", help="Options of methods and rules of other packages, by name.")
-    posterior_threshold: float = setting(POSTERIOR_THRESHOLD, help="Of the rule typical.")
-    posterior_alpha: float = setting(POSTERIOR_ALPHA, help="Of the rule typical.")
+    lossy: bool = setting(False, help="Whether rules of other packages may be lossy; their texts are marked.")
+    options: str = setting("", help="By the name of a method or rule of another package, its options.")
 
     def __post_init__(self) -> None:
         """Checks which settings go together; the number of layers is checked where the model is loaded."""
@@ -155,17 +152,9 @@ class Speculation:
     @property
     def rules(self) -> Rules:
         """Acceptance rules that are served."""
-        default, *others = self.acceptance.split("+")
-        own = {"posterior_threshold": self.posterior_threshold, "posterior_alpha": self.posterior_alpha}
-        named = dict.fromkeys((*((TYPICAL,) if self.lossy else ()), default, *others))
-        return Rules(
-            default=default,
-            more=tuple(
-                RULES.make(name, **(own if name == TYPICAL else self.options_of(name)))
-                for name in named
-                if name not in LAWFUL_RULES
-            ),
-        )
+        named = tuple(dict.fromkeys(self.acceptance.split("+")))
+        more = [RULES.make(name, **self.options_of(name)) for name in named if name not in ACCEPTANCE_RULES]
+        return Rules(default=named[0], more=tuple(more))
 
     def options_of(self, name: str) -> Mapping[str, Any]:
         """Options of a method or rule of another package; those of ours have keys of their own.
@@ -205,9 +194,6 @@ class Speculation:
                 raise ConfigError(f"{NAME}: acceptance {rule.name} needs the method {one}, got {self.method}")
             if rule.lossy and not self.lossy:
                 raise ConfigError(f'{NAME}: acceptance {rule.name} is lossy, and needs "lossy": true')
-        for name in ("posterior_threshold", "posterior_alpha"):
-            if not 0.0 < (value := getattr(self, name)) <= 1.0:
-                raise ConfigError(f"{NAME}: {name} must be a number above 0 and at most 1, got {value:g}")
 
     def _check_folders(self) -> None:
         served = set(self.methods) & set(TIER_METHODS)

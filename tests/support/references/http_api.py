@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.gateway.anthropic.bodies import MessagesBody
-from paceline.gateway.http.openapi import openapi_document
-from paceline.gateway.openai.bodies import ChatBody, ChatMessage, CompletionBody, TextPart
-from paceline.gateway.responses.bodies import ResponsesBody
+from paceline.gateway.api.anthropic.bodies import MessagesBody
+from paceline.gateway.api.openai.bodies import ChatBody, ChatMessage, CompletionBody, TextPart
+from paceline.gateway.api.openapi import openapi_document
+from paceline.gateway.api.responses.bodies import ResponsesBody
 from tests.support.references.tables import WRITTEN_BY
 
 HEAD = f"""# The HTTP API

@@ -10,7 +10,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from paceline.cluster.drain import DrainConfig
-from paceline.gateway.http.guarded import OPEN_PATHS
+from paceline.gateway.api.guarded import OPEN_PATHS
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.service.config import load
 from paceline.service.process import LIVENESS

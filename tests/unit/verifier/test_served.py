@@ -10,7 +10,7 @@ import pytest
 from paceline.core.acceptance_rules import Rules
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.params import DRAFT_MODEL, NGRAM, REJECTION, TYPICAL, SamplingParams, SpeculationParams
+from paceline.core.params import DRAFT_MODEL, NGRAM, REJECTION, SamplingParams, SpeculationParams
 from paceline.verifier.served import MAX_SALT_CHARS, ServedEngine, TargetStepper
 
 EOS, STOP = 7, 8
@@ -76,6 +76,6 @@ def test_a_rule_for_chains_needs_a_method_that_draws_them(
     assert str(refused.value) == wanted
 
 
-def test_a_lossy_rule_is_refused_where_the_verifier_was_not_started_for_it() -> None:
-    with pytest.raises(InvalidRequestError, match=r"speculation\.acceptance: typical is lossy, and served only where"):
-        check(replace(FINE, speculation=SpeculationParams(acceptance=TYPICAL)))
+def test_a_rule_that_is_not_served_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match=r"speculation\.acceptance: typical is not served here"):
+        check(replace(FINE, speculation=SpeculationParams(acceptance="typical")))

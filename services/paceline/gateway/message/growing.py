@@ -1,4 +1,4 @@
-"""The message of one answer as it grows: content, reasoning and calls, whole and in deltas of OpenAI's chats."""
+"""The message of one answer as it grows: content, reasoning and calls, as a whole or in deltas of OpenAI's chats."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Message:
         return parts
 
     def delta(self, parts: list[Part]) -> Json:
-        """Returns what the newest parts add, in one delta: whoever goes on with a stream has all of it or nothing."""
+        """Returns the newest parts as one delta, so that a client which resumes has all of them or none."""
         delta: Json = {}
         calls: list[Json] = []
         index = len(self.calls) - 1 - sum(isinstance(part, CallBegin) for part in parts)
@@ -86,11 +86,11 @@ class Message:
         return {**delta, "tool_calls": calls} if calls else delta
 
     def whole(self) -> Json:
-        """Returns the members of the message; content is null where calls stand in for it."""
+        """Returns the members of the message; content is null if there are only calls."""
         content = "".join(self.content)
-        said: Json = {"content": content if content or not self.calls else None}
+        message: Json = {"content": content if content or not self.calls else None}
         if self.reasoning:
-            said["reasoning_content"] = said["reasoning"] = "".join(self.reasoning)
+            message["reasoning_content"] = message["reasoning"] = "".join(self.reasoning)
         if self.calls:
-            said["tool_calls"] = [call.to_json() for call in self.calls]
-        return said
+            message["tool_calls"] = [call.to_json() for call in self.calls]
+        return message

@@ -1,6 +1,6 @@
-"""What the text of an answer is made of: content, reasoning, and calls of tools.
+"""The parts of an answer's text: content, reasoning and calls of tools, in the order of the text.
 
-They come in the order of the text. Arguments belong to the call that was begun last.
+Arguments belong to the last call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Further text that led up to the answer."""
+    """Further text of the reasoning."""
 
     text: str
 
@@ -31,7 +31,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """Further text of the arguments, which are one JSON object in the end."""
+    """Further text of the arguments, which together are one JSON object."""
 
     text: str
 

@@ -11,18 +11,20 @@ from typing import Any
 
 Json = dict[str, Any]
 
+MAX_TOOLS = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:
     """The tools of one request.
 
     Attributes:
-        tools: As the template gets them.
+        tools: The tools as chat templates get them.
         parsed: Whether the answer may hold calls.
-        enforced: Whether it has to.
-        named: The tool that it has to call; empty: any.
-        parallel: Whether it may hold several.
-        strict: Whether each tool's calls have to be as its schema says, in the order of the tools.
+        enforced: Whether it must.
+        named: The tool that it must call; empty: any.
+        parallel: Whether it may hold several calls.
+        strict: For each tool, whether its calls must follow its schema.
         chosen: Whether the client offered more tools than these, which may not be called.
     """
 
@@ -36,17 +38,17 @@ class Toolbox:
 
     @property
     def bound(self) -> bool:
-        """Whether a call that the model may make has to be of a form."""
+        """Whether a grammar must bind the calls that the model may make."""
         return self.parsed and (self.chosen or any(self.strict))
 
     @property
     def names(self) -> list[str]:
-        """What the tools are called."""
+        """The names of the tools."""
         return [each["function"]["name"] for each in self.tools]
 
     @property
     def parameters(self) -> list[tuple[Json, bool]]:
-        """The JSON schema of each tool's arguments, and whether calls have to follow it."""
+        """The JSON schema of each tool's arguments, and whether calls must follow it."""
         return [(each["function"]["parameters"], strict) for each, strict in zip(self.tools, self.strict, strict=True)]
 
     @property
@@ -56,7 +58,7 @@ class Toolbox:
 
     @property
     def schema(self) -> Json:
-        """The JSON schema of enforced calls: of the named tool its arguments, else an array of calls."""
+        """The JSON schema of enforced calls: the arguments of the named tool, or an array of calls."""
         functions = [each["function"] for each in self.tools]
         if self.named:
             return next(each["parameters"] for each in functions if each["name"] == self.named)
@@ -71,7 +73,7 @@ class Toolbox:
 
 
 def _types(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the types of parameters; one of several types is of none, and read as what it looks like."""
+    """Returns the types of parameters; a value whose schema allows several types is read as what it looks like."""
     properties = parameters.get("properties")
     if not isinstance(properties, dict):
         return {}
@@ -89,7 +91,7 @@ def _call_schema(name: str, parameters: str) -> Json:
 
 
 def _moved(value: Any, at: int) -> Any:
-    """Returns a schema whose references within itself hold where it stands now."""
+    """Returns a schema of a tool with its references adapted to its place among the definitions."""
     if isinstance(value, list):
         return [_moved(each, at) for each in value]
     if not isinstance(value, dict):

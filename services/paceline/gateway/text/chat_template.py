@@ -1,6 +1,6 @@
 """Renders chat messages with a checkpoint's own template, as transformers does.
 
-It knows Jinja and nothing else. Templates come with checkpoints, so they run in a sandbox.
+It knows only Jinja. Templates come with checkpoints, so they run in a sandbox.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from paceline.core.errors import ConfigError, InvalidRequestError
 
 Message = Mapping[str, Any]
-# Later models' name for a system that is not the platform; templates that do not know it would leave it out.
+# The role of system messages in newer APIs; templates that do not know it would drop the message.
 DEVELOPER, SYSTEM = "developer", "system"
 # Marks the end of a text in a rendered chat. The characters mean nothing in any text; the space behind them shows
 # whether the template trims texts.
@@ -31,7 +31,7 @@ class ChatTemplate:
     """A compiled chat template together with the special tokens it may name.
 
     Attributes:
-        source: As it was written.
+        source: The Jinja source.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -63,8 +63,8 @@ class ChatTemplate:
         """
         variables = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            told = [self._with_known_role(message) for message in messages]
-            return self._template.render({**self._special_tokens, **variables, **extra, "messages": told})
+            known = [self._with_known_role(message) for message in messages]
+            return self._template.render({**self._special_tokens, **variables, **extra, "messages": known})
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError("messages", f"the chat template refuses them: {error}") from error
 
@@ -102,7 +102,7 @@ def up_to_mark(rendered: str) -> str:
 
 
 class _GenerationBlock(Extension):
-    """Understands `{% generation %}`, which marks the assistant's words for training and prints its body."""
+    """Supports `{% generation %}`, which marks the assistant's text for training and prints its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own convention
 

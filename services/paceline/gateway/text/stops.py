@@ -1,4 +1,4 @@
-"""Finds stop strings in a stream of text, holding back no more than what may become one.
+"""Finds stop strings in a stream of text, and holds back only what may become one.
 
 Pure. The result does not depend on how the text is cut into pieces.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Matches several stop strings at once: the one complete first wins, the longest of several such."""
+    """Matches several stop strings at once: the first complete one wins, the longest of several at the same place."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Takes stop strings, none of them empty."""

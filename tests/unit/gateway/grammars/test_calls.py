@@ -13,13 +13,13 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import Tokenizer
 
 from paceline.core.errors import InvalidRequestError
+from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.grammars.calls import FAMILIES, calls_amid_text
 from paceline.gateway.grammars.partial import Opening
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.message.form import HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, QWEN3, QWEN3_CODER, MessageForm
 from paceline.gateway.message.parts import CallArguments, CallBegin
 from paceline.gateway.message.tools import Toolbox
-from paceline.gateway.openai.tools import read_toolbox
 from tests.support.grammar_texts import SPELLED, byte_tokenizer, grammar_vocabulary, opening, whole
 
 SCHEMA: dict[str, Any] = {

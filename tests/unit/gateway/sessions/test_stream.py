@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from paceline.core.messages import ModelIdentity, TokenFate
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.requests import ServedModel, SessionRequest
-from paceline.gateway.sessions.stream import TextStream
+from paceline.gateway.fleet.served_model import ServedModel
+from paceline.gateway.sessions.answer import TextStream
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.text.codec import TextCodec
 from paceline.gateway.text.token_texts import TokenText
 from tests.support import tiny_tokenizer

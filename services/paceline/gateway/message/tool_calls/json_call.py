@@ -1,7 +1,7 @@
 """Reads one call written as a JSON object: `{"name": ..., "arguments": {...}}`, or with `parameters`.
 
-Once the name is read and the arguments have begun, they are given out as they come. An object that has its members in
-another order is read when it is whole. What turns out to be no call is given back untouched.
+Once the name is read and the arguments have begun, they are returned as they come. An object with its members in
+another order is read when it is complete. Text that turns out to be no call is returned unchanged.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ from paceline.gateway.message.tool_calls.json_call import JsonCall
 
 
 class JsonList(StatefulReader):
-    """Calls from the beginning of a text; what is no call, and all that follows one, is content.
+    """Reads calls from the beginning of a text; other text, and all that follows it, is content.
 
     Args:
-        opening: What stands before the first; empty: nothing.
-        separator: What stands between two.
-        closing: What stands behind the last; empty: nothing.
+        opening: Marker before the first call; may be empty.
+        separator: Marker between two calls.
+        closing: Marker behind the last call; may be empty.
 
     Attributes:
         num_calls: Calls found so far.
@@ -26,7 +26,7 @@ class JsonList(StatefulReader):
         self._separator = separator
         self._closing = closing
         self._call = JsonCall()
-        # Syntax that was taken before it was certain that a call follows it.
+        # Syntax that was taken before it was certain that a call follows.
         self._before = ""
 
     def _open(self) -> bool:
@@ -80,7 +80,7 @@ class JsonList(StatefulReader):
         self._before += self.take(len(self.held) - len(bare))
 
     def _end(self) -> None:
-        """Gives back syntax that no call has followed, unless it is white space behind one."""
+        """Returns syntax that no call has followed as content, unless it is white space behind a call."""
         if not self.num_calls or self._before.strip():
             self.parts.append(Content(self._before))
         self.over = True
@@ -92,7 +92,7 @@ class JsonList(StatefulReader):
 
 
 class ListOnly(JsonList):
-    """A text that is nothing but such calls; what follows them is content, but for white space between."""
+    """Reads a text of such calls alone; what follows them is content, except white space between."""
 
     def _nothing(self) -> bool:
         if self.num_calls:

@@ -24,7 +24,7 @@ class MistralCalls(MarkedCalls):
         self._extent = Extent()
 
     def call(self) -> bool:
-        """Behind the marker: an array, or a name."""
+        """Reads what follows the marker: an array, or a name."""
         bare = self.held.lstrip()
         if bare.startswith("["):
             self._list = JsonList()

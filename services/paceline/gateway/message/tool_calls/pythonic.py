@@ -12,7 +12,7 @@ from paceline.gateway.message.reader import StatefulReader
 from paceline.gateway.message.tool_calls.json_call import Extent
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
-# Reading Python notation takes long, and what nests deeply ends its reader.
+# Parsing Python notation is slow, and deep nesting would exhaust the parser.
 MAX_CHARS = 64 * 1024
 MAX_DEPTH = 50
 _MAY_BEGIN = re.compile(r"\[\s*(?:$|[A-Za-z_][\w.]*\s*(?:\(|$))")
@@ -20,7 +20,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class PythonicCalls(StatefulReader):
-    """Reads them, when the list has ended."""
+    """Reads them once the list has ended."""
 
     def __init__(self) -> None:
         super().__init__(self._begin)
@@ -89,7 +89,7 @@ def _call(node: ast.expr) -> list[Part]:
 
 
 def _value(node: ast.expr, depth: int) -> Any:
-    """Returns a literal, in which JSON's own constants may stand, too."""
+    """Returns a literal, which may contain JSON's own constants as well."""
     if not depth:
         raise ValueError("nested too deeply")
     if isinstance(node, ast.List | ast.Tuple):
