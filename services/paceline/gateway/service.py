@@ -105,12 +105,7 @@ async def _serve(
     metrics = GatewayMetrics(registry, codecs)
     placer = _placer(config, fleet, client, metrics, tracer)
     sessions = Sessions(
-        fleet=fleet,
-        client=client,
-        placer=placer,
-        records=records,
-        metrics=metrics,
-        max_sessions=config.max_sessions,
+        fleet=fleet, client=client, placer=placer, records=records, metrics=metrics, max_sessions=config.max_sessions
     )
     limits = DoorLimits.of(config)
     console = _console(config, replica_id, fleet, sessions, placer, registry)
