@@ -41,10 +41,11 @@ from loadtest.client import Ask, Completion, Completions, completed, http_client
 from loadtest.flags import bench_parser
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
 from loadtest.gains import expected_tokens
-from paceline.acceptance.models import load_model, new_model
+from paceline.acceptance.models import load_model
 from paceline.checkpoints.corpus import load_corpus, unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA
 from training.export import Card, export_model
+from training.loop import new_model
 
 PLAIN = "plain"
 RANDOM = "random drafter"
