@@ -1,8 +1,8 @@
 # Every target sets up what it needs in .venv, and no more; no root rights. Outside this folder: pip's cache, and in the
 # user's cache folder the widened demo target and environments of other engines.
 .DEFAULT_GOAL := help
-.PHONY: help venv protos check style test up demo bench chaos load locust docs clients-test k8s-test vllm-test wheel-test \
-  sbom clean
+.PHONY: help venv protos check style test test-all up demo bench train chaos load locust docs clients-test k8s-test \
+  vllm-test wheel-test sbom clean
 SHELL := /bin/bash
 
 PYTHON ?= python3
@@ -48,8 +48,12 @@ check: $(DEV) protos ## lint, types, import law, generated code up to date
 
 # Files side by side, in order: whole fleets come early, and what is short fills up the rest.
 WORKERS ?= 2
-test: $(DEV) ## all tests, by 2 workers; WORKERS=4 for others
-	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+test: $(DEV) ## what a change usually breaks, in less than 5 minutes; WORKERS=4 for more than 2, ARGS='tests/unit -x' for some
+	$(PYTEST) -m 'not full and not podman and not vllm and not wheel' $(ARGS)
+
+test-all: $(DEV) ## make test and the rest: Ray, chaos, plug-ins, TLS, laws of all rules, generated requests, browsers
+	$(PYTEST) $(ARGS)
 
 up: $(SERVE) ## serve the demo pair until Ctrl-C; ARGS='--model PATH --draft-model PATH ...' for others
 	$(BIN)/paceline up $(ARGS)
@@ -59,6 +63,10 @@ demo: $(SERVE) ## stream completions with and without speculation and compare th
 
 bench: $(DEV) ## run a bench: make bench NAME=acceptance; without NAME lists them
 	$(BIN)/paceline bench $(NAME) $(ARGS)
+
+OUT ?= runs/demo
+train: $(DEV) ## make the demo models anew, into OUT=runs/demo; some hours on two cores
+	$(BIN)/python -m training demo --out $(OUT) $(ARGS)
 
 chaos: $(DEV) ## break a whole fleet while streams run, and compare every token; ARGS='--seconds 60 --streams 200'
 	$(BIN)/paceline bench chaos $(ARGS)
@@ -73,6 +81,13 @@ load: $(DEV) ## replay arrivals, open loop: TRACE=file MINUTES=10 RATE=max SPECU
 
 locust: $(DEV) ## users of both doors in ramps and spikes; ARGS='--shape ramp --users 16 --seconds 120'
 	$(BIN)/paceline bench locust $(ARGS)
+
+.PHONY: references modules
+references: $(DEV) ## write the reference pages of docs/ from the code, after a change of flags, fields or metrics
+	$(BIN)/python -m tests.support.references
+
+modules: ## list every module with the first sentence of its docstring
+	@$(PYTHON) tools/modules.py
 
 docs: $(DEV) ## the site of the docs, into reports/site, by a tool in an environment of its own
 	$(BIN)/python -m tests.support.site

@@ -1,4 +1,4 @@
 """All that measures: each bench prints its figures and, on its last line, one JSON object with `"ok"`.
 
-`demo` and `widen` are tools beside them.
+`demo` is a tool beside them.
 """

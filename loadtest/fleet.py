@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET, widened_demo_target
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FREE_PORTS, CpuShare, FleetSpec, model_child, plan_endpoints
+from paceline.cluster.spec import FREE_PORTS, CpuShare, FleetSpec, Launch, plan_endpoints
 from paceline.cluster.supervisor import Supervisor
 
 # `FleetSpec` settings of the demo pair as shipped, whose steps are short.
@@ -61,7 +61,8 @@ async def lone_drafter(checkpoint: Path, cpus: Sequence[int]) -> AsyncIterator[s
     share = CpuShare(num_threads=len(cpus), cpus=tuple(cpus), lends=True)
     supervisor = Supervisor(say)
     with tempfile.TemporaryDirectory(prefix="paceline-") as logs:
-        child = model_child(spec, endpoint, share, checkpoint, "memory://", Path(logs), os.environ)
+        launch = Launch(spec=spec, redis_url="memory://", log_dir=Path(logs), environ=os.environ)
+        child = launch.model(endpoint, checkpoint, share)
         try:
             await supervisor.start([child], spec.start_timeout_s)
             yield endpoint.address

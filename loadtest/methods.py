@@ -37,9 +37,9 @@ from loadtest.client import Completions, completed, same_texts
 from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, widened_target
 from loadtest.prompts import prose_prompts, table_prompts, unseen_prompts
 from loadtest.streams import Ask, Completion
+from paceline.acceptance.models import load_model, new_model
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA
-from paceline.training.export import Card, export_model
-from paceline.training.models import load_model, new_model
+from training.export import Card, export_model
 
 RANDOM = "random drafter"
 METHODS = (

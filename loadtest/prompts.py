@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from paceline.checkpoints.corpus import SourceFile, load_corpus
+from paceline.checkpoints.corpus import unseen_prompts as _unseen_prompts
 from paceline.core.errors import ConfigError
-from paceline.training.corpus import SourceFile, load_corpus
-from paceline.training.corpus import unseen_prompts as _unseen_prompts
 
 PROSE_CHARS = 320
 # Returns the prompt of a request by its number and the length, in tokens, that a trace names for it.

@@ -1,12 +1,101 @@
-"""Settings of all tests: these machines are shared, so no test is judged by its time."""
+"""Settings and whole fleets of all tests: these machines are shared, so no test is judged by its time."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import settings
 
-# What one test's verifiers learn is nothing to those of another.
+from tests.support.torch_children import MOST, TorchChildren
+
+if TYPE_CHECKING:
+    from tests.support.fleet_runner import FleetRunner
+
+# What the verifiers of one test learn must not reach those of another.
 os.environ["PACELINE_LEARNED_DIR"] = "none"
 settings.register_profile("paceline", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("paceline")
+
+FLEETS = {"trees", "chains"}
+TORCH_CHILDREN = pytest.StashKey[TorchChildren]()
+NUM_TORCH_CHILDREN = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of one file run in one worker, and so do all that use a whole fleet: what is shared starts once."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            in_fleet = FLEETS & set(getattr(item, "fixturenames", ()))
+            item.add_marker(pytest.mark.xdist_group("fleet" if in_fleet else item.path.stem))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[NUM_TORCH_CHILDREN] = 0
+    # The children of a process that only hands out tests are its workers.
+    if not session.config.getoption("numprocesses", None):
+        session.config.stash[TORCH_CHILDREN] = TorchChildren()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    node.config.stash[NUM_TORCH_CHILDREN] += getattr(node, "workeroutput", {}).get("torch_children", 0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    if counter := config.stash.get(TORCH_CHILDREN, None):
+        config.stash[NUM_TORCH_CHILDREN] = counter.end()
+    num = config.stash[NUM_TORCH_CHILDREN]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["torch_children"] = num
+    elif num > MOST and "not full" in config.getoption("markexpr"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    num = config.stash[NUM_TORCH_CHILDREN]
+    terminalreporter.write_line(f"{num} child processes loaded torch (make test: at most {MOST})")
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a random target and of a drafter that resembles it; whoever changes them makes a copy first."""
+    from tests.support.checkpoints import save_pair
+
+    return save_pair(tmp_path_factory.mktemp("tiny-pair"))
+
+
+@pytest.fixture(scope="session")
+def trees() -> Iterator[FleetRunner]:
+    """The demo pair: its drafter grows trees, four nodes are verified, and the docs' names for models lead to it."""
+    from tests.docs.blocks import models_asked_for
+    from tests.support.fleet_runner import FleetRunner
+
+    settings = {
+        # By default no draft would be verified: at this size it saves no time.
+        "speculative_config": '{"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixed"}',
+        "gateway_arg": tuple(f"--served-model-name={name}" for name in models_asked_for()),
+        # Nothing is measured, and a drafter at idle priority may starve where other tests run.
+        "pin": False,
+        "lend": False,
+    }
+    with FleetRunner(**settings).running() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def chains() -> Iterator[FleetRunner]:
+    """The demo pair: its drafter grows chains, and eight nodes are verified whatever the load."""
+    from tests.support.fleet_runner import FleetRunner
+
+    settings = {
+        "drafter_arg": ("--draft-width=1",),
+        "speculative_config": '{"method": "draft_model", "num_speculative_tokens": 8, "policy": "fixed"}',
+    }
+    with FleetRunner(**settings).running() as runner:
+        yield runner

@@ -8,7 +8,7 @@ from typing import Any
 
 from loadtest.bad.kinds import Kind, Parts, Target, junk
 from paceline.core.messages import ModelIdentity
-from paceline.gateway.grpc.door import MAX_MESSAGE_BYTES as GATEWAY_MESSAGE_BYTES
+from paceline.gateway.api.grpc.door import MAX_MESSAGE_BYTES as GATEWAY_MESSAGE_BYTES
 from paceline.rpc.v1 import common_pb2, drafter_pb2, gateway_pb2, verifier_pb2
 from paceline.service.process import MAX_MESSAGE_BYTES
 from paceline.wire import identity_to_pb

@@ -82,8 +82,8 @@ def _described(figures: Mapping[str, Any]) -> str:
     return (
         "{requests} requests in {minutes:g} minutes ({rate_per_s:g} a second, {windows} windows) of {arrivals}; "
         "lengths fitted to the model: prompts times {prompt_scale:g} and at most {max_prompt_tokens} "
-        "({prompts_clipped} clipped), outputs times {output_scale:g} and at most {max_output_tokens} ({outputs_clipped} clipped); "
-        "prompts: {prompts}; temperature {temperature:g}; {machine}, {dtype}, over {door}"
+        "({prompts_clipped} clipped), outputs times {output_scale:g} and at most {max_output_tokens} "
+        "({outputs_clipped} clipped); prompts: {prompts}; temperature {temperature:g}; {machine}, {dtype}, over {door}"
     ).format(**{**figures, **figures["replay"]})
 
 

@@ -1,28 +1,22 @@
-"""The `paceline` command; each subcommand imports what it needs when it is called, so help is fast."""
+"""The `paceline` command; each subcommand imports what it needs when it is called, so that help is fast."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import paceline
 from paceline.core.errors import ConfigError
-from paceline.service.called import as_called
-from paceline.service.config import exit_with_error, parse, setting
-
-if TYPE_CHECKING:
-    from paceline.cluster.checkpoints import CheckpointFacts
+from paceline.service.config import as_called, exit_with_error
 
 PROG = "paceline"
 EXTRA_OF_COMMAND = {
     "gateway": "gateway",
     "verifier": "engine",
     "drafter": "engine",
-    "train": "train",
+    "acceptance": "engine",
     "models": "engine",
     "up": "serve",
     "demo": "serve",
@@ -39,20 +33,13 @@ COMMANDS = {
     "drain": "move sessions off a replica before it is stopped",
     "generate": "stream a completion from a running fleet",
     "demo": "stream completions with and without speculation, and compare them",
-    "plan": "say how many verifiers and drafters a load needs",
+    "plan": "find how many verifiers and drafters a load needs",
     "bench": "list the benches of a checkout, or run one",
-    "train": "train the demo pair, or distil a drafter",
-    "models": "list checkpoints; models check NAME says what serves one, models fetch NAME fetches it",
+    "acceptance": "measure how well a drafter fits a target",
+    "models": "list checkpoints; models check NAME shows which engine serves one, models fetch NAME fetches it",
     "dev-ca": "make certificates to try mutual TLS with",
     "key": "make an API key for a gateway",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelsConfig:
-    """Settings of `paceline models`."""
-
-    path: tuple[Path, ...] = setting((), help="Another checkpoint folder to list.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,24 +78,20 @@ def usage() -> str:
             "",
             *lines,
             "",
-            f"{as_called(PROG)} COMMAND --help tells more; {as_called(PROG)} --version tells the version.",
+            f"{as_called(PROG)} COMMAND --help shows its options; {as_called(PROG)} --version the version.",
             "",
         ]
     )
 
 
 def _action(command: str) -> Callable[[Sequence[str]], None]:
-    actions: dict[str, Callable[[Sequence[str]], None]] = {
-        "bench": _bench,
-        "train": _train,
-        "models": _models,
-    }
-    if command in actions:
-        return actions[command]
+    if command == "bench":
+        return _bench
     modules = {
         "up": "paceline.cluster.up",
         "demo": "paceline.cluster.demo",
         "drain": "paceline.cluster.drain",
+        "models": "paceline.cluster.models",
         "generate": "paceline.client.generate",
         "plan": "paceline.planning.__main__",
         "dev-ca": "paceline.service.dev_ca",
@@ -120,7 +103,7 @@ def _action(command: str) -> Callable[[Sequence[str]], None]:
 
 
 def _bench(argv: Sequence[str]) -> None:
-    """Hands over to the checkout's `loadtest`, which lists its benches when none is named."""
+    """Runs the checkout's `loadtest`, which lists its benches if none is named."""
     import runpy
 
     if not (CHECKOUT / "loadtest" / "__main__.py").is_file():
@@ -128,52 +111,6 @@ def _bench(argv: Sequence[str]) -> None:
     sys.path.insert(0, str(CHECKOUT))
     sys.argv = [f"{PROG} bench", *argv]
     runpy.run_module("loadtest", run_name="__main__")
-
-
-def _train(argv: Sequence[str]) -> None:
-    import argparse
-
-    from paceline.training import cli
-
-    parser = argparse.ArgumentParser(prog=as_called(f"{PROG} train"))
-    cli.add_arguments(parser)
-    raise SystemExit(cli.main(parser.parse_args(list(argv))))
-
-
-def _models(argv: Sequence[str]) -> None:
-    import os
-
-    if argv and argv[0] in ("check", "fetch"):
-        module = importlib.import_module(f"paceline.cluster.model_{argv[0]}")
-        module.main(argv[1:])
-        return
-    from paceline.cluster.checkpoints import bundled_and_cached, facts_of
-    from paceline.cluster.up import table
-
-    description = (
-        "Lists checkpoints: those in the package, the widened demo target, and folders named. "
-        "paceline models check NAME says which engine serves a model, and at which memory; paceline models fetch NAME "
-        "fetches one of the Hub."
-    )
-    config = parse(ModelsConfig, argv, os.environ, f"{PROG} models", description)
-    rows = [("name", "architecture", "parameters", "vocabulary", "context", "vocabulary hash", "folder")]
-    rows += [_model_row(facts_of(path)) for path in (*bundled_and_cached(os.environ), *config.path)]
-    sys.stdout.write("\n".join(table(rows)) + "\n")
-
-
-def _model_row(facts: CheckpointFacts) -> tuple[str, str, str, str, str, str, str]:
-    size = f"{facts.num_parameters / 1e6:,.1f} M"
-    if facts.widened_from is not None:
-        size += f", widened from {facts.widened_from}"
-    return (
-        facts.path.name,
-        facts.architecture,
-        size,
-        f"{facts.vocab_size:,}",
-        f"{facts.context_len:,}",
-        facts.vocab_hash[:16],
-        str(facts.path),
-    )
 
 
 if __name__ == "__main__":

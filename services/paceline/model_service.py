@@ -1,6 +1,6 @@
 """Runs a service that owns a model: registry, metrics, gRPC server and engine, started and stopped in order.
 
-It knows no particular service: verifier and drafter hand in a host each.
+It knows no particular service: verifier and drafter each pass in a host.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.core.messages import ModelIdentity
+from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
+from paceline.core.pages import LEAST_PAGES
 from paceline.engine.bridge import EngineThread
-from paceline.engine.budget import LEAST_PAGES
 from paceline.engine.watch import stacks, until_hung
 from paceline.obs.families import tell_replica
 from paceline.obs.metrics import metrics_server
@@ -38,14 +38,16 @@ from paceline.store.opening import open_store
 logger = logging.getLogger(__name__)
 
 LAST_CALLS_S = 1.0
-# What is left to be said when the engine hangs has so long to leave.
+# Time for last messages when the engine hangs.
 FAREWELL_S = 1.0
+# Most pages in a host's memory, which other processes need as well, unless a number is given.
+HOST_PAGES: Mapping[str, int] = {VERIFIER: 2048, DRAFTER: 4096}
 # Exit status of a process whose engine hung; "internal software error" in sysexits.h.
 EXIT_HUNG = 70
 
 
 class ModelHost(Protocol):
-    """What lives in the event loop of such a service."""
+    """The part of such a service that runs in the event loop."""
 
     identity: ModelIdentity
 
@@ -56,15 +58,15 @@ class ModelHost(Protocol):
 
     @property
     def engine(self) -> EngineThread[Any, Any]:
-        """Loads the model when it is started."""
+        """The engine; it loads the model when it is started."""
         ...
 
     def engine_died(self, problem: str) -> None:
-        """Ends what is under way and takes nothing new: the engine will not come back."""
+        """Ends all sessions and takes no new ones: the engine will not come back."""
         ...
 
     async def wind_down(self) -> None:
-        """Ends what is under way, each with an answer."""
+        """Ends all sessions, each with an answer."""
         ...
 
     async def close(self) -> None:
@@ -74,14 +76,16 @@ class ModelHost(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelServiceConfig:
-    """Settings that all such services share; what differs more than by its default, each describes itself."""
+    """Settings that these services share; a service may change defaults, and describes other differences itself."""
 
     model: Path
-    model_name: str
+    model_name: str = setting(
+        "", help="Name in the registry, by which users ask for a target; empty: the folder's, or ORG/NAME."
+    )
     host: str = setting("127.0.0.1", help="Address to listen on.")
     port: int = setting(help="gRPC port; 0 picks a free one.", low=0, high=65535)
     announce: str = setting(
-        "", help="host:port other services reach this one at, such as a proxy's; empty: host and port it listens on."
+        "", help="host:port at which other services reach this one, such as a proxy's; empty: its own host and port."
     )
     tls_dir: Path | None = setting(
         None,
@@ -107,7 +111,14 @@ class ModelServiceConfig:
     device: str = setting("auto", help="Where the model runs.", choices=("auto", "cpu", "cuda"))
     threads: int = setting(1, help="Threads of a forward pass on the CPU.", low=1, high=1024)
     cpus: str = setting("", help="CPU numbers to keep to, such as 0,2-3; empty: all.")
-    num_kv_blocks: int | None
+    num_kv_blocks: int | None = setting(
+        None,
+        help="Pages of 16 tokens for committed KV; 0: as many as --memory-utilization allows and --max-num-seqs can "
+        "fill. Without it the same on a GPU; on a CPU a verifier takes at most "
+        f"{HOST_PAGES[VERIFIER]:,}, a drafter {HOST_PAGES[DRAFTER]:,}.",
+        low=0,
+        high=10_000_000,
+    )
     memory_utilization: float = setting(
         0.9,
         help="Share of the memory that is free at start (of the GPU; on a CPU of the host or its container's limit) "
@@ -117,10 +128,15 @@ class ModelServiceConfig:
     )
     max_num_seqs: int
     max_num_batched_tokens: int = setting(help="Most rows of a step.", unit="tokens", low=16, high=65536)
-    engine_stall_s: float
+    engine_stall_s: float = setting(
+        help="Time inside one step after which the engine counts as hung, and the process ends.",
+        unit="s",
+        low=1,
+        high=3600,
+    )
 
     def __post_init__(self) -> None:
-        """Checks the address that others are told, and the pages."""
+        """Checks the address that others get, and the number of pages."""
         if self.announce:
             check_address("--announce", self.announce)
         if self.num_kv_blocks and self.num_kv_blocks < LEAST_PAGES:
@@ -128,7 +144,7 @@ class ModelServiceConfig:
 
     @property
     def num_pages(self) -> int:
-        """Pages of committed KV, once they are planned; see `paceline.service_memory`."""
+        """Pages of committed KV, once `paceline.engine.memory` has planned them."""
         assert self.num_kv_blocks, "the memory of this service is not planned"
         return self.num_kv_blocks
 
@@ -136,7 +152,7 @@ class ModelServiceConfig:
 def traces_of(
     config: ModelServiceConfig, role: str, registry: CollectorRegistry, *, sample_ratio: float
 ) -> AbstractAsyncContextManager[Tracer]:
-    """Opens the traces of such a service; see `open_tracing`."""
+    """Opens the traces of such a service by `open_tracing`."""
     replica_id = config.replica_id or f"{role}-{config.announce or f'{config.host}:{config.port}'}"
     return open_tracing(
         config.otlp_traces_endpoint,
@@ -159,7 +175,7 @@ async def serve_model(
     background: Callable[[Store], Mapping[str, Work]] = lambda store: {},
     tls: FleetTls | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then announces that it drains, and is withdrawn when nothing is under way.
+    """Serves until SIGTERM or SIGINT, then announces that it drains, and leaves the registry when no session is left.
 
     Args:
         host: The service.
@@ -168,15 +184,15 @@ async def serve_model(
         service_name: Full gRPC name.
         add_servicer: Adds the service to a server.
         registry: Metrics to show.
-        background: Names the tasks to be kept at work while the service runs.
-        tls: Own certificate: only the tier that this one serves may call then; None: plain text, open to all.
+        background: Names the tasks that are kept running while the service runs.
+        tls: Own certificate, with which only the tier that this one serves may call; None: plain text, open to all.
 
     Raises:
         ConfigError: The checkpoint, a port or the registry makes serving impossible.
-        Exception: Whatever broke the engine.
+        Exception: The error that ended the engine.
     """
-    # While it loads nothing has to be finished. Said here, since the first process of a container ignores what it did
-    # not ask for, and would come up after it was told to go.
+    # While it loads, there is nothing to finish. The first process of a container ignores signals without a handler,
+    # and would otherwise finish loading after SIGTERM.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os._exit, 128 + signal.SIGTERM)
     async with open_store(config.redis_url) as store:
         await require(store)
@@ -207,7 +223,7 @@ async def serve_model(
 
 
 async def engine_ended(host: ModelHost, role: str) -> None:
-    """Waits until the engine ends; tells everybody under way what broke it, and raises that."""
+    """Waits until the engine ends; if by an error, ends all sessions and raises it."""
     try:
         await host.engine.ended()
     except Exception:
@@ -218,7 +234,7 @@ async def engine_ended(host: ModelHost, role: str) -> None:
 async def _unless_it_hangs(
     serving: Coroutine[Any, Any, None], host: ModelHost, role: str, server: GrpcServer, bound_s: float
 ) -> None:
-    """Serves to the end; ends the process when the engine hangs, with `EXIT_HUNG`: its thread cannot be ended alone."""
+    """Serves to the end. If the engine hangs, ends the process with `EXIT_HUNG`, as no thread can be ended alone."""
     tasks = (
         asyncio.create_task(serving, name="serve"),
         asyncio.create_task(until_hung(host.engine, bound_s), name="watch the engine"),
@@ -243,12 +259,12 @@ async def _unless_it_hangs(
 
 
 async def _say_farewell(host: ModelHost, role: str, serving: asyncio.Task[None], server: GrpcServer) -> None:
-    """Ends what is under way with a status, and leaves the registry; all within a moment."""
+    """Ends all sessions with a status, and leaves the registry, within `FAREWELL_S`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(FAREWELL_S):
             await server.drain()
             host.engine_died(f"the {role}'s engine hangs")
-            # Its end is what withdraws the replica.
+            # This withdraws the replica.
             serving.cancel()
             await asyncio.gather(serving, server.stop(FAREWELL_S), return_exceptions=True)
 
@@ -275,7 +291,7 @@ async def _serve_announced(
             max_sessions=config.max_num_seqs,
             num_sessions=host.num_sessions,
             draining=draining,
-            # The same host, whatever stands between: the port is not translated.
+            # A proxy keeps the host, but does not translate this port.
             metrics_address=f"{address.rpartition(':')[0]}:{metrics_port}",
             zone=config.zone,
         )
@@ -286,7 +302,7 @@ async def _serve_announced(
     async with announced(store, replica, supervisor):
         await until_stopped(engine_ended(host, role))
         draining = True
-        # Told at once rather than with the next heartbeat: the sooner gateways know, the sooner sessions move.
+        # At once, not with the next heartbeat: the sooner gateways know, the sooner sessions move.
         with suppress(UnavailableError):
             await store.announce(replica(), EXPIRY_S)
         await server.drain()

@@ -13,7 +13,7 @@ import pytest
 from paceline.cluster.valkey import find_server, free_port, server_command
 from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.gateway.access.keys import ApiKey
-from paceline.gateway.access.rate_limit import WindowRateLimit
+from paceline.gateway.access.rate_limit import RateLimit
 from paceline.service.dev_ca import make_certificates
 from paceline.store.base import Replica
 from paceline.store.opening import open_store
@@ -85,7 +85,7 @@ async def test_without_the_right_password_the_store_is_closed_and_the_error_name
 
 
 async def test_requests_are_counted_over_all_gateways(locked: int) -> None:
-    gateways = [WindowRateLimit(f"redis://:{PASSWORD}@{HOST}:{locked}", timeout_s=30) for _ in range(3)]
+    gateways = [RateLimit(f"redis://:{PASSWORD}@{HOST}:{locked}", timeout_s=30) for _ in range(3)]
     for gateway in gateways[:2]:
         await gateway.count(ALICE)
     with pytest.raises(OverloadedError) as refused:
@@ -102,7 +102,7 @@ async def test_a_store_behind_tls_is_reached_with_the_authority_named_in_the_url
     async with open_store(url) as store:
         await store.announce(DRAFTER, ttl_s=60)
         assert await store.replicas() == [DRAFTER]
-    limit = WindowRateLimit(url, timeout_s=30)
+    limit = RateLimit(url, timeout_s=30)
     await limit.count(ALICE)
     await limit.count(ALICE)
     with pytest.raises(OverloadedError):

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from paceline.cluster.valkey import find_server
 from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.gateway.access.keys import ApiKey
-from paceline.gateway.access.rate_limit import KEY_PREFIX, WindowRateLimit
+from paceline.gateway.access.rate_limit import KEY_PREFIX, RateLimit
 from paceline.gateway.sessions.records import RecordWriter
 from paceline.service.credentials import FleetTls
 from paceline.service.dev_ca import make_certificates
@@ -33,9 +33,8 @@ from paceline.store.base import (
     SessionState,
     Store,
 )
-from paceline.store.probe import Probe
 from paceline.store.redis import REPLICA_INDEX, REPLICA_PREFIX, RedisStore
-from paceline.store.view import RegistryView
+from paceline.store.view import Probe, RegistryView
 from tests.contract.test_store import DRAFTER, HOST, PROMPT, SESSION, VERIFIER, eventually, put, server_process
 from tests.unit.gateway.sessions.test_records import opened
 
@@ -92,7 +91,7 @@ async def test_a_session_in_a_full_store_can_be_claimed(server: Redis, store: Re
 
 async def test_requests_are_counted_in_a_full_store(server: Redis, port: int) -> None:
     await fill(server)
-    limit = WindowRateLimit(f"redis://{HOST}:{port}", timeout_s=30)
+    limit = RateLimit(f"redis://{HOST}:{port}", timeout_s=30)
     await limit.count(ALICE)
     await limit.count(ALICE)
     with pytest.raises(OverloadedError):
@@ -171,7 +170,7 @@ async def test_counts_of_requests_find_the_new_primary_too(server: Redis, port: 
         server_process(find_server(), tmp_path) as (new_port, _),
         DelayProxy((HOST, port)) as name,
     ):
-        limit = WindowRateLimit(f"redis://{name.address}", timeout_s=30, clock=lambda: now_s)
+        limit = RateLimit(f"redis://{name.address}", timeout_s=30, clock=lambda: now_s)
         await limit.count(ALICE)
         await make_read_only(server)
         name._upstream = (HOST, new_port)
@@ -327,7 +326,7 @@ async def test_gateways_whose_clocks_differ_count_requests_alike(
     ahead_s: float, server: Redis, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del server
-    one, other = (WindowRateLimit(f"redis://{HOST}:{port}", timeout_s=30) for _ in range(2))
+    one, other = (RateLimit(f"redis://{HOST}:{port}", timeout_s=30) for _ in range(2))
     await one.count(ALICE)
     await one.count(ALICE)
     right = time.time
@@ -343,7 +342,7 @@ async def test_times_that_are_yet_to_come_by_the_store_s_clock_are_forgotten(ser
     """Its clock was set back, or a failover led to a server with another one."""
     later_ms = (await server.time())[0] * 1000 + 3_600_000
     await server.lpush(KEY_PREFIX + "alice", later_ms, later_ms)
-    limit = WindowRateLimit(f"redis://{HOST}:{port}", timeout_s=30)
+    limit = RateLimit(f"redis://{HOST}:{port}", timeout_s=30)
     await limit.count(ALICE)
     await limit.count(ALICE)
     with pytest.raises(OverloadedError) as refused:
@@ -358,7 +357,7 @@ async def test_a_request_is_let_through_when_the_oldest_of_a_full_window_is_a_mi
     seconds, microseconds = await server.time()
     now_ms = seconds * 1000 + microseconds // 1000
     await server.rpush(KEY_PREFIX + "alice", now_ms - 1000, now_ms - 60_000)
-    limit = WindowRateLimit(f"redis://{HOST}:{port}", timeout_s=30)
+    limit = RateLimit(f"redis://{HOST}:{port}", timeout_s=30)
     await limit.count(ALICE)
     with pytest.raises(OverloadedError) as refused:
         await limit.count(ALICE)

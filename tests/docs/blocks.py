@@ -1,7 +1,7 @@
 """Code blocks of README and docs, and the commands in those of the shell.
 
-A shell block runs in bash, which finds no program: each command it would start is written down with its arguments
-instead. So quotes, loops, pipes and variables mean what they mean to a reader who pastes the block.
+A shell block runs in a bash that finds no program and records each command with its arguments instead. So quotes,
+loops, pipes and variables mean what they mean to a reader who pastes the block.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.cluster.checkpoints import DEMO_TARGET
 from tests.support.site import ROOT, pages
 
 SHELL_S = 10.0
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[^\s`]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
 )
-# Programs of the checkout's environment are meant by either name.
+_MODEL = re.compile(r"""model=["']([\w./-]+)["']""")
+# Programs of .venv are named with or without their folder.
 _BIN = re.compile(r"(?:\./)?\.venv/bin/")
 _RECORDER = r"""
 command_not_found_handle() {
@@ -39,7 +41,7 @@ class Block:
     Attributes:
         page: Its page, from the top of the checkout.
         line: Where it begins there, from 1.
-        language: What its fence says; empty: a picture or an output.
+        language: As its fence names it; empty for a picture or an output.
     """
 
     page: str
@@ -58,7 +60,7 @@ class Command:
 
     Attributes:
         words: Program and arguments.
-        variables: Of its environment, those that are ours.
+        variables: The PACELINE_ variables of its environment.
     """
 
     words: tuple[str, ...]
@@ -79,6 +81,12 @@ def blocks() -> Iterator[Block]:
             )
 
 
+def models_asked_for() -> list[str]:
+    """Returns the names that Python blocks have for the model that serves them, but for its own."""
+    named = {name for block in blocks() if block.language == "python" for name in _MODEL.findall(block.text)}
+    return sorted(named - {DEMO_TARGET.name})
+
+
 def commands(script: str, folder: Path, variables: Mapping[str, str]) -> list[Command]:
     """The commands that a script would start, in order.
 
@@ -88,7 +96,7 @@ def commands(script: str, folder: Path, variables: Mapping[str, str]) -> list[Co
         variables: Set before it.
 
     Raises:
-        ValueError: bash refuses it.
+        ValueError: bash refuses the script.
     """
     record = folder / ".commands"
     record.unlink(missing_ok=True)

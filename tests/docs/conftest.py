@@ -1,24 +1,14 @@
-"""One fleet for all blocks of the docs."""
+"""What the blocks of the docs are sent to."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-
 import pytest
 
-from paceline.cluster.checkpoints import DEMO_TARGET
-from tests.docs.blocks import blocks
 from tests.docs.demo import Demo
-from tests.fleet.conftest import FleetRunner
-
-MODEL = re.compile(r"""model=["']([\w./-]+)["']""")
+from tests.support.fleet_runner import FleetRunner
 
 
 @pytest.fixture(scope="session")
-def demo() -> Iterator[Demo]:
-    """A fleet of the demo pair, which also goes by the names that programs in the docs ask for."""
-    named = {name for block in blocks() if block.language == "python" for name in MODEL.findall(block.text)}
-    aliases = tuple(f"--served-model-name={name}" for name in sorted(named - {DEMO_TARGET.name}))
-    with FleetRunner(dtype="float32", gateway_arg=aliases).running() as runner:
-        yield Demo(runner)
+def demo(trees: FleetRunner) -> Demo:
+    """The fleet that other tests use too."""
+    return Demo(trees)

@@ -1,7 +1,8 @@
 """What is checked of a command in the docs, by its program.
 
-Ours are read by their own parsers, and what only asks a fleet is run. Others cannot run here (a cluster, an image
-builder, another engine): of these, files of the checkout must be there, and settings of ours must be known.
+Paceline's commands are read by their own parsers, and requests are sent to a fleet. Other programs cannot run here (a
+cluster, an image builder, another engine): the files of the checkout that they name must exist, and settings of ours
+must be known.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from tests.support.site import ROOT
 from tests.unit.k8s.chart import render
 
 OUR_FOLDERS = ("docs/", "k8s/", "loadtest/", "protos/", "services/", "tests/")
-# They start the rest of the line.
+# They start the command after this number of words.
 BEFORE = {"sudo": 1, "nohup": 1, "exec": 1, "time": 1, "taskset": 3, "nice": 3}
-# They cannot run here, or say nothing of ours.
+# They cannot run here, or have nothing to do with Paceline.
 OTHERS = frozenset({
     "apt-get", "cat", "cd", "cp", "docker", "export", "git", "grep", "head", "helm", "jq", "kill", "kubectl", "ls",
     "mkdir", "npx", "oc", "open", "podman", "pre-commit", "ray", "rm", "sleep", "source", "ssh", "tail", "test",
@@ -53,8 +54,8 @@ def check(command: Command, demo: Demo, folder: Path) -> None:
 
     Args:
         command: As a shell would start it.
-        demo: The fleet that is asked.
-        folder: For what it writes.
+        demo: The fleet that gets its requests.
+        folder: Where it writes.
 
     Raises:
         AssertionError, SystemExit: It would not work; the message, or stderr, says why.
@@ -83,7 +84,7 @@ def check(command: Command, demo: Demo, folder: Path) -> None:
 
 
 def check_ours(arguments: Sequence[str], command: Command, demo: Demo) -> None:
-    """Has the command's own parser read the arguments; a completion is asked of the fleet."""
+    """Reads the arguments with the command's own parser; `generate` also runs."""
     if arguments in (["--help"], ["--version"]) or arguments[1:] == ["--help"]:
         assert arguments[0] in ("--help", "--version", *cli.COMMANDS)
         return
@@ -104,7 +105,7 @@ def check_make(arguments: Sequence[str], demo: Demo, folder: Path) -> None:
     planned = subprocess.run(
         [make, "-n", "--no-print-directory", *arguments],
         cwd=ROOT,
-        # Without what a `make test ARGS=...` around these tests hands on.
+        # Without the settings of a `make test ARGS=...` around these tests.
         env={name: value for name, value in os.environ.items() if name not in OF_MAKE},
         capture_output=True,
         text=True,
@@ -139,7 +140,7 @@ def check_pip(arguments: Sequence[str]) -> None:
 
 
 def check_curl(arguments: Sequence[str], demo: Demo) -> None:
-    """Sends the request to the fleet, which must take it; what is for others is only read."""
+    """Sends the request to the fleet, which must accept it; requests to other servers are only parsed."""
     said = _curl().parse_args(arguments)
     body = json.loads(said.data) if said.data is not None and not said.data.startswith("@") else None
     if isinstance(body, dict) and "model" in body:
@@ -156,7 +157,7 @@ def check_curl(arguments: Sequence[str], demo: Demo) -> None:
 
 
 def check_helm(arguments: Sequence[str]) -> None:
-    """Renders the chart with the values that are given, which its schema must take."""
+    """Renders the chart with the given values, which its schema must accept."""
     if not any(argument.rstrip("/").endswith("k8s/paceline") for argument in arguments):
         return
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Every code block of README and docs: it runs, or as much of it as can be checked here is checked."""
+"""Code blocks of README and docs run, or are checked as far as they can be here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import helm_python
 import pytest
 import yaml
 
-from paceline.cluster.ray import spec as fleet_file
+from paceline.cluster import fleet_file
 from paceline.rpc.v1 import gateway_pb2
 from tests.docs.blocks import Block, blocks, commands
 from tests.docs.demo import Demo
@@ -24,11 +24,11 @@ from tests.docs.programs import check
 from tests.unit.k8s.chart import CHART
 
 BLOCKS = list(blocks())
-# Pictures and outputs: there is nothing to run.
+# Pictures and outputs.
 SHOWN = ("", "text", "console", "mermaid", "diff")
 SHELLS = ("bash", "sh", "shell")
 PYTHON_S = 60.0
-# What pages take as given.
+# Variables and names that pages assume.
 VARIABLES = {"KEY": "pl-0", "HOST": "10.0.0.7", "REGISTRY": "registry.example", "tier": "gateway"}
 GIVEN: Mapping[str, Any] = {
     "key": None,
@@ -36,8 +36,8 @@ GIVEN: Mapping[str, Any] = {
 }
 
 
-def of(*languages: str) -> list[Any]:
-    return [pytest.param(block, id=str(block)) for block in BLOCKS if block.language in languages]
+def of(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
 
 
 def test_every_block_says_in_which_known_language_it_is() -> None:
@@ -45,15 +45,19 @@ def test_every_block_says_in_which_known_language_it_is() -> None:
     assert [f"{block}: {block.language}" for block in BLOCKS if block.language not in known] == []
 
 
-@pytest.mark.parametrize("block", of(*SHELLS))
-def test_the_commands_of_a_shell_block_would_work(block: Block, demo: Demo, tmp_path: Path) -> None:
-    found = commands(block.text, tmp_path, VARIABLES)
-    assert found, "it starts nothing"
-    for command in found:
-        check(command, demo, tmp_path)
+@pytest.mark.full
+@pytest.mark.parametrize("page", sorted({block.page for block in of(*SHELLS)}))
+def test_the_commands_of_a_page_would_work(page: str, demo: Demo, tmp_path: Path) -> None:
+    for block in of(*SHELLS):
+        if block.page == page:
+            found = commands(block.text, tmp_path, VARIABLES)
+            assert found, f"{block} starts nothing"
+            for command in found:
+                check(command, demo, tmp_path)
 
 
-@pytest.mark.parametrize("block", of("python"))
+@pytest.mark.full
+@pytest.mark.parametrize("block", of("python"), ids=str)
 def test_a_python_block_runs(block: Block, demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = re.sub(r"[\w.-]+:80[0-9]0\b", demo.address, block.text)
@@ -66,19 +70,19 @@ def test_a_python_block_runs(block: Block, demo: Demo, tmp_path: Path, monkeypat
         exec(program, names)
 
 
-@pytest.mark.parametrize("block", of("json", "toml"))
-def test_a_json_or_toml_block_is_what_it_says(block: Block) -> None:
-    read: Callable[[str], Any] = json.loads if block.language == "json" else tomllib.loads
-    assert read(block.text)
+def test_json_and_toml_blocks_are_what_they_say() -> None:
+    readers: Mapping[str, Callable[[str], Any]] = {"json": json.loads, "toml": tomllib.loads}
+    for block in of(*readers):
+        assert readers[block.language](block.text), block
 
 
-@pytest.mark.parametrize("block", of("yaml"))
-def test_a_yaml_block_is_yaml_and_what_looks_like_a_file_of_ours_is_taken_as_one(block: Block) -> None:
-    for document in yaml.safe_load_all(block.text):
-        assert document
-        readers = [read for names, read in files_of_ours().items() if is_one(document, names)]
-        errors = [error for read in readers if (error := refusal(read, document))]
-        assert not readers or len(errors) < len(readers), errors
+def test_yaml_blocks_are_yaml_and_what_looks_like_a_file_of_ours_is_read_as_one() -> None:
+    for block in of("yaml"):
+        for document in yaml.safe_load_all(block.text):
+            assert document, block
+            readers = [read for names, read in files_of_ours().items() if is_one(document, names)]
+            errors = [error for read in readers if (error := refusal(read, document))]
+            assert not readers or len(errors) < len(readers), (block, errors)
 
 
 def files_of_ours() -> dict[frozenset[str], Callable[[dict[str, Any]], object]]:

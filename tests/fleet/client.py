@@ -10,7 +10,7 @@ import grpc
 
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
-from tests.fleet.conftest import FleetRunner
+from tests.support.fleet_runner import FleetRunner
 
 
 @dataclass(frozen=True, kw_only=True)

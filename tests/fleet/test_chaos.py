@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 
+import pytest
 from loadtest import chaos
 from loadtest.faults import KILL
+
+pytestmark = pytest.mark.full
 
 # A few of each sort: of a process, of the network, of what is inside a process, of the store, at the doors.
 KINDS = [KILL, "cut", "drain", "garbage", "gap", "half", "full", "crowd"]

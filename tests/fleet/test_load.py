@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 from loadtest.load import figures_of, open_door, run_windows
 from loadtest.prompts import open_prompts
 from loadtest.traffic.config import ADAPTIVE, HTTP, OFF, ON, LoadConfig
@@ -15,7 +16,9 @@ from loadtest.traffic.plan import Source, requests_of, windows_of
 from loadtest.traffic.report import write_reports
 
 from paceline.cluster.checkpoints import DEMO_TARGET
-from tests.fleet.conftest import FleetRunner
+from tests.support.fleet_runner import FleetRunner
+
+pytestmark = pytest.mark.full
 
 
 def test_a_replay_in_all_modes_loses_no_token_changes_no_text_and_reports_it(

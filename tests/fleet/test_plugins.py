@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,28 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_TARGET
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
+from tests.support.plugin_pages import blocks
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+pytestmark = pytest.mark.full
+
 SPECULATION = {
     "method": "draft_model+bigram",
-    "acceptance": "coupled+top_k",
+    "acceptance": "coupled+typical",
     "lossy": True,
-    "options": {"bigram": {"confidence": 0.9}, "top_k": {"k": 5}},
+    "options": {"bigram": {"confidence": 0.9}, "typical": {"threshold": 0.2}},
 }
 INSTALL_S = 120
 
 
 def install(page: str, module: str, source: Path, target: Path) -> None:
     """Makes the package that a page shows, and installs it beside nothing else."""
-    blocks = dict(re.findall(r"```(toml|python)\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL))
+    shown = blocks(page)
     folder = source / module
     folder.mkdir()
-    (folder / "pyproject.toml").write_text(blocks["toml"], encoding="utf-8")
-    (folder / f"{module}.py").write_text(blocks["python"], encoding="utf-8")
+    (folder / "pyproject.toml").write_text(shown["toml"], encoding="utf-8")
+    (folder / f"{module}.py").write_text(shown["python"], encoding="utf-8")
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
     subprocess.run((*pip, "--target", target, folder), check=True, timeout=INSTALL_S)
 
@@ -72,7 +74,7 @@ def record(content: dict[str, Any]) -> dict[str, Any]:
 async def test_a_method_and_a_rule_of_other_packages_are_served_named_and_counted(tmp_path: Path) -> None:
     installed = tmp_path / "installed"
     install("add-a-draft-method.md", "paceline_bigram", tmp_path, installed)
-    install("add-an-acceptance-rule.md", "paceline_top_k", tmp_path, installed)
+    install("add-an-acceptance-rule.md", "paceline_typical", tmp_path, installed)
     async with fleet_with(installed) as client:
         plain = await answer(client, {"enabled": False})
         guessed = await answer(client, {"method": "bigram"})
@@ -80,7 +82,7 @@ async def test_a_method_and_a_rule_of_other_packages_are_served_named_and_counte
         assert record(guessed)["num_accepted_draft_tokens"] > 0
         assert not record(guessed)["lossy"]
 
-        lenient = record(await answer(client, {"acceptance": "top_k"}))
+        lenient = record(await answer(client, {"acceptance": "typical"}))
         assert lenient["lossy"]
         assert lenient["draft_acceptance_rate"] > 0
 
@@ -88,4 +90,4 @@ async def test_a_method_and_a_rule_of_other_packages_are_served_named_and_counte
         assert unknown["error"]["param"] == "speculation.method"
         assert "trigram is not served here, only draft_model, bigram" in unknown["error"]["message"]
         unknown = await answer(client, {"acceptance": "top_p"}, status=400)
-        assert "top_p is not served here, only coupled, rejection, block, typical, top_k" in unknown["error"]["message"]
+        assert "top_p is not served here, only coupled, rejection, block, typical" in unknown["error"]["message"]

@@ -14,10 +14,12 @@ import yaml
 from loadtest.client import run_batch
 from loadtest.streams import Ask
 
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.training.corpus import unseen_prompts
-from tests.fleet.conftest import FleetRunner
+from tests.support.fleet_runner import FleetRunner
 from tests.support.prometheus import ALERTS, DASHBOARD, Prometheus, needs_prometheus, running_prometheus
+
+pytestmark = pytest.mark.full
 
 SPECULATION = {
     "vllm:spec_decode_num_drafts_total",

@@ -11,14 +11,15 @@ from loadtest.client import run_batch
 from loadtest.streams import Ask
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_TARGET
-from paceline.training.corpus import unseen_prompts
 from tests.fleet.client import Sampled, sample, sample_all
-from tests.fleet.conftest import FleetRunner
+from tests.support.fleet_runner import FleetRunner
 
-NUM_PROMPTS = 40
-NUM_TOKENS = 128
+NUM_PROMPTS = 16
+NUM_TOKENS = 96
 PLAIN = {"enabled": False}
+EITHER_FLEET = pytest.mark.parametrize("fleet_name", ["trees", pytest.param("chains", marks=pytest.mark.full)])
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,7 @@ def test_greedy_text_is_that_of_generate(trees, prompts, oracle, speculation):
     assert texts_of(trees.url, asks, 8) == oracle
 
 
+@pytest.mark.full
 def test_greedy_text_is_that_of_generate_with_fixed_chains(chains, prompts, oracle):
     asks = [Ask(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
     assert texts_of(chains.url, asks, 8) == oracle
@@ -68,28 +70,31 @@ def test_greedy_text_is_that_of_generate_with_fixed_chains(chains, prompts, orac
 @pytest.fixture(scope="module")
 def sampled_plainly(trees, prompts) -> list[list[int]]:
     """Sampled tokens without speculation, one session at a time."""
-    return sample_all(trees, [Sampled(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts[:16])], 1)
+    return sample_all(trees, [Sampled(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)], 1)
 
 
-@pytest.mark.parametrize("fleet_name", ["trees", "chains"])
+@EITHER_FLEET
 # One session at a time takes its time; what gamma alone could change, a batch shows as well.
-@pytest.mark.parametrize(("gamma", "concurrency"), [(0, 16), (1, 16), (4, 16), (8, 16), (4, 1)])
+@pytest.mark.parametrize(
+    ("gamma", "concurrency"),
+    [(4, 16), *(pytest.param(*each, marks=pytest.mark.full) for each in ((0, 16), (1, 16), (8, 16), (4, 1)))],
+)
 def test_gamma_tree_shape_and_batch_change_no_sampled_token(
     request, prompts, sampled_plainly, fleet_name, gamma, concurrency
 ):
     runner = request.getfixturevalue(fleet_name)
-    asks = [Sampled(prompt=prompt, seed=seed, gamma=gamma) for seed, prompt in enumerate(prompts[:16])]
+    asks = [Sampled(prompt=prompt, seed=seed, gamma=gamma) for seed, prompt in enumerate(prompts)]
     assert sample_all(runner, asks, concurrency) == sampled_plainly
 
 
-@pytest.mark.parametrize("fleet_name", ["trees", "chains"])
+@EITHER_FLEET
 def test_a_drafter_killed_in_mid_stream_and_restarted_changes_no_token(request, prompts, sampled_plainly, fleet_name):
     runner = request.getfixturevalue(fleet_name)
     restarts = runner.fleet.restart_count("drafter")
 
     async def story() -> list[list[int]]:
         pieces_seen = asyncio.Event()
-        asks = [Sampled(prompt=prompt, seed=seed, gamma=8) for seed, prompt in enumerate(prompts[:16])]
+        asks = [Sampled(prompt=prompt, seed=seed, gamma=8) for seed, prompt in enumerate(prompts)]
         tasks = [asyncio.create_task(sample(runner, ask, on_piece=pieces_seen.set)) for ask in asks]
         await pieces_seen.wait()
         runner.fleet.kill("drafter")
@@ -97,7 +102,7 @@ def test_a_drafter_killed_in_mid_stream_and_restarted_changes_no_token(request, 
 
     assert asyncio.run(story()) == sampled_plainly
     runner.call(runner.fleet.until_restarted("drafter", restarts + 1), 60)
-    asks = [Sampled(prompt=prompt, seed=seed, gamma=8) for seed, prompt in enumerate(prompts[:16])]
+    asks = [Sampled(prompt=prompt, seed=seed, gamma=8) for seed, prompt in enumerate(prompts)]
     assert sample_all(runner, asks, 16) == sampled_plainly
 
 
@@ -110,6 +115,7 @@ def fallbacks(runner: FleetRunner, reason: str) -> float:
     return 0.0
 
 
+@pytest.mark.full
 def test_a_stopped_drafter_costs_no_token_and_is_not_waited_for_step_after_step(trees, prompts):
     """SIGSTOP for 5 s. What it does to the time between tokens is measured by the bench `stall`."""
     plain = [Ask(prompt=prompt, max_tokens=800, speculation=PLAIN) for prompt in prompts[:2]]

@@ -29,6 +29,8 @@ from paceline.client.resuming import ResumingClient
 from paceline.rpc.v1 import common_pb2
 from tests.support.checkpoints import save_pair
 
+pytestmark = pytest.mark.full
+
 WAIT_S = 180.0
 NUM_STREAMS = 4
 WELL = re.compile(r"(\S+) is well: node (\w+), (?:http (\S+), )?grpc (\S+?)(?:, metrics (\S+))?, pid (\d+)")

@@ -1,4 +1,4 @@
-"""Tiny checkpoints and the verifier and drafter services on them, in this process, on loopback ports."""
+"""A scripted gateway for a file, and the verifier and drafter services on them, in this process, on loopback ports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from paceline.core.acceptance_rules import Rules
@@ -35,19 +36,39 @@ from paceline.rpc.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 from paceline.service.credentials import FleetTls, channel, folder_of, load_tls, only_for
 from paceline.service.process import start_grpc_server
 from paceline.store.base import Replica
+from paceline.verifier.served import ServedEngine
 from paceline.verifier.servicer import VerifierServicer
 from paceline.verifier.verifier_host import TargetHost
-from tests.support.checkpoints import save_pair
 from tests.support.poison import Poison
+from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
 
 LOOK_UP = (DRAFT_MODEL, NGRAM, SUFFIX)
 MAX_MODEL_LEN = 256
 MAX_QUEUE = 4
 
 
-@pytest.fixture(scope="session")
-def tiny_pair(tmp_path_factory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("tiny-pair"))
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway_of_file(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ScriptedFleet]:
+    """A gateway before scripted verifiers, with the settings that the file names `GATEWAY`."""
+    settings = getattr(request.module, "GATEWAY", {})
+    async with scripted_fleet(tmp_path_factory.mktemp("gateway"), **settings) as started:
+        yield started
+
+
+@pytest.fixture
+def fleet(gateway_of_file: ScriptedFleet) -> ScriptedFleet:
+    """The gateway of the file with verifiers that know of no other test; see `SHARES_A_GATEWAY`."""
+    gateway_of_file.begin_again()
+    return gateway_of_file
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fresh_fleet(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
+    """One like `fleet` for a single test, which counts or breaks something."""
+    async with scripted_fleet(tmp_path, **getattr(request.module, "GATEWAY", {})) as started:
+        yield started
 
 
 def guarded(tls: FleetTls | None, client_role: str) -> dict[str, Any]:
@@ -97,7 +118,9 @@ async def verifier_at(
     """A verifier service, whose engine some prompts may poison; yields its address."""
     tls = load_tls(folder_of(tls_dir, VERIFIER), VERIFIER)
     handed_out = "" if eagle3_model is None else states_hash(eagle3_model)
-    identity = replace(model_identity(folder, "tiny"), states_hash=handed_out)
+    identity = replace(
+        model_identity(folder, "tiny"), states_hash=handed_out, methods=tuple(methods), context_len=MAX_MODEL_LEN
+    )
     rules = rules or Rules()
 
     def target_decoder() -> Decoder:
@@ -106,17 +129,11 @@ async def verifier_at(
             decoder.keep_states(load_fusion(eagle3_model, decoder))
         return decoder if poison is None else poison.into(decoder)
 
-    host = TargetHost(
-        methods=methods,
-        rules=rules,
+    served = ServedEngine(
         identity=identity,
-        max_model_len=MAX_MODEL_LEN,
-        max_queue=MAX_QUEUE,
+        rules=rules,
         grammars=grammars,
-        max_num_seqs=max_num_seqs,
-        grace_s=30.0,
-        stream_interval_s=0.1,
-        make_engine=lambda: TargetEngine(
+        make=lambda: TargetEngine(
             decoder=target_decoder(),
             identity=identity,
             num_blocks=128,
@@ -126,6 +143,13 @@ async def verifier_at(
             sources=[TextSource(method) for method in methods if method not in TIER_METHODS],
             rules=rules,
         ),
+    )
+    host = TargetHost(
+        served,
+        max_queue=MAX_QUEUE,
+        max_num_seqs=max_num_seqs,
+        grace_s=30.0,
+        stream_interval_s=0.1,
         metrics=VerifierMetrics(CollectorRegistry(), "tiny"),
         tls=tls,
         tracer=tracer,

@@ -15,8 +15,8 @@ import pytest
 
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec
-from paceline.core.params import BLOCK, COUPLED, REJECTION, TYPICAL, SpeculationParams
-from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from paceline.core.params import ACCEPTANCE_RULES, COUPLED, REJECTION, SpeculationParams
+from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.service.config import load
 from tests.integration.conftest import running_verifier
 from tests.integration.test_local_fleet import arguments
@@ -41,48 +41,35 @@ async def answered(http: httpx.AsyncClient, **speculation: Any) -> dict[str, Any
             await asyncio.sleep(0.05)
 
 
-async def lossy_over_grpc(address: str, model: str, acceptance: str) -> bool:
-    request = gateway_pb2.GatewayGenerateRequest(
-        model=model,
-        prompt=PROMPT,
-        sampling=common_pb2.SamplingParams(max_tokens=8, temperature=0.7, seed=3, ignore_eos=True),
-        speculation=common_pb2.SpeculationParams(enabled=True, acceptance=acceptance),
-    )
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(channel)
-        messages = [message async for message in stub.Generate(request, timeout=30)]
-    return bool(messages[-1].result.speculation.lossy)
-
-
-async def test_a_fleet_serves_every_rule_and_marks_lossy_texts(tiny_pair: tuple[Path, Path]) -> None:
+@pytest.mark.full
+async def test_a_fleet_serves_every_rule(tiny_pair: tuple[Path, Path]) -> None:
     """Its default is `block`; what a request says counts more."""
     served = {"method": "draft_model", "policy": "fixed", "num_speculative_tokens": 4}
-    config = json.dumps(served | {"acceptance": "block", "lossy": True})
+    config = json.dumps(served | {"acceptance": "block"})
     spec = load(FleetSpec, [*arguments(tiny_pair), "--speculative-config", config], {}, "up", "")
     async with (
         LocalFleet(spec, environ=os.environ) as fleet,
         httpx.AsyncClient(base_url=fleet.gateway_url, trust_env=False, timeout=60) as http,
     ):
-        asked: list[dict[str, Any]] = [{}, *({"acceptance": each} for each in (COUPLED, REJECTION, BLOCK, TYPICAL))]
-        marks = {each.get("acceptance", ""): (await answered(http, **each)) for each in asked}
-        lossy = {rule: answer["metrics"]["speculative_decoding"]["lossy"] for rule, answer in marks.items()}
-        assert lossy == {"": False, COUPLED: False, REJECTION: False, BLOCK: False, TYPICAL: True}
-        off = BODY | {"speculation": {"enabled": False, "acceptance": TYPICAL}}
+        asked: list[dict[str, Any]] = [{}, *({"acceptance": each} for each in ACCEPTANCE_RULES)]
+        answers = {each.get("acceptance", ""): (await answered(http, **each)) for each in asked}
+        assert not any(each["metrics"]["speculative_decoding"]["lossy"] for each in answers.values())
+        texts = {rule: answer["choices"][0]["text"] for rule, answer in answers.items()}
+        off = BODY | {"speculation": {"enabled": False, "acceptance": REJECTION}}
         plain = await http.post("/v1/completions", json=off)
-        assert plain.json()["choices"][0]["text"] == marks[COUPLED]["choices"][0]["text"]
-        assert not plain.json()["metrics"]["speculative_decoding"]["lossy"], "nothing was accepted"
-        address = fleet.endpoint("gateway").second_address
-        assert await lossy_over_grpc(address, fleet.model_name, TYPICAL)
-        assert not await lossy_over_grpc(address, fleet.model_name, REJECTION)
+        assert plain.json()["choices"][0]["text"] == texts[COUPLED], "nothing was accepted"
+        refused = await http.post("/v1/completions", json=BODY | {"speculation": {"acceptance": "typical"}})
+        assert refused.status_code == httpx.codes.BAD_REQUEST
+        assert "typical is not served here" in refused.json()["error"]["message"]
 
 
-async def test_the_typical_rule_is_refused_where_the_verifier_was_not_started_for_it(tiny_pair) -> None:
-    request = replace(ask(), speculation=SpeculationParams(acceptance=TYPICAL))
+async def test_a_rule_that_the_verifier_does_not_serve_is_refused(tiny_pair) -> None:
+    request = replace(ask(), speculation=SpeculationParams(acceptance="typical"))
     async with running_verifier(tiny_pair[0]) as (stub, _):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await tokens_of(stub, request)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "speculation.acceptance: typical is lossy" in refused.value.details()
+    assert "speculation.acceptance: typical is not served here" in refused.value.details()
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["to the end", "stopped by a text"])

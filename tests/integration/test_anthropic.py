@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from anthropic import AsyncAnthropic, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
 
-from paceline.gateway.anthropic.bodies import CountBody
-from paceline.gateway.anthropic.requests import prompt_of
+from paceline.gateway.api.anthropic.bodies import CountBody
+from paceline.gateway.api.anthropic.requests import prompt_of
 from paceline.gateway.http.fields import UnknownFields, read_fields
 from tests.integration.test_tool_calls import CALLS, PARSERS, THOUGHT, says
 from tests.support.demo_gateway import demo_gateway

@@ -11,7 +11,7 @@ import pytest
 from openai import BadRequestError
 
 import paceline
-from paceline.gateway.openai.bodies import ChatBody, CompletionBody
+from paceline.gateway.api.openai.bodies import ChatBody, CompletionBody
 from tests.support.scripted_fleet import CONTEXT_LEN, MODEL, Script, ScriptedFleet, scripted_fleet
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -10,7 +10,6 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.processors import UnusableLogitsError
 from paceline.engine.decoder import Decoder
 from paceline.engine.loading import load_decoder
-from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair
 
 PROMPT = [index % 200 for index in range(50)]
@@ -20,13 +19,8 @@ PLAIN = SpeculationParams(enabled=False)
 BROKEN = 230
 
 
-@pytest.fixture(scope="module")
-def pair_folders(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("salts"))
-
-
-def test_the_same_prompt_under_another_salt_finds_nothing_and_gets_the_same_tokens(pair_folders) -> None:
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
+def test_the_same_prompt_under_another_salt_finds_nothing_and_gets_the_same_tokens(tiny_pair) -> None:
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     for name, salt in (("first", "a"), ("other", "b"), ("none", ""), ("again", "a")):
         pair.submit(name, PROMPT, GREEDY, salt=salt)
         pair.run()
@@ -35,8 +29,8 @@ def test_the_same_prompt_under_another_salt_finds_nothing_and_gets_the_same_toke
     assert len({tuple(each.token_ids) for each in pair.sessions.values()}) == 1
 
 
-def test_a_drafter_is_told_the_salt_and_shares_its_pages_under_it_alone(pair_folders) -> None:
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
+def test_a_drafter_is_told_the_salt_and_shares_its_pages_under_it_alone(tiny_pair) -> None:
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     hits = []
     for name, salt in (("first", "a"), ("other", "b"), ("again", "a")):
         pair.draft.pool.take_counts()
@@ -54,9 +48,9 @@ def test_a_drafter_is_told_the_salt_and_shares_its_pages_under_it_alone(pair_fol
 
 
 @pytest.fixture
-def broken_decoder(pair_folders) -> Decoder:
+def broken_decoder(tiny_pair) -> Decoder:
     """A target, one of whose embeddings is not a number until `mend` is called."""
-    return load_decoder(pair_folders[0], "float32", "cpu", 1)
+    return load_decoder(tiny_pair[0], "float32", "cpu", 1)
 
 
 class Breaking:
@@ -81,10 +75,10 @@ class Breaking:
         decoder.forward = breaking  # type: ignore[method-assign]
 
 
-def test_pages_that_gave_nothing_to_choose_from_are_never_found_again(pair_folders, broken_decoder) -> None:
+def test_pages_that_gave_nothing_to_choose_from_are_never_found_again(tiny_pair, broken_decoder) -> None:
     breaking = Breaking(broken_decoder)
     prompt = [*PROMPT[:20], BROKEN, *PROMPT[20:]]
-    pair = EnginePair(*pair_folders, decoder=broken_decoder, max_num_batched_tokens=32)
+    pair = EnginePair(*tiny_pair, decoder=broken_decoder, max_num_batched_tokens=32)
     pair.submit("bad", prompt, GREEDY, PLAIN)
     pair.run()
     assert isinstance(pair.sessions["bad"].error, UnusableLogitsError)
@@ -95,10 +89,10 @@ def test_pages_that_gave_nothing_to_choose_from_are_never_found_again(pair_folde
     assert len(pair.sessions["good"].token_ids) == 8
 
 
-def test_what_others_go_on_to_compute_from_such_pages_is_not_found_either(pair_folders, broken_decoder) -> None:
+def test_what_others_go_on_to_compute_from_such_pages_is_not_found_either(tiny_pair, broken_decoder) -> None:
     breaking = Breaking(broken_decoder)
     begin = [*PROMPT[:31], BROKEN]
-    pair = EnginePair(*pair_folders, decoder=broken_decoder, max_num_batched_tokens=32)
+    pair = EnginePair(*tiny_pair, decoder=broken_decoder, max_num_batched_tokens=32)
     # Its pages become findable before anybody sees what is in them.
     pair.submit("bad", [*begin, 1, 2, 3], GREEDY, PLAIN)
     pair.round()

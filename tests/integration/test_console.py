@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,37 +15,15 @@ import httpx
 import pytest
 
 from paceline.core.messages import TokenFate
-from paceline.gateway.console import feed
-from paceline.gateway.console.pages import FILE_PATHS, SECURITY_HEADERS
-from tests.fleet.conftest import FleetRunner
+from paceline.gateway.api.console import feed
+from paceline.gateway.api.console.pages import FILE_PATHS, SECURITY_HEADERS
 from tests.support.browser import browsing, chromium, problems_of
+from tests.support.fleet_runner import FleetRunner
 from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
 
 WAIT_S = 100.0
 KEY = "pl-alice-secret"
-# With a policy, so that drafts are verified although nothing is gained on a model of this size.
-FIXED = '{"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixed"}'
-
 needs_chromium = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed here")
-
-
-@pytest.fixture(scope="module")
-def fleet(tiny_pair: tuple[Path, Path]) -> Iterator[FleetRunner]:
-    """Real processes on a tiny pair."""
-    target, draft = tiny_pair
-    settings = {
-        "model": target,
-        "draft_model": draft,
-        "dtype": "float32",
-        "speculative_config": FIXED,
-        # Nothing is measured here, and a drafter at idle priority may starve where other tests run.
-        "pin": False,
-        "lend": False,
-        "verifier_arg": ("--num-kv-blocks=256",),
-        "drafter_arg": ("--num-kv-blocks=256",),
-    }
-    with FleetRunner(**settings).running() as runner:
-        yield runner
 
 
 @pytest.fixture
@@ -99,8 +77,8 @@ async def completion(client: httpx.AsyncClient, temperature: float, speculation:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_fates_add_up_to_the_record_and_their_texts_to_the_text(fleet: FleetRunner, temperature: float) -> None:
-    async with client_of(fleet) as client, asyncio.timeout(WAIT_S):
+async def test_fates_add_up_to_the_record_and_their_texts_to_the_text(trees: FleetRunner, temperature: float) -> None:
+    async with client_of(trees) as client, asyncio.timeout(WAIT_S):
         plain = await completion(client, temperature, {"enabled": False})
         accepted = 0
         # On a busy machine the drafter may be too late for a whole answer; what is told must be true all the same.
@@ -125,8 +103,8 @@ def check_fates(told: dict[str, Any], text: str) -> int:
 # Figures
 
 
-async def test_the_stream_tells_what_real_services_do(fleet: FleetRunner) -> None:
-    async with client_of(fleet) as client, under_load(client), asyncio.timeout(WAIT_S):
+async def test_the_stream_tells_what_real_services_do(trees: FleetRunner) -> None:
+    async with client_of(trees) as client, under_load(client), asyncio.timeout(WAIT_S):
         async for frame in frames(client):
             served = {(edge["from"], edge["to"]) for edge in frame["edges"] if edge["sessions"]}
             figures = frame["fleet"]
@@ -240,15 +218,16 @@ ALL_DRAWN = """() => [...document.querySelectorAll("[data-chart]")].every((artic
 ALL_PAIRED = """() => document.querySelectorAll("#diagram .edge").length === 2"""
 
 
+@pytest.mark.full
 @needs_chromium
-async def test_the_page_draws_the_figures_and_plays_a_completion(fleet: FleetRunner) -> None:
+async def test_the_page_draws_the_figures_and_plays_a_completion(trees: FleetRunner) -> None:
     program = chromium()
     assert program is not None
-    async with browsing(program) as browser, client_of(fleet) as client, under_load(client):
+    async with browsing(program) as browser, client_of(trees) as client, under_load(client):
         page = await browser.new_page()
         page.set_default_timeout(1e3 * WAIT_S)
         problems = problems_of(page)
-        await page.goto(fleet.url)
+        await page.goto(trees.url)
         for condition in (ALL_PAIRED, ALL_DRAWN):
             await page.wait_for_function(condition)
         assert await page.text_content("#status") == "drafting"
@@ -270,6 +249,7 @@ async def test_the_page_draws_the_figures_and_plays_a_completion(fleet: FleetRun
         assert problems == []
 
 
+@pytest.mark.full
 @needs_chromium
 async def test_the_page_asks_for_a_key_and_keeps_it_to_itself(guarded: ScriptedFleet) -> None:
     program = chromium()

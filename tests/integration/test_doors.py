@@ -21,9 +21,9 @@ from paceline.client.generate import GenerateConfig, stream
 from paceline.core.errors import ConfigError, OverloadedError, PacelineError, UnauthenticatedError, UnavailableError
 from paceline.gateway.access import keys
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.requests import SessionRequest
 from paceline.gateway.service import serve
 from paceline.gateway.sessions.output import Event
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.service.dev_ca import make_certificates
@@ -102,32 +102,25 @@ async def test_a_known_key_is_served_at_both_doors_and_its_name_goes_along(
     assert names == ["alice", "bob"]
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
+async def test_without_a_known_key_every_path_is_closed(fleet: ScriptedFleet) -> None:
+    wrong: list[Headers] = [
         {},
         bearer("pl-nobody"),
         {"Authorization": "Bearer"},
         {"Authorization": ALICE},
         {"Authorization": f"Basic {ALICE}"},
         bearer("alice"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
-     ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/load"), ("GET", "/version"), ("GET", "/metrics"),
-     ("GET", "/health/"), ("GET", "/nothing")],
-)  # fmt: skip
-async def test_without_a_known_key_every_path_is_closed(
-    fleet: ScriptedFleet, method: str, path: str, headers: Headers
-) -> None:
-    response = await fleet.http.request(method, path, headers={**headers, "x-request-id": "mine"})
-    assert response.status_code == 401
-    assert response.headers["x-request-id"] == "mine"
-    assert response.headers["www-authenticate"] == "Bearer"
-    error = response.json()["error"]
-    assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+    ]
+    gets = ("/v1/models", "/v1/models/tiny", "/load", "/version", "/metrics", "/health/", "/nothing")
+    posts = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+    for method, path in [*(("GET", path) for path in gets), *(("POST", path) for path in posts)]:
+        for headers in wrong:
+            response = await fleet.http.request(method, path, headers={**headers, "x-request-id": "mine"})
+            assert response.status_code == 401, (path, headers)
+            assert response.headers["x-request-id"] == "mine"
+            assert response.headers["www-authenticate"] == "Bearer"
+            error = response.json()["error"]
+            assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
     assert not fleet.verifier.requests
 
 

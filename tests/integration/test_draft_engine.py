@@ -13,18 +13,12 @@ from paceline.core.params import SamplingParams
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 def engine_with(folder, clock, num_blocks: int, max_num_seqs: int = 8) -> DraftEngine:

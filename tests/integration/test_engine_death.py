@@ -317,21 +317,21 @@ async def test_a_verifier_that_vanished_had_the_session_or_was_never_reached(tin
         host, port = address.rsplit(":", 1)
         with DelayProxy((host, int(port))) as proxy:
             running = client.running(proxy.address, request, vocab_size=256)
-            losing = asyncio.create_task(lost(client, running, request))
+            losing = asyncio.create_task(lost(client, running))
             while not running.ran:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
             proxy.cut()
             assert await losing == (True, False)
             poison.cure.set()
         away = client.running(f"127.0.0.1:{free_port('127.0.0.1')}", request, vocab_size=256)
-        assert await lost(client, away, request) == (False, False)
+        assert await lost(client, away) == (False, False)
     await client.close()
 
 
-async def lost(client: VerifierClient, running: RunningCall, request: GenerateRequest) -> tuple[bool, bool]:
+async def lost(client: VerifierClient, running: RunningCall) -> tuple[bool, bool]:
     """Whether the engine was heard to run the session, and whether it may have, once the connection was cut."""
     with pytest.raises(PeerLostError):
-        async for _ in client.generate(running, request):
+        async for _ in client.generate(running):
             pass
     return running.ran, running.unheard
 
@@ -352,7 +352,7 @@ async def test_a_verifier_that_vanished_before_it_said_anything_may_have_compute
     request, client = ask("s"), VerifierClient(60)
     with DelayProxy(("127.0.0.1", port)) as proxy:
         running = client.running(proxy.address, request, vocab_size=256)
-        losing = asyncio.create_task(lost(client, running, request))
+        losing = asyncio.create_task(lost(client, running))
         await taken.wait()
         (call,) = client._calls
         assert TAKEN in dict(await call.initial_metadata())

@@ -9,20 +9,14 @@ import pytest
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.link import MOST_UNANSWERED
 from paceline.core.params import SamplingParams, SpeculationParams
-from tests.support.checkpoints import save_pair
 from tests.support.engines import EnginePair, prompts
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def pair_folders(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
 @pytest.mark.parametrize(("max_tokens", "waits"), [(40, True), (10, False)])
-def test_only_sessions_that_gain_by_it_are_delayed_for_drafts(pair_folders, max_tokens, waits):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
+def test_only_sessions_that_gain_by_it_are_delayed_for_drafts(tiny_pair, max_tokens, waits):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
     assert pair.target.patience_s() == 0.0, "its first token is due"
     pair.round(draft_steps=0)
@@ -48,9 +42,9 @@ class Called(Goodput):
         return replace(FixedGamma(gamma=4).allocate(demands), prices=prices, price=self.price)
 
 
-def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(pair_folders):
+def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(tiny_pair):
     policy = Called(1.0)
-    pair = EnginePair(*pair_folders, policy=policy)
+    pair = EnginePair(*tiny_pair, policy=policy)
     for name, prompt in zip("ab", prompts(2), strict=True):
         pair.submit(name, prompt, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     for _ in range(20):
@@ -75,9 +69,9 @@ def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(pair_f
     assert all(len(each.token_ids) == 60 for each in pair.sessions.values())
 
 
-def test_a_session_whose_prompt_is_read_when_drafters_are_sent_to_rest_is_not_opened(pair_folders):
+def test_a_session_whose_prompt_is_read_when_drafters_are_sent_to_rest_is_not_opened(tiny_pair):
     policy = Called(0.0)
-    pair = EnginePair(*pair_folders, policy=policy)
+    pair = EnginePair(*tiny_pair, policy=policy)
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
     policy.price = 1.0
     pair.run()
@@ -85,9 +79,9 @@ def test_a_session_whose_prompt_is_read_when_drafters_are_sent_to_rest_is_not_op
     assert len(pair.sessions["s"].token_ids) == 12
 
 
-def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say(pair_folders):
+def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say(tiny_pair):
     policy = Called(0.0)
-    pair = EnginePair(*pair_folders, policy=policy)
+    pair = EnginePair(*tiny_pair, policy=policy)
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
     answered = []
     while pair.target.has_work():
@@ -108,9 +102,9 @@ class Told(Called):
         self.steps.append((rows, guesses, mixed))
 
 
-def test_the_policy_is_told_how_many_rows_of_a_step_were_guesses(pair_folders):
+def test_the_policy_is_told_how_many_rows_of_a_step_were_guesses(tiny_pair):
     policy = Told(0.0)
-    pair = EnginePair(*pair_folders, policy=policy)
+    pair = EnginePair(*tiny_pair, policy=policy)
     for name, prompt in zip("ab", prompts(2), strict=True):
         pair.submit(name, prompt, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     for _ in range(6):
@@ -119,9 +113,9 @@ def test_the_policy_is_told_how_many_rows_of_a_step_were_guesses(pair_folders):
     assert policy.steps[-1] == (2 + 8, 8, False)
 
 
-def test_the_policy_is_told_which_steps_had_prefill_in_them(pair_folders):
+def test_the_policy_is_told_which_steps_had_prefill_in_them(tiny_pair):
     policy = Told(1.0)
-    pair = EnginePair(*pair_folders, policy=policy)
+    pair = EnginePair(*tiny_pair, policy=policy)
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     for name, prompt in zip("abc", ([1, 2], [3, 4], [5, 6]), strict=True):
         pair.submit(name, prompt, greedy)

@@ -24,7 +24,7 @@ from paceline.core.params import (
 from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived
 from paceline.core.tree import DraftTree
-from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, save_pair
+from tests.support.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.support.engines import DRAFTER, EnginePair, prompts
 from tests.support.heads import random_medusa, save_medusa
 
@@ -38,11 +38,6 @@ SAMPLINGS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pair_folders(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
 def texts(pair: EnginePair, sampling: SamplingParams, count: int, **kwargs) -> list[list[int]]:
     """Runs `count` sessions at once and returns their tokens."""
     for index, prompt in enumerate(prompts(count)):
@@ -52,11 +47,11 @@ def texts(pair: EnginePair, sampling: SamplingParams, count: int, **kwargs) -> l
 
 
 @pytest.fixture(scope="module")
-def plain(pair_folders):
+def plain(tiny_pair):
     """Each session alone, without drafts."""
     found = {}
     for name, sampling in SAMPLINGS.items():
-        pair = EnginePair(*pair_folders)
+        pair = EnginePair(*tiny_pair)
         rows = []
         for index, prompt in enumerate(prompts(16)):
             pair.submit(f"s{index}", prompt, sampling, SpeculationParams(enabled=False))
@@ -69,8 +64,8 @@ def plain(pair_folders):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("width", [1, 3], ids=["chain", "tree"])
 @pytest.mark.parametrize("gamma", [0, 1, 4, 8])
-def test_gamma_tree_shape_and_batch_leave_the_tokens_alone(pair_folders, plain, sampling, width, gamma):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=gamma), width=width)
+def test_gamma_tree_shape_and_batch_leave_the_tokens_alone(tiny_pair, plain, sampling, width, gamma):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=gamma), width=width)
     assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
     if gamma:
         accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in pair.sessions.values())
@@ -78,37 +73,37 @@ def test_gamma_tree_shape_and_batch_leave_the_tokens_alone(pair_folders, plain, 
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_goodput_policy_leaves_the_tokens_alone(pair_folders, plain, sampling):
-    assert texts(EnginePair(*pair_folders, policy=Goodput()), SAMPLINGS[sampling], 16) == plain[sampling]
+def test_the_goodput_policy_leaves_the_tokens_alone(tiny_pair, plain, sampling):
+    assert texts(EnginePair(*tiny_pair, policy=Goodput()), SAMPLINGS[sampling], 16) == plain[sampling]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_no_token_but_the_allowed_ones_is_chosen_and_drafts_leave_them_alone(pair_folders, temperature):
+def test_no_token_but_the_allowed_ones_is_chosen_and_drafts_leave_them_alone(tiny_pair, temperature):
     allowed = tuple(range(0, VOCAB_SIZE, 3))
     sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=11, allowed_token_ids=allowed)
-    alone = texts(EnginePair(*pair_folders), sampling, 8, speculation=SpeculationParams(enabled=False))
+    alone = texts(EnginePair(*tiny_pair), sampling, 8, speculation=SpeculationParams(enabled=False))
     chosen = {token_id for tokens in alone for token_id in tokens}
     assert len(chosen) > 10
     assert chosen <= set(allowed)
-    drafted = EnginePair(*pair_folders, policy=FixedGamma(gamma=6), width=3, methods=(NGRAM, LAYER_SKIP))
+    drafted = EnginePair(*tiny_pair, policy=FixedGamma(gamma=6), width=3, methods=(NGRAM, LAYER_SKIP))
     assert texts(drafted, sampling, 8) == alone
     accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in drafted.sessions.values())
     assert accepted > 50, "the test would prove little without accepted drafts"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_no_bad_word_is_generated_and_drafts_leave_the_tokens_alone(pair_folders, temperature):
+def test_no_bad_word_is_generated_and_drafts_leave_the_tokens_alone(tiny_pair, temperature):
     free = SamplingParams(max_tokens=40, temperature=temperature, seed=11, ignore_eos=True)
     off = SpeculationParams(enabled=False)
-    unbound = texts(EnginePair(*pair_folders), free, 8, speculation=off)
+    unbound = texts(EnginePair(*tiny_pair), free, 8, speculation=off)
     bad_words = ((unbound[0][0],), *(tuple(tokens[at : at + 2]) for tokens in unbound for at in (3, 9, 20)))
     sampling = replace(free, bad_words=bad_words)
-    alone = texts(EnginePair(*pair_folders), sampling, 8, speculation=off)
+    alone = texts(EnginePair(*tiny_pair), sampling, 8, speculation=off)
     assert all(before != after for before, after in zip(unbound, alone, strict=True))
     for tokens in alone:
         assert unbound[0][0] not in tokens
         assert not set(pairwise(tokens)) & set(bad_words)
-    drafted = EnginePair(*pair_folders, policy=FixedGamma(gamma=6), width=3, methods=(NGRAM, LAYER_SKIP))
+    drafted = EnginePair(*tiny_pair, policy=FixedGamma(gamma=6), width=3, methods=(NGRAM, LAYER_SKIP))
     assert texts(drafted, sampling, 8) == alone
     accepted = sum(s.result.speculation.num_accepted_draft_tokens for s in drafted.sessions.values())
     assert accepted > 50, "the test would prove little without accepted drafts"
@@ -122,8 +117,8 @@ def random_heads(tmp_path_factory):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("methods", [(NGRAM,), (NGRAM, SUFFIX)], ids="+".join)
-def test_sources_inside_the_verifier_leave_the_tokens_alone(pair_folders, plain, sampling, methods):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4), methods=methods)
+def test_sources_inside_the_verifier_leave_the_tokens_alone(tiny_pair, plain, sampling, methods):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4), methods=methods)
     pair.kill_drafter()
     assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
     assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
@@ -135,8 +130,8 @@ def test_sources_inside_the_verifier_leave_the_tokens_alone(pair_folders, plain,
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("methods", [(MEDUSA,), (LAYER_SKIP,), (NGRAM, MEDUSA, LAYER_SKIP)], ids="+".join)
 @pytest.mark.parametrize("drafter", [False, True], ids=["alone", "beside drafters"])
-def test_heads_and_layers_leave_the_tokens_alone(pair_folders, plain, random_heads, sampling, methods, drafter):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=6), methods=methods, medusa_model=random_heads)
+def test_heads_and_layers_leave_the_tokens_alone(tiny_pair, plain, random_heads, sampling, methods, drafter):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=6), methods=methods, medusa_model=random_heads)
     if not drafter:
         pair.kill_drafter()
     assert texts(pair, SAMPLINGS[sampling], 16) == plain[sampling]
@@ -145,8 +140,8 @@ def test_heads_and_layers_leave_the_tokens_alone(pair_folders, plain, random_hea
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_switching_the_method_in_mid_session_leaves_the_tokens_alone(pair_folders, plain, random_heads, sampling):
-    pair = EnginePair(*pair_folders, methods=(NGRAM, SUFFIX, MEDUSA, LAYER_SKIP), medusa_model=random_heads)
+def test_switching_the_method_in_mid_session_leaves_the_tokens_alone(tiny_pair, plain, random_heads, sampling):
+    pair = EnginePair(*tiny_pair, methods=(NGRAM, SUFFIX, MEDUSA, LAYER_SKIP), medusa_model=random_heads)
     for index, prompt in enumerate(prompts(4)):
         so_far: list[int] = []
         for method in ("draft_model", "medusa", "suffix", "layer_skip", "ngram+draft_model"):
@@ -164,8 +159,8 @@ def test_switching_the_method_in_mid_session_leaves_the_tokens_alone(pair_folder
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_drafter_killed_in_mid_stream_and_restarted_costs_nothing_but_speed(pair_folders, plain, sampling):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
+def test_a_drafter_killed_in_mid_stream_and_restarted_costs_nothing_but_speed(tiny_pair, plain, sampling):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     for index, prompt in enumerate(prompts(16)):
         pair.submit(f"s{index}", prompt, SAMPLINGS[sampling])
     for _ in range(4):
@@ -179,8 +174,8 @@ def test_a_drafter_killed_in_mid_stream_and_restarted_costs_nothing_but_speed(pa
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_session_taken_over_with_its_tokens_continues_the_same_text(pair_folders, plain, sampling):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
+def test_a_session_taken_over_with_its_tokens_continues_the_same_text(tiny_pair, plain, sampling):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     unfinished = {f"s{index}": row for index, row in enumerate(plain[sampling]) if len(row) > 7}
     assert len(unfinished) > 8
     for index, prompt in enumerate(prompts(16)):
@@ -193,9 +188,9 @@ def test_a_session_taken_over_with_its_tokens_continues_the_same_text(pair_folde
 
 
 @pytest.mark.parametrize("methods", [(), (NGRAM, MEDUSA, LAYER_SKIP)], ids=["drafter", "all sources"])
-def test_few_pages_mean_preemption_and_the_same_tokens(pair_folders, plain, random_heads, methods):
+def test_few_pages_mean_preemption_and_the_same_tokens(tiny_pair, plain, random_heads, methods):
     options = {"methods": methods, "medusa_model": random_heads}
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4), num_blocks=20, **options)
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4), num_blocks=20, **options)
     for index, prompt in enumerate(prompts(16)):
         pair.submit(f"s{index}", prompt, SAMPLINGS["sampled"])
     pair.run()
@@ -204,13 +199,13 @@ def test_few_pages_mean_preemption_and_the_same_tokens(pair_folders, plain, rand
     assert pair.target.pool.num_used == 0
 
 
-def test_chunked_prefill_and_the_prefix_cache_leave_the_tokens_alone(pair_folders):
+def test_chunked_prefill_and_the_prefix_cache_leave_the_tokens_alone(tiny_pair):
     prompt = [index % 250 for index in range(200)]
     sampling = SamplingParams(max_tokens=24, temperature=0.9, seed=3)
-    whole = EnginePair(*pair_folders, max_num_batched_tokens=256)
+    whole = EnginePair(*tiny_pair, max_num_batched_tokens=256)
     whole.submit("a", prompt, sampling)
     whole.run()
-    chunked = EnginePair(*pair_folders, max_num_batched_tokens=16)
+    chunked = EnginePair(*tiny_pair, max_num_batched_tokens=16)
     for name in ("a", "b"):
         chunked.submit(name, prompt, sampling)
         chunked.run()
@@ -220,8 +215,8 @@ def test_chunked_prefill_and_the_prefix_cache_leave_the_tokens_alone(pair_folder
     assert chunked.sessions["b"].result.num_cached_tokens == 192
 
 
-def test_cancelling_frees_pages_on_both_tiers_within_one_step(pair_folders):
-    pair = EnginePair(*pair_folders)
+def test_cancelling_frees_pages_on_both_tiers_within_one_step(tiny_pair):
+    pair = EnginePair(*tiny_pair)
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
     for _ in range(5):
         pair.round()
@@ -234,8 +229,8 @@ def test_cancelling_frees_pages_on_both_tiers_within_one_step(pair_folders):
     assert pair.draft.num_sessions == 0
 
 
-def test_a_verifier_that_its_last_client_leaves_reports_that_it_is_idle(pair_folders):
-    pair = EnginePair(*pair_folders)
+def test_a_verifier_that_its_last_client_leaves_reports_that_it_is_idle(tiny_pair):
+    pair = EnginePair(*tiny_pair)
     pair.kill_drafter()
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
     pair.round()
@@ -244,7 +239,7 @@ def test_a_verifier_that_its_last_client_leaves_reports_that_it_is_idle(pair_fol
     assert [(report.num_running, report.kv_usage > 0.0) for report in pair.reports] == [(1, True), (0, False)]
 
 
-def test_every_node_of_a_tree_has_one_fate(pair_folders, monkeypatch):
+def test_every_node_of_a_tree_has_one_fate(tiny_pair, monkeypatch):
     added: Counter[str] = Counter()
     suggest = DraftTree.suggest
 
@@ -255,7 +250,7 @@ def test_every_node_of_a_tree_has_one_fate(pair_folders, monkeypatch):
         return suggest(tree, parent, token_id, confidence, source)
 
     monkeypatch.setattr(DraftTree, "suggest", counted)
-    pair = EnginePair(*pair_folders, methods=(DRAFT_MODEL, SUFFIX), policy=FixedGamma(gamma=3))
+    pair = EnginePair(*tiny_pair, methods=(DRAFT_MODEL, SUFFIX), policy=FixedGamma(gamma=3))
     for _ in range(2):
         texts(pair, SAMPLINGS["sampled"], 4)
     fates: Counter[str] = Counter()
@@ -265,8 +260,8 @@ def test_every_node_of_a_tree_has_one_fate(pair_folders, monkeypatch):
     assert min(added[DRAFT_MODEL], added[SUFFIX]) > 0
 
 
-def test_a_verifier_that_leaves_takes_its_sessions_from_the_drafter(pair_folders):
-    pair = EnginePair(*pair_folders)
+def test_a_verifier_that_leaves_takes_its_sessions_from_the_drafter(tiny_pair):
+    pair = EnginePair(*tiny_pair)
     pair.submit("s", prompts(1)[0], SAMPLINGS["greedy"])
     pair.round()
     assert pair.draft.num_sessions == 1
@@ -275,16 +270,16 @@ def test_a_verifier_that_leaves_takes_its_sessions_from_the_drafter(pair_folders
     assert pair.draft.pool.num_used == 0
 
 
-def test_speculation_off_says_nothing_to_the_drafter(pair_folders):
-    pair = EnginePair(*pair_folders)
+def test_speculation_off_says_nothing_to_the_drafter(tiny_pair):
+    pair = EnginePair(*tiny_pair)
     pair.submit("s", prompts(1)[0], SAMPLINGS["greedy"], SpeculationParams(enabled=False))
     pair.run()
     assert pair.draft.num_sessions == 0
     assert pair.sessions["s"].result.speculation.num_draft_tokens == 0
 
 
-def test_steps_of_long_prompts_take_the_cpus_of_drafters_at_work(pair_folders):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=2))
+def test_steps_of_long_prompts_take_the_cpus_of_drafters_at_work(tiny_pair):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=2))
     for name in ("first", "second"):
         pair.submit(name, prompts(1)[0] * 4, SAMPLINGS["greedy"])
         pair.round()
@@ -296,8 +291,8 @@ def test_steps_of_long_prompts_take_the_cpus_of_drafters_at_work(pair_folders):
     assert pair.thread_modes == wanted
 
 
-def test_max_draft_tokens_caps_every_step(pair_folders):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=8))
+def test_max_draft_tokens_caps_every_step(tiny_pair):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=8))
     pair.submit("s", prompts(1)[0], SAMPLINGS["greedy"], SpeculationParams(max_draft_tokens=2))
     pair.run()
     record = pair.sessions["s"].result.speculation
@@ -305,10 +300,10 @@ def test_max_draft_tokens_caps_every_step(pair_folders):
 
 
 @pytest.mark.parametrize("gamma", [0, 6])
-def test_a_stop_token_inside_an_accepted_run_ends_the_text_there(pair_folders, plain, gamma):
+def test_a_stop_token_inside_an_accepted_run_ends_the_text_there(tiny_pair, plain, gamma):
     text = plain["greedy"][0]
     stop = text[9]
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=gamma))
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=gamma))
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=(stop,)))
     pair.run()
     assert pair.sessions["s"].token_ids == text[: text.index(stop) + 1]
@@ -317,8 +312,8 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_text_there(pair_folders, p
 
 @pytest.mark.parametrize("gamma", [0, 8])
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 13])
-def test_max_tokens_is_met_exactly(pair_folders, plain, gamma, max_tokens):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=gamma))
+def test_max_tokens_is_met_exactly(tiny_pair, plain, gamma, max_tokens):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=gamma))
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=max_tokens, temperature=0.0))
     pair.run()
     assert pair.sessions["s"].token_ids == plain["greedy"][0][:max_tokens]
@@ -326,10 +321,10 @@ def test_max_tokens_is_met_exactly(pair_folders, plain, gamma, max_tokens):
     assert pair.sessions["s"].result.num_generated_tokens == max_tokens
 
 
-def test_logprobs_belong_to_the_committed_tokens_with_and_without_drafts(pair_folders):
+def test_logprobs_belong_to_the_committed_tokens_with_and_without_drafts(tiny_pair):
     rows = {}
     for gamma in (0, 6):
-        pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=gamma))
+        pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=gamma))
         pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=30, temperature=0.7, seed=2, logprobs=3))
         pair.run()
         session = pair.sessions["s"]
@@ -340,10 +335,10 @@ def test_logprobs_belong_to_the_committed_tokens_with_and_without_drafts(pair_fo
 
 
 @pytest.mark.parametrize("rows", [16, 48, 128])
-def test_a_prompt_is_as_likely_in_chunks_beside_drafts_and_after_a_cached_prefix_as_alone(pair_folders, rows):
+def test_a_prompt_is_as_likely_in_chunks_beside_drafts_and_after_a_cached_prefix_as_alone(tiny_pair, rows):
     prompt = [*range(3, 103)]
     sampling = SamplingParams(max_tokens=20, temperature=0.7, seed=2, logprobs=2, prompt_logprobs=2)
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4), max_num_batched_tokens=rows)
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4), max_num_batched_tokens=rows)
     pair.submit("cached", prompt, SAMPLINGS["greedy"])
     for _ in range(8):
         pair.round()
@@ -355,7 +350,7 @@ def test_a_prompt_is_as_likely_in_chunks_beside_drafts_and_after_a_cached_prefix
     first = next(index for index, message in enumerate(messages) if message.token_ids)
     assert not any(message.prompt_logprobs for message in messages[first:])
     # One token after another, each chosen from the row whose likelihoods are told.
-    alone = EnginePair(*pair_folders)
+    alone = EnginePair(*tiny_pair)
     for place in (1, 17, 63, 99):
         forced = SamplingParams(max_tokens=1, logprobs=2, allowed_token_ids=(prompt[place],))
         alone.submit(f"{place}", prompt[:place], forced, SpeculationParams(enabled=False))
@@ -364,8 +359,8 @@ def test_a_prompt_is_as_likely_in_chunks_beside_drafts_and_after_a_cached_prefix
         assert entry == judged[place - 1]
 
 
-def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(pair_folders, plain):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
+def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(tiny_pair, plain):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
     pair.round()
     guess = NodeGuess(node_id=1, parent_id=0, token_id=1, confidence=1.0)
@@ -378,8 +373,8 @@ def test_garbage_from_a_drafter_breaks_its_link_and_nothing_else(pair_folders, p
     assert pair.sessions["s0"].token_ids == plain["greedy"][0]
 
 
-def test_wrong_guesses_with_full_confidence_change_nothing(pair_folders, plain):
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
+def test_wrong_guesses_with_full_confidence_change_nothing(tiny_pair, plain):
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     pair.kill_drafter()
     pair.target.handle(pair_link_up())
     pair.submit("s0", prompts(1)[0], SAMPLINGS["sampled"])
@@ -401,8 +396,8 @@ def test_wrong_guesses_with_full_confidence_change_nothing(pair_folders, plain):
 
 
 @pytest.mark.parametrize(("wants_states", "source"), [(False, DRAFT_MODEL), (True, EAGLE3)])
-def test_guesses_without_a_place_are_counted_as_late_by_the_method_of_their_drafter(pair_folders, wants_states, source):
-    pair = EnginePair(*pair_folders)
+def test_guesses_without_a_place_are_counted_as_late_by_the_method_of_their_drafter(tiny_pair, wants_states, source):
+    pair = EnginePair(*tiny_pair)
     pair.kill_drafter()
     pair.target.handle(pair_link_up(wants_states=wants_states))
     pair.submit("s0", prompts(1)[0], SAMPLINGS["greedy"])
@@ -419,9 +414,9 @@ def pair_link_up(wants_states: bool = False):
     return LinkChanged(address=DRAFTER, up=True, wants_states=wants_states)
 
 
-def test_eos_is_not_chosen_before_min_tokens(pair_folders):
+def test_eos_is_not_chosen_before_min_tokens(tiny_pair):
     bias = ((EOS_TOKEN_ID, 100.0),)
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=30, temperature=0.0, min_tokens=12, logit_bias=bias))
     pair.run()
     assert pair.sessions["s"].token_ids[-1] == EOS_TOKEN_ID

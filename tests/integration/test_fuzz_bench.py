@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from loadtest.bad.doors import send_all
 from loadtest.bad.kinds import Target, bad_messages
 from loadtest.fuzz import KINDS, Addresses, Tally, fuzz, open_doors
@@ -11,6 +12,8 @@ from loadtest.fuzz import KINDS, Addresses, Tally, fuzz, open_doors
 from tests.integration.conftest import running_drafter, verifier_at
 from tests.support.fuzzing import until
 from tests.support.scripted_fleet import CONTEXT_LEN, scripted_fleet
+
+pytestmark = pytest.mark.full
 
 A_FEW = 4
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from paceline.core.errors import InvalidRequestError, OverloadedError, UnavailableError
-from paceline.gateway.fleet import full_verifiers
+from paceline.gateway.fleet import ejection
 from paceline.gateway.http import connection
 from paceline.gateway.http.connection import MAX_FRAMING_BYTES
 from paceline.store.base import Replica
@@ -240,7 +240,7 @@ async def test_requests_beyond_the_bound_are_told_when_to_come_again(tmp_path: P
         first = asyncio.create_task(post(fleet, n=2))
         paused = [await fleet.verifier.paused.get() for _ in range(2)]
         refused = await post(fleet)
-        assert "at most 2 are admitted" in error_of(refused, 429)["message"]
+        assert "2 of 2 sessions are taken" in error_of(refused, 429)["message"]
         assert int(refused.headers["retry-after"]) >= 1
         for session_id in paused:
             fleet.verifier.resume(session_id)
@@ -262,7 +262,7 @@ async def test_a_verifier_that_refuses_at_once_gives_the_request_its_status(
     fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, stream: bool
 ) -> None:
     # The verifier is asked again at once.
-    monkeypatch.setattr(full_verifiers, "MOST_S", 0.0)
+    monkeypatch.setattr(ejection, "FULL_S", 0.0)
     fleet.verifier.script = Script(fail_after=0, error=error)
     answer = await post(fleet, stream=stream)
     described = error_of(answer, status)
@@ -276,7 +276,7 @@ async def test_a_verifier_that_refuses_at_once_gives_the_request_its_status(
 async def test_the_word_of_a_verifier_that_is_full_holds_for_a_moment(
     fleet: ScriptedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(full_verifiers, "MOST_S", 60.0)
+    monkeypatch.setattr(ejection, "FULL_S", 60.0)
     fleet.verifier.script = Script(fail_after=0, error=OverloadedError("queue is full", retry_after_s=60.0))
     for _ in range(3):
         error_of(await post(fleet), 429)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
 
 from paceline.core.errors import InvalidRequestError, ModelNotFoundError, PacelineError, UnavailableError
-from paceline.gateway.generation_config import ModelDefaults
+from paceline.gateway.fleet.generation_config import ModelDefaults
 from paceline.rpc.v1 import common_pb2, gateway_pb2
 from paceline.service.status import error_from_rpc
 from paceline.wire import speculation_record_from_pb
@@ -18,19 +17,16 @@ from tests.support.scripted_fleet import (
     CONTEXT_LEN,
     MODEL,
     RECORD,
+    SHARES_A_GATEWAY,
     Script,
     ScriptedFleet,
     identity,
     scripted_fleet,
 )
 
+pytestmark = SHARES_A_GATEWAY
+
 Request = gateway_pb2.GatewayGenerateRequest
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
-    async with scripted_fleet(tmp_path) as started:
-        yield started
 
 
 def sampling(max_tokens: int = 10, **fields: float) -> common_pb2.SamplingParams:
@@ -140,14 +136,16 @@ async def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for(fleet: 
     assert "".join([response.text async for response in fleet.stub.Generate(request)]) == text
 
 
-async def test_an_unknown_model_is_not_found(fleet: ScriptedFleet) -> None:
-    assert isinstance(await refusal(fleet, Request(model="gpt-9", prompt="x")), ModelNotFoundError)
-    assert 'paceline:request_errors_total{type="ModelNotFoundError"} 1.0' in (await fleet.http.get("/metrics")).text
+async def test_an_unknown_model_is_not_found(fresh_fleet: ScriptedFleet) -> None:
+    assert isinstance(await refusal(fresh_fleet, Request(model="gpt-9", prompt="x")), ModelNotFoundError)
+    assert (
+        'paceline:request_errors_total{type="ModelNotFoundError"} 1.0' in (await fresh_fleet.http.get("/metrics")).text
+    )
 
 
-async def test_a_failing_verifier_ends_the_stream_with_a_status(fleet: ScriptedFleet) -> None:
-    fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
-    error = await refusal(fleet, Request(prompt="x"))
+async def test_a_failing_verifier_ends_the_stream_with_a_status(fresh_fleet: ScriptedFleet) -> None:
+    fresh_fleet.verifier.script = Script(fail_after=6, error=UnavailableError("engine is dead"))
+    error = await refusal(fresh_fleet, Request(prompt="x"))
     assert isinstance(error, UnavailableError)
     assert "engine is dead" in str(error)
 
@@ -181,28 +179,28 @@ async def test_models_are_listed(fleet: ScriptedFleet) -> None:
     )
 
 
-async def test_without_a_seed_every_request_draws_its_own(tmp_path: Path) -> None:
-    async with scripted_fleet(tmp_path) as fleet:
-        for _ in range(2):
-            request = gateway_pb2.GatewayGenerateRequest(
-                prompt="x", sampling=common_pb2.SamplingParams(max_tokens=2, temperature=1.0)
-            )
-            [response async for response in fleet.stub.Generate(request)]
-        first, second = fleet.verifier.requests
-        assert first.sampling.seed != second.sampling.seed
-
-
-async def test_log_probabilities_come_with_their_tokens_and_those_of_the_prompt_before_all(tmp_path: Path) -> None:
-    async with scripted_fleet(tmp_path) as fleet:
+async def test_without_a_seed_every_request_draws_its_own(fleet: ScriptedFleet) -> None:
+    for _ in range(2):
         request = gateway_pb2.GatewayGenerateRequest(
-            prompt="the fox", sampling=common_pb2.SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1)
+            prompt="x", sampling=common_pb2.SamplingParams(max_tokens=2, temperature=1.0)
         )
-        _, *messages = [response async for response in fleet.stub.Generate(request)]
-        assert [each.chosen.token_id for message in messages for each in message.logprobs] == [
-            token_id for message in messages for token_id in message.token_ids
-        ]
-        assert {len(each.top) for message in messages for each in message.logprobs} == {2}
-        first, *others = messages
-        prompt = fleet.verifier.requests[0].prompt_token_ids
-        assert tuple(each.chosen.token_id for each in first.prompt_logprobs) == prompt[1:]
-        assert not any(message.prompt_logprobs for message in others)
+        [response async for response in fleet.stub.Generate(request)]
+    first, second = fleet.verifier.requests
+    assert first.sampling.seed != second.sampling.seed
+
+
+async def test_log_probabilities_come_with_their_tokens_and_those_of_the_prompt_before_all(
+    fleet: ScriptedFleet,
+) -> None:
+    request = gateway_pb2.GatewayGenerateRequest(
+        prompt="the fox", sampling=common_pb2.SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1)
+    )
+    _, *messages = [response async for response in fleet.stub.Generate(request)]
+    assert [each.chosen.token_id for message in messages for each in message.logprobs] == [
+        token_id for message in messages for token_id in message.token_ids
+    ]
+    assert {len(each.top) for message in messages for each in message.logprobs} == {2}
+    first, *others = messages
+    prompt = fleet.verifier.requests[0].prompt_token_ids
+    assert tuple(each.chosen.token_id for each in first.prompt_logprobs) == prompt[1:]
+    assert not any(message.prompt_logprobs for message in others)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.core.params import SpeculationParams
-from paceline.gateway.requests import sample_seed
-from tests.support.scripted_fleet import (
-    CONTEXT_LEN,
-    MODEL,
-    Script,
-    ScriptedFleet,
-    scripted_fleet,
-)
+from paceline.gateway.sessions.request import sample_seed
+from tests.support.scripted_fleet import CONTEXT_LEN, MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet, scripted_fleet
+
+pytestmark = SHARES_A_GATEWAY
 
 EMOJI = "a😀é"
 SPECULATION = {
@@ -35,12 +30,6 @@ SPECULATION = {
     "lossy": False,
     "exact": True,
 }
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
-    async with scripted_fleet(tmp_path) as started:
-        yield started
 
 
 async def test_a_completion_carries_text_usage_and_the_speculation_record(fleet: ScriptedFleet) -> None:
@@ -288,9 +277,9 @@ async def test_models_are_listed_with_their_context(fleet: ScriptedFleet) -> Non
     assert (await fleet.openai.models.retrieve(MODEL)).id == MODEL
 
 
-async def test_health_and_metrics_answer(fleet: ScriptedFleet) -> None:
-    await fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=10)
-    health = (await fleet.http.get("/health")).json()
+async def test_health_and_metrics_answer(fresh_fleet: ScriptedFleet) -> None:
+    await fresh_fleet.openai.completions.create(model=MODEL, prompt="x", max_tokens=10)
+    health = (await fresh_fleet.http.get("/health")).json()
     assert health == {
         "status": "ok",
         "store": "ok",
@@ -300,7 +289,7 @@ async def test_health_and_metrics_answer(fleet: ScriptedFleet) -> None:
         "drafters": 0,
         "sessions": 0,
     }
-    metrics = (await fleet.http.get("/metrics")).text
+    metrics = (await fresh_fleet.http.get("/metrics")).text
     assert 'vllm:generation_tokens_total{model_name="tiny"} 10.0' in metrics
     assert 'vllm:spec_decode_num_drafts_total{model_name="tiny"} 3.0' in metrics
     assert 'vllm:spec_decode_num_draft_tokens_total{model_name="tiny"} 9.0' in metrics
@@ -309,10 +298,10 @@ async def test_health_and_metrics_answer(fleet: ScriptedFleet) -> None:
     assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in metrics
 
 
-async def test_every_request_that_fails_is_counted_by_the_type_of_its_error(fleet: ScriptedFleet) -> None:
+async def test_every_request_that_fails_is_counted_by_the_type_of_its_error(fresh_fleet: ScriptedFleet) -> None:
     for body in ({"prompt": 3.5}, {"prompt": "x", "model": "strange"}, {"prompt": "x", "n": 1000}):
-        assert (await fleet.http.post("/v1/completions", json=body)).status_code in (400, 404)
-    lines = (await fleet.http.get("/metrics")).text.splitlines()
+        assert (await fresh_fleet.http.post("/v1/completions", json=body)).status_code in (400, 404)
+    lines = (await fresh_fleet.http.get("/metrics")).text.splitlines()
     counts = {line for line in lines if line.startswith("paceline:request_errors_total") and not line.endswith(" 0.0")}
     assert counts == {
         'paceline:request_errors_total{type="InvalidRequestError"} 2.0',
@@ -347,7 +336,7 @@ async def test_a_session_waits_until_its_first_token(
 
 
 async def test_a_session_record_is_written_in_the_background(tmp_path: Path) -> None:
-    async with scripted_fleet(tmp_path, record_interval_s=0.05) as fleet:
+    async with scripted_fleet(tmp_path) as fleet:
         await fleet.openai.completions.create(model=MODEL, prompt=[5, 6], max_tokens=7, seed=9)
         session_id = fleet.verifier.requests[0].session_id
     logged = await fleet.store.session(session_id)

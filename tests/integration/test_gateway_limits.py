@@ -24,8 +24,8 @@ from paceline.core.errors import (
 )
 from paceline.gateway import service
 from paceline.gateway.access.fair_shares import Shares
-from paceline.gateway.grpc import door as grpc_door
-from paceline.gateway.grpc.door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, GrpcDoor
+from paceline.gateway.api.grpc import door as grpc_door
+from paceline.gateway.api.grpc.door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, GrpcDoor
 from paceline.gateway.service import SERVICE_NAME
 from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc

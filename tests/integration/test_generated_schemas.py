@@ -21,6 +21,8 @@ from paceline.engine.identity import model_identity
 from paceline.gateway.grammars.compiling import LAYOUT
 from tests.support.engines import EnginePair
 
+pytestmark = pytest.mark.full
+
 Schema = dict[str, Any]
 
 NUM_AT_ONCE = 8

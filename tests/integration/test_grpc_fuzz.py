@@ -43,6 +43,7 @@ def either(kind, overrides, good: Message | None = None) -> st.SearchStrategy[by
     return st.one_of(anything, anything.map(lambda data: start + data), mangled(kind, overrides))
 
 
+@pytest.mark.full
 async def test_the_gateway_answers_any_message_with_a_status_that_blames_it(tmp_path: Path) -> None:
     async with scripted_fleet(tmp_path) as fleet, grpc.aio.insecure_channel(fleet.addresses.grpc) as channel:
         good = gateway_pb2.GatewayGenerateRequest(prompt="x")
@@ -57,6 +58,7 @@ async def test_the_gateway_answers_any_message_with_a_status_that_blames_it(tmp_
         assert (await status_of(channel, GATEWAY, good.SerializeToString()))[0] is OK
 
 
+@pytest.mark.full
 async def test_the_verifier_answers_any_message_with_a_status_that_blames_it(tiny_pair) -> None:
     async with verifier_at(tiny_pair[0]) as (address, host), grpc.aio.insecure_channel(address) as channel:
         stub = verifier_pb2_grpc.VerifierStub(channel)
@@ -92,6 +94,7 @@ def requests(identity: ModelIdentity) -> st.SearchStrategy[list[bytes]]:
     return st.tuples(first, st.lists(st.one_of(sane, anything), max_size=8)).map(lambda drawn: [drawn[0], *drawn[1]])
 
 
+@pytest.mark.full
 async def test_the_drafter_ends_any_stream_with_a_status_that_blames_it_and_frees_all_its_sessions(tiny_pair) -> None:
     async with running_drafter(tiny_pair[1]) as (address, host):
 

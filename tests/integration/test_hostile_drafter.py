@@ -217,6 +217,7 @@ async def test_no_guess_of_a_drafter_changes_a_token(tiny_pair) -> None:
     assert 0 < tally.num_accepted < tally.num_verified
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
 async def test_at_temperature_0_no_distribution_of_a_drafter_changes_a_token(tiny_pair, acceptance) -> None:
     """A token that the target does not choose has no probability, and no distribution makes up for that."""
@@ -225,6 +226,7 @@ async def test_at_temperature_0_no_distribution_of_a_drafter_changes_a_token(tin
     assert tally.num_verified
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
 async def test_guesses_without_a_distribution_or_any_bytes_end_the_stream_and_not_the_session(
     tiny_pair, acceptance
@@ -233,6 +235,7 @@ async def test_guesses_without_a_distribution_or_any_bytes_end_the_stream_and_no
     assert not tally.num_accepted
 
 
+@pytest.mark.full
 async def test_no_bytes_of_a_drafter_change_a_token_or_keep_a_session_waiting(tiny_pair) -> None:
     await tallied(tiny_pair[0], st.one_of(GUESSES, BYTES))
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.gateway.http.event_ids import HEADER
+from paceline.gateway.http.response import LAST_EVENT_ID as HEADER
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

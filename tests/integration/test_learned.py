@@ -17,7 +17,7 @@ from paceline.core.step_time import StepCost, StepMode
 from paceline.engine.identity import model_identity
 from paceline.service.learned import NOWHERE, LearnedFile
 from paceline.verifier.config import VerifierConfig
-from paceline.verifier.learned import learned_file
+from paceline.verifier.own_engine import learned_file
 from tests.support.engines import EnginePair
 
 COST = StepCost(rows=(1, 128), seconds=(0.010, 0.050))

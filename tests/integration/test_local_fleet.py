@@ -17,7 +17,6 @@ from paceline.cluster.spec import FleetSpec
 from paceline.core.errors import ConfigError
 from paceline.service.config import load
 from paceline.service.dev_ca import make_certificates
-from tests.support.checkpoints import save_pair
 from tests.support.hub import Repo, serving
 
 PORTS = ("gateway", "gateway-grpc", "verifier", "verifier-metrics", "drafter", "drafter-metrics", "redis")
@@ -25,13 +24,8 @@ FREE_PORTS = [word for port in PORTS for word in (f"--{port}-port", "0")]
 SMALL = ["--dtype", "float32", *("--verifier-arg=--num-kv-blocks=64", "--drafter-arg=--num-kv-blocks=64")]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-def arguments(pair: tuple[Path, Path]) -> list[str]:
-    target, draft = pair
+def arguments(tiny_pair: tuple[Path, Path]) -> list[str]:
+    target, draft = tiny_pair
     return [*FREE_PORTS, *SMALL, "--model", str(target), "--draft-model", str(draft)]
 
 
@@ -62,9 +56,9 @@ async def completion(url: str, model: str, authority: Path | None = None) -> str
             await asyncio.sleep(0.1)
 
 
-async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind(pair: tuple[Path, Path]) -> None:
+async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind(tiny_pair: tuple[Path, Path]) -> None:
     said: list[str] = []
-    spec = load(FleetSpec, arguments(pair), {}, "up", "")
+    spec = load(FleetSpec, arguments(tiny_pair), {}, "up", "")
     async with LocalFleet(spec, environ=os.environ, say=said.append) as fleet:
         before = await complete(fleet)
         for role in ("verifier", "valkey"):
@@ -85,12 +79,13 @@ async def test_a_fleet_restarts_what_dies_and_leaves_nothing_behind(pair: tuple[
     assert not logs.exists()
 
 
-async def test_a_fleet_with_certificates_speaks_tls_everywhere(pair: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.full
+async def test_a_fleet_with_certificates_speaks_tls_everywhere(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     folder = tmp_path / "ca"
     make_certificates(folder)
     own = folder / "gateway"
     tls = ["--tls-dir", str(folder), "--tls-cert", str(own / "tls.pem"), "--tls-key", str(own / "tls.key")]
-    spec = load(FleetSpec, [*arguments(pair), *tls, "--log-dir", str(tmp_path / "logs")], {}, "up", "")
+    spec = load(FleetSpec, [*arguments(tiny_pair), *tls, "--log-dir", str(tmp_path / "logs")], {}, "up", "")
     async with LocalFleet(spec, environ=os.environ) as fleet:
         assert fleet.gateway_url.startswith("https://")
         assert await complete(fleet, folder / "ca.pem")
@@ -100,10 +95,11 @@ async def test_a_fleet_with_certificates_speaks_tls_everywhere(pair: tuple[Path,
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.full
 async def test_a_service_that_cannot_start_is_reported_and_its_log_stays(
-    pair: tuple[Path, Path], tmp_path: Path
+    tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    argv = [*arguments(pair), "--log-dir", str(tmp_path / "logs"), "--verifier-arg=--max-model-len=9999999"]
+    argv = [*arguments(tiny_pair), "--log-dir", str(tmp_path / "logs"), "--verifier-arg=--max-model-len=9999999"]
     fleet = LocalFleet(load(FleetSpec, argv, {}, "up", ""), environ=os.environ)
     with pytest.raises(ConfigError, match=r"verifier-0 ended with exit status 2 before it was ready: .*max-model-len"):
         await fleet.__aenter__()
@@ -128,8 +124,8 @@ async def printed_until_up(process: asyncio.subprocess.Process) -> str:
     return "".join(lines)
 
 
-async def test_up_prints_where_it_listens_and_stops_on_ctrl_c(pair: tuple[Path, Path]) -> None:
-    process = await up(*arguments(pair), "--no-drafter")
+async def test_up_prints_where_it_listens_and_stops_on_ctrl_c(tiny_pair: tuple[Path, Path]) -> None:
+    process = await up(*arguments(tiny_pair), "--no-drafter")
     text = await printed_until_up(process)
     assert "is up" in text
     assert "draft model   none, plain decoding" in text
@@ -144,8 +140,9 @@ async def test_up_prints_where_it_listens_and_stops_on_ctrl_c(pair: tuple[Path, 
         await gone(pid)
 
 
-async def test_ctrl_c_during_the_start_ends_what_was_started(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    process = await up(*arguments(pair), "--log-dir", str(tmp_path))
+@pytest.mark.full
+async def test_ctrl_c_during_the_start_ends_what_was_started(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    process = await up(*arguments(tiny_pair), "--log-dir", str(tmp_path))
     async with asyncio.timeout(60):
         while not (tmp_path / "drafter-0.log").exists():  # noqa: ASYNC110 - a file gives no event
             await asyncio.sleep(0.01)
@@ -159,10 +156,11 @@ async def test_ctrl_c_during_the_start_ends_what_was_started(pair: tuple[Path, P
         await gone(pid)
 
 
+@pytest.mark.full
 async def test_models_of_the_hub_are_fetched_at_the_first_start_and_served_offline_at_the_second(
-    pair: tuple[Path, Path], tmp_path: Path
+    tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    target, draft = pair
+    target, draft = tiny_pair
     argv = [*FREE_PORTS, *SMALL, "--model", "org/target", "--draft-model", "hf://org/drafter@main"]
     texts = []
     with serving(target=Repo.of(target), drafter=Repo.of(draft)) as hub:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -15,8 +14,10 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
 from paceline.core.messages import TokenFate
-from paceline.gateway.http.openapi import PATH, openapi_document
-from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
+from paceline.gateway.api.openapi import PATH, openapi_document
+from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet
+
+pytestmark = SHARES_A_GATEWAY
 
 load_all_checks()
 # Refusals of valid bodies are judged below: limits of the model and between fields are told in words only.
@@ -83,41 +84,40 @@ def narrowed(case: Any, streamed: bool) -> None:
                 case.body[name] = min(case.body[name], 20)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("label", "mode", "streamed"), CASES)
 async def test_answers_are_those_of_the_description(
-    tmp_path: Path, label: str, mode: GenerationMode, streamed: bool
+    fleet: ScriptedFleet, label: str, mode: GenerationMode, streamed: bool
 ) -> None:
-    async with scripted_fleet(tmp_path) as fleet:
-        schema = schema_for(fleet.codec.vocab_size)
-        method, path = label.split()
-        operation = schema[path][method]
-        url = f"http://{fleet.addresses.http}"
-        checks = [CHECKS.get_one(name) for name in CHECKS.get_all_names() if name not in NOT_ASKED]
-        statuses: set[int] = set()
+    schema = schema_for(fleet.codec.vocab_size)
+    method, path = label.split()
+    operation = schema[path][method]
+    url = f"http://{fleet.addresses.http}"
+    checks = [CHECKS.get_one(name) for name in CHECKS.get_all_names() if name not in NOT_ASKED]
+    statuses: set[int] = set()
 
-        @settings(max_examples=MAX_EXAMPLES, suppress_health_check=list(HealthCheck))
-        @given(operation.as_strategy(generation_mode=mode))
-        def law(case: Any) -> None:
-            if mode is GenerationMode.POSITIVE:
-                narrowed(case, streamed)
-            response = case.call(base_url=url)
-            statuses.add(response.status_code)
-            case.validate_response(response, checks=checks)
-            if mode is GenerationMode.POSITIVE and response.status_code == 400:
-                assert any(reason in response.text for reason in OUTSIDE_SCHEMAS), response.text
+    @settings(max_examples=MAX_EXAMPLES, suppress_health_check=list(HealthCheck))
+    @given(operation.as_strategy(generation_mode=mode))
+    def law(case: Any) -> None:
+        if mode is GenerationMode.POSITIVE:
+            narrowed(case, streamed)
+        response = case.call(base_url=url)
+        statuses.add(response.status_code)
+        case.validate_response(response, checks=checks)
+        if mode is GenerationMode.POSITIVE and response.status_code == 400:
+            assert any(reason in response.text for reason in OUTSIDE_SCHEMAS), response.text
 
-        await asyncio.to_thread(law)
-        if mode is GenerationMode.NEGATIVE:
-            assert 400 in statuses
-        else:
-            assert 200 in statuses or "{" in path
-        answer = await fleet.http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "seed": 0})
-        assert answer.status_code == 200
+    await asyncio.to_thread(law)
+    if mode is GenerationMode.NEGATIVE:
+        assert 400 in statuses
+    else:
+        assert 200 in statuses or "{" in path
+    answer = await fleet.http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "seed": 0})
+    assert answer.status_code == 200
 
 
-async def test_the_description_is_served(tmp_path: Path) -> None:
-    async with scripted_fleet(tmp_path) as fleet:
-        assert (await fleet.http.get(PATH)).json() == openapi_document()
+async def test_the_description_is_served(fleet: ScriptedFleet) -> None:
+    assert (await fleet.http.get(PATH)).json() == openapi_document()
 
 
 # What makes an answer hold all that it can.
@@ -156,38 +156,36 @@ async def events(fleet: ScriptedFleet, path: str, body: dict[str, Any]) -> list[
 @pytest.mark.parametrize(("path", "name", "body"), [TEXT, CHAT])
 @pytest.mark.parametrize("usage", ["include_usage", "continuous_usage_stats"])
 async def test_answers_that_hold_all_they_can_are_as_described(
-    tmp_path: Path, path: str, name: str, body: dict[str, Any], usage: str
+    fleet: ScriptedFleet, path: str, name: str, body: dict[str, Any], usage: str
 ) -> None:
-    async with scripted_fleet(tmp_path) as fleet:
-        fleet.verifier.script = Script(own_fate=TokenFate.BONUS)
-        whole = (await fleet.http.post(path, json={**body, "prompt_logprobs": 2})).json()
-        check(name, whole)
-        assert "decoded_token" in properties(whole)
-        chunks = await events(fleet, path, {**body, "stream": True, "stream_options": {usage: True}})
-        for chunk in chunks:
-            check(f"{name}Chunk", chunk)
-        asked = {
-            "token_ids",
-            "prompt_token_ids",
-            "token_fates",
-            "fate",
-            "top_logprobs",
-            "usage",
-            "speculative_decoding",
-            "finish_reason",
-        }
-        assert asked <= properties(whole)
-        assert asked <= properties(chunks)
+    fleet.verifier.script = Script(own_fate=TokenFate.BONUS)
+    whole = (await fleet.http.post(path, json={**body, "prompt_logprobs": 2})).json()
+    check(name, whole)
+    assert "decoded_token" in properties(whole)
+    chunks = await events(fleet, path, {**body, "stream": True, "stream_options": {usage: True}})
+    for chunk in chunks:
+        check(f"{name}Chunk", chunk)
+    asked = {
+        "token_ids",
+        "prompt_token_ids",
+        "token_fates",
+        "fate",
+        "top_logprobs",
+        "usage",
+        "speculative_decoding",
+        "finish_reason",
+    }
+    assert asked <= properties(whole)
+    assert asked <= properties(chunks)
 
 
 @pytest.mark.parametrize(("path", "name", "body"), [TEXT, CHAT])
 async def test_a_stream_that_fails_ends_with_the_described_error(
-    tmp_path: Path, path: str, name: str, body: dict[str, Any]
+    fresh_fleet: ScriptedFleet, path: str, name: str, body: dict[str, Any]
 ) -> None:
-    async with scripted_fleet(tmp_path) as fleet:
-        fleet.verifier.script = Script(fail_after=3, error=RuntimeError("a bug"))
-        *chunks, last = await events(fleet, path, {**body, "n": 1, "stream": True})
-        assert chunks
-        for chunk in chunks:
-            check(f"{name}Chunk", chunk)
-        check("Error", last)
+    fresh_fleet.verifier.script = Script(fail_after=3, error=RuntimeError("a bug"))
+    *chunks, last = await events(fresh_fleet, path, {**body, "n": 1, "stream": True})
+    assert chunks
+    for chunk in chunks:
+        check(f"{name}Chunk", chunk)
+    check("Error", last)

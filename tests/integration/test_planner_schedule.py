@@ -21,20 +21,20 @@ from paceline.core.params import SamplingParams
 from paceline.core.planned_step import StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepCost, StepMode, StepTimes
+from paceline.core.step_time import StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, StepReport
 from paceline.planning.events import Act, Events
 from paceline.planning.guesses import RIGHT
-from paceline.planning.processes import VerifierProcess, starting_cost
 from paceline.planning.profile import DeviceFacts
-from paceline.planning.verifier import Asked
+from paceline.planning.verifier import Request, SimulatedVerifier, starting_cost
 from tests.support.engines import DRAFTER, EnginePair
 from tests.unit.planning.facts import profile
 
 # Odd figures, so that no two things happen at the same time by chance.
 FACTS = DeviceFacts(
     name="large",
-    cost=StepCost(rows=(1, 512), seconds=(0.01013, 0.01013 + 511 * 0.00021)),
+    rows=(1, 512),
+    seconds=(0.01013, 0.01013 + 511 * 0.00021),
     kv_tokens=20 * BLOCK_SIZE,
     max_sessions=6,
     max_rows=48,
@@ -45,7 +45,7 @@ DRAFT_S = 0.00237
 HANGS_FROM_S, HANGS_TO_S = 0.6, 0.7531
 # A burst at the beginning, then one now and then; most of these have prompts of several steps.
 ARRIVALS = [
-    Asked(number=number, at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output)
+    Request(number=number, at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output)
     for number, (at_s, prompt, output) in enumerate(
         (
             *((0.0, 20, 40), (0.0, 33, 12), (0.0, 7, 60), (0.0, 90, 25), (0.0, 5, 50), (0.0, 12, 5), (0.0, 60, 30)),
@@ -147,7 +147,7 @@ class EngineAtWork:
         self._draft()
         plan = self._pair.target._plan
         assert plan is not None
-        self.events.after(FACTS.seconds(plan.num_rows, num_sessions=len(plan.parts)), self._end_step)
+        self.events.after(FACTS.step_s(plan.num_rows, num_sessions=len(plan.parts)), self._end_step)
 
     def _end_step(self) -> None:
         self._pair.clock.now_s = self.events.now_s
@@ -196,7 +196,7 @@ class Listener:
         """What the verifier knows of it."""
         return KnownDrafter(address=DRAFTER)
 
-    def pair(self, session_id: str, verifier: VerifierProcess) -> None:
+    def pair(self, session_id: str, verifier: SimulatedVerifier) -> None:
         """It need not know whom it is to answer."""
 
     def part(self, session_id: str) -> None:
@@ -257,8 +257,8 @@ def planner_at_work(drafts: list[tuple[float, list[DraftNodes]]]) -> Schedule:
     """Runs all arrivals, and the drafts, through the planner's verifier."""
     events = Events(0)
     listener = Listener(events)
-    process = VerifierProcess(PROFILE, events, colocated=False, drafters=[listener], on_end=lambda _: None)
-    listener.schedule.watch(process.verifier.scheduler, process.verifier.policy)
+    process = SimulatedVerifier(PROFILE, events, colocated=False, drafters=[listener], on_end=lambda _: None)
+    listener.schedule.watch(process.scheduler, process.policy)
     for each in ARRIVALS:
         events.after(each.at_s, lambda each=each: process.submit(replace(each, pieces=[])))
     for at_s, said in drafts:

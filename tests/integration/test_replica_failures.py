@@ -162,7 +162,7 @@ async def test_over_http_it_is_refused_with_a_status_that_no_client_repeats_by_i
     all_fail_with(fleet, EngineDiedError("the engine died"))
     answer = await post(fleet)
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "request_ends_engines")
-    assert "has ended 2 engines" in answer.json()["error"]["message"]
+    assert "2 engines in a row died" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("gap", [1, -1])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema_rs
@@ -16,7 +15,10 @@ from paceline.store.base import SessionWrite, Written
 from paceline.store.memory import MemoryStore
 from tests.integration.test_tool_calls import CALLS, PARSERS, THOUGHT, says
 from tests.support.demo_gateway import demo_gateway
-from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, joining_doors, scripted_fleet
+from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet, joining_doors
+
+pytestmark = SHARES_A_GATEWAY
+GATEWAY = PARSERS
 
 TOOL: Any = {
     "type": "function",
@@ -25,12 +27,6 @@ TOOL: Any = {
     "strict": False,
 }
 RESPONSES = "/v1/responses"
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
-    async with scripted_fleet(tmp_path, **PARSERS) as started:
-        yield started
 
 
 def client_of(url: str) -> AsyncOpenAI:

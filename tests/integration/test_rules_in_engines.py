@@ -6,13 +6,15 @@ import random
 
 import pytest
 
-from paceline.core.acceptance_rules import Rules, Typical
+from paceline.core.acceptance_rules import Rules
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.messages import FinishReason
-from paceline.core.params import BLOCK, NGRAM, REJECTION, SUFFIX, TYPICAL, SamplingParams, SpeculationParams
+from paceline.core.params import BLOCK, NGRAM, REJECTION, SUFFIX, SamplingParams, SpeculationParams
 from tests.support.checkpoints import EOS_TOKEN_ID
 from tests.support.engines import EnginePair
+from tests.support.plugin_pages import typical_rule
 
+TYPICAL = "typical"
 OTHERS = [REJECTION, BLOCK, TYPICAL]
 CHAINS = [REJECTION, BLOCK]
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
@@ -21,7 +23,7 @@ PROMPT = [random.Random(3).randrange(250) for _ in range(30)]
 
 
 def engines(folders, **settings) -> EnginePair:
-    return EnginePair(*folders, **{"policy": FixedGamma(gamma=4), "rules": Rules(more=(Typical(),)), **settings})
+    return EnginePair(*folders, **{"policy": FixedGamma(gamma=4), "rules": Rules(more=(typical_rule(),)), **settings})
 
 
 def run(pair: EnginePair, sampling: SamplingParams, rule: str, name: str = "s", **speculation):

@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paceline.acceptance.drafters import load_drafter
+from paceline.acceptance.models import load_model, load_tokenizer
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER, DEMO_EAGLE3, DEMO_MEDUSA, DEMO_TARGET
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.pages import BLOCK_SIZE
@@ -14,10 +17,6 @@ from paceline.core.params import MEDUSA, SamplingParams, SpeculationParams
 from paceline.engine.eagle3 import load_eagle3, load_fusion
 from paceline.engine.loading import load_decoder
 from paceline.engine.medusa_heads import MedusaHeads
-from paceline.training.corpus import unseen_prompts
-from paceline.training.layouts import load_drafter
-from paceline.training.models import load_model
-from paceline.training.tokenizer import load_tokenizer
 from tests.support.engines import EnginePair
 from tests.unit.engine.tiny_models import NUM_BLOCKS, SCRATCH, TABLE, branch, chain, pack
 

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from paceline.core.draft_policy import FixedGamma
 from paceline.core.link import MOST_STEPS_AHEAD, ROOM_PER_NODE
 from paceline.core.messages import Commit
 from paceline.core.params import SamplingParams
-from tests.support.checkpoints import save_pair
 from tests.support.engines import DRAFTER, EnginePair
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def pair_folders(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-def test_a_drafter_reads_a_prompt_while_the_verifier_does(pair_folders):
+def test_a_drafter_reads_a_prompt_while_the_verifier_does(tiny_pair):
     rng = random.Random(3)
     prompt = [rng.randrange(250) for _ in range(40)]
-    plain = EnginePair(*pair_folders, policy=FixedGamma(gamma=0))
+    plain = EnginePair(*tiny_pair, policy=FixedGamma(gamma=0))
     plain.submit("s0", prompt, GREEDY)
     plain.run()
-    pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
+    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
     pair.submit("s0", prompt, GREEDY)
     early = pair.target.begin()
     assert early is not None
@@ -46,11 +38,11 @@ def test_a_drafter_reads_a_prompt_while_the_verifier_does(pair_folders):
     assert pair.sessions["s0"].token_ids == plain.sessions["s0"].token_ids
 
 
-def test_a_drafter_whose_answers_are_late_is_given_room_for_more_steps_and_the_text_stays(pair_folders):
+def test_a_drafter_whose_answers_are_late_is_given_room_for_more_steps_and_the_text_stays(tiny_pair):
     rooms: list[int] = []
     texts: list[list[int]] = []
     for late_s in (0.0, 60.0):
-        pair = EnginePair(*pair_folders, policy=FixedGamma(gamma=4))
+        pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
         now = pair.clock
         pair.clock = lambda now=now, late_s=late_s: now() + late_s
         pair.submit("s0", [7, 11, 13], GREEDY)

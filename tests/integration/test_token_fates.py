@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.core.messages import TokenFate
-from paceline.gateway.http.reading import IGNORED_FIELDS
-from tests.support.scripted_fleet import Script, ScriptedFleet, scripted_fleet
+from paceline.gateway.http.response import IGNORED_FIELDS
+from tests.support.scripted_fleet import SHARES_A_GATEWAY, Script, ScriptedFleet
+
+pytestmark = SHARES_A_GATEWAY
 
 ASK = {"prompt": "x", "seed": 0, "max_tokens": 7, "speculation": {"token_fates": True}}
 # Steps of three tokens, by the script: two drafts and what followed them.
 SEVEN = ["accepted", "accepted", "bonus"] * 2 + ["bonus"]
 
 
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
-    async with scripted_fleet(tmp_path) as started:
-        started.verifier.script = Script(own_fate=TokenFate.BONUS)
-        yield started
+@pytest.fixture(autouse=True)
+def told_by_the_verifier(fleet: ScriptedFleet) -> None:
+    fleet.verifier.script = Script(own_fate=TokenFate.BONUS)
 
 
 async def chunks(fleet: ScriptedFleet, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import BadRequestError
 
-from tests.support.scripted_fleet import CONTEXT_LEN, MODEL, Script, ScriptedFleet, scripted_fleet
+from tests.support.scripted_fleet import CONTEXT_LEN, MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet
+
+pytestmark = SHARES_A_GATEWAY
 
 USER: Any = {"role": "user", "content": "hello"}
 TOOL: Any = {
@@ -22,18 +22,13 @@ CALLS = (
     '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>'
 )
 PARSERS = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+GATEWAY = PARSERS
 
 
 def says(fleet: ScriptedFleet, text: str, step_len: int = 3) -> None:
     """From now on the verifier commits a text."""
     tokens = fleet.codec.encode(text, field="text", special_tokens=False, context_len=CONTEXT_LEN)
     fleet.verifier.script = Script(tokens=(*tokens, 0), stop_after=len(tokens), step_len=step_len)
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
-    async with scripted_fleet(tmp_path, **PARSERS) as started:
-        yield started
 
 
 async def asked(fleet: ScriptedFleet, **fields: Any) -> Any:
@@ -89,19 +84,18 @@ async def test_without_tools_or_with_none_to_be_called_calls_are_content(
     assert choice_told.message.tool_calls is None
 
 
-async def test_an_agent_sends_our_message_and_the_tool_s_answer_back(tmp_path: Path) -> None:
-    async with scripted_fleet(tmp_path, **PARSERS) as fleet:
-        says(fleet, f"{THOUGHT}{CALLS}")
-        first = (await asked(fleet, tools=[TOOL])).choices[0].message
-        said = first.model_dump()
-        fleet.verifier.script = Script()
-        again = await fleet.openai.chat.completions.with_raw_response.create(
-            model=MODEL, messages=[USER, said, USER], tools=[TOOL], max_tokens=2
-        )
-        assert "x-paceline-ignored-fields" not in again.headers
-        result: Any = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "1"}
-        with pytest.raises(BadRequestError, match="no tools here"):
-            await fleet.openai.chat.completions.create(model=MODEL, messages=[USER, said, result])
+async def test_an_agent_sends_our_message_and_the_tool_s_answer_back(fleet: ScriptedFleet) -> None:
+    says(fleet, f"{THOUGHT}{CALLS}")
+    first = (await asked(fleet, tools=[TOOL])).choices[0].message
+    said = first.model_dump()
+    fleet.verifier.script = Script()
+    again = await fleet.openai.chat.completions.with_raw_response.create(
+        model=MODEL, messages=[USER, said, USER], tools=[TOOL], max_tokens=2
+    )
+    assert "x-paceline-ignored-fields" not in again.headers
+    result: Any = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "1"}
+    with pytest.raises(BadRequestError, match="no tools here"):
+        await fleet.openai.chat.completions.create(model=MODEL, messages=[USER, said, result])
 
 
 async def test_a_stream_that_broke_off_within_a_call_goes_on_within_it(fleet: ScriptedFleet) -> None:

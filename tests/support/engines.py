@@ -34,20 +34,9 @@ from paceline.engine.source_interface import AnySource
 from paceline.engine.target import TargetEngine
 from paceline.verifier.config import Speculation
 from paceline.verifier.make_sources import make_sources
+from tests.support.clock import Clock
 
 DRAFTER = "drafter:1"
-
-
-@dataclass
-class Clock:
-    """Time that the test moves, and that goes on by a tick whenever somebody looks."""
-
-    now_s: float = 0.0
-    tick_s: float = 0.001
-
-    def __call__(self) -> float:
-        self.now_s += self.tick_s
-        return self.now_s
 
 
 @dataclass
@@ -83,7 +72,7 @@ class EnginePair:
         grammars: Grammars | None = None,
         **heads: Any,
     ) -> None:
-        self.clock = Clock()
+        self.clock = Clock(tick_s=0.001)
         self.grammars = grammars
         self.target_folder, self.head, self.num_draft_blocks = target, eagle3_model, num_draft_blocks
         self.drafter_folder, self.width, self.dtype = drafter, width, dtype

@@ -9,12 +9,13 @@ import pytest
 
 from paceline.core.errors import PacelineError
 from paceline.core.messages import ModelIdentity
+from paceline.gateway.api.openai.bodies import ChatBody, CompletionBody, parse_body
+from paceline.gateway.api.openai.choices import chat_sessions, completion_sessions
+from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.http.body import parse_json_object
 from paceline.gateway.http.errors import HttpError, to_http
 from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
-from paceline.gateway.openai.choices import chat_sessions, completion_sessions
-from paceline.gateway.requests import ServedModel, SessionRequest
+from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.text.chat_template import ChatTemplate
 from paceline.gateway.text.codec import TextCodec
 from tests.support import tiny_tokenizer

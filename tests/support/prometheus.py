@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.cluster.ports import Ports
+from paceline.cluster.spec import Ports
 
 CHART = Path(__file__).parents[2] / "k8s" / "paceline"
 ALERTS = CHART / "rules" / "alerts.yaml"

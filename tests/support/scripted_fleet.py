@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from paceline.core.messages import (
@@ -30,7 +31,7 @@ from paceline.core.messages import (
     TokenFate,
 )
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
+from paceline.gateway.fleet.generation_config import NO_DEFAULTS, ModelDefaults
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
@@ -45,6 +46,8 @@ CONTEXT_LEN = 256
 EOS = 1
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 WAIT_S = 30.0
+# Of files whose tests share a gateway, which belongs to one event loop.
+SHARES_A_GATEWAY = pytest.mark.asyncio(loop_scope="module")
 RECORD = SpeculationRecord(
     num_steps=4,
     num_spec_steps=3,
@@ -127,12 +130,16 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
     """Commits tokens that a test can foretell, as long as what it is told was committed is right."""
 
     def __init__(self, codec: TextCodec) -> None:
+        self._letter_ids = _letter_ids(codec)
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forgets its script and what it was asked for."""
         self.script = Script()
         self.requests: list[GenerateRequest] = []
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()
         self.paused: asyncio.Queue[str] = asyncio.Queue()
         self._resumed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._letter_ids = _letter_ids(codec)
 
     def resume(self, session_id: str) -> None:
         """Lets a paused session run on to its end."""
@@ -143,6 +150,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
     ) -> AsyncIterator[verifier_pb2.VerifierGenerateResponse]:
         generate = generate_request_from_pb(request)
         self.requests.append(generate)
+        # Of the test that asked, which may have ended when the session does.
+        abandoned = self.abandoned
         finished = False
         try:
             async for committed in self._run(generate):
@@ -150,7 +159,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
                 yield committed_to_pb(committed)
         finally:
             if not finished:
-                self.abandoned.put_nowait(generate.session_id)
+                abandoned.put_nowait(generate.session_id)
 
     async def _run(self, generate: GenerateRequest) -> AsyncIterator[CommittedTokens]:
         script = self.script
@@ -249,6 +258,11 @@ class ScriptedFleet:
     def verifier(self) -> ScriptedVerifier:
         """The first verifier."""
         return self.verifiers[0]
+
+    def begin_again(self) -> None:
+        """Makes it ready for the next test of a file that shares it."""
+        for verifier in self.verifiers:
+            verifier.begin_again()
 
     def letters(self, seed: int, num_tokens: int, prompt: str | Sequence[int] = "x") -> str:
         """Returns the text that a verifier without a script of tokens commits after a prompt."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.service.called import as_called
+from paceline.service.config import as_called
 
 ENV = os.environ | {"PYTHONPATH": "services"}
 

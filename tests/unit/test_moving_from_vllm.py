@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.drafter.config import DrafterConfig
+from paceline.gateway.api.openai.bodies import ChatBody, CompletionBody
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.openai.bodies import ChatBody, CompletionBody
 from paceline.verifier.config import Speculation, VerifierConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving-from-vllm.md"

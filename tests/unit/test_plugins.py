@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.service.plugins import RULES, SOURCES
+from paceline.service.plugins import SOURCES
 from paceline.verifier.config import speculation_from
 
 
@@ -37,8 +37,11 @@ def test_a_method_of_a_package_is_known_while_it_is_installed(path: Path) -> Non
 
 
 def test_a_name_of_ours_cannot_be_taken_over(path: Path) -> None:
-    declare(path, "thief", "[paceline.rules]\ntypical = nowhere:make\n")
-    assert RULES.make("typical").name == "typical"
+    declare(path, "thief", "[paceline.sources]\nngram = nowhere:make\n[paceline.rules]\nblock = nowhere:make\n")
+    assert SOURCES.names.count("ngram") == 1
+    with pytest.raises(ConfigError, match="make_sources:text"):
+        SOURCES.make("ngram")
+    assert speculation_from('{"acceptance": "block"}').rules.more == ()
 
 
 def test_two_packages_of_one_name_are_refused(path: Path) -> None:
@@ -58,7 +61,7 @@ def test_a_rule_takes_its_options_and_needs_leave_to_be_lossy(path: Path) -> Non
     with pytest.raises(ConfigError, match='acceptance lenient is lossy, and needs "lossy": true'):
         speculation_from('{"acceptance": "coupled+lenient"}')
     speculation = speculation_from('{"acceptance": "lenient", "lossy": true, "options": {"lenient": {"k": 4}}}')
-    assert speculation.rules.names(("ngram",)) == ("lenient", "coupled", "typical")
+    assert speculation.rules.names(("ngram",)) == ("lenient", "coupled")
     assert vars(speculation.rules.more[-1]) == {"k": 4}
     with pytest.raises(ConfigError, match="unexpected keyword argument 'depth'"):
         speculation_from('{"acceptance": "lenient", "lossy": true, "options": {"lenient": {"depth": 4}}}')

@@ -13,14 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.service import supervision
 from paceline.service.supervision import SETTLED_S, Supervisor
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 class Patient:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from paceline.checkpoints.vocabulary import vocab_hash
+from paceline.checkpoints.identity import vocab_hash
 from paceline.core.errors import ConfigError
 
 

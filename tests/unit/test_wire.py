@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -199,10 +200,31 @@ nodes = st.builds(
 lagging = st.builds(LaggingSession, session_id=session_ids, epoch=uint64, have_len=uint32)
 
 
-@given(sampling_params())
-def test_sampling_parameters_come_back_as_the_user_wrote_them(params: SamplingParams) -> None:
-    data = wire.sampling_to_pb(params).SerializeToString()
-    assert wire.sampling_from_pb(common_pb2.SamplingParams.FromString(data)) == params
+TRIPS = {
+    "sampling": (sampling_params(), wire.sampling_to_pb, common_pb2.SamplingParams, wire.sampling_from_pb),
+    "speculation": (speculation_params, wire.speculation_to_pb, common_pb2.SpeculationParams, wire.speculation_from_pb),
+    "identity": (identities, wire.identity_to_pb, common_pb2.ModelIdentity, wire.identity_from_pb),
+    "request": (
+        requests,
+        wire.generate_request_to_pb,
+        verifier_pb2.VerifierGenerateRequest,
+        wire.generate_request_from_pb,
+    ),
+    "tokens": (
+        committed_tokens(),
+        wire.committed_to_pb,
+        verifier_pb2.VerifierGenerateResponse,
+        wire.committed_from_pb,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TRIPS)
+@given(data=st.data())
+def test_what_is_sent_comes_back(what: str, data: st.DataObject) -> None:
+    values, encode, kind, decode = TRIPS[what]
+    value = data.draw(values)
+    assert decode(kind.FromString(encode(value).SerializeToString())) == value
 
 
 @given(st.floats(0.01, 100), st.floats(0, 1, exclude_min=True))
@@ -216,34 +238,6 @@ def test_any_valid_float_stays_valid_and_settles_after_one_trip(temperature: flo
 def test_a_tiny_top_p_does_not_turn_into_off() -> None:
     params = SamplingParams(max_tokens=1, top_p=1e-60)
     assert wire.sampling_from_pb(wire.sampling_to_pb(params)).top_p < 1e-30
-
-
-@given(speculation_params)
-def test_speculation_parameters_come_back(params: SpeculationParams) -> None:
-    assert wire.speculation_from_pb(wire.speculation_to_pb(params)) == params
-
-
-@given(identities)
-def test_identities_come_back(identity: ModelIdentity) -> None:
-    assert wire.identity_from_pb(wire.identity_to_pb(identity)) == identity
-
-
-@given(requests)
-def test_generate_requests_come_back(request: GenerateRequest) -> None:
-    data = wire.generate_request_to_pb(request).SerializeToString()
-    assert wire.generate_request_from_pb(verifier_pb2.VerifierGenerateRequest.FromString(data)) == request
-
-
-@given(committed_tokens())
-def test_committed_tokens_come_back(committed: CommittedTokens) -> None:
-    data = wire.committed_to_pb(committed).SerializeToString()
-    assert wire.committed_from_pb(verifier_pb2.VerifierGenerateResponse.FromString(data)) == committed
-
-
-@given(records, timings)
-def test_records_and_timings_come_back(record: SpeculationRecord, timing: Timings) -> None:
-    assert wire.speculation_record_from_pb(wire.speculation_record_to_pb(record)) == record
-    assert wire.timings_from_pb(wire.timings_to_pb(timing)) == timing
 
 
 @given(
@@ -277,32 +271,28 @@ def test_a_drafters_messages_come_back_as_nodes_then_lagging(
     )
 
 
-def test_sessions_that_are_opened_at_once_are_said_in_messages_that_pass_in_order() -> None:
-    sampling = SamplingParams(max_tokens=1)
-    opened = [
-        OpenSession(
-            session_id=f"s{index}",
-            epoch=1,
-            token_ids=(2**31,) * 100_000,
-            prompt_len=1,
-            sampling=sampling,
-            price=0,
-            room=1,
-        )
-        for index in range(64)
-    ]
-    parts = list(wire.in_parts(opened))
-    assert [message for part in parts for message in part] == opened
-    assert max(wire.draft_request_to_pb(part).ByteSize() for part in parts) <= 1024 * 1024
-    assert wire.draft_request_to_pb(opened).ByteSize() > MAX_MESSAGE_BYTES
-
-
-def test_a_session_larger_than_a_part_is_said_by_itself() -> None:
-    sampling = SamplingParams(max_tokens=1)
-    long = OpenSession(
-        session_id="s", epoch=1, token_ids=(2**31,) * 1_000_000, prompt_len=1, sampling=sampling, price=0, room=1
+def opened(session_id: str, num_tokens: int) -> OpenSession:
+    return OpenSession(
+        session_id=session_id,
+        epoch=1,
+        token_ids=(2**31,) * num_tokens,
+        prompt_len=1,
+        sampling=SamplingParams(max_tokens=1),
+        price=0,
+        room=1,
     )
-    close = CloseSession(session_id="t", epoch=1)
+
+
+def test_sessions_opened_at_once_are_split_into_messages_that_pass_in_order() -> None:
+    many = [opened(f"s{index}", 100_000) for index in range(64)]
+    parts = list(wire.in_parts(many))
+    assert [message for part in parts for message in part] == many
+    assert max(wire.draft_request_to_pb(part).ByteSize() for part in parts) <= 1024 * 1024
+    assert wire.draft_request_to_pb(many).ByteSize() > MAX_MESSAGE_BYTES
+
+
+def test_a_session_larger_than_a_part_has_a_part_of_its_own() -> None:
+    long, close = opened("s", 1_000_000), CloseSession(session_id="t", epoch=1)
     assert list(wire.in_parts([close, long, close])) == [[close], [long], [close]]
     assert wire.draft_request_to_pb([long]).ByteSize() < MAX_MESSAGE_BYTES
     assert list(wire.in_parts([])) == []

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from paceline import wire
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
-from paceline.core.messages import (
-    GenerateRequest,
-)
+from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.rpc.v1 import common_pb2, drafter_pb2, verifier_pb2
 
@@ -72,20 +72,17 @@ def draft_response(**lists: list[int]) -> drafter_pb2.DraftResponse:
     return drafter_pb2.DraftResponse(nodes=[entry])
 
 
-@pytest.mark.parametrize(
-    "lists",
-    [
+def test_a_malformed_tree_is_refused_by_field() -> None:
+    for lists in (
         {"parent_ids": []},
         {"token_ids": [1, 2]},
         {"confidences": []},
         {"confidences": [256]},
         {"node_ids": [0]},
-    ],
-)
-def test_a_malformed_tree_is_refused_by_field(lists: dict[str, list[int]]) -> None:
-    (field,) = lists
-    with pytest.raises(RemoteProtocolError, match=rf"DraftNodes\.{field}"):
-        wire.draft_response_from_pb(draft_response(**lists))
+    ):
+        (field,) = lists
+        with pytest.raises(RemoteProtocolError, match=rf"DraftNodes\.{field}"):
+            wire.draft_response_from_pb(draft_response(**lists))
 
 
 def test_a_distribution_is_wanted_for_every_node_or_for_none() -> None:
@@ -114,55 +111,37 @@ def test_a_malformed_distribution_is_refused_by_field(token_ids: list[int], weig
         wire.draft_response_from_pb(message)
 
 
-OPEN = drafter_pb2.OpenSession(
-    session_id="s",
-    epoch=1,
-    token_ids=[1, 2],
-    prompt_len=2,
-    sampling=common_pb2.SamplingParams(max_tokens=1),
-    price=0.5,
-)
-
-
-def changed(**fields: object) -> drafter_pb2.OpenSession:
-    entry = drafter_pb2.OpenSession()
-    entry.CopyFrom(OPEN)
-    for name, value in fields.items():
-        setattr(entry, name, value)
-    return entry
-
-
-def without_sampling() -> drafter_pb2.OpenSession:
-    entry = changed()
-    entry.ClearField("sampling")
-    return entry
-
-
-def with_bad_sampling() -> drafter_pb2.OpenSession:
-    entry = changed()
-    entry.sampling.temperature = -1.0
-    return entry
+BAD = common_pb2.SamplingParams(max_tokens=1, temperature=-1.0)
 
 
 @pytest.mark.parametrize(
-    ("entry", "field"),
+    ("changes", "field"),
     [
-        (without_sampling(), "OpenSession.sampling"),
-        (with_bad_sampling(), "OpenSession.sampling.temperature"),
-        (changed(prompt_len=3), "OpenSession.prompt_len"),
-        (changed(prompt_len=0), "OpenSession.prompt_len"),
-        (changed(price=float("nan")), "OpenSession.price"),
-        (changed(price=1.5), "OpenSession.price"),
-        (changed(acceptance="lucky"), "OpenSession.acceptance"),
-        (changed(traceparent="01"), "OpenSession.traceparent"),
-        (changed(traceparent=TRACEPARENT + "\n"), "OpenSession.traceparent"),
-        (changed(session_id=""), "OpenSession.session_id"),
-        (changed(session_id="x" * 257), "OpenSession.session_id"),
+        ({"sampling": None}, "sampling"),
+        ({"sampling": BAD}, "sampling.temperature"),
+        ({"prompt_len": 3}, "prompt_len"),
+        ({"prompt_len": 0}, "prompt_len"),
+        ({"price": float("nan")}, "price"),
+        ({"price": 1.5}, "price"),
+        ({"acceptance": "lucky"}, "acceptance"),
+        ({"traceparent": "01"}, "traceparent"),
+        ({"traceparent": TRACEPARENT + "\n"}, "traceparent"),
+        ({"session_id": ""}, "session_id"),
+        ({"session_id": "x" * 257}, "session_id"),
     ],
 )
-def test_a_malformed_open_is_refused_by_field(entry: drafter_pb2.OpenSession, field: str) -> None:
-    with pytest.raises(RemoteProtocolError, match=field.replace(".", r"\.")):
-        wire.draft_request_from_pb(drafter_pb2.DraftRequest(opens=[entry]))
+def test_a_malformed_open_is_refused_by_field(changes: dict[str, Any], field: str) -> None:
+    fine = {
+        "session_id": "s",
+        "epoch": 1,
+        "token_ids": [1, 2],
+        "prompt_len": 2,
+        "sampling": common_pb2.SamplingParams(max_tokens=1),
+        "price": 0.5,
+    }
+    request = drafter_pb2.DraftRequest(opens=[drafter_pb2.OpenSession(**fine | changes)])
+    with pytest.raises(RemoteProtocolError, match=re.escape(f"OpenSession.{field}")):
+        wire.draft_request_from_pb(request)
 
 
 def test_an_identity_without_vocabulary_is_refused() -> None:
@@ -171,23 +150,16 @@ def test_an_identity_without_vocabulary_is_refused() -> None:
         wire.draft_request_from_pb(request)
 
 
-def test_log_probabilities_must_be_one_a_token() -> None:
-    message = verifier_pb2.VerifierGenerateResponse(token_ids=[1, 2], logprobs=[common_pb2.PositionLogprobs()])
-    with pytest.raises(RemoteProtocolError, match="logprobs"):
-        wire.committed_from_pb(message)
-
-
-def test_a_result_without_finish_reason_is_refused() -> None:
-    message = verifier_pb2.VerifierGenerateResponse(result=verifier_pb2.VerifierGenerateResult())
-    with pytest.raises(RemoteProtocolError, match="finish_reason"):
-        wire.committed_from_pb(message)
-
-
 @pytest.mark.parametrize(
-    ("fates", "problem"),
-    [([verifier_pb2.TOKEN_FATE_PLAIN], "1 entries for 2 tokens"), ([verifier_pb2.TOKEN_FATE_PLAIN, 77], "got 77")],
+    ("answer", "problem"),
+    [
+        ({"logprobs": [common_pb2.PositionLogprobs()]}, "logprobs: has 1 entries for 2 tokens"),
+        ({"token_fates": [verifier_pb2.TOKEN_FATE_PLAIN]}, "token_fates: has 1 entries for 2 tokens"),
+        ({"token_fates": [verifier_pb2.TOKEN_FATE_PLAIN, 77]}, "token_fates: got 77"),
+        ({"result": verifier_pb2.VerifierGenerateResult()}, "finish_reason: got 0"),
+    ],
 )
-def test_fates_must_be_known_and_as_many_as_tokens(fates: list[int], problem: str) -> None:
-    message = verifier_pb2.VerifierGenerateResponse(token_ids=[4, 5], token_fates=fates)
-    with pytest.raises(RemoteProtocolError, match=f"VerifierGenerateResponse.token_fates: .*{problem}"):
+def test_a_malformed_answer_of_a_verifier_is_refused_by_field(answer: dict[str, Any], problem: str) -> None:
+    message = verifier_pb2.VerifierGenerateResponse(token_ids=[4, 5], **answer)
+    with pytest.raises(RemoteProtocolError, match=problem):
         wire.committed_from_pb(message)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import widened_demo_target
-from paceline.training.corpus import unseen_prompts
 from tests.vllm.servers import STEADY_PROPOSER, Drafter, Vllm, vllm
 
 

@@ -19,8 +19,9 @@ import httpx
 from loadtest.peers.environments import child_environ
 from loadtest.procfs import children_of
 
-from paceline.cluster.checkpoints import DEMO_DRAFTER, child_environment
+from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.health import grpc_health
+from paceline.cluster.supervisor import child_environment
 from paceline.cluster.valkey import free_port
 
 HOST = "127.0.0.1"

@@ -10,12 +10,12 @@ import grpc
 import pytest
 from loadtest.scrape import scrape
 
+from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_DRAFTER
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import CHANNEL_OPTIONS
-from paceline.training.corpus import unseen_prompts
 from tests.vllm.client import ACCEPTED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

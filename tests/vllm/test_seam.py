@@ -12,7 +12,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.vllm import Proposer
-from paceline.vllm.versions import TESTED, check_version, installed_version
+from paceline.vllm.settings import TESTED, check_version, installed_version
 
 pytestmark = pytest.mark.vllm
 

@@ -68,7 +68,7 @@ def test_the_wheel_holds_models_and_console_and_is_small(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {"paceline", f"paceline-{paceline.__version__}.dist-info"}
     for part in ("models/demo-target/model.safetensors", "models/demo-drafter/tokenizer.json", "py.typed"):
         assert f"paceline/{part}" in names
-    assert any(name.startswith("paceline/gateway/console/static/") for name in names)
+    assert any(name.startswith("paceline/gateway/api/console/static/") for name in names)
     assert wheel.stat().st_size < MOST_WHEEL_MB * 1e6
 
 

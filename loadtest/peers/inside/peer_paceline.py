@@ -16,7 +16,7 @@ else:
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "services"))
 
-from paceline.cluster.checkpoints import THREAD_SETTINGS
+from paceline.cluster.supervisor import THREAD_SETTINGS
 
 # OpenMP reads them when torch is loaded.
 os.environ.update(THREAD_SETTINGS)

@@ -1,14 +1,17 @@
 """Families of models: which engine serves which, and what stands in the way. Needs nothing but the standard library.
 
-One table for all who ask: our engine's refusals, `paceline models check` and `docs/models.md`. What config.json says
-beyond the family, such as a quantisation, is judged here as well.
+One table serves our engine's refusals, `paceline models check` and `docs/models.md`. Other contents of config.json,
+such as a quantisation, are judged here as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
+
+from paceline.checkpoints.json_file import read_object
 
 Config = Mapping[str, Any]
 
@@ -16,6 +19,9 @@ Config = Mapping[str, Any]
 LEAN, GENERIC = "lean", "generic"
 # Positions turned by frequencies that depend on the longest sequence of a batch.
 LENGTH_DEPENDENT: Final = frozenset({"dynamic", "longrope"})
+
+EAGLE3_ARCHITECTURE: Final = "LlamaForCausalLMEagle3"
+SPECULATORS_TYPE: Final = "eagle3"
 
 _SOFTCAP = "its attention caps scores (attn_logit_softcapping)"
 _SINKS = "its attention has sinks"
@@ -34,11 +40,11 @@ class Family:
     Attributes:
         architectures: As config.json names them.
         example: A repository of the Hub.
-        decoder: Of our engine; empty: it serves none of them.
-        why: Why it serves none.
-        vllm: Whether vLLM serves them.
+        decoder: Of our engine; empty: our engine does not serve it.
+        why: Why it does not.
+        vllm: Whether vLLM serves it.
         gated: Whether an MLP has a gate beside its two matrices.
-        tied: Whether the head is the embedding where config.json does not say.
+        tied: Whether the head is the embedding, unless config.json says otherwise.
         remark: What else a reader should know.
     """
 
@@ -132,13 +138,13 @@ LEAN_ARCHITECTURES: Final = frozenset(
 
 
 def family_of(config: Config) -> Family | None:
-    """The family that a config.json is of; None: it is not in the table."""
+    """The family of a config.json; None: it is not in the table."""
     names = config.get("architectures") or ()
     return next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
 
 
 def refusal(config: Config) -> str:
-    """Why our engine does not serve a model, from its config.json, and what does; empty: it does, or will try."""
+    """Why our engine does not serve a model, by its config.json, and what to use instead; empty: it serves or tries."""
     family, own_code = family_of(config), config.get("auto_map")
     if family is None and not is_causal(config):
         return f"architectures: must name one causal language model, got {_named(config)}"
@@ -165,7 +171,7 @@ def refusal(config: Config) -> str:
 
 
 def vllm_refusal(config: Config) -> str:
-    """Why vLLM does not serve a model behind a gateway; empty: it does, or will try."""
+    """Why vLLM does not serve a model behind a gateway; empty: it does, or tries."""
     family = family_of(config)
     if family is None and not is_causal(config):
         return f"{_NO_DECODER} ({_named(config)})"
@@ -173,7 +179,7 @@ def vllm_refusal(config: Config) -> str:
 
 
 def is_causal(config: Config) -> bool:
-    """Whether config.json names one model that goes on with text, as our engine reads it."""
+    """Whether config.json names one causal language model, as our engine reads it."""
     names = list(config.get("architectures") or ())
     return len(names) == 1 and str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
 
@@ -196,6 +202,18 @@ def text_config(config: Config) -> Config:
     """The part of config.json that describes the decoder of text."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
+
+
+def is_eagle3(folder: Path) -> bool:
+    """Whether a checkpoint folder holds an EAGLE-3 head, in SafeAILab's layout or that of speculators."""
+    return (folder / "config.json").is_file() and describes_eagle3(read_object(folder / "config.json"))
+
+
+def describes_eagle3(config: Config) -> bool:
+    """Whether a config.json is that of an EAGLE-3 head."""
+    return EAGLE3_ARCHITECTURE in (config.get("architectures") or []) or (
+        config.get("speculators_model_type") == SPECULATORS_TYPE
+    )
 
 
 def _named(config: Config) -> str:

@@ -10,10 +10,10 @@ from paceline.core.errors import ConfigError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Returns the JSON object in a file.
 
     Raises:
-        ConfigError: It is missing, broken, or holds something else.
+        ConfigError: It is missing, broken, or not an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -25,10 +25,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(flag: str, text: str) -> dict[str, Any]:
-    """The JSON object that a flag gives.
+    """Returns the JSON object in the value of a flag.
 
     Raises:
-        ConfigError: It is broken, or something else; names the flag.
+        ConfigError: It is broken, or not an object; names the flag.
     """
     try:
         content = json.loads(text)

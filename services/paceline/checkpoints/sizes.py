@@ -1,7 +1,7 @@
 """What a model weighs and what its KV takes, from config.json alone. Needs nothing but the standard library.
 
-Sums of matrices; norms and biases are left out, so counts are a little low. A state that is no KV (Mamba's and its
-like) is not counted.
+Sums of matrices; norms and biases are left out, so counts are a little low. State other than KV (as in Mamba) is not
+counted.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from paceline.checkpoints.families import Config, family_of, text_config
 
 KV_BYTES: Final = 2
 _WIDE: Final = ("float32", "float64")
-# Bits of a quantised weight besides its own: a 16-bit scale, and a zero point, for each group.
+# A group of quantised weights has a 16-bit scale and a zero point.
 _SCALE_BITS: Final = 16
 _GROUP: Final = 128
-# Sinks of bits by method, where config.json gives no number: 8-bit floats, 4-bit floats in groups of 32.
+# Bits of a weight by method, where config.json gives no number: 8-bit floats, 4-bit floats in groups of 32.
 _METHOD_BITS: Final = {"fp8": 8.0, "fbgemm_fp8": 8.0, "modelopt": 8.0, "mxfp4": 4.25}
-# Architectures with a decoder layer that has KV each so many layers.
+# Keys of architectures in which only every n-th layer has KV.
 _ATTENTION_EVERY: Final = ("attn_layer_period", "full_attention_interval")
 
 
@@ -28,12 +28,12 @@ class Sizes:
     """Sizes of a decoder of text.
 
     Attributes:
-        num_parameters: None: config.json does not tell.
-        weight_bytes: As stored; None likewise.
+        num_parameters: None: unknown from config.json.
+        weight_bytes: As stored; None: likewise.
         kv_layer_bytes: KV of one token in one layer, in 16 bits.
         full_layers: Layers whose KV grows with the text.
         window_layers: Layers that look back no further than `window` tokens.
-        context_len: None: config.json does not tell.
+        context_len: None: unknown from config.json.
     """
 
     num_layers: int
@@ -46,14 +46,14 @@ class Sizes:
     context_len: int | None
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """KV of a session of so many tokens."""
+        """KV of a session with this number of tokens."""
         return self.kv_layer_bytes * (
             self.full_layers * num_tokens + self.window_layers * min(num_tokens, self.window or num_tokens)
         )
 
 
 def sizes_of(config: Config) -> Sizes | None:
-    """Reads the sizes; None: config.json does not give those of a decoder of text."""
+    """Reads the sizes of a decoder of text; None: config.json does not have them."""
     text = {**config, **text_config(config)}
     layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     hidden = _first(text, "hidden_size", "n_embd", "d_model")
@@ -154,7 +154,7 @@ def _weight_bytes(config: Config, text: Config, embedding: int, attention: int, 
     if not isinstance(quantised, Mapping):
         return kept * (embedding + attention + mlps)
     bits = _bits(quantised)
-    # gpt-oss keeps all but its experts as they were.
+    # gpt-oss quantises its experts only.
     whole = embedding + (attention if quantised.get("quant_method") == "mxfp4" else 0)
     return round(kept * whole + (embedding + attention + mlps - whole) * bits / 8)
 

@@ -1,7 +1,7 @@
 """Where checkpoints come from: folders of this machine, and repositories of the Hugging Face Hub.
 
-Everybody after `folder_of` sees a folder. Cache, token, mirror and offline mode are huggingface_hub's own, set by its
-variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
+After `folder_of` everything works on folders. Cache, token, mirror and offline mode are huggingface_hub's own, set by
+its variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 INDEX: Final = "model.safetensors.index.json"
 PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-# What a checkpoint is judged by, what a gateway reads, and what an engine reads; vLLM asks for more JSON than ours.
+# Files by which a checkpoint is judged, that a gateway reads, and that an engine reads; vLLM needs more JSON than ours.
 CONFIG_FILES: Final = ("config.json",)
 TEXT_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
@@ -45,11 +45,11 @@ TEXT_FILES: Final = (
 )  # fmt: skip
 WEIGHTS: Final = "*.safetensors"
 MODEL_FILES: Final = (*TEXT_FILES, "*.json", WEIGHTS)
-# Other formats of the same weights lie in folders of their own, or beside them as their authors first wrote them.
+# Other formats of the same weights: in subfolders, or as their authors first wrote them.
 NOT_NEEDED: Final = ("*/*", "consolidated*", "*.bin.index.json")
-# A folder of the Hub's cache says which repository it is a snapshot of.
+# A folder in the Hub's cache, named after its repository.
 CACHED: Final = re.compile(r"models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)")
-# `Path` keeps one slash of two.
+# `Path` turns two slashes into one.
 HUB_NAME: Final = re.compile(
     r"(?:hf:/{1,2})?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?"
 )
@@ -73,9 +73,9 @@ class Repository:
 
 
 def parse(given: str | Path) -> Repository | Path:
-    """Reads what a user has named: `ORG/NAME`, `hf://ORG/NAME@REVISION`, `file://FOLDER` or a folder.
+    """Parses the name of a checkpoint: `ORG/NAME`, `hf://ORG/NAME@REVISION`, `file://FOLDER` or a folder.
 
-    A folder that is there wins over a repository of the same name.
+    An existing folder wins over a repository of the same name.
 
     Raises:
         ConfigError: It begins with `hf:` and names no repository.
@@ -93,20 +93,20 @@ def parse(given: str | Path) -> Repository | Path:
 
 
 def repository_of(folder: Path) -> Repository | None:
-    """The repository, by its commit, that a folder of the Hub's cache is a snapshot of; None: it is none."""
+    """The repository and commit of a snapshot in the Hub's cache; None: the folder is no snapshot."""
     path = folder.resolve()
     cached = CACHED.fullmatch(path.parents[1].name) if path.parent.name == "snapshots" else None
     return Repository(name=f"{cached['org']}/{cached['name']}", revision=path.name) if cached else None
 
 
 def served_name(folder: Path) -> str:
-    """The name of a checkpoint for users: its repository's, without the revision, or else its folder's."""
+    """The name of a checkpoint for users: its repository without the revision, or otherwise its folder's name."""
     repository = repository_of(folder)
     return folder.resolve().name if repository is None else repository.name
 
 
 def fetched(config: ConfigT, prog: str, *fields: str, say: Say = logger.info) -> ConfigT:
-    """Returns a service's settings with folders where they named checkpoints; ends the process where that fails."""
+    """Returns a service's settings with checkpoints replaced by their folders; ends the process if that fails."""
     try:
         folders = {
             name: folder_of(given, f"--{name.replace('_', '-')}", say=say)
@@ -119,21 +119,21 @@ def fetched(config: ConfigT, prog: str, *fields: str, say: Say = logger.info) ->
 
 
 def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILES, say: Say = logger.info) -> Path:
-    """Returns the folder of a checkpoint; what a repository of the Hub lacks in the cache is fetched first.
+    """Returns the folder of a checkpoint; files of a Hub repository that are not in the cache are fetched first.
 
     Args:
-        given: As `parse` takes it; a folder comes back unchecked.
+        given: As `parse` takes it; a folder is returned unchecked.
         flag: The setting that named it, for messages.
-        files: Patterns of those that are needed: `MODEL_FILES`, `TEXT_FILES` or `CONFIG_FILES`.
+        files: Patterns of the files needed: `MODEL_FILES`, `TEXT_FILES` or `CONFIG_FILES`.
         say: Gets a line before files are fetched.
 
     Raises:
-        ConfigError: It cannot be had, or is of a format that is not read; says what to do.
+        ConfigError: It cannot be fetched, or has an unsupported format; says what to do.
     """
     source = parse(given)
     if isinstance(source, Path):
         return source
-    # A commit never changes, so nobody needs to be asked about it again.
+    # A commit never changes, so the Hub need not be asked again.
     if COMMIT.fullmatch(source.revision) and (folder := _cached(source, files)):
         return folder
     from huggingface_hub import errors
@@ -152,7 +152,7 @@ def folder_of(given: str | Path, flag: str, *, files: Sequence[str] = MODEL_FILE
 
 
 def unreadable_weights(names: Iterable[str], where: object) -> ConfigError:
-    """What is said of a checkpoint whose files hold no safetensors."""
+    """Returns the error for a checkpoint without safetensors."""
     files = sorted(names)
     pickled = [name for name in files if any(fnmatch(name, pattern) for pattern in PICKLES)]
     if pickled:
@@ -171,7 +171,7 @@ def unreadable_weights(names: Iterable[str], where: object) -> ConfigError:
 
 
 def _fetch(source: Repository, flag: str, *, files: Sequence[str], say: Say) -> Path:
-    """Downloads what is not in the cache; raises what huggingface_hub raises beside `ConfigError`."""
+    """Downloads files that are not in the cache; raises huggingface_hub's errors and `ConfigError`."""
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -209,7 +209,7 @@ def _is_needed(name: str, files: Sequence[str]) -> bool:
 
 
 def _cached(source: Repository, files: Sequence[str]) -> Path | None:
-    """The snapshot in the cache, without asking anybody; None: it is not there, or not whole."""
+    """Returns the snapshot in the cache, without asking the Hub; None: it is missing or incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -237,10 +237,10 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _check(folder: Path, files: Iterable[RepoSibling], flag: str) -> None:
-    """Holds files that were just fetched against the Hub's hashes; sizes are huggingface_hub's to check.
+    """Compares fetched files with the Hub's hashes; huggingface_hub itself checks sizes.
 
     Raises:
-        ConfigError: One is another file than the Hub's; it is removed.
+        ConfigError: A file differs; it is removed.
     """
     for file in files:
         path, lfs = folder / file.rfilename, file.lfs
@@ -277,7 +277,7 @@ def _no_space(source: Repository, flag: str, num_bytes: int | None) -> ConfigErr
 
 
 def _refusal(error: Any, source: Repository, flag: str) -> ConfigError:
-    """What is said of an answer of the Hub that is none of files."""
+    """Returns the error for a refusal by the Hub."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{source.name}"
@@ -313,7 +313,7 @@ def _unreachable(error: Exception, source: Repository, flag: str) -> ConfigError
 
 @contextmanager
 def _ends_at_once() -> Iterator[None]:
-    """Lets Ctrl-C end the process while files are fetched; huggingface_hub's threads would finish theirs first."""
+    """Lets Ctrl-C end the process during a fetch; otherwise huggingface_hub's threads finish their files first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,6 @@
-"""`paceline generate`: streams one completion from a gateway over HTTP, then says what speculation did.
+"""`paceline generate`: streams one completion from a gateway over HTTP, then prints what speculation did.
 
-A client like any other: it knows the HTTP API and nothing of the services.
+It knows the HTTP API and nothing of the services.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 import httpx
 
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
-from paceline.service.called import as_called
-from paceline.service.config import parse, setting
+from paceline.service.config import as_called, parse, setting
 
 PROG = "paceline generate"
 DESCRIPTION = (
@@ -35,8 +34,8 @@ class GenerateConfig:
 
     prompt: str = setting(help="What to continue.")
     url: str = setting("http://127.0.0.1:8000", help="Where the gateway serves HTTP.")
-    api_key: str = setting("", help="Key to show, if the gateway asks for one; safer in the environment than here.")
-    ca_file: Path | None = setting(None, help="Certificates of the authorities to believe; without it the usual ones.")
+    api_key: str = setting("", help="API key, if the gateway needs one; safer in the environment than here.")
+    ca_file: Path | None = setting(None, help="Certificates of the authorities to trust; without it the usual ones.")
     model: str = setting("", help="Model name; without it the only one served.")
     chat: bool = setting(False, help="Send the prompt as a user's message of a chat.")
     max_tokens: int = setting(128, help="Most tokens to generate.", low=1)
@@ -66,7 +65,7 @@ def generate(config: GenerateConfig) -> None:
 
     Raises:
         UnavailableError: The gateway cannot be reached or stops answering.
-        PacelineError: It refuses the request or breaks off.
+        PacelineError: It refuses the request, or ends it with an error.
     """
     metrics: Any = None
     usage: Any = None
@@ -82,12 +81,7 @@ def generate(config: GenerateConfig) -> None:
 
 
 def stream(config: GenerateConfig) -> Iterator[dict[str, Any]]:
-    """Yields the chunks of the stream.
-
-    Raises:
-        UnavailableError: The gateway cannot be reached or stops answering.
-        PacelineError: It refuses the request or breaks off.
-    """
+    """Yields the chunks of the stream; raises as `generate`."""
     timeout = httpx.Timeout(config.timeout_s, connect=CONNECT_TIMEOUT_S)
     with _reached(config.url), _client(config, timeout) as client:
         path = "/v1/chat/completions" if config.chat else "/v1/completions"

@@ -1,7 +1,7 @@
-"""Streams completions over gRPC from any of several gateways, and goes on at another one when a stream breaks off.
+"""Streams completions over gRPC from any of several gateways, and continues at another one when a stream breaks.
 
-For programs that must not lose a token to a gateway that dies: each token comes once, in order, whatever happens to
-the gateways, as long as one of them can be reached again in time.
+For programs that must not lose a token when a gateway dies: each token comes once, in order, as long as some gateway
+can be reached again in time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 _OPTIONS = (
     *CHANNEL_OPTIONS,
-    # A gateway that vanished without a word is found out within seconds.
+    # Detects a vanished gateway within seconds.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -55,17 +55,17 @@ class Progress:
     num_tokens: int = 0
     num_chars: int = 0
     digest: TokenDigest = field(default_factory=TokenDigest)
-    # What a stream that begins anew sends again, and the digest of what it has sent of that.
+    # What a restarted stream will repeat, and the digest of what it has repeated so far.
     skip_tokens: int = 0
     skip_chars: int = 0
     skipped: TokenDigest = field(default_factory=TokenDigest)
 
     def take(self, response: gateway_pb2.GatewayGenerateResponse) -> gateway_pb2.GatewayGenerateResponse | None:
-        """Returns the part of a message that is new; None if nothing is.
+        """Returns the new part of a message; None if nothing is new.
 
         Raises:
             UnavailableError: Tokens are missing before those of the message.
-            ResumeMismatchError: A stream that began anew brings another text.
+            ResumeMismatchError: A restarted stream brings another text.
         """
         self.session_id = response.session_id
         expected = self.num_tokens - self.skip_tokens
@@ -92,25 +92,25 @@ class Progress:
             raise ResumeMismatchError("the stream began anew and brings other tokens than before")
 
     def begin_anew(self) -> None:
-        """The session is lost; the same seed gives the same tokens, of which the first are known."""
+        """Starts over, as the session is lost: the same seed gives the same tokens, of which the first are known."""
         self.session_id = ""
         self.skip_tokens, self.skip_chars, self.skipped = self.num_tokens, self.num_chars, TokenDigest()
 
     def resume(self) -> gateway_pb2.ResumeRequest:
-        """Asks for what is not there yet; nothing that is known is sent again, however far a new beginning had come."""
+        """Returns a request for the missing part; no known token is sent again, however far a restart had come."""
         self.skip_tokens = self.skip_chars = 0
         digest = self.digest.hex() if self.num_tokens else ""
         return gateway_pb2.ResumeRequest(session_id=self.session_id, offset=self.num_tokens, digest=digest)
 
     def wait_s(self, error: PacelineError) -> float:
-        """Seconds after which an error is worth another try.
+        """Returns the seconds after which to try again.
 
         Raises:
-            PacelineError: The error itself; there is nothing to try.
+            PacelineError: The error itself, if a retry is pointless.
         """
         match error:
             case OverloadedError() if self.num_tokens or self.num_chars or self.session_id:
-                # A session that has begun waits for its place; a new one is the caller's to send again.
+                # A session that has begun waits for a place; the caller may send a new one again.
                 return error.retry_after_s
             case UnavailableError() | StaleEpochError():
                 return 0.0
@@ -123,13 +123,13 @@ class ResumingClient:
 
     Args:
         addresses: gRPC addresses of gateways, `host:port`.
-        api_key: Shown with every call; empty: none.
-        ca: Certificates in PEM that sign the gateways' ones; None: plain text.
-        patience_s: How long to go on trying without a new token, in seconds.
-        silence_s: Longest wait for the next message of a stream, in seconds; streams wait for their turn, and gateways
-            that are dead or frozen are found out sooner by the pings of gRPC.
+        api_key: Sent with every call; empty: none.
+        ca: PEM certificates of the authorities that sign the gateways'; None: plain text.
+        patience_s: How long to keep trying without a new token, in seconds.
+        silence_s: Longest wait for the next message of a stream, in seconds. Long, since streams may queue; gRPC's
+            pings detect dead or frozen gateways sooner.
         clock: Monotonic seconds.
-        chance: Spreads the tries of many clients.
+        chance: Spreads the retries of many clients.
     """
 
     def __init__(
@@ -166,10 +166,9 @@ class ResumingClient:
 
         Raises:
             InvalidRequestError: The request has no sampling parameters to put a seed into.
-            SessionNotFoundError: Nobody knows the session any more, and its acceptance rule would not give the same
-                tokens again.
-            OverloadedError: No gateway has a place for a new session now; says when to come again.
-            ResumeMismatchError: The session, or the stream that began anew, has other tokens than it brought before.
+            SessionNotFoundError: The session is lost, and its acceptance rule would not give the same tokens again.
+            OverloadedError: No gateway has a place for a new session now; says when to retry.
+            ResumeMismatchError: The session, or a restarted stream, has other tokens than it brought before.
             PacelineError: A gateway refused the request.
             UnavailableError: No gateway brought a new token for `patience_s` seconds.
         """
@@ -194,7 +193,7 @@ class ResumingClient:
                 if self._clock() >= until_s:
                     raise UnavailableError(f"no gateway has brought a token in time; the last said: {error}") from error
                 self.num_resumed += bool(progress.session_id)
-            # Clients that lost the same gateway must not all come back at the same moment.
+            # Clients that lost the same gateway must not all return at the same moment.
             await asyncio.sleep(pause_s * self._chance.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
             turn += 1
@@ -202,7 +201,7 @@ class ResumingClient:
     async def _attempt(
         self, request: gateway_pb2.GatewayGenerateRequest, progress: Progress, turn: int
     ) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
-        """Yields what one gateway has to say."""
+        """Yields what one gateway sends."""
         stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(
             self._channels[turn % len(self._channels)]
         )
@@ -243,7 +242,7 @@ def _channel(address: str, ca: bytes | None) -> grpc.aio.Channel:
 
 
 def _repeatable(request: gateway_pb2.GatewayGenerateRequest) -> gateway_pb2.GatewayGenerateRequest:
-    """Returns the request with a seed, and the coupled rule unless it names another: beginning anew brings the same."""
+    """Returns the request with a seed, and the coupled rule unless it names another, so that a restart repeats it."""
     if not request.HasField("sampling"):
         raise InvalidRequestError("sampling", "is required: it holds the seed with which a lost stream begins anew")
     seeded = gateway_pb2.GatewayGenerateRequest()

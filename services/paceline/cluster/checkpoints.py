@@ -1,7 +1,7 @@
-"""Finds checkpoint folders: the demo pair in the package, its widening in the user's cache, any folder given.
+"""Finds the checkpoints that a fleet serves: the demo pair, its widening in the user's cache, and any that are named.
 
-Widening loads torch, so it runs in a process of its own, this module's `main`. Facts of a checkpoint are read
-from its headers; no weights are loaded here.
+Widening loads torch, so it runs in a process of its own (`cluster/widen.py`). Facts of a checkpoint are read from its
+headers; no weights are loaded here.
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import paceline
-from paceline.checkpoints.source import repository_of, unreadable_weights
-from paceline.checkpoints.vocabulary import vocab_hash
+from paceline.checkpoints.families import is_eagle3
+from paceline.checkpoints.identity import vocab_hash
+from paceline.checkpoints.json_file import parse_object
+from paceline.checkpoints.source import MODEL_FILES, folder_of, repository_of, unreadable_weights
+from paceline.cluster.spec import FleetSpec
+from paceline.cluster.supervisor import child_environment
 from paceline.core.errors import ConfigError
+from paceline.core.params import DRAFT_MODEL, EAGLE3, MEDUSA
 
 MODELS_FOLDER = Path(paceline.__file__).parent / "models"
 DEMO_TARGET = MODELS_FOLDER / "demo-target"
@@ -31,11 +36,10 @@ WIDENED_NAME = "demo-target-widened-{preset}"
 WIDENED_PRESET = "98m"
 WIDENED_SIZES = {"98m": "98 M", "400m": "400 M"}
 MAX_HEADER_BYTES = 100_000_000
-# The one setting that a child inherits; see `child_environment`.
-LEARNED_DIR = "PACELINE_LEARNED_DIR"
-# A thread that spins for long takes the core of the other tier; one that sleeps between two layers takes as long to
-# wake on a virtual machine as a layer does. So OpenMP's threads sleep, but after a gap longer than a step has any.
-THREAD_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+# Methods that draft with heads: the key of --speculative-config that names their folder, and the demo target's.
+HEADS = {MEDUSA: ("medusa_model", DEMO_MEDUSA), EAGLE3: ("eagle3_model", DEMO_EAGLE3)}
+# Keys of --speculative-config that name checkpoints.
+MODEL_KEYS = ("model", *(key for key, _ in HEADS.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +55,23 @@ class CheckpointFacts:
     widened_from: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """Resolved checkpoint folders; drafters take the draft models in turn, and there are none without drafters."""
+
+    target: Path
+    drafts: tuple[Path, ...]
+
+    def draft_of(self, drafter: int) -> Path:
+        """The draft model of a drafter by its number."""
+        return self.drafts[drafter % len(self.drafts)]
+
+
 def check_checkpoint(path: Path, flag: str) -> Path:
     """Returns the absolute path of a checkpoint folder.
 
     Raises:
-        ConfigError: It is none; names the flag and what is missing.
+        ConfigError: It is not one; names the flag and what is missing.
     """
     if not path.is_dir():
         raise ConfigError(f"{flag} {path}: no such folder")
@@ -68,7 +84,7 @@ def check_checkpoint(path: Path, flag: str) -> Path:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Returns the folder for what can be made anew."""
+    """Returns the folder for what can be made again."""
     root = environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "paceline"
 
@@ -140,36 +156,112 @@ def _widen_in_own_process(out: Path, preset: str, environ: Mapping[str, str]) ->
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write to {out.parent}: {error.strerror}; set XDG_CACHE_HOME") from error
-    command = [sys.executable, "-m", "paceline.cluster.checkpoints", str(DEMO_TARGET), str(out), preset]
+    command = [sys.executable, "-m", "paceline.cluster.widen", str(DEMO_TARGET), str(out), "--preset", preset]
     ended = subprocess.run(command, env=child_environment(environ), capture_output=True, text=True, check=False)
     # Another fleet may have made it at the same time.
     if ended.returncode != 0 and not (out / "config.json").is_file():
         raise ConfigError(f"widening the demo target failed: {ended.stderr.strip()[-500:]}")
 
 
-def child_environment(environ: Mapping[str, str], *, num_threads: int | None = None) -> dict[str, str]:
-    """Returns the environment of a child: ours without our settings, able to import this very package.
+def draft_settings(spec: FleetSpec) -> Mapping[str, Any]:
+    """Returns `--speculative-config` decoded.
 
-    Settings travel as flags; a `PACELINE_PORT` meant for one process must not reach the others. Where a host keeps what
-    is learned holds for all that run on it.
+    Raises:
+        ConfigError: It is no JSON object; its values are the verifier's to check.
     """
-    kept = {name: value for name, value in environ.items() if not name.startswith("PACELINE_") or name == LEARNED_DIR}
-    source_root = str(Path(paceline.__file__).parents[1])
-    path = [source_root, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
-    kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
-    kept |= THREAD_SETTINGS
-    if num_threads is not None:
-        kept["OMP_NUM_THREADS"] = str(num_threads)
-    return kept
+    return parse_object("--speculative-config", spec.speculative_config or "{}")
 
 
-def main() -> None:
-    """Widens the checkpoint folder named first into the one named second, to the preset named third."""
-    from paceline.training.widen import PRESETS, widen
+def fetch_models(spec: FleetSpec, say: Callable[[str], None], *, files: Sequence[str] = MODEL_FILES) -> FleetSpec:
+    """Returns the settings with folders where they named checkpoints, heads among them.
 
-    source, out = map(Path, sys.argv[1:3])
-    widen(source, out, PRESETS[sys.argv[3]])
+    Args:
+        spec: The settings.
+        say: Gets a line before something is fetched.
+        files: Those of target and draft model that are needed here, see `folder_of`.
+
+    Raises:
+        ConfigError: One cannot be fetched; names its setting and says what to do.
+    """
+    settings = {
+        key: str(folder_of(str(value), f"--speculative-config {key}", say=say))
+        if value and key in MODEL_KEYS
+        else value
+        for key, value in draft_settings(spec).items()
+    }
+    spec = replace(spec, speculative_config=json.dumps(settings) if settings else "")
+    if spec.model is not None:
+        spec = replace(spec, model=folder_of(spec.model, "--model", files=files, say=say))
+    if spec.draft_model is not None and spec.drafter:
+        spec = replace(spec, draft_model=folder_of(spec.draft_model, "--draft-model", files=files, say=say))
+    return spec
 
 
-if __name__ == "__main__":
-    main()
+def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]) -> Checkpoints:
+    """Finds the checkpoint folders a fleet is to serve; may make the widened demo target.
+
+    Raises:
+        ConfigError: A folder is none, or the draft model is not named.
+    """
+    own = spec.model
+    target = widened_demo_target(environ, say) if own is None else check_checkpoint(own, "--model")
+    drafts = tuple(_check_draft(folder, target) for folder in _draft_folders(spec)) if spec.drafter else ()
+    if len(drafts) > spec.num_drafters:
+        names = " and ".join(draft.name for draft in drafts)
+        raise ConfigError(f"--num-drafters: must be at least {len(drafts)} for the draft models {names}")
+    return Checkpoints(target=target, drafts=drafts)
+
+
+def _draft_folders(spec: FleetSpec) -> list[Path]:
+    """One for each method of the drafter tier.
+
+    Raises:
+        ConfigError: None is named.
+    """
+    settings = draft_settings(spec)
+    methods = str(settings.get("method", DRAFT_MODEL)).split("+")
+    folders: list[Path] = []
+    if DRAFT_MODEL in methods or EAGLE3 not in methods:
+        named = settings.get("model")
+        draft = spec.draft_model or (Path(str(named)).expanduser() if named else None)
+        if draft is None and spec.model is not None:
+            raise ConfigError("--model needs --draft-model PATH beside it, or --no-drafter for plain decoding")
+        folders.append(draft or DEMO_DRAFTER)
+    if EAGLE3 in methods:
+        if not settings.get("eagle3_model"):
+            raise ConfigError("--speculative-config eagle3_model: must name the folder of the EAGLE-3 head")
+        folders.append(Path(str(settings["eagle3_model"])))
+    return folders
+
+
+def _check_draft(folder: Path, target: Path) -> Path:
+    draft = check_checkpoint(folder, "--draft-model")
+    if not is_eagle3(draft) and vocab_hash(target) != vocab_hash(draft):
+        raise ConfigError(
+            f"draft model {draft.name!r} cannot draft for target {target.name!r}: their vocabularies differ; "
+            "both need the same tokens with the same ids"
+        )
+    return draft
+
+
+def with_heads(spec: FleetSpec) -> FleetSpec:
+    """Checks the folders that methods need inside the verifier, and names the bundled ones for the demo target.
+
+    Raises:
+        ConfigError: A folder is none.
+    """
+    settings = dict(draft_settings(spec))
+    if settings.get("placement") == "verifier":
+        own = spec.draft_model or (DEMO_DRAFTER if spec.model is None else None)
+        settings |= {} if own is None or "model" in settings else {"model": str(own)}
+        spec = replace(spec, drafter=False)
+    if settings.get("method") == EAGLE3 and "model" in settings:
+        # vLLM's spelling.
+        settings.setdefault("eagle3_model", settings["model"])
+    for method in str(settings.get("method", "")).split("+"):
+        key, bundled = HEADS.get(method, ("", None))
+        if key and settings.get(key):
+            settings[key] = str(check_checkpoint(Path(str(settings[key])).expanduser(), f"--speculative-config {key}"))
+        elif spec.model is None and bundled is not None and bundled.is_dir():
+            settings[key] = str(bundled)
+    return replace(spec, speculative_config=json.dumps(settings) if settings else "")

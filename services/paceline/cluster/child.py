@@ -1,6 +1,6 @@
 """Runs one command so that it cannot outlive the supervisor that asked for it.
 
-The kernel is told to kill this process when its parent dies, and `exec` keeps that. It knows no service.
+It has the kernel kill this process when its parent dies, which `exec` keeps. It knows no service.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
-        # The parent died before the kernel was told; nobody is left to stop this process.
+        # The parent died before the request reached the kernel: nothing is left that would stop this process.
         raise SystemExit(1)
     try:
         os.execvp(command[0], command)

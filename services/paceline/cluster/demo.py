@@ -19,15 +19,13 @@ from typing import Any
 
 import httpx
 
-from paceline.cluster.drain import say
-from paceline.cluster.foreground import describe_models, until_ctrl_c
+from paceline.checkpoints.corpus import unseen_prompts
+from paceline.cluster.foreground import describe_models, say, table, until_ctrl_c
 from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FREE_PORTS, FleetSpec
-from paceline.cluster.up import table
 from paceline.core.errors import PacelineError
 from paceline.service.config import parse, setting
 from paceline.service.process import run
-from paceline.training.corpus import unseen_prompts
 
 PROG = "paceline demo"
 DESCRIPTION = (
@@ -83,7 +81,7 @@ class Run:
     def tokens_per_s(self) -> float:
         """Output tokens over the time, prompts included, until one of the streams finds no work left.
 
-        With drafts, streams end at different times: what runs alone at the end says nothing of this concurrency.
+        With drafts, streams end at different times; tokens of the last ones, which run with fewer others, do not count.
         """
         ends_s = sorted(each.pieces[-1][0] for each in self.completions)
         until_s = ends_s[-min(self.concurrency, len(ends_s))]
@@ -153,7 +151,7 @@ async def _compare(config: DemoConfig, fleet: LocalFleet) -> bool:
             rows += [each.row(way, concurrency, runs["plain"]) for way, each in runs.items()]
             same = same and runs["plain"].texts == runs["speculative"].texts
     say("\n".join(table(rows)))
-    say(f"{DIM}tokens/s: while so many streams ran; ratio: to plain;")
+    say(f"{DIM}tokens/s: while that many streams ran; ratio: to plain;")
     say("accepted: accepted over verified draft tokens; length: mean acceptance length;")
     say(f"gamma: draft tokens a round; batch: mean number of sessions in a step{RESET}")
     exact = all(each.record.get("exact", True) for each in runs["speculative"].completions)
@@ -162,7 +160,7 @@ async def _compare(config: DemoConfig, fleet: LocalFleet) -> bool:
 
 
 def verdict_of(same: bool, exact: bool) -> str:
-    """What is to be said of the texts.
+    """Returns the verdict on the texts.
 
     Args:
         same: Whether all were identical.

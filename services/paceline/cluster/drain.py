@@ -2,18 +2,18 @@
 
 A mark in the registry does it: gateways move sessions off a verifier, verifiers move theirs off a drafter, a gateway
 refuses new ones and lets its own finish. The replica itself runs on, and serves again when the mark is taken back. It
-remembers the mark, and sets it anew if the store loses it.
+remembers the mark, and sets it again if the store loses it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.cluster.foreground import say
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.service.config import parse, setting
 from paceline.service.process import run
@@ -78,16 +78,16 @@ async def _find(store: Store, replica_id: str) -> Replica:
 async def _until_empty(store: Store, config: DrainConfig) -> None:
     watch = _Watch(store, config.replica)
     deadline_s = time.monotonic() + config.timeout_s
-    # The first heartbeat after the mark may still tell of before it.
+    # The first heartbeat after the mark may still carry the state before it.
     await asyncio.sleep(2 * HEARTBEAT_S)
     while True:
         now_s = time.monotonic()
-        told = watch.num_sessions
+        before = watch.num_sessions
         await watch.look(now_s)
         if watch.num_sessions == 0 or watch.gone(now_s):
             say(f"{config.replica} is drained{'' if watch.there else ', and it has left the registry'}")
             return
-        if watch.num_sessions != told:
+        if watch.num_sessions != before:
             say(f"{watch.num_sessions} sessions are left")
         if now_s >= deadline_s:
             raise UnavailableError(
@@ -98,10 +98,10 @@ async def _until_empty(store: Store, config: DrainConfig) -> None:
 
 
 class _Watch:
-    """What the registry tells of a replica, which may be away, or back without any entry.
+    """What the registry knows of a replica, which may be away, or back without any entry.
 
     Attributes:
-        num_sessions: As last told; None: not yet.
+        num_sessions: As last reported; None: not yet.
     """
 
     def __init__(self, store: Store, replica_id: str) -> None:
@@ -112,11 +112,11 @@ class _Watch:
 
     @property
     def there(self) -> bool:
-        """Whether it was in the registry, or nobody knows."""
+        """Whether it was in the registry, as far as is known."""
         return self._missing_since_s is None
 
     async def look(self, now_s: float) -> None:
-        """Reads the registry; one that does not answer tells nothing."""
+        """Reads the registry; one that does not answer changes nothing."""
         try:
             found = [each for each in await self._store.replicas() if each.replica_id == self._replica_id]
         except UnavailableError:
@@ -130,9 +130,3 @@ class _Watch:
     def gone(self, now_s: float) -> bool:
         """Whether it has been missing for longer than a heartbeat can be late."""
         return self._missing_since_s is not None and now_s - self._missing_since_s >= GONE_AFTER_S
-
-
-def say(line: str) -> None:
-    """Prints a line at once, also into a pipe."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()

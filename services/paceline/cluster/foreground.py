@@ -1,18 +1,29 @@
-"""A fleet in the foreground of a terminal: until Ctrl-C, and what is said of its target."""
+"""What the commands around a fleet share: lines and tables for a terminal, and a fleet that runs until Ctrl-C."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+import sys
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.source import served_name
-from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, num_parameters
-from paceline.cluster.drain import say
-from paceline.cluster.spec import Checkpoints
+from paceline.cluster.checkpoints import DEMO_TARGET, WIDENED_NAME, WIDENED_PRESET, Checkpoints, num_parameters
 from paceline.service.process import install_signal_handlers
+
+
+def say(line: str) -> None:
+    """Prints a line at once, also into a pipe."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns lines with the columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 async def until_ctrl_c(run_fleet: Callable[[asyncio.Event, asyncio.Event], Coroutine[Any, Any, None]]) -> None:

@@ -6,35 +6,22 @@ It starts and supervises; requests never pass through it.
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from paceline.checkpoints.heads import is_eagle3
-from paceline.checkpoints.source import MODEL_FILES, folder_of, served_name
-from paceline.checkpoints.vocabulary import vocab_hash
-from paceline.cluster.checkpoints import (
-    DEMO_DRAFTER,
-    DEMO_EAGLE3,
-    DEMO_MEDUSA,
-    check_checkpoint,
-    num_parameters,
-    widened_demo_target,
-)
+from paceline.checkpoints.families import is_eagle3
+from paceline.checkpoints.source import served_name
+from paceline.cluster.checkpoints import Checkpoints, fetch_models, num_parameters, resolve_checkpoints, with_heads
 from paceline.cluster.spec import (
-    Checkpoints,
     Endpoint,
     FleetSpec,
+    Launch,
     available_cpus,
-    draft_settings,
-    gateway_child,
     gateway_scheme,
-    model_child,
     plan_endpoints,
     plan_store_port,
     share_cpus,
@@ -43,15 +30,7 @@ from paceline.cluster.spec import (
 )
 from paceline.cluster.supervisor import BackOff, Child, Supervisor
 from paceline.cluster.valkey import find_server
-from paceline.core.errors import ConfigError
-from paceline.core.params import DRAFT_MODEL, EAGLE3, MEDUSA
 from paceline.service.config import public_url
-
-# Methods that draft with heads: the key of --speculative-config that names their folder, and the demo target's.
-HEADS = {MEDUSA: ("medusa_model", DEMO_MEDUSA), EAGLE3: ("eagle3_model", DEMO_EAGLE3)}
-
-# Keys of --speculative-config that name checkpoints.
-MODEL_KEYS = ("model", *(key for key, _ in HEADS.values()))
 
 
 class LocalFleet:
@@ -78,8 +57,8 @@ class LocalFleet:
             environ: Environment of the services.
             say: Gets a line for whatever a user should know.
             back_off: Pauses before restarts.
-            announce: Where others are told to reach a verifier, a drafter or the store, such as a proxy before it;
-                empty: there.
+            announce: The address of a verifier, a drafter or the store that others get, such as that of a proxy;
+                empty: its own.
             modules: By role, what is started instead of `paceline.verifier` and the like; takes the same flags.
         """
         self.spec = spec
@@ -163,7 +142,7 @@ class LocalFleet:
         return self._child(role).num_restarts
 
     async def is_well(self, role: str) -> bool:
-        """Says whether a process does its work."""
+        """Returns whether a process does its work."""
         return await self._child(role).spec.is_healthy()
 
     async def until_restarted(self, role: str, count: int) -> None:
@@ -189,19 +168,11 @@ class LocalFleet:
         self.log_dir = self._temporary_dir if spec.log_dir is None else spec.log_dir.absolute()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         await self._start_store(self._temporary_dir)
-        await self._start_models(self.checkpoints)
-        gateways = [
-            gateway_child(
-                spec,
-                endpoint,
-                self.checkpoints.target,
-                self.redis_url,
-                self.log_dir,
-                environ,
-                module=self._modules.get(endpoint.role, ""),
-            )
-            for endpoint in self.endpoints_of("gateway")
-        ]
+        launch = Launch(
+            spec=spec, redis_url=self.redis_url, log_dir=self.log_dir, environ=environ, modules=self._modules
+        )
+        await self._start_models(launch, self.checkpoints)
+        gateways = [launch.gateway(endpoint, self.checkpoints.target) for endpoint in self.endpoints_of("gateway")]
         await self._supervisor.start(gateways, spec.start_timeout_s)
 
     async def _start_store(self, work_dir: Path) -> None:
@@ -218,7 +189,7 @@ class LocalFleet:
         await self._supervisor.start([child], spec.start_timeout_s)
         self.redis_url = f"redis://{self._announce(endpoint) or endpoint.address}"
 
-    async def _start_models(self, checkpoints: Checkpoints) -> None:
+    async def _start_models(self, launch: Launch, checkpoints: Checkpoints) -> None:
         spec = self.spec
         verifier_shares, drafter_shares = share_cpus(spec, available_cpus())
         drafters = enumerate(self.endpoints_of("drafter"))
@@ -229,17 +200,12 @@ class LocalFleet:
         shares = [*verifier_shares, *drafter_shares]
         memory = share_memory(spec, [num_parameters(checkpoint) for _, checkpoint in placed])
         children = [
-            model_child(
-                spec,
+            launch.model(
                 endpoint,
-                share,
                 checkpoint,
-                self.redis_url,
-                self.log_dir,
-                self._environ,
-                self._announce(endpoint),
-                checkpoints.target if is_eagle3(checkpoint) else None,
-                module=self._modules.get(endpoint.role, ""),
+                share,
+                announce=self._announce(endpoint),
+                target=checkpoints.target if is_eagle3(checkpoint) else None,
                 memory_utilization=utilization,
             )
             for (endpoint, checkpoint), share, utilization in zip(placed, shares, memory, strict=True)
@@ -248,98 +214,3 @@ class LocalFleet:
 
     def _child(self, role: str) -> Child:
         return self._supervisor.child(self.endpoint(role).name)
-
-
-def fetch_models(spec: FleetSpec, say: Callable[[str], None], *, files: Sequence[str] = MODEL_FILES) -> FleetSpec:
-    """Returns the settings with folders where they named checkpoints, heads among them.
-
-    Args:
-        spec: The settings.
-        say: Gets a line before something is fetched.
-        files: Those of target and draft model that are needed here, see `folder_of`.
-
-    Raises:
-        ConfigError: One cannot be had; names its setting and says what to do.
-    """
-    settings = {
-        key: str(folder_of(str(value), f"--speculative-config {key}", say=say))
-        if value and key in MODEL_KEYS
-        else value
-        for key, value in draft_settings(spec).items()
-    }
-    spec = replace(spec, speculative_config=json.dumps(settings) if settings else "")
-    if spec.model is not None:
-        spec = replace(spec, model=folder_of(spec.model, "--model", files=files, say=say))
-    if spec.draft_model is not None and spec.drafter:
-        spec = replace(spec, draft_model=folder_of(spec.draft_model, "--draft-model", files=files, say=say))
-    return spec
-
-
-def resolve_checkpoints(spec: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]) -> Checkpoints:
-    """Finds the checkpoint folders a fleet is to serve; may make the widened demo target.
-
-    Raises:
-        ConfigError: A folder is none, or the draft model is not named.
-    """
-    own = spec.model
-    target = widened_demo_target(environ, say) if own is None else check_checkpoint(own, "--model")
-    drafts = tuple(_check_draft(folder, target) for folder in _draft_folders(spec)) if spec.drafter else ()
-    if len(drafts) > spec.num_drafters:
-        names = " and ".join(draft.name for draft in drafts)
-        raise ConfigError(f"--num-drafters: must be at least {len(drafts)} for the draft models {names}")
-    return Checkpoints(target=target, drafts=drafts)
-
-
-def _draft_folders(spec: FleetSpec) -> list[Path]:
-    """One for each method of the drafter tier.
-
-    Raises:
-        ConfigError: None is named.
-    """
-    settings = draft_settings(spec)
-    methods = str(settings.get("method", DRAFT_MODEL)).split("+")
-    folders: list[Path] = []
-    if DRAFT_MODEL in methods or EAGLE3 not in methods:
-        named = settings.get("model")
-        draft = spec.draft_model or (Path(str(named)).expanduser() if named else None)
-        if draft is None and spec.model is not None:
-            raise ConfigError("--model needs --draft-model PATH beside it, or --no-drafter for plain decoding")
-        folders.append(draft or DEMO_DRAFTER)
-    if EAGLE3 in methods:
-        if not settings.get("eagle3_model"):
-            raise ConfigError("--speculative-config eagle3_model: must name the folder of the EAGLE-3 head")
-        folders.append(Path(str(settings["eagle3_model"])))
-    return folders
-
-
-def _check_draft(folder: Path, target: Path) -> Path:
-    draft = check_checkpoint(folder, "--draft-model")
-    if not is_eagle3(draft) and vocab_hash(target) != vocab_hash(draft):
-        raise ConfigError(
-            f"draft model {draft.name!r} cannot draft for target {target.name!r}: their vocabularies differ; "
-            "both need the same tokens with the same ids"
-        )
-    return draft
-
-
-def with_heads(spec: FleetSpec) -> FleetSpec:
-    """Checks the folders that methods need inside the verifier, and names the bundled ones for the demo target.
-
-    Raises:
-        ConfigError: A folder is none.
-    """
-    settings = dict(draft_settings(spec))
-    if settings.get("placement") == "verifier":
-        own = spec.draft_model or (DEMO_DRAFTER if spec.model is None else None)
-        settings |= {} if own is None or "model" in settings else {"model": str(own)}
-        spec = replace(spec, drafter=False)
-    if settings.get("method") == EAGLE3 and "model" in settings:
-        # vLLM's spelling.
-        settings.setdefault("eagle3_model", settings["model"])
-    for method in str(settings.get("method", "")).split("+"):
-        key, bundled = HEADS.get(method, ("", None))
-        if key and settings.get(key):
-            settings[key] = str(check_checkpoint(Path(str(settings[key])).expanduser(), f"--speculative-config {key}"))
-        elif spec.model is None and bundled is not None and bundled.is_dir():
-            settings[key] = str(bundled)
-    return replace(spec, speculative_config=json.dumps(settings) if settings else "")

@@ -1,25 +1,24 @@
 """What a fleet on one machine consists of: settings in, commands of its processes out.
 
-Pure but for the question which ports and CPUs are free. It knows the services by their flags only.
+Pure, except that it looks which ports and CPUs are free. It knows the services by their flags only.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoints.json_file import parse_object
 from paceline.checkpoints.source import Repository
-from paceline.cluster.checkpoints import child_environment
-from paceline.cluster.health import grpc_health, http_health, store_health
-from paceline.cluster.ports import Ports
-from paceline.cluster.supervisor import ChildSpec
+from paceline.cluster.health import HealthCheck, grpc_health, http_health, store_health
+from paceline.cluster.supervisor import ChildSpec, child_environment
 from paceline.cluster.valkey import server_command
 from paceline.core.errors import ConfigError
 from paceline.core.messages import DRAFTER, VERIFIER
@@ -27,9 +26,13 @@ from paceline.service.config import setting
 from paceline.service.credentials import PROBE, folder_of, load_tls
 
 PORT_STRIDE = 10
+# Free ports are looked for here, below those that systems give to outgoing connections: one of these may take a port
+# between this look and the start of the service it is for.
+UNCLAIMED = range(10_240, 32_768)
+TRIES = 100
 # Engines of a verifier.
 PACELINE, VLLM = "paceline", "vllm"
-# Of the time that a fleet has to end, how much running requests get; the rest is for goodbyes.
+# Share of the time to end in that running requests get; the rest is for shutting down.
 GRACE_SHARE = 0.75
 # Settings of `FleetSpec` for a fleet beside others.
 FREE_PORTS: dict[str, Any] = {
@@ -52,7 +55,7 @@ class FleetSpec:
     """Settings of `paceline up`."""
 
     fleet: Path | None = setting(
-        None, help="File that says what flags do not, in the words of the Helm chart's values; flags win."
+        None, help="File with the Helm chart's values, for settings that no flag gives; flags win."
     )
     model: Path | None = setting(
         None, help="Target: ORG/NAME or hf://ORG/NAME@REVISION of the Hub, or a folder; without it the demo pair."
@@ -104,7 +107,7 @@ class FleetSpec:
     )
     pin: bool = setting(True, help="Keep each verifier and drafter to CPUs of its own, if there are enough.")
     lend: bool = setting(
-        True, help="Let verifiers use the drafters' CPUs while these rest; --no-lend is as on machines of their own."
+        True, help="Let verifiers use the drafters' CPUs while drafters idle; --no-lend is as on separate machines."
     )
     verifier_engine: str = setting(
         PACELINE, help="What computes the target: our own engine, or vLLM.", choices=(PACELINE, VLLM)
@@ -132,25 +135,13 @@ class FleetSpec:
 class CpuShare:
     """CPUs of one process; `cpus` is empty when it is not kept to any.
 
-    `spare_cpus` are a drafter's, lent to a verifier while drafters rest; a drafter that lends runs at idle priority.
+    `spare_cpus` are a drafter's, lent to a verifier while drafters idle; a drafter that lends runs at idle priority.
     """
 
     num_threads: int
     cpus: tuple[int, ...]
     spare_cpus: tuple[int, ...] = ()
     lends: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoints:
-    """Resolved checkpoint folders; drafters take the draft models in turn, and there are none without drafters."""
-
-    target: Path
-    drafts: tuple[Path, ...]
-
-    def draft_of(self, drafter: int) -> Path:
-        """The draft model of a drafter by its number."""
-        return self.drafts[drafter % len(self.drafts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,20 +165,48 @@ class Endpoint:
         return f"{self.host}:{self.second_port}"
 
 
-def draft_settings(spec: FleetSpec) -> Mapping[str, Any]:
-    """Returns `--speculative-config` decoded.
+class Ports:
+    """Hands out ports; each is listened on until all are given, so that none is given twice."""
 
-    Raises:
-        ConfigError: It is no JSON object; its values are the verifier's to check.
-    """
-    return parse_object("--speculative-config", spec.speculative_config or "{}")
+    def __init__(self, host: str, held: ExitStack) -> None:
+        self._host = host
+        self._held = held
+
+    def take(self, port: int, flag: str) -> int:
+        """Returns the port, or a free one for 0.
+
+        Raises:
+            ConfigError: It is in use; names the flag.
+        """
+        try:
+            return self._listen(port) if port else self._take_any()
+        except OSError as error:
+            raise ConfigError(
+                f"{flag} {port}: cannot listen on {self._host} ({error.strerror}); choose another port or 0"
+            ) from None
+
+    def _take_any(self) -> int:
+        for port in secrets.SystemRandom().sample(UNCLAIMED, TRIES):
+            with suppress(OSError):
+                return self._listen(port)
+        return self._listen(0)
+
+    def _listen(self, port: int) -> int:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        probe = self._held.enter_context(socket.socket(family))
+        # Connections of an earlier fleet that linger do not hold the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((self._host, port))
+        # A port that is bound only may be bound again.
+        probe.listen()
+        return int(probe.getsockname()[1])
 
 
 def plan_endpoints(spec: FleetSpec) -> list[Endpoint]:
     """Gives each process of the services its ports.
 
     Raises:
-        ConfigError: A port asked for is in use.
+        ConfigError: A port that is set is in use.
     """
     kinds = [
         ("verifier", spec.num_verifiers, spec.verifier_port, spec.verifier_metrics_port),
@@ -218,7 +237,7 @@ def plan_store_port(spec: FleetSpec, endpoints: Sequence[Endpoint] = ()) -> int:
     """Gives the Valkey server of the fleet its port: none that was given to these endpoints.
 
     Raises:
-        ConfigError: The port asked for is in use.
+        ConfigError: The port that is set is in use.
     """
     with ExitStack() as held:
         ports = Ports(spec.host, held)
@@ -274,40 +293,48 @@ def store_child(server: Path, host: str, port: int, work_dir: Path, environ: Map
     )
 
 
-def model_child(
-    spec: FleetSpec,
-    endpoint: Endpoint,
-    share: CpuShare,
-    checkpoint: Path | Repository,
-    redis_url: str,
-    log_dir: Path,
-    environ: Mapping[str, str],
-    announce: str = "",
-    target: Path | Repository | None = None,
-    module: str = "",
-    memory_utilization: float | None = None,
-) -> ChildSpec:
-    """Returns the process of a verifier or a drafter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Makes the commands of a fleet's services.
 
-    Args:
+    Attributes:
         spec: Settings of the fleet.
-        endpoint: Where it listens.
-        share: Its CPUs.
-        checkpoint: Its model.
         redis_url: The registry.
-        log_dir: Folder of its log.
+        log_dir: Folder of logs.
         environ: Environment to start from.
-        announce: Where others reach it if not where it listens.
-        target: The target of an EAGLE-3 head, for its drafter.
-        module: What is started; empty: the service itself.
-        memory_utilization: Its share of the free memory; None: its own default.
+        modules: By role, what is started instead of `paceline.verifier` and the like; takes the same flags.
     """
-    verifies = endpoint.role == VERIFIER
-    # vLLM has a share of its own, of all memory.
-    sized = memory_utilization is not None and not (verifies and spec.verifier_engine == VLLM)
-    argv = [
-        *_service(spec, endpoint, module),
-        *flags(
+
+    spec: FleetSpec
+    redis_url: str
+    log_dir: Path
+    environ: Mapping[str, str]
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def model(
+        self,
+        endpoint: Endpoint,
+        checkpoint: Path | Repository,
+        share: CpuShare,
+        *,
+        announce: str = "",
+        target: Path | Repository | None = None,
+        memory_utilization: float | None = None,
+    ) -> ChildSpec:
+        """Returns the process of a verifier or a drafter.
+
+        Args:
+            endpoint: Where it listens.
+            checkpoint: Its model.
+            share: Its CPUs.
+            announce: Where others reach it if not where it listens.
+            target: The target of an EAGLE-3 head, for its drafter.
+            memory_utilization: Its share of the free memory; None: its own default.
+        """
+        spec, verifies = self.spec, endpoint.role == VERIFIER
+        # vLLM has a share of its own, of all memory.
+        sized = memory_utilization is not None and not (verifies and spec.verifier_engine == VLLM)
+        own = flags(
             metrics_port=endpoint.second_port,
             model=checkpoint,
             dtype=spec.dtype,
@@ -320,40 +347,41 @@ def model_child(
             idle_priority=share.lends,
             speculative_config=spec.speculative_config if verifies else "",
             engine=spec.verifier_engine if verifies and spec.verifier_engine != PACELINE else "",
-        ),
-        *(spec.verifier_arg if verifies else spec.drafter_arg),
-    ]
-    return ChildSpec(
-        name=endpoint.name,
-        argv=tuple(argv),
-        env=_environment(redis_url, environ, share.num_threads + len(share.spare_cpus)),
-        is_healthy=grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE)),
-        log_path=log_dir / f"{endpoint.name}.log",
-    )
+        )
+        is_healthy = grpc_health(endpoint.address, endpoint.role, load_tls(folder_of(spec.tls_dir, PROBE), PROBE))
+        more = spec.verifier_arg if verifies else spec.drafter_arg
+        return self._child(endpoint, (*own, *more), is_healthy, share.num_threads + len(share.spare_cpus))
 
+    def gateway(self, endpoint: Endpoint, tokenizer: Path | Repository) -> ChildSpec:
+        """Returns the process of a gateway."""
+        spec = self.spec
+        own = flags(grpc_port=endpoint.second_port, model=tokenizer, tls_cert=spec.tls_cert, tls_key=spec.tls_key)
+        is_healthy = http_health(f"{gateway_scheme(spec)}://{endpoint.address}/health")
+        return self._child(endpoint, (*own, *spec.gateway_arg), is_healthy, 1)
 
-def gateway_child(
-    spec: FleetSpec,
-    endpoint: Endpoint,
-    tokenizer: Path | Repository,
-    redis_url: str,
-    log_dir: Path,
-    environ: Mapping[str, str],
-    module: str = "",
-) -> ChildSpec:
-    """Returns the process of a gateway; `module` is what is started, empty: the service itself."""
-    argv = [
-        *_service(spec, endpoint, module),
-        *flags(grpc_port=endpoint.second_port, model=tokenizer, tls_cert=spec.tls_cert, tls_key=spec.tls_key),
-        *spec.gateway_arg,
-    ]
-    return ChildSpec(
-        name=endpoint.name,
-        argv=tuple(argv),
-        env=_environment(redis_url, environ, 1),
-        is_healthy=http_health(f"{gateway_scheme(spec)}://{endpoint.address}/health"),
-        log_path=log_dir / f"{endpoint.name}.log",
-    )
+    def _child(self, endpoint: Endpoint, own: Sequence[str], is_healthy: HealthCheck, num_threads: int) -> ChildSpec:
+        spec, role, drafts = self.spec, endpoint.role, endpoint.role == DRAFTER
+        python = spec.verifier_python if role == VERIFIER and spec.verifier_python else sys.executable
+        traces = spec.otlp_traces_endpoint
+        common = flags(
+            host=endpoint.host,
+            port=endpoint.port,
+            replica_id=endpoint.name,
+            tls_dir=folder_of(spec.tls_dir, role),
+            grace_s=None if drafts else f"{GRACE_SHARE * spec.grace_s:g}",
+            otlp_traces_endpoint=traces,
+            # A drafter follows its verifiers.
+            trace_sample_ratio=None if drafts or not traces else f"{spec.trace_sample_ratio:g}",
+        )
+        # The registry's URL may hold a password: other users can read command lines, but no environment.
+        environ = child_environment(self.environ, num_threads=num_threads) | {"PACELINE_REDIS_URL": self.redis_url}
+        return ChildSpec(
+            name=endpoint.name,
+            argv=(str(python), "-m", self.modules.get(role) or f"paceline.{role}", *common, *own),
+            env=environ,
+            is_healthy=is_healthy,
+            log_path=self.log_dir / f"{endpoint.name}.log",
+        )
 
 
 def flags(**values: object) -> list[str]:
@@ -373,27 +401,3 @@ def available_cpus() -> list[int]:
 def gateway_scheme(spec: FleetSpec) -> str:
     """Returns how URLs of gateways begin."""
     return "http" if spec.tls_cert is None else "https"
-
-
-def _service(spec: FleetSpec, endpoint: Endpoint, module: str) -> list[str]:
-    drafts = endpoint.role == DRAFTER
-    python = spec.verifier_python if endpoint.role == VERIFIER and spec.verifier_python else sys.executable
-    traces = spec.otlp_traces_endpoint
-    return [
-        *(str(python), "-m", module or f"paceline.{endpoint.role}"),
-        *flags(
-            host=endpoint.host,
-            port=endpoint.port,
-            replica_id=endpoint.name,
-            tls_dir=folder_of(spec.tls_dir, endpoint.role),
-            grace_s=None if drafts else f"{GRACE_SHARE * spec.grace_s:g}",
-            otlp_traces_endpoint=traces,
-            # A drafter follows its verifiers.
-            trace_sample_ratio=None if drafts or not traces else f"{spec.trace_sample_ratio:g}",
-        ),
-    ]
-
-
-def _environment(redis_url: str, environ: Mapping[str, str], num_threads: int) -> dict[str, str]:
-    """The environment of a service; the registry's URL may hold a password, and everybody may read command lines."""
-    return {**child_environment(environ, num_threads=num_threads), "PACELINE_REDIS_URL": redis_url}

@@ -18,12 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import paceline
 from paceline.core.errors import ConfigError, UnavailableError
 
 POLL_S = 0.1
 NUM_LOG_LINES_SHOWN = 5
 # What a process gets after the common deadline has passed, before it is killed.
 LEAST_GRACE_S = 1.0
+# The one setting that a child inherits; see `child_environment`.
+LEARNED_DIR = "PACELINE_LEARNED_DIR"
+# A thread that spins for long takes the core of the other tier; one that sleeps between two layers takes as long to
+# wake on a virtual machine as a layer does. So OpenMP's threads sleep, but after a gap longer than a step has any.
+THREAD_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +115,7 @@ class Child:
             raise UnavailableError(message) from None
 
     async def until_ended(self) -> str:
-        """Returns when the process has ended, and what ended it; for those who start the next one themselves."""
+        """Returns when the process has ended, and what ended it; for callers that start the next one themselves."""
         return f"{self.spec.name} {_describe(await asyncio.shield(self._ended))}"
 
     def keep(self) -> None:
@@ -198,7 +204,7 @@ class Child:
 
 
 class Supervisor:
-    """Processes that live and end together; `say` gets one line for each restart and each kill."""
+    """Processes that start and stop together; `say` gets one line for each restart and each kill."""
 
     def __init__(self, say: Callable[[str], None], back_off: BackOff | None = None) -> None:
         self._say = say
@@ -249,6 +255,22 @@ class Supervisor:
                 child.kill()
 
 
+def child_environment(environ: Mapping[str, str], *, num_threads: int | None = None) -> dict[str, str]:
+    """Returns the environment of a child: ours without our settings, able to import this very package.
+
+    Settings travel as flags; a `PACELINE_PORT` meant for one process must not reach the others. Where a host keeps what
+    is learned holds for all that run on it.
+    """
+    kept = {name: value for name, value in environ.items() if not name.startswith("PACELINE_") or name == LEARNED_DIR}
+    source_root = str(Path(paceline.__file__).parents[1])
+    path = [source_root, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
+    kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
+    kept |= THREAD_SETTINGS
+    if num_threads is not None:
+        kept["OMP_NUM_THREADS"] = str(num_threads)
+    return kept
+
+
 async def until_all(waits: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Waits for all; the first error ends the waiting."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
@@ -271,7 +293,7 @@ def _exit_status(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
     def wait() -> None:
         status = process.wait()
-        with suppress(RuntimeError):  # the loop is closed: nobody asks any more
+        with suppress(RuntimeError):  # the loop is closed: nothing waits any more
             loop.call_soon_threadsafe(deliver, status)
 
     threading.Thread(target=wait, name=f"wait {process.pid}", daemon=True).start()

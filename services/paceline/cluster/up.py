@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import paceline
-from paceline.cluster.drain import say
+from paceline.cluster.checkpoints import fetch_models
 from paceline.cluster.fleet_file import READ, read_fleet_file
-from paceline.cluster.foreground import describe_models, request_for, until_ctrl_c
-from paceline.cluster.local import LocalFleet, fetch_models
+from paceline.cluster.foreground import describe_models, request_for, say, table, until_ctrl_c
+from paceline.cluster.local import LocalFleet
 from paceline.cluster.spec import FleetSpec, gateway_scheme
 from paceline.core.errors import ConfigError
-from paceline.service.called import as_called
-from paceline.service.config import exit_with_error, parse, public_url
+from paceline.service.config import as_called, exit_with_error, parse, public_url
 from paceline.service.process import run
 
 PROG = "paceline up"
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def fleet_spec(argv: Sequence[str]) -> FleetSpec:
-    """Returns what flags, environment and, below them, the fleet's file say; names values that are not used here.
+    """Reads flags, environment and, below them, the fleet's file; prints the names of values that are not used here.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -103,9 +102,3 @@ def describe(fleet: LocalFleet) -> str:
             "Ctrl-C stops everything.",
         ]
     )
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines with the columns aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

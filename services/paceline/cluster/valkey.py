@@ -17,7 +17,7 @@ SYSTEM_SERVERS = ("valkey-server", "redis-server")
 
 
 def find_server(path: Path | None = None) -> Path:
-    """Returns the server program: the one named, else the one in the wheel, else one on the PATH.
+    """Returns the server program: the one that is named, otherwise the one in the wheel or one on the PATH.
 
     Raises:
         ConfigError: None is there; says how to get one.

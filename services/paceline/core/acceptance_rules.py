@@ -12,19 +12,15 @@ from typing import Protocol
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import TokenFate
-from paceline.core.params import BLOCK, CHAIN_RULES, COUPLED, REJECTION, TIER_METHODS, TYPICAL, SpeculationParams
+from paceline.core.params import BLOCK, CHAIN_RULES, COUPLED, REJECTION, TIER_METHODS, SpeculationParams
 from paceline.core.rejection_sampling import (
     FloatArray,
     VerifyOutcome,
     block_walk,
     overlap,
     reject_walk,
-    typical_threshold,
 )
 from paceline.core.tree import Node, walk
-
-# Defaults of the authors' code (2401.10774): epsilon, and delta as its root.
-POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3
 
 
 class TargetRows(Protocol):
@@ -172,47 +168,6 @@ def _drawn_from(node: Node, law: FloatArray) -> FloatArray:
     return node.draft.probs(len(law))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Typical:
-    """The target's own choice where it was guessed, else a guess that is typical enough; lossy (2401.10774, 3.3.1).
-
-    The paper takes the longest run of typical guesses even where the target's choice is among the others; here a guess
-    stands in for that choice only where it saves a row.
-
-    Args:
-        posterior_threshold: Probability that is enough for any guess; epsilon in the paper.
-        posterior_alpha: Share of exp(-entropy) that is enough; delta in the paper.
-    """
-
-    posterior_threshold: float = POSTERIOR_THRESHOLD
-    posterior_alpha: float = POSTERIOR_ALPHA
-    name: str = TYPICAL
-    lossy: bool = True
-    drafts: str = TYPICAL
-
-    def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
-        """See `Rule`."""
-        members = set(map(id, verified))
-        token_ids: list[int] = []
-        node = root
-        while True:
-            chosen = rows.choose(node)
-            guesses = {child.token_id: child for child in node.children.values() if id(child) in members}
-            step = guesses.get(chosen) or self._most_typical(list(guesses.values()), node, rows)
-            if step is None:
-                return Verdict(token_ids=(*token_ids, chosen))
-            token_ids.append(step.token_id)
-            node = step
-
-    def _most_typical(self, guesses: Sequence[Node], node: Node, rows: TargetRows) -> Node | None:
-        if not guesses:
-            return None
-        law = rows.law(node)
-        best = max(guesses, key=lambda guess: (law[guess.token_id], -guess.token_id))
-        threshold = typical_threshold(law, self.posterior_threshold, self.posterior_alpha)
-        return best if law[best.token_id] > threshold else None
-
-
 LAWFUL: tuple[Rule, ...] = (
     Coupled(),
     Chain(name=REJECTION, walk=reject_walk),
@@ -222,11 +177,11 @@ LAWFUL: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The rules that a verifier serves: those that keep the target's law, and what it was told to serve besides.
+    """The rules that a verifier serves: those that come with Paceline, and those that its settings name besides.
 
     Args:
         default: Name of the rule of requests that name none.
-        more: Lossy rules, and rules of other packages.
+        more: Rules of other packages.
     """
 
     default: str = COUPLED
@@ -247,7 +202,5 @@ class Rules:
         name = COUPLED if speculation.cap == 0 else speculation.acceptance or self.default
         rules = {rule.name: rule for rule in (*LAWFUL, *self.more)}
         if name not in rules:
-            told = 'is lossy, and served only where the verifier\'s --speculative-config says "lossy": true'
-            only = f"is not served here, only {', '.join(rules)}"
-            raise InvalidRequestError("speculation.acceptance", f"{name} {told if name == TYPICAL else only}")
+            raise InvalidRequestError("speculation.acceptance", f"{name} is not served here, only {', '.join(rules)}")
         return rules[name]

@@ -1,10 +1,14 @@
 """Noise as a pure function of the session's seed: Gumbel variates of the coupled rule, uniforms of the other rules.
 
+A Gumbel variate is -log(-log(u)) with u = (word + 0.5) * 2**-32, which float64 holds exactly. Its word is number
+token_id % 4 of Philox4x32-10 under the key (seed low, seed high) and the counter (token_id // 4, position low,
+position high, 0), where `position` is the absolute one that the token will take.
+
 Everything is built from integer operations and IEEE 754 additions, multiplications and divisions of float64,
 in a fixed order, so that every machine gets the same bits. `philox_round`, `exact_log` and `exact_exp` take
 arrays as well as scalars and call no Python function: `paceline.engine` compiles these very sources for its
-loops, which is why the two agree to the last bit. This module must not know what the noise is for, nor hold
-any state.
+loops, and `tests/support/reference_sampling.py` calls them, which is why the two agree to the last bit. This module
+must not know what the noise is for, nor hold any state.
 """
 
 from __future__ import annotations
@@ -12,11 +16,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 PHILOX_ROUNDS = 10
 MAX_GUMBEL = 22.874
-"""No value of `gumbel` reaches this: the largest is -log(-log(1 - 2**-33)) = 22.87385..."""
+"""No variate reaches this: the largest is -log(-log(1 - 2**-33)) = 22.87385..."""
 
 # What uniforms are for, in the counter's last word; the coupled rule's noise has 0 there. So no two share a number.
 DRAFT_STREAM, VERDICT_STREAM = 1, 2
@@ -121,28 +124,3 @@ def uniforms(seed: int, stream: int, position: int, base_len: int, parent_id: in
     words = [int(word) for word in philox4x32(c0, c1, c2, c3, *split_uint64(seed))]
     first, second = ((high >> 5) * 2.0**26 + (low >> 6) for high, low in (words[:2], words[2:]))
     return first * 2.0**-53, second * 2.0**-53
-
-
-def noise_words(seed: int, position: int, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
-    """Returns one 32-bit random word per token id, shape of `token_ids`.
-
-    Key = seed (low, high); counter = (token_id // 4, position low, position high, domain 0), word token_id
-    % 4.
-    """
-    ids = np.asarray(token_ids, dtype=np.uint64)
-    position_low, position_high = split_uint64(position)
-    seed_low, seed_high = split_uint64(seed)
-    block = philox4x32(ids >> np.uint64(2), position_low, position_high, np.uint64(0), seed_low, seed_high)
-    words: npt.NDArray[np.uint64] = np.choose((ids & np.uint64(3)).astype(np.intp), block)
-    return words
-
-
-def gumbel(seed: int, position: int, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """Returns a standard Gumbel variate per token id, float64, shape of `token_ids`.
-
-    -log(-log(u)) with u = (word + 0.5) * 2**-32, which float64 holds exactly. `seed` is a uint64, `position`
-    the absolute position that the token will take in its sequence, prompt included.
-    """
-    uniform = (noise_words(seed, position, token_ids).astype(np.float64) + 0.5) * 2.0**-32
-    variates: npt.NDArray[np.float64] = -exact_log(-exact_log(uniform))
-    return variates

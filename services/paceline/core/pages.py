@@ -15,6 +15,8 @@ from paceline.core.errors import LocalProtocolError
 
 # Tokens of a block, and so slots.
 BLOCK_SIZE = 16
+# Fewer blocks serve nobody.
+LEAST_PAGES = 8
 HASH_BYTES = 16
 
 

@@ -30,12 +30,11 @@ MAX_METHOD_CHARS = 64
 # How a method or a rule is called; other packages may bring more of them to a verifier (`paceline.service.plugins`).
 NAME_PATTERN = "[a-z0-9_]+"
 # Acceptance rules: which draft tokens become committed tokens.
-COUPLED, REJECTION, BLOCK, TYPICAL = "coupled", "rejection", "block", "typical"
-ACCEPTANCE_RULES = (COUPLED, REJECTION, BLOCK, TYPICAL)
+COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
 # Those that judge a chain of draft tokens, each by the very distribution it was sampled from.
 CHAIN_RULES = (REJECTION, BLOCK)
-# Those after which a text has the target's law, whatever was drafted.
-LAWFUL_RULES = (COUPLED, *CHAIN_RULES)
+# Those that come with Paceline; a text has the target's law under each of them, whatever was drafted.
+ACCEPTANCE_RULES = (COUPLED, *CHAIN_RULES)
 
 
 def _require(field: str, ok: bool, problem: str) -> None:
@@ -164,7 +163,7 @@ class SpeculationParams:
     """What one request asks of speculation.
 
     `acceptance` "" is the verifier's default. Under "coupled" nothing of this changes the tokens, under "rejection" and
-    "block" nothing changes their law, and "typical" changes that too. Which names are served, a verifier says.
+    "block" nothing changes their law. Which names are served, a verifier says.
 
     Raises:
         InvalidRequestError: A field is outside its limits.

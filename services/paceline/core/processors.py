@@ -1,10 +1,11 @@
-"""From the target's logits to log weights: the reference for the compiled loops of `paceline.engine`.
+"""From the target's logits to log weights: what sampling parameters mean, for every implementation.
 
 Order and meaning are vLLM's: logit bias, allowed tokens, bad words, grammar, minimum tokens, repetition, frequency and
 presence penalty, temperature, min-p, top-k, top-p; ties go to the lowest id (vLLM keeps all of them). Arithmetic, so
-that a compiled loop can repeat it bit by bit: logits are widened to float64 and stay there; temperature multiplies
-by 1 / temperature; min-p compares log weights; top-p adds integer masses (see `fixed_point_mass`), so no
-sum depends on its order. Nothing here knows noise, models or sessions.
+that two implementations agree bit by bit: logits are widened to float64 and stay there; temperature multiplies
+by 1 / temperature; min-p compares log weights; top-p adds integer masses (exp in units of 2**-42), so no
+sum depends on its order. The compiled loops are in `paceline.engine`, the readable reference in
+`tests/support/reference_sampling.py`. Nothing here knows noise, models or sessions.
 """
 
 from __future__ import annotations
@@ -12,26 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import InvalidRequestError, PacelineError
-from paceline.core.grammar import Allowed
-from paceline.core.noise import exact_exp, exact_log
+from paceline.core.noise import exact_log
 from paceline.core.params import SamplingParams
-
-FloatArray = npt.NDArray[np.float64]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 
-MASS_FLOOR = -700.0
 MAX_VOCAB_SIZE = 2**21
-_MASS_SCALE = 2.0**42
-_TWO_52 = 2.0**52
-_TWO_52_BITS = np.uint64(0x4330000000000000)
+"""More ids, and a total of integer masses might leave int64."""
 
 
 class UnusableLogitsError(PacelineError, ArithmeticError):
@@ -43,18 +37,8 @@ class NoTokenLeftError(InvalidRequestError, UnusableLogitsError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowHistory:
-    """The prefix that a row's processors see, and what the request's grammar, if it has one, lets follow it."""
-
-    prompt_token_ids: Sequence[int] = ()
-    output_token_ids: Sequence[int] = ()
-    eos_token_ids: Sequence[int] = ()
-    allowed: Allowed | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """Temperature and filters as numbers that both implementations use as they are.
+    """Temperature and filters as numbers that every implementation uses as they are.
 
     `log_min_p` is -inf, `top_k` 0 and `top_p` 1.0 where the filter is off; greedy rows have no filters, for
     none of them could change the argmax.
@@ -108,31 +92,6 @@ def ends_of_bad_words(bad_words: Sequence[tuple[int, ...]], output_token_ids: Se
     return [word[-1] for word in bad_words if outputs[max(0, len(outputs) - len(word) + 1) :] == word[:-1]]
 
 
-def fixed_point_mass(log_ratio: Any) -> Any:
-    """Returns exp(log_ratio) in units of 2**-42 as uint64, rounded to nearest, for log_ratio in [-700, 0].
-
-    Integers add up to the same total in any order. A vocabulary may hold 2**21 ids before a total leaves
-    int64. `paceline.engine` has its own copy of these two lines, for compiled code cannot call this one.
-    """
-    shifted = exact_exp(log_ratio) * _MASS_SCALE + _TWO_52
-    return np.float64(shifted).view(np.uint64) - _TWO_52_BITS
-
-
-def process(logits: npt.NDArray[np.float32], params: SamplingParams, history: RowHistory) -> FloatArray:
-    """Returns log weights [vocab], float64, up to a constant; -inf for ids that the request rules out.
-
-    At temperature 0 these are the biased and penalised logits.
-
-    Raises:
-        UnusableLogitsError: The logits hold NaN or +inf, or nothing is left to choose.
-    """
-    weights = _penalised(_biased(np.asarray(logits, dtype=np.float64), params, history), params, history)
-    truncation = Truncation.of(params)
-    weights = weights * truncation.inverse_temperature
-    require_usable(float(weights.max()))
-    return np.where(_kept(weights, truncation), weights, -np.inf)
-
-
 def require_usable(largest: float) -> None:
     """Refuses a row by its largest log weight, NaN if any of them is.
 
@@ -142,50 +101,3 @@ def require_usable(largest: float) -> None:
     if not math.isfinite(largest):
         reason = "every token is masked" if largest == -math.inf else f"the largest is {largest}"
         raise UnusableLogitsError(f"cannot choose a token from these logits: {reason}")
-
-
-def _biased(weights: FloatArray, params: SamplingParams, history: RowHistory) -> FloatArray:
-    weights = weights.copy()
-    for token_id, bias in params.logit_bias:
-        weights[token_id] += bias
-    weights[barred(params, len(weights))] = -np.inf
-    weights[ends_of_bad_words(params.bad_words, history.output_token_ids)] = -np.inf
-    if history.allowed is not None:
-        weights[np.unpackbits(history.allowed.bits, bitorder="little")[: len(weights)] == 0] = -np.inf
-    ended = history.allowed is not None and history.allowed.ended
-    if len(history.output_token_ids) < params.min_tokens and not ended:
-        weights[list(masked_until_min_tokens(params, history.eos_token_ids))] = -np.inf
-    return weights
-
-
-def _penalised(weights: FloatArray, params: SamplingParams, history: RowHistory) -> FloatArray:
-    outputs = np.asarray(history.output_token_ids, dtype=np.intp)
-    prompt = np.asarray(history.prompt_token_ids, dtype=np.intp)
-    counts = np.bincount(outputs, minlength=len(weights)).astype(np.float64)
-    seen = (counts > 0) | (np.bincount(prompt, minlength=len(weights)) > 0)
-    penalty = params.repetition_penalty
-    repeated = np.where(weights > 0.0, weights / penalty, weights * penalty)
-    weights = np.where(seen, repeated, weights)
-    weights = weights - params.frequency_penalty * counts
-    return np.where(counts > 0, weights - params.presence_penalty, weights)
-
-
-def _kept(weights: FloatArray, truncation: Truncation) -> npt.NDArray[np.bool_]:
-    """Which ids survive all filters: a head of the order (largest weight first, lowest id among equals)."""
-    order = np.argsort(-weights, kind="stable")
-    largest = weights[order[0]]
-    order = order[weights[order] >= max(largest + truncation.log_min_p, -np.finfo(np.float64).max)]
-    if truncation.top_k > 0:
-        order = order[: truncation.top_k]
-    if truncation.top_p < 1.0:
-        masses = fixed_point_mass(np.maximum(weights[order] - largest, MASS_FLOOR)).astype(np.int64)
-        before = np.cumsum(masses) - masses
-        order = order[before < mass_needed(int(masses.sum()), truncation.top_p)]
-    kept = np.zeros(len(weights), dtype=np.bool_)
-    kept[order] = True
-    return kept
-
-
-def mass_needed(total: int, top_p: float) -> int:
-    """Returns the mass that the nucleus must reach, from 1 to `total`."""
-    return min(math.ceil(top_p * float(total)), total)

@@ -2,14 +2,13 @@
 
 Randomness comes in as an argument (noise or uniforms), probabilities are those after all processors. The coupled rule
 chooses the target's token without a look at any draft; the rejection rule is Leviathan et al. 2211.17192, algorithm 1,
-and Chen et al. 2302.01318, algorithm 2; block verification is Sun et al. 2403.10444, algorithm 2; typical acceptance is
-Cai et al. 2401.10774, section 3.3.1. `paceline.core.acceptance_rules` applies them to draft trees; nothing here knows
-models, sessions, or how random numbers are made.
+and Chen et al. 2302.01318, algorithm 2; block verification is Sun et al. 2403.10444, algorithm 2.
+`paceline.core.acceptance_rules` applies them to draft trees; nothing here knows models, sessions, or how random numbers
+are made.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -31,17 +30,6 @@ def overlap(target_probs: FloatArray, draft_probs: FloatArray) -> float:
     2211.17192, theorem 3.5; what a row says of its drafter, whatever token was drawn.
     """
     return float(np.minimum(target_probs, draft_probs).sum())
-
-
-def typical_threshold(target_probs: FloatArray, posterior_threshold: float, posterior_alpha: float) -> float:
-    """Returns the probability above which a draft token is typical enough.
-
-    min(posterior_threshold, posterior_alpha * exp(-entropy)) (2401.10774, section 3.3.1, where they are epsilon and
-    delta; entropy in nats): the less certain the target is, the less is asked of a token.
-    """
-    positive = target_probs[target_probs > 0.0]
-    entropy = -float(np.sum(positive * np.log(positive)))
-    return min(posterior_threshold, posterior_alpha * math.exp(-entropy))
 
 
 def residual(target_probs: FloatArray, draft_probs: FloatArray) -> FloatArray:

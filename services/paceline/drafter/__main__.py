@@ -11,20 +11,19 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import fetched
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.messages import DRAFTER, ModelIdentity
-from paceline.drafter.config import HOST_PAGES, DrafterConfig
+from paceline.core.pages import LEAST_PAGES
+from paceline.drafter.config import DrafterConfig
 from paceline.drafter.drafter_host import DraftHost
 from paceline.drafter.servicer import DrafterServicer
 from paceline.drafting.checkpoint import DraftCheckpoint, warm_up
-from paceline.engine.budget import LEAST_PAGES, draft_page_bytes, draft_scratch_blocks
 from paceline.engine.drafter import DraftEngine
-from paceline.engine.memory import log_memory
+from paceline.engine.memory import draft_page_bytes, draft_scratch_blocks, log_memory, model_needs, plan_service
 from paceline.engine.process import prepare_process, yield_cpus
-from paceline.engine.sizing import model_needs
-from paceline.model_service import serve_model, traces_of
+from paceline.model_service import HOST_PAGES, serve_model, traces_of
 from paceline.obs.families import service_registry
 from paceline.obs.log import setup_logging
 from paceline.obs.metrics import DrafterMetrics
@@ -33,7 +32,6 @@ from paceline.rpc.v1 import drafter_pb2_grpc
 from paceline.service.config import loggable, parse
 from paceline.service.credentials import load_tls
 from paceline.service.process import run
-from paceline.service_memory import plan_service, with_pages
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +100,7 @@ def with_memory(config: DrafterConfig, identity: ModelIdentity) -> DrafterConfig
         ConfigError: None fits; says by how much and what to change.
     """
     if is_eagle3(config.model):
-        return replace(config, num_kv_blocks=config.num_kv_blocks or HOST_PAGES)
+        return replace(config, num_kv_blocks=config.num_kv_blocks or HOST_PAGES[DRAFTER])
     needs = model_needs(config.model, config.dtype, config.device)
     plan = plan_service(
         config,
@@ -110,10 +108,10 @@ def with_memory(config: DrafterConfig, identity: ModelIdentity) -> DrafterConfig
         page_bytes=draft_page_bytes(needs.page_bytes),
         scratch_bytes=0,
         context_len=identity.context_len,
-        host_pages=HOST_PAGES,
+        host_pages=HOST_PAGES[DRAFTER],
         least_pages=LEAST_PAGES,
     )
-    return with_pages(config, plan, logger.info)
+    return replace(config, num_kv_blocks=plan.num_pages)
 
 
 def make_engine(config: DrafterConfig, identity: ModelIdentity) -> DraftEngine:

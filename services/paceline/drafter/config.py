@@ -8,9 +8,6 @@ from pathlib import Path
 from paceline.model_service import ModelServiceConfig
 from paceline.service.config import setting
 
-# A host's memory is for others as well.
-HOST_PAGES = 4096
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig(ModelServiceConfig):
@@ -22,18 +19,10 @@ class DrafterConfig(ModelServiceConfig):
     target_model: Path | None = setting(
         None, help="The target, named likewise, for an EAGLE-3 head: embedding and vocabulary are the target's."
     )
-    model_name: str = setting("", help="Name shown in the registry; empty: the folder's, or ORG/NAME.")
     port: int = 8201
     metrics_port: int = 8202
     idle_priority: bool = setting(
         False, help="Once loaded, take only CPU time that nobody else wants; for CPUs shared with a verifier."
-    )
-    num_kv_blocks: int | None = setting(
-        None,
-        help="Pages of 16 tokens for committed KV; 0: as many as --memory-utilization allows and --max-num-seqs can "
-        f"fill; without it so on a GPU, and on a CPU no more than {HOST_PAGES:,}.",
-        low=0,
-        high=10_000_000,
     )
     max_num_seqs: int = setting(256, help="Most sessions drafted for.", low=1, high=65536)
     max_num_batched_tokens: int = 256
@@ -54,11 +43,5 @@ class DrafterConfig(ModelServiceConfig):
         low=1,
         high=64,
     )
-    engine_stall_s: float = setting(
-        60.0,
-        help="Time inside one step after which the engine counts as hung, and the process ends; on CPUs that others "
-        "want, too, a step may take long.",
-        unit="s",
-        low=1,
-        high=3600,
-    )
+    # On CPUs that others want, too, a step may take long.
+    engine_stall_s: float = 60.0

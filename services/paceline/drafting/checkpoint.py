@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.core.draft_scheduler import VerifierLeft, VerifierSaid
 from paceline.core.errors import ConfigError
 from paceline.core.messages import CommittedStates, ModelIdentity, OpenSession, ToDrafter

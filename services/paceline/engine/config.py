@@ -13,8 +13,8 @@ from pathlib import Path
 from transformers import AutoConfig, PretrainedConfig
 
 from paceline.checkpoints.families import refusal
+from paceline.checkpoints.identity import eos_token_ids
 from paceline.checkpoints.json_file import read_object
-from paceline.checkpoints.vocabulary import eos_token_ids
 from paceline.core.errors import ConfigError
 from paceline.engine.rope import RopeFrequencies, rope_frequencies
 

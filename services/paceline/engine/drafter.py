@@ -19,9 +19,9 @@ from paceline.core.messages import DraftNodes, ModelIdentity, ToVerifier
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import Node
-from paceline.engine.budget import draft_scratch_blocks
 from paceline.engine.decoder import Decoder
 from paceline.engine.draft_session import DraftSession
+from paceline.engine.memory import draft_scratch_blocks
 from paceline.engine.packing import BatchBuilder
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from transformers import PretrainedConfig
 
-from paceline.checkpoints.heads import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3
+from paceline.checkpoints.families import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3
 from paceline.checkpoints.json_file import read_object
 from paceline.checkpoints.source import served_name
 from paceline.core.errors import ConfigError

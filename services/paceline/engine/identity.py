@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.checkpoints.fingerprint import fingerprint
+from paceline.checkpoints.identity import fingerprint, vocab_hash
 from paceline.checkpoints.source import served_name
-from paceline.checkpoints.vocabulary import vocab_hash
 from paceline.core.errors import ConfigError
 from paceline.core.messages import ModelIdentity
 from paceline.engine.backends.choice import choose_platform

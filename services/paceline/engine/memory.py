@@ -1,35 +1,368 @@
-"""What this process's memory goes to, for its log."""
+"""Memory of a service with a model: what is free, what the model needs, which pages fit, and an account for the log.
+
+`plan_service` runs before any weights are loaded, `log_memory` when everything is loaded and has run once.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from paceline.engine.budget import account
+import torch
+
+from paceline.checkpoints.families import LEAN_ARCHITECTURES
+from paceline.core.errors import ConfigError
+from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
+from paceline.engine.backends.choice import choose_platform
+from paceline.engine.checkpoint import Checkpoint
+from paceline.engine.config import DecoderConfig
 from paceline.engine.decoder import Decoder
+from paceline.engine.loading import choose_dtype
 
 logger = logging.getLogger(__name__)
 
+KIB, MIB, GB = 1024, 1024 * 1024, 1e9
+# Each row of logits exists twice in float32: as the model returns it, and as the processors leave it.
+LOGIT_BYTES = 2 * 4
+ROOT = Path("/")
+# Limit, use and the name of what can be dropped from it in memory.stat: of version 2, and of version 1.
+CGROUP_FILES = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def target_scratch_blocks(max_num_batched_tokens: int) -> int:
+    """Blocks a verifier sets aside: every row of a step may be a tree node."""
+    return -(-max_num_batched_tokens // BLOCK_SIZE)
+
+
+def draft_scratch_blocks(num_blocks: int) -> int:
+    """Blocks a drafter sets aside: the trees of all sessions, grown ahead of the commits."""
+    return max(1, num_blocks // 4)
+
+
+def draft_page_bytes(page_bytes: int) -> int:
+    """A drafter's page with the scratch that comes with it."""
+    return page_bytes * 5 // 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNeeds:
+    """What one model takes, according to its files.
+
+    Attributes:
+        weight_bytes: As served; loading never holds more.
+        page_bytes: KV of one page.
+        logit_bytes: Of one row of a step.
+    """
+
+    weight_bytes: int
+    page_bytes: int
+    logit_bytes: int
+
+
+def model_needs(folder: Path, dtype: str, device: str, *, state_width: int = 0) -> ModelNeeds:
+    """Reads what a model takes from the headers of its weight files.
+
+    Args:
+        folder: Checkpoint folder.
+        dtype: As in `load_decoder`.
+        device: As in `load_decoder`.
+        state_width: Numbers kept beside the KV of each token, in units of the model's hidden size.
+
+    Raises:
+        ConfigError: The checkpoint cannot be served.
+    """
+    platform, config, checkpoint = choose_platform(device), DecoderConfig.from_folder(folder), Checkpoint(folder)
+    itemsize = choose_dtype(dtype, checkpoint, platform).itemsize
+    # The generic decoder loads float32 where linears are packed, and keeps KV in it.
+    wide = platform.packs and config.architecture not in LEAN_ARCHITECTURES
+    kept = torch.float32.itemsize if wide else itemsize
+    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return ModelNeeds(
+        weight_bytes=checkpoint.num_parameters * kept,
+        page_bytes=BLOCK_SIZE * (numbers + state_width * config.num_heads * config.head_dim) * kept,
+        logit_bytes=LOGIT_BYTES * config.vocab_size,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What a service is going to take, planned before it loads anything.
+
+    Attributes:
+        free_bytes: Memory that is free where the model will be.
+        utilization: Share of it that the service may take.
+        weight_bytes: Weights, of all models in the process.
+        scratch_bytes: KV of tree nodes, and the logits of a full step.
+        page_bytes: Of one page of committed KV, with the scratch that grows with it.
+        num_pages: Pages that it gets.
+    """
+
+    free_bytes: int
+    utilization: float
+    weight_bytes: int
+    scratch_bytes: int
+    page_bytes: int
+    num_pages: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All that it takes."""
+        return self.weight_bytes + self.scratch_bytes + self.num_pages * self.page_bytes
+
+    def lines(self) -> list[str]:
+        """The account, a line a part."""
+        tokens = self.num_pages * BLOCK_SIZE
+        return [
+            f"memory: {self.free_bytes / GB:.3g} GB free, {self.utilization:.3g} of it may be taken",
+            f"memory: weights {self.weight_bytes / GB:.3g} GB",
+            f"memory: scratch {self.scratch_bytes / GB:.3g} GB",
+            f"memory: KV {self.num_pages * self.page_bytes / GB:.3g} GB, {self.num_pages:,} pages = {tokens:,} tokens",
+        ]
+
+
+class MemorySettings(Protocol):
+    """The settings of a service that decide its memory; see `paceline.model_service.ModelServiceConfig`."""
+
+    @property
+    def device(self) -> str:
+        """Where the model runs."""
+        ...
+
+    @property
+    def memory_utilization(self) -> float:
+        """Share of the free memory that may be taken."""
+        ...
+
+    @property
+    def num_kv_blocks(self) -> int | None:
+        """Pages asked for; 0: as many as fit; None: as many as fit, within a bound on a host."""
+        ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sessions."""
+        ...
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Most rows of a step."""
+        ...
+
+
+def plan_service(
+    config: MemorySettings,
+    models: Sequence[ModelNeeds],
+    *,
+    page_bytes: int,
+    scratch_bytes: int,
+    context_len: int,
+    host_pages: int,
+    least_pages: int,
+) -> MemoryPlan:
+    """Plans the memory of a service from what is free now, and logs the plan.
+
+    Args:
+        config: Its settings.
+        models: All that it loads; the logits of a full step are those of the first.
+        page_bytes: Of one page in all models, with the scratch that grows with the pages.
+        scratch_bytes: Other scratch.
+        context_len: Longest session.
+        host_pages: Most pages in the memory of a host, which others use as well, unless a number is asked for.
+        least_pages: Fewer are of no use.
+
+    Raises:
+        ConfigError: It does not fit; says by how much and what to change.
+    """
+    device = choose_platform(config.device).device
+    on_host = device.type == "cpu"
+    useful = config.max_num_seqs * -(-context_len // BLOCK_SIZE) + 1
+    capped = on_host and config.num_kv_blocks is None
+    plan = plan_memory(
+        free_bytes=free_host_bytes() if on_host else torch.cuda.mem_get_info(device)[0],
+        utilization=config.memory_utilization,
+        weight_bytes=sum(model.weight_bytes for model in models),
+        scratch_bytes=scratch_bytes + config.max_num_batched_tokens * models[0].logit_bytes,
+        page_bytes=page_bytes,
+        most_pages=min(useful, host_pages) if capped else useful,
+        least_pages=least_pages,
+        asked_pages=config.num_kv_blocks or 0,
+    )
+    for line in plan.lines():
+        logger.info("%s", line)
+    return plan
+
+
+def plan_memory(
+    *,
+    free_bytes: int,
+    utilization: float,
+    weight_bytes: int,
+    scratch_bytes: int,
+    page_bytes: int,
+    most_pages: int,
+    least_pages: int = LEAST_PAGES,
+    asked_pages: int = 0,
+) -> MemoryPlan:
+    """Returns how many pages a service gets: as many as fit and are of use, or the number that was asked for.
+
+    Args:
+        free_bytes: See `MemoryPlan`.
+        utilization: See `MemoryPlan`; a number of pages that is asked for may take all free memory.
+        weight_bytes: See `MemoryPlan`.
+        scratch_bytes: See `MemoryPlan`.
+        page_bytes: See `MemoryPlan`.
+        most_pages: More are of no use.
+        least_pages: Fewer are of no use.
+        asked_pages: Exactly this number; 0: as many as fit.
+
+    Raises:
+        ConfigError: They do not fit; says by how much, and what to change.
+    """
+    allowed = free_bytes if asked_pages else int(utilization * free_bytes)
+    fixed = weight_bytes + scratch_bytes
+    needed = fixed + (asked_pages or least_pages) * page_bytes
+    if needed > allowed:
+        raise _does_not_fit(free_bytes, utilization, allowed, needed, fixed, weight_bytes, asked_pages)
+    return MemoryPlan(
+        free_bytes=free_bytes,
+        utilization=utilization,
+        weight_bytes=weight_bytes,
+        scratch_bytes=scratch_bytes,
+        page_bytes=page_bytes,
+        num_pages=asked_pages or max(least_pages, min(most_pages, (allowed - fixed) // page_bytes)),
+    )
+
+
+def _does_not_fit(
+    free_bytes: int, utilization: float, allowed: int, needed: int, fixed: int, weight_bytes: int, asked_pages: int
+) -> ConfigError:
+    share = "all" if asked_pages else f"{utilization:.3g}"
+    weights, scratch, pages, may, free, lacking = (
+        f"{size / GB:.3g} GB"
+        for size in (weight_bytes, fixed - weight_bytes, needed - fixed, allowed, free_bytes, needed - allowed)
+    )
+    said = (
+        f"the model does not fit: weights take {weights}, scratch {scratch} and KV {pages}; {may} may be taken "
+        f"({share} of {free} that are free), {lacking} too few"
+    )
+    if asked_pages and fixed < allowed:
+        return ConfigError(f"{said}: lower --num-kv-blocks {asked_pages}, or leave it out for as many as fit")
+    if needed <= free_bytes:
+        return ConfigError(f"{said}: raise --memory-utilization")
+    return ConfigError(f"{said}: take a smaller model, a larger machine, or a quantised one with --engine vllm")
+
+
+# Free memory of a host
+
+
+def free_host_bytes(root: Path = ROOT) -> int:
+    """Returns what may be taken before the system or a limit of a container stops this process.
+
+    Args:
+        root: Where `proc` and `sys` are.
+    """
+    return min([_available(root), *_left_of_limits(root)])
+
+
+def _available(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return KIB * found.get("MemAvailable", found["MemFree"])
+
+
+def _left_of_limits(root: Path) -> Iterator[int]:
+    """What each control group that holds this process leaves of its limit."""
+    for base, limit_file, use_file, cache in CGROUP_FILES:
+        for group in _groups(root, root / base):
+            limit, use = _number(group / limit_file), _number(group / use_file)
+            if limit is not None and use is not None:
+                yield max(0, limit - use + _statistic(group / "memory.stat", cache))
+
+
+def _groups(root: Path, base: Path) -> list[Path]:
+    """The groups of this process below `base`, its own first; in a container the base is its own."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    paths = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    own = next((path for _, kinds, path in paths if kinds in ("", "memory")), "/").lstrip("/")
+    folder = base / own
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(base))] if own else [base]
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None: there is no such file, or no limit."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+
+
+# The account for the log
+
 
 def log_memory(decoder: Decoder, *, num_blocks: int, num_scratch_blocks: int) -> None:
-    """Logs the account of this process's memory; to be called when everything is loaded and has run once.
+    """Logs where the memory of this process goes.
 
     Args:
         decoder: The model.
         num_blocks: Pages of committed KV.
         num_scratch_blocks: Pages set aside for tree nodes.
     """
-    budget = account(
+    block_bytes = decoder.new_cache(1).nbytes
+    account = memory_account(
         weight_bytes=decoder.weight_bytes,
-        block_bytes=decoder.new_cache(1).nbytes,
-        num_blocks=num_blocks,
-        num_scratch_blocks=num_scratch_blocks,
+        page_bytes=num_blocks * block_bytes,
+        scratch_bytes=num_scratch_blocks * block_bytes,
         process_bytes=resident_bytes(),
         on_host=decoder.device.type == "cpu",
     )
-    logger.info("memory is accounted for", extra=budget.loggable())
+    logger.info("memory is accounted for", extra=account | {"kv_tokens": num_blocks * BLOCK_SIZE})
+
+
+def memory_account(
+    *, weight_bytes: int, page_bytes: int, scratch_bytes: int, process_bytes: int, on_host: bool
+) -> dict[str, float]:
+    """Returns the parts of a service's memory in MiB; all of it is taken at start, so it bounds what serving takes.
+
+    Args:
+        weight_bytes: What a step reads of the weights.
+        page_bytes: Pages for the KV of committed tokens.
+        scratch_bytes: Slots for the KV of tree nodes.
+        process_bytes: What the process holds now, in this host's memory.
+        on_host: Weights and KV lie in the same memory; if not, all of the process counts as `other`.
+    """
+    named_bytes = weight_bytes + page_bytes + scratch_bytes
+    # A system that counts shared or untouched pages in its own way may report less than what we asked it for.
+    other_bytes = max(0, process_bytes - (named_bytes if on_host else 0))
+    parts = {
+        "weights_mib": weight_bytes,
+        "kv_pages_mib": page_bytes,
+        "scratch_mib": scratch_bytes,
+        "other_mib": other_bytes,
+        "total_mib": named_bytes + other_bytes,
+    }
+    return {name: round(size / MIB, 1) for name, size in parts.items()}
 
 
 def resident_bytes() -> int:
@@ -37,5 +370,5 @@ def resident_bytes() -> int:
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -184,7 +184,7 @@ class RowSampler:
     def choose(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
         """Returns the target's token for an absolute position, from the row's logits [vocab].
 
-        The argmax of `process(logits, ...) + gumbel(seed, position, ids)`, without noise at temperature 0.
+        The argmax of the processed logits plus Gumbel noise, which is left out at temperature 0.
 
         Args:
             logits: [vocab].
@@ -209,7 +209,7 @@ class RowSampler:
         return int(noise_kernels.best_perturbed(*row, cut, last_id, *noise_at))
 
     def law(self, logits: Logits, path: Sequence[int] = ()) -> Floats:
-        """Returns the probabilities [vocab] from which `choose` draws: `process`, then softmax; at temperature 0 a 1.
+        """Returns the probabilities [vocab] from which `choose` draws; at temperature 0 all of it is one token's.
 
         Raises:
             UnusableLogitsError: The logits hold NaN or +inf, or every token is masked.

@@ -38,8 +38,8 @@ from paceline.core.target_events import (
     TargetLimits,
     TargetOutput,
 )
-from paceline.engine.budget import target_scratch_blocks
 from paceline.engine.decoder import Decoder
+from paceline.engine.memory import target_scratch_blocks
 from paceline.engine.packing import BatchBuilder
 from paceline.engine.profile import StepProfiler
 from paceline.engine.source_calls import SourceCalls

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.gateway.config import GatewayConfig, model_folders
-from paceline.gateway.generation_config import model_defaults
+from paceline.gateway.fleet.generation_config import model_defaults
 from paceline.gateway.service import Addresses, serve
 from paceline.gateway.text.codec import TextCodec
 from paceline.obs.log import setup_logging

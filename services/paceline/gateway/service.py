@@ -19,30 +19,30 @@ from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
-from paceline.gateway.access.doors import DoorTls, guard, load_door_tls
+from paceline.gateway.access.doors import Access, DoorTls, guarded, load_door_tls
 from paceline.gateway.access.fair_shares import Shares
-from paceline.gateway.access.guard import Access, GuardedApp
+from paceline.gateway.api.app import ERROR_FORMS, create_app
+from paceline.gateway.api.console.feed import ConsoleFeed, closed_at_end
+from paceline.gateway.api.console.frames import OwnCounts
+from paceline.gateway.api.endpoints.reading import BodyReader
+from paceline.gateway.api.endpoints.workers import Workers
+from paceline.gateway.api.grpc.door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
+from paceline.gateway.api.grpc.servicer import SERVICE_NAME, GatewayServicer
+from paceline.gateway.api.guarded import GuardedApp
+from paceline.gateway.api.responses.keeping import ResponseShelf
 from paceline.gateway.config import GatewayConfig, model_aliases
-from paceline.gateway.console.feed import ConsoleFeed, closed_at_end
-from paceline.gateway.console.frames import OwnCounts
 from paceline.gateway.fleet.fleet import Fleet
-from paceline.gateway.fleet.readiness import readiness
+from paceline.gateway.fleet.generation_config import ModelDefaults
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import VerifierClient
-from paceline.gateway.generation_config import ModelDefaults
-from paceline.gateway.grpc.door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
-from paceline.gateway.grpc.servicer import SERVICE_NAME, GatewayServicer
-from paceline.gateway.http.app import ERROR_FORMS, create_app
 from paceline.gateway.http.connection import BoundedConnection, Connections
 from paceline.gateway.http.front import with_front
-from paceline.gateway.http.reading import BodyReader
-from paceline.gateway.responses.keeping import ResponseShelf
 from paceline.gateway.sessions.failover import Placer
+from paceline.gateway.sessions.readiness import readiness
 from paceline.gateway.sessions.records import RecordWriter
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
 from paceline.gateway.text.codec import TextCodec
-from paceline.gateway.workers import Workers
 from paceline.obs.families import MODEL_NAME, service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
@@ -53,7 +53,7 @@ from paceline.service.process import GrpcServer, start_grpc_server
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
-from paceline.store.probe import Probe
+from paceline.store.view import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ SPARE_CONNECTIONS = 256
 # Bodies and messages that are read at once, in largest ones.
 MAX_BODIES = 16
 HEALTH_INTERVAL_S = 0.1
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +189,13 @@ async def _serve(
 
     async with (
         _background(config, fleet, client, records, follow_fleet, supervisor),
-        guard(config, sessions.count_error, supervisor) as access,
+        guarded(
+            config.api_keys_file,
+            config.redis_url,
+            sessions.count_error,
+            supervisor,
+            plain_text=config.tls_cert is None and config.host not in LOOPBACK,
+        ) as access,
         _doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
         supervisor.kept({"health": partial(_follow_health, grpc_server, ready)}),
         announced(store, lambda: _replica(replica_id, config, addresses, sessions), supervisor),
@@ -314,16 +321,16 @@ async def _doors(
     limits: DoorLimits,
 ) -> AsyncIterator[tuple[Addresses, GrpcServer]]:
     """Opens both doors while a block runs; running sessions finish before the doors close."""
-    tls = load_door_tls(config)
+    tls = load_door_tls(config.tls_cert, config.tls_key)
     with listening_socket(config.host, config.port) as listener:
         grpc_server = await _start_grpc(config, servicer, access, limits, tls)
         try:
-            guarded = with_front(
+            fronted = with_front(
                 GuardedApp(app, access, ERROR_FORMS),
                 allowed_origins=config.allowed_origins,
                 access_log=config.access_log,
             )
-            async with _http_server(guarded, listener, limits.max_connections, tls):
+            async with _http_server(fronted, listener, limits.max_connections, tls):
                 http = f"{config.host}:{listener.getsockname()[1]}"
                 yield Addresses(http=http, grpc=grpc_server.address), grpc_server
                 # Health says no and new requests are refused, but both doors stay open to say so.

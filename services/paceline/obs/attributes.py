@@ -1,6 +1,6 @@
 """Names of span attributes: those of the GenAI conventions that we use, and our own under `paceline.`.
 
-The GenAI names are copied from OpenTelemetry's semantic conventions 0.66b2, whose module of them is declared unstable.
+The GenAI names are copied from OpenTelemetry's semantic conventions 0.66b2, where their module is declared unstable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every service's metrics stand on: a registry that tells who the process is, and labels that cost little.
+"""The base of every service's metrics: a registry that identifies the process, and labels that cost little.
 
 It knows no service.
 """
@@ -15,13 +15,13 @@ from paceline import __version__
 
 MetricT = TypeVar("MetricT", bound=MetricWrapperBase)
 
-# Of metrics that vLLM has, too, and the label that its dashboards choose by.
+# Prefix of metrics that vLLM has, too, and the label that its dashboards filter by.
 VLLM, MODEL_NAME = "vllm:", "model_name"
 
 
 def service_registry(role: str) -> CollectorRegistry:
-    """Returns the registry of a process: its memory, CPU time and file descriptors, and what was built."""
-    # A second series for each counter and histogram, with the time it was made; nothing reads them.
+    """Returns the registry of a process, with its memory, CPU time, file descriptors and version."""
+    # Otherwise each counter and histogram has a second series with its creation time, which nothing reads.
     disable_created_metrics()  # type: ignore[no-untyped-call]  # it has no annotations
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -31,7 +31,7 @@ def service_registry(role: str) -> CollectorRegistry:
 
 
 def tell_replica(registry: CollectorRegistry, *, role: str, replica_id: str, address: str, model: str = "") -> None:
-    """Tells which replica of the fleet this process is; dashboards join on it."""
+    """Shows which replica of the fleet this process is; dashboards join on it."""
     info = Gauge(
         "paceline:replica_info",
         "Who this process is in the registry; always 1.",
@@ -42,12 +42,12 @@ def tell_replica(registry: CollectorRegistry, *, role: str, replica_id: str, add
 
 
 class Family(Generic[MetricT]):
-    """A metric with labels; its children are kept at hand, since looking one up costs twice what counting does.
+    """A metric with labels that caches its children: looking one up costs twice as much as counting.
 
     Args:
         metric: With at least one label.
-        first: Values of its first labels, which all children have in common.
-        known: Label values that are shown from the start: a counter that appears with its first event hides it.
+        first: Values of its first labels, which all children share.
+        known: Label values that are shown from the start; a counter that appears later hides its first event.
     """
 
     def __init__(self, metric: MetricT, known: Iterable[tuple[str, ...]] = (), *, first: tuple[str, ...] = ()) -> None:
@@ -66,11 +66,11 @@ class Family(Generic[MetricT]):
 
 
 class Meter:
-    """Makes the metrics of one registry; those that vLLM has, too, tell of which model they are, as vLLM's do.
+    """Makes the metrics of one registry; those that vLLM has, too, are labelled with the model, as vLLM's are.
 
     Args:
         registry: Where they are shown.
-        model_name: The model; empty: none, and nothing that vLLM has is made.
+        model_name: The model; empty: none, and no metric of vLLM's is made.
         made: Metrics of all models so far, by name.
     """
 
@@ -88,13 +88,13 @@ class Meter:
         return self._single(Counter, name, documentation)
 
     def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
-        """Returns a gauge, with labels of its own or without."""
+        """Returns a gauge, with further labels or without."""
         return self._single(Gauge, name, documentation, labels)
 
     def histogram(
         self, name: str, documentation: str, labels: Sequence[str] = (), *, buckets: Sequence[float]
     ) -> Histogram:
-        """Returns a histogram, with labels of its own or without."""
+        """Returns a histogram, with further labels or without."""
         return self._single(Histogram, name, documentation, labels, buckets=buckets)
 
     def counters(self, name: str, documentation: str, *labels: str, known: Iterable[str] = ()) -> Family[Counter]:

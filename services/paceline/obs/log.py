@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-# They tell of every request at INFO; what is wrong with one is told by whoever made it.
+# They log every request at INFO; the caller logs failures.
 HTTP_CLIENTS = ("httpx", "httpx2")
 _NEEDS_QUOTES = frozenset(' "=\\')
 
-# Trace of the request that a task serves, if that is recorded; it stands in all lines of the task.
+# The recorded trace of the request that a task serves; all log lines of the task name it.
 current_trace_id: ContextVar[str] = ContextVar("trace_id", default="")
 
 
@@ -59,7 +59,7 @@ class KeyValueFormatter(logging.Formatter):
 
 
 def _is_extra(key: str) -> bool:
-    # What begins with an underscore is a library's own mark on every record (Ray's), not a caller's value.
+    # Libraries such as Ray mark every record with attributes that begin with an underscore.
     return key not in _STANDARD_ATTRIBUTES and not key.startswith("_")
 
 

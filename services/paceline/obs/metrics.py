@@ -1,8 +1,7 @@
 """Prometheus metrics under the names users know from vLLM, and our own under `paceline:`.
 
-One small class per service holds its metric objects; callers count on these objects directly.
-prometheus-client adds `_total` to counters itself. This module knows no service and starts nothing but the
-scrape server.
+One small class per service holds its metric objects; callers count on these objects directly. prometheus-client adds
+`_total` to counters itself.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ GAMMA_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
-# Why sessions go on without their drafter: its stream is lost, it broke the protocol, it is silent, or it has gone.
+# Why sessions continue without their drafter: its stream is lost, it broke the protocol, is silent, or has gone.
 FALLBACK_REASONS = ("link_lost", "protocol_error", "drafter_silent", "drafter_changed")
 REQUEST_ERRORS = (
     EndsEnginesError,
@@ -74,7 +73,7 @@ FAILOVER_REASONS = (
     RemoteProtocolError,
     UnavailableError,
 )
-# Fields of other servers' APIs that clients send to everybody; all that nobody has heard of counts as one.
+# Fields of other servers' APIs that clients send to any server; all unknown ones count as one.
 UNHEARD_OF_FIELD = "other"
 FIELDS_OF_OTHERS = frozenset(
     {
@@ -128,8 +127,8 @@ class VerifierMetrics:
         self.gamma = meter.histogram(
             "paceline:gamma", "Draft tokens verified per session and step; 0: plain decoding.", buckets=GAMMA_BUCKETS
         )
-        self.price = meter.gauge("paceline:price", "Least survival worth verifying at this load; 1: speculation rests.")
-        # What the policy starts from: nothing is drafted yet.
+        self.price = meter.gauge("paceline:price", "Least survival worth verifying at this load; 1: no speculation.")
+        # The policy starts from there: nothing is drafted yet.
         self.price.set(1.0)
         self.step = _step_seconds(meter, "Time of one forward step; rows: the least power of two that holds its rows.")
         self.draft_round_trip = meter.histogram(
@@ -139,7 +138,7 @@ class VerifierMetrics:
         )
         self.drafter_lag = meter.gauge(
             "paceline:drafter_lag_tokens",
-            "Committed tokens that a drafter has not answered, of the session with most; 0 while drafters rest.",
+            "Committed tokens that a drafter has not answered, of the session with most; 0 while drafters are idle.",
         )
         self.drafted_sessions = meter.gauge(
             "paceline:drafted_sessions",
@@ -314,7 +313,7 @@ class SpeculationTotals:
 
 @contextmanager
 def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
-    """Serves `/metrics` from a thread of its own while a block runs, which gets the port; 0 picks a free one.
+    """Serves `/metrics` from a thread while a block runs, which gets the port; 0 picks a free one.
 
     Raises:
         ConfigError: The port is in use.
@@ -342,11 +341,11 @@ class _Ipv6Server(ThreadingWSGIServer):
 
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class calls it so
-        """Logs nothing: a scrape every few seconds is no event."""
+        """Logs nothing: scrapes are not events."""
 
 
 def _text_only(application: WSGIApplication) -> WSGIApplication:
-    """Hides what formats the client would like: in OpenMetrics the colons of our names would become underscores."""
+    """Ignores the formats that a client accepts: OpenMetrics would turn the colons of our names into underscores."""
 
     def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         environ.pop("HTTP_ACCEPT", None)

@@ -1,7 +1,7 @@
 """Records spans and sends them over OTLP, with OpenTelemetry's SDK; the only module that imports it.
 
-A collector that is away costs spans and nothing else: they wait in a bounded queue, what finds no place there is
-dropped and counted, and an outage is told once.
+If the collector is down, only spans are lost: they wait in a bounded queue, those without a place are dropped and
+counted, and an outage is logged once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.core.errors import ConfigError
 # Spans that wait to be sent, some kilobytes each; a batch at a time.
 MAX_QUEUE, MAX_BATCH = 4096, 256
 BATCH_INTERVAL_S = 1.0
-# Longest that sending a batch takes, tries anew included; and the whole of what is left at the end.
+# Longest time to send a batch, with retries; and to send everything that is left at the end.
 EXPORT_TIMEOUT_S, FLUSH_TIMEOUT_S = 5.0, 3.0
 # Rounds of a session that are kept; see `paceline.verifier.tracing`.
 MAX_EVENTS = 128
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 async def sending_spans(
     endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry, zone: str = ""
 ) -> AsyncIterator[Tracer]:
-    """See `paceline.obs.tracing.open_tracing`; at the end what is left is given up when it takes too long."""
+    """Does the work of `paceline.obs.tracing.open_tracing`; spans that take too long at the end are dropped."""
     dropped = spans_dropped(registry)
     exporter = _PatientExporter(endpoint, dropped)
     provider = TracerProvider(
@@ -79,7 +79,7 @@ class _BoundedProcessor(BatchSpanProcessor):
         )
         self._exporter = exporter
         self._dropped = dropped
-        # Counted here by the event loop and there by the sending thread: each number has one writer.
+        # The event loop counts here, the sending thread in the exporter: each number has one writer.
         self._num_queued = 0
 
     def on_end(self, span: ReadableSpan) -> None:
@@ -98,7 +98,7 @@ def spans_dropped(registry: CollectorRegistry) -> Counter:
 
 
 class _PatientExporter(SpanExporter):
-    """Sends batches; counts those that fail, and tells of an outage once.
+    """Sends batches; counts failed ones, and logs an outage once.
 
     Raises:
         ConfigError: The endpoint cannot be right.
@@ -106,7 +106,7 @@ class _PatientExporter(SpanExporter):
 
     def __init__(self, endpoint: str, dropped: Counter) -> None:
         address, insecure = _address_of(endpoint)
-        # It would tell of every try.
+        # It would log every retry.
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
         self._inner = OTLPSpanExporter(address, insecure=insecure, timeout=EXPORT_TIMEOUT_S)
         self._address = address
@@ -138,7 +138,7 @@ class _PatientExporter(SpanExporter):
 
 
 def _address_of(endpoint: str) -> tuple[str, bool]:
-    """Returns `host:port` of a collector, and whether it is reached in plain text."""
+    """Returns `host:port` of a collector, and whether it uses plain text."""
     parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
     try:
         port = parts.port

@@ -1,7 +1,7 @@
-"""How long the event loop of a process stood still: the lateness of a callback that is due every few milliseconds.
+"""How long the event loop of a process was blocked: the lateness of a callback that is due every few milliseconds.
 
-Whatever holds the loop or the interpreter delays it, and with it every stream, probe and heartbeat of the process. It
-knows no service.
+Anything that holds the loop or the interpreter delays the callback, and with it every stream, probe and heartbeat of
+the process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ WINDOW_S = 60.0
 
 
 class LongestStall:
-    """The longest of the stalls of the last minute. Pure: it is told times."""
+    """The longest stall of the last minute; pure, times are arguments."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
-        # A later one that is longer makes an earlier one pointless, so these fall.
+        # Durations fall: a longer stall supersedes the shorter ones before it.
         self._stalls: deque[tuple[float, float]] = deque()
 
     def add(self, stall_s: float, now_s: float) -> None:
@@ -44,7 +44,7 @@ def stalls_watched(registry: CollectorRegistry) -> Iterator[None]:
     """Measures the stalls of the running event loop while a block runs, and shows the longest of the last minute."""
     loop = asyncio.get_running_loop()
     longest = LongestStall()
-    # The next look. That of uvloop does not know when it is due if that is at once.
+    # uvloop's timers do not know when they were due, so `look` gets the time.
     timer: asyncio.Handle
 
     def look(due_s: float) -> None:
@@ -58,7 +58,7 @@ def stalls_watched(registry: CollectorRegistry) -> Iterator[None]:
 
     gauge = Gauge(
         "paceline:event_loop_stall_seconds",
-        "Longest time in the last minute for which the event loop answered nobody: how late a callback came.",
+        "Longest time in the last minute for which the event loop was blocked: how late a callback came.",
         registry=registry,
     )
     gauge.set_function(lambda: longest.longest_s(loop.time()))

@@ -1,13 +1,37 @@
-"""Counts what a verifier's steps did, and for whom its drafters draft."""
+"""Counts what a verifier's steps did, what became of its sessions, and for whom its drafters draft."""
 
 from __future__ import annotations
 
-from paceline.core.target_events import StepReport
+from paceline.core.messages import CommittedTokens, GenerateResult
+from paceline.core.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics, rows_label
+
+NS_PER_S = 1e9
+
+
+def record_output(metrics: VerifierMetrics, output: TargetOutput) -> None:
+    """Counts one step and what it committed."""
+    record_step(metrics, output.report)
+    committed = [each for _, each in output.committed if isinstance(each, CommittedTokens)]
+    metrics.sessions.generation_tokens.inc(sum(len(each.token_ids) for each in committed))
+    for each in committed:
+        if each.result is not None:
+            record_session(metrics, each.result)
+
+
+def record_session(metrics: VerifierMetrics, result: GenerateResult) -> None:
+    """Counts where the time of an ended session went."""
+    sessions, timings = metrics.sessions, result.timings
+    decode_s = timings.decode_ns / NS_PER_S
+    sessions.queue_time.observe(timings.queue_ns / NS_PER_S)
+    sessions.prefill_time.observe(timings.prefill_ns / NS_PER_S)
+    sessions.decode_time.observe(decode_s)
+    if result.num_generated_tokens > 1:
+        sessions.time_per_output_token.observe(decode_s / (result.num_generated_tokens - 1))
 
 
 def record_served_by(metrics: VerifierMetrics, drafter: str, num_sessions: int) -> None:
-    """Shows how many sessions a drafter drafts for; one that has none is not shown, as addresses come and go."""
+    """Shows how many sessions a drafter drafts for; drafters without any are dropped, as addresses change."""
     if num_sessions:
         metrics.drafted_sessions.labels(drafter).set(num_sessions)
     else:

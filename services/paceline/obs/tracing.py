@@ -1,7 +1,7 @@
-"""Spans as the services see them: OpenTelemetry's own, which nobody records unless traces are asked for.
+"""Spans for the services, of OpenTelemetry's API; they are recorded only if an endpoint for traces is set.
 
-What records and sends is in `paceline.obs.otlp`, which is imported, and OpenTelemetry's SDK with it, only then. Spans
-belong to the event loop: engine threads report times, and never call anything here.
+`paceline.obs.otlp` records and sends them; it is imported only then, and OpenTelemetry's SDK with it. Spans belong to
+the event loop: engine threads report times, and never call anything here.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def start_span(
     """Starts a span.
 
     Args:
-        tracer: Records it, if it does; off, it hands on nobody's trace context either.
+        tracer: May record it; `OFF` passes on no trace context either.
         name: Of the span.
-        parent: The one above it, or the trace context of another process's; one that cannot be read is none, as W3C
-            has it, and without any a trace begins, if it is sampled.
-        kind: Which side of a call it stands for.
-        attributes: What is known of it.
+        parent: The span above it, or a trace context from another process. An unreadable one is ignored, as W3C says;
+            without a parent a new trace begins, if it is sampled.
+        kind: The side of the call.
+        attributes: Its first attributes.
         start_ns: Unix time; None: now.
     """
     if tracer is OFF:
@@ -74,7 +74,7 @@ def start_span(
 
 
 def traceparent_of(span: Span) -> str:
-    """Returns the trace context to hand on, be it that a request is not sampled; empty: nothing."""
+    """Returns the trace context to pass on, also for an unsampled request; empty: none."""
     context = span.get_span_context()
     if not context.is_valid:
         return ""
@@ -82,7 +82,7 @@ def traceparent_of(span: Span) -> str:
 
 
 def fail(span: Span, error: BaseException) -> None:
-    """Says in a span what went wrong; that it was cancelled is no error."""
+    """Records an error in a span; a cancellation is not an error."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         span.set_attribute(CANCELLED, True)
         return
@@ -108,15 +108,15 @@ def ended(span: Span) -> Iterator[Span]:
 async def open_tracing(
     endpoint: str, sample_ratio: float, *, role: str, replica_id: str, registry: CollectorRegistry, zone: str = ""
 ) -> AsyncIterator[Tracer]:
-    """Records and sends spans while a block runs; what is left at its end is sent within a deadline.
+    """Records and sends spans while a block runs; those left at its end are sent within a deadline.
 
     Args:
         endpoint: Where an OTLP collector takes spans over gRPC: `http://host:port`, or https; empty: off.
-        sample_ratio: Share of the traces that begin here, from 0 to 1; others follow whoever began them.
+        sample_ratio: Share of traces that begin here, from 0 to 1; others follow their origin.
         role: Of the service.
-        replica_id: Which one.
+        replica_id: Of the service.
         registry: Where lost spans are counted.
-        zone: Where it runs; empty: not known.
+        zone: Where the service runs; empty: unknown.
 
     Raises:
         ConfigError: The endpoint cannot be right, or OpenTelemetry's SDK is not installed.

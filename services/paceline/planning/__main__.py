@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
@@ -15,19 +15,76 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from paceline.core.errors import ConfigError
-from paceline.planning.arrivals import Arrival, generated_arrivals, read_arrivals, scaled
-from paceline.planning.config import DESCRIPTION, PlanConfig
-from paceline.planning.fleets import RATIOS, Fleet, Goal, Plan, evaluate, least_fleet
+from paceline.planning.arrivals import SHAPES, Arrival, generated_arrivals, read_arrivals, scaled
+from paceline.planning.fleets import RATIOS, Goal, Plan, evaluate, least_fleet
 from paceline.planning.profile import COMPUTED, SHIPPED, Profile, read_profile, write_profile
 from paceline.planning.report import draw, figures, table
 from paceline.planning.roofline import computed_profile
-from paceline.planning.simulation import Way
-from paceline.service.config import parse
+from paceline.planning.simulation import Fleet, Way
+from paceline.service.config import parse, setting
 
 PROG = "paceline plan"
-# Drafters of a given fleet whose number is not named: one for so many verifiers.
+# Verifiers to a drafter in a given fleet whose number of drafters is not named.
 USUAL_RATIO = 4
 Found = TypeVar("Found")
+DESCRIPTION = """Says how many verifiers and drafters a load needs, and what that costs.
+It simulates fleets with the very policy, trees and waiting rules of the services, on step times and guesses from a
+profile, and prints the cheapest mix of verifiers and drafters that meets the goals beside fleets of as many GPUs
+without speculation and with the drafter inside the verifier.
+Example: paceline plan --profile 8b+1b@h100+a100 --rate 100 --slo-ttft-ms 1000 --slo-itl-ms 20.
+Profiles whose name is in that form are computed from data sheets, not measured, and their acceptance is assumed: write
+one with --write-profile, put your measurements in, and give the file as --profile.
+With --verifiers (and --drafters) that fleet is simulated instead of looking for one; see docs/capacity.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Flags and environment variables of `paceline plan`."""
+
+    profile: str = setting(
+        help="JSON file, the name of a measured profile in the package (demo), or one to compute: "
+        "TARGET+DRAFT@VERIFIER_GPU+DRAFTER_GPU, as 8b+1b@h100+l4 or 70b+1b@4xh100+a100."
+    )
+    trace: Path | None = setting(
+        None, help="Arrivals: Azure's CSV of 2023 or Mooncake's JSON lines, plain or gzipped; without it generated."
+    )
+    shape: str = setting("conversation", help="Statistics of generated arrivals.", choices=tuple(SHAPES))
+    rate: float | None = setting(
+        None, help="Mean rate; without it that of the trace.", unit="requests/s", low=0.001, high=1e7
+    )
+    seconds: float = setting(
+        20.0, help="Time that is simulated, of a trace its beginning.", unit="seconds", low=1.0, high=86_400.0
+    )
+    slo_ttft_ms: float = setting(1000.0, help="Goal: p95 of the time to the first token.", unit="ms", low=0.1)
+    slo_itl_ms: float = setting(50.0, help="Goal: p95 of the time between tokens.", unit="ms", low=0.01)
+    verifiers: int | None = setting(None, help="Verifiers of a given fleet.", low=1, high=1_000_000)
+    drafters: int | None = setting(
+        None, help="Its drafters; without it a quarter as many as verifiers, at least one.", low=1, high=1_000_000
+    )
+    verifier_price: float | None = setting(
+        None, help="Price an hour of a verifier's GPU, instead of the profile's.", low=0.0
+    )
+    drafter_price: float | None = setting(
+        None, help="Price an hour of a drafter's GPU, instead of the profile's.", low=0.0
+    )
+    workers: int = setting(0, help="Processes that simulate; 0: one a CPU.", low=0, high=1024)
+    seed: int = setting(0, help="Of arrivals and of the luck with step times.", low=0, high=2**31 - 1)
+    write_profile: Path | None = setting(None, help="Write the profile to this file, and do nothing else.")
+    json: Path | None = setting(None, help="Write the figures to this file too.")
+    plot: Path | None = setting(None, help="Draw percentiles and costs as SVG; needs matplotlib.")
+
+    def __post_init__(self) -> None:
+        """Checks what depends on one another.
+
+        Raises:
+            ConfigError: It does not fit together.
+        """
+        if self.drafters is not None and self.verifiers is None:
+            raise ConfigError("--drafters needs --verifiers beside it")
+        if self.drafters is not None and self.verifiers is not None and self.drafters > self.verifiers:
+            raise ConfigError(f"--drafters must be at most --verifiers ({self.verifiers}), got {self.drafters}")
+        if self.trace is None and self.rate is None and self.write_profile is None:
+            raise ConfigError("--rate is required without --trace: mean rate of the generated arrivals, requests/s")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def profile_of(config: PlanConfig) -> Profile:
-    """The profile that is asked for, with the prices that are.
+    """The profile that the settings name, with their prices.
 
     Raises:
         ConfigError: There is none of that name, or its file is broken.
@@ -70,12 +127,12 @@ def profile_of(config: PlanConfig) -> Profile:
     if config.verifier_price is not None:
         target = replace(target, price_per_hour=config.verifier_price)
     if config.drafter_price is not None:
-        drafter = replace(drafter, device=replace(drafter.device, price_per_hour=config.drafter_price))
+        drafter = replace(drafter, price_per_hour=config.drafter_price)
     return replace(profile, target=target, drafter=drafter)
 
 
 def load_of(config: PlanConfig) -> list[Arrival]:
-    """The arrivals that are asked for: at that rate, for that time.
+    """The arrivals that the settings describe: at that rate, for that time.
 
     Raises:
         ConfigError: The trace cannot be read, or too little of it falls into the time.
@@ -96,7 +153,7 @@ def load_of(config: PlanConfig) -> list[Arrival]:
 
 
 def _plans(config: PlanConfig, profile: Profile, load: Sequence[Arrival]) -> dict[str, Plan]:
-    """The plan asked for first, and what it is compared with."""
+    """The plan, followed by those that it is compared with."""
     goal = Goal(ttft_s=config.slo_ttft_ms / 1e3, itl_s=config.slo_itl_ms / 1e3)
     with ProcessPoolExecutor(config.workers or os.cpu_count()) as pool:
         if config.verifiers is None:
@@ -150,7 +207,7 @@ def _at_equal_gpus(
 
 
 def _awaited(futures: Mapping[str, Future[Found]], title: str) -> dict[str, Found]:
-    """All results in the order asked for, with a bar that counts them."""
+    """All results in the order of the futures, with a bar that counts them."""
     with tqdm(total=len(futures), desc=title, unit="fleet", leave=False) as bar:
         for _ in as_completed(futures.values()):
             bar.update()

@@ -1,6 +1,6 @@
 """When requests arrive and how long they are: read from public traces, or generated with their statistics.
 
-Knows nothing of serving. Traces carry no text; who replays one brings prompts of the lengths named here.
+Knows nothing of serving. Traces carry no text: a replay has to bring prompts of these lengths.
 """
 
 from __future__ import annotations

@@ -1,22 +1,33 @@
-"""A simulated drafter: the very draft scheduler of `core`, with a model that guesses what a profile says."""
+"""Simulated drafters: the very draft scheduler of `core`, with a model that guesses what a profile says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierSaid
 from paceline.core.drafted_session import DraftedSession
 from paceline.core.drafter_growth import Guesses
 from paceline.core.messages import DraftNodes, ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
+from paceline.core.pairing import KnownDrafter
 from paceline.core.tree import Node, NodeState
+from paceline.planning.events import Events
 from paceline.planning.guesses import RIGHT, STRIDE, GuessSource
-from paceline.planning.profile import DrafterFacts
+from paceline.planning.profile import DrafterFacts, Profile
 
-# Sessions of a simulation are as long as its load says; their drafters have context enough.
+# Sessions are as long as the load makes them; drafters have enough context for all.
 CONTEXT_LEN = 1 << 19
-# All verifiers of a simulation speak over one stream: a session's id is its own.
+# All verifiers of a simulation share one stream: a session's id is its own.
 LINK = 0
+
+
+class Verifier(Protocol):
+    """Whatever drafts are sent to."""
+
+    def receive(self, address: str, messages: Sequence[DraftNodes]) -> None:
+        """The messages of a drafter's step arrive."""
 
 
 class SimulatedDrafter:
@@ -25,20 +36,20 @@ class SimulatedDrafter:
     Args:
         facts: Of the draft model on its device.
         truth: What it guesses.
+        events: The simulation's.
     """
 
-    def __init__(self, facts: DrafterFacts, truth: GuessSource) -> None:
-        self._facts = facts
-        self._truth = truth
-        pool = BlockPool(facts.device.kv_tokens // BLOCK_SIZE)
+    def __init__(self, facts: DrafterFacts, truth: GuessSource, events: Events) -> None:
+        self._facts, self._truth, self._events = facts, truth, events
+        pool = BlockPool(facts.kv_tokens // BLOCK_SIZE)
         # As in the engine: a quarter as many slots for tree nodes as for tokens.
         scratch = SlotPool(first_block=pool.num_blocks, num_blocks=max(1, pool.num_blocks // 4))
         limits = DraftLimits(
-            width=facts.width,
-            max_rows=facts.rows,
-            max_rows_per_session=facts.rows_per_session,
-            max_num_batched_tokens=facts.device.max_rows,
-            max_num_seqs=facts.device.max_sessions,
+            width=facts.draft_width,
+            max_rows=facts.draft_rows,
+            max_rows_per_session=facts.draft_rows_per_session,
+            max_num_batched_tokens=facts.max_rows,
+            max_num_seqs=facts.max_sessions,
         )
         self.scheduler: DraftScheduler[DraftedSession] = DraftScheduler(
             pool=pool,
@@ -53,15 +64,19 @@ class SimulatedDrafter:
         self.scheduler.handle(VerifierSaid(link=LINK, messages=messages), now_s)
         self.scheduler.moves.clear()
 
+    def step(self, then: Callable[[Sequence[DraftNodes]], None]) -> None:
+        """Plans a step; when it ends, `then` gets its drafts."""
+        plan = self.scheduler.plan(self._events.now_s)
+        seconds = self.seconds(plan) * self._events.luck(self._facts.noise)
+        self._events.after(seconds, lambda: then(self._finish(plan)))
+
     def seconds(self, plan: DraftPlan[DraftedSession]) -> float:
         """Expected time of a step."""
         computed = [*(part.session for part in plan.catching_up), *(each.session for each in plan.growing)]
         kv_tokens = sum(len(session.tokens) for session in {id(each): each for each in computed}.values())
-        device = self._facts.device
-        return device.seconds(plan.num_rows, num_sessions=self.scheduler.num_sessions, kv_tokens=kv_tokens)
+        return self._facts.step_s(plan.num_rows, num_sessions=self.scheduler.num_sessions, kv_tokens=kv_tokens)
 
-    def finish(self, plan: DraftPlan[DraftedSession]) -> Sequence[DraftNodes]:
-        """Ends a step; returns what it has to say."""
+    def _finish(self, plan: DraftPlan[DraftedSession]) -> Sequence[DraftNodes]:
         for part in plan.catching_up:
             if part.expands:
                 self._expand(part.session, part.session.tree.root)
@@ -78,7 +93,64 @@ class SimulatedDrafter:
             # Some hundred places stand for all that lie off the text.
             position = STRIDE * (1 + node.node_id % 8) + position % 32
         ranked = self._truth.guesses(int(session.session_id), position)
-        session.offer(node, Guesses(ranked=list(ranked[: self._facts.width])))
+        session.offer(node, Guesses(ranked=list(ranked[: self._facts.draft_width])))
+
+
+class DrafterProcess:
+    """A drafter of the tier.
+
+    Args:
+        address: What verifiers know it by.
+        profile: Facts.
+        events: The simulation's.
+    """
+
+    def __init__(self, address: str, profile: Profile, events: Events) -> None:
+        self.address = address
+        self._drafter = SimulatedDrafter(profile.drafter, profile.truth, events)
+        self._events = events
+        self._link_s = profile.link_s
+        self._verifiers: dict[str, Verifier] = {}
+        self._inbox: list[ToDrafter] = []
+        self._busy = False
+
+    def known(self) -> KnownDrafter:
+        """What verifiers know of it, without delay."""
+        return KnownDrafter(address=self.address, num_sessions=len(self._verifiers))
+
+    def pair(self, session_id: str, verifier: Verifier) -> None:
+        """Drafts for a session from now on."""
+        self._verifiers[session_id] = verifier
+
+    def part(self, session_id: str) -> None:
+        """The session has ended."""
+        del self._verifiers[session_id]
+
+    def send(self, messages: Sequence[ToDrafter]) -> None:
+        """A verifier sends messages."""
+        self._events.after(self._link_s, lambda: self._receive(messages))
+
+    def _receive(self, messages: Sequence[ToDrafter]) -> None:
+        self._inbox += messages
+        if not self._busy:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        self._drafter.handle(inbox, self._events.now_s)
+        self._busy = self._drafter.scheduler.has_work
+        if self._busy:
+            self._drafter.step(self._end_step)
+
+    def _end_step(self, drafts: Sequence[DraftNodes]) -> None:
+        by_verifier: dict[Verifier, list[DraftNodes]] = {}
+        for nodes in drafts:
+            verifier = self._verifiers.get(nodes.session_id)
+            if verifier is not None:
+                by_verifier.setdefault(verifier, []).append(nodes)
+        for verifier, messages in by_verifier.items():
+            self._events.after(self._link_s, partial(verifier.receive, self.address, messages))
+        self._go_on()
 
 
 def is_right(node: Node) -> bool:

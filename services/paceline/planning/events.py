@@ -25,7 +25,7 @@ class Events:
         self._chance = np.random.default_rng(seed)
 
     def after(self, delay_s: float, act: Act) -> None:
-        """Lets something happen in so many seconds."""
+        """Lets something happen after a delay."""
         self._count += 1
         heapq.heappush(self._heap, (self.now_s + delay_s, self._count, act))
 

@@ -1,7 +1,7 @@
-"""Whole fleets by a sample of their cells, and the least fleet that meets a goal.
+"""Large fleets by one of their cells, and the least fleet that meets a goal.
 
-Sessions never leave the verifier they are routed to, and requests are dealt out evenly, so cells of the same replicas
-and the same share of the load are alike: one of them stands for all.
+A cell is a drafter with the verifiers it has to serve, or a verifier alone. Sessions never leave the verifier they are
+routed to, and requests are dealt out evenly, so all cells are alike: one of them stands for the fleet.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
 from paceline.planning.profile import Profile
-from paceline.planning.simulation import Cell, Outcome, Way, run_open
+from paceline.planning.simulation import Fleet, Outcome, Way, run_open
 
 # Verifiers to a drafter that a search tries.
 RATIOS = (1, 2, 4)
 # Share of the load's time that is left out at its beginning, while cells fill.
 WARM_UP = 0.25
-# A cell that has not answered everything so long after its last request, and twice what the longest answer may take,
+# A cell that has not answered everything this long after its last request, plus twice the time of the longest answer,
 # never keeps up.
 PATIENCE_S = 30.0
 # A search ends when fleets this much smaller would not do.
 TOLERANCE = 0.05
-# A fleet that misses the goal is tried again this much larger, as long as a cell gets so many requests.
+# A fleet that misses the goal is tried again this much larger, while a cell still gets this many requests.
 GROWTH, LEAST_REQUESTS = 1.4, 8
 TOKENS = 1e6
 P95 = 1
@@ -38,7 +37,7 @@ class Goal:
     itl_s: float
 
     def is_met(self, outcome: Outcome) -> bool:
-        """Whether they do, and nothing was left unanswered; nobody was given anything where nobody asked."""
+        """Whether they get it, and everything was answered; a cell without requests shows nothing."""
         enough = outcome.ttft_s()[P95] <= self.ttft_s and outcome.itl_s()[P95] <= self.itl_s
         return enough and outcome.num_counted > 0 and outcome.num_unfinished == 0
 
@@ -46,41 +45,6 @@ class Goal:
         """Seconds after the last request in which a cell that meets the goal has answered everything."""
         longest = max((each.num_output_tokens for each in load), default=0)
         return PATIENCE_S + self.ttft_s + 2.0 * self.itl_s * longest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """Replicas of a fleet, with drafters of the tier or without.
-
-    Raises:
-        ConfigError: As for a `Cell`.
-    """
-
-    way: Way
-    num_verifiers: int
-    num_drafters: int = 0
-
-    def __post_init__(self) -> None:
-        """Checks the numbers."""
-        if self.num_drafters > self.num_verifiers:
-            raise ConfigError(f"drafters must be at most as many as verifiers, got {self.num_drafters}")
-        self.cell()
-
-    def cell(self) -> Cell:
-        """One of its cells: a drafter, and the verifiers it has to serve, or a verifier alone."""
-        if self.way is not Way.TIER:
-            return Cell(way=self.way, num_verifiers=self.num_verifiers and 1)
-        return Cell(way=self.way, num_verifiers=-(-self.num_verifiers // max(1, self.num_drafters)), num_drafters=1)
-
-    def num_gpus(self, profile: Profile) -> int:
-        """All its GPUs."""
-        own = self.num_verifiers * profile.target.num_devices
-        return own + self.num_drafters * profile.drafter.device.num_devices
-
-    def price_per_hour(self, profile: Profile) -> float:
-        """Of all its GPUs."""
-        own = self.num_verifiers * profile.target.replica_price_per_hour
-        return own + self.num_drafters * profile.drafter.device.replica_price_per_hour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +67,10 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole fleet: what is asked of it, or what its cell can do where that is less.
+        """Output tokens of the whole fleet: the load, or what its cells can do if that is less.
 
-        Requests of one cell may ask for a little more or less than the others', so a fleet that meets its goals is
-        taken by the load's word.
+        The requests of one cell may be a little longer or shorter than those of the others, so a fleet that meets its
+        goals is credited with the whole load.
         """
         able = self.outcome.tokens_per_s * self.fleet.num_verifiers / self.fleet.cell().num_verifiers
         return self.offered_tokens_per_s if self.meets else min(able, self.offered_tokens_per_s)
@@ -185,6 +149,6 @@ def least_verifiers(profile: Profile, load: Sequence[Arrival]) -> int:
     """Verifiers that the load's prompts alone would keep busy: no fewer can do."""
     target = profile.target
     prompt_tokens = sum(each.num_prompt_tokens for each in load)
-    rows_per_s = target.max_rows / target.seconds(target.max_rows, num_sessions=1)
+    rows_per_s = target.max_rows / target.step_s(target.max_rows, num_sessions=1)
     seconds = max(load[-1].at_s, 1e-9)
     return max(1, math.ceil(prompt_tokens / rows_per_s / seconds))

@@ -8,13 +8,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
 from paceline.core.calibration import margin
 from paceline.core.errors import ConfigError
+from paceline.service.config import setting
 
 RIGHT = 0
 # Positions of guesses off the true text lie this far apart from it.
@@ -34,27 +36,25 @@ class GuessSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Without slots, so that properties can be kept.
+@dataclass(frozen=True, kw_only=True)
 class DrawnGuesses:
-    """Two guesses a position from a law, a function of the seed alone.
+    """Two guesses a position from a law, a function of the seed alone."""
 
-    Args:
-        slope: True log odds of a match per log odds of confidence.
-        intercept: True log odds of a match at even confidence.
-        session_spread: Standard deviation of the sessions' own log odds.
-        confidence_mean: Mean log odds that the drafter gives its first guess.
-        confidence_spread: Their standard deviation.
-        seed: Of everything.
-    """
+    slope: float = setting(1.3, help="True log odds of a match per log odds of confidence.")
+    intercept: float = setting(-0.2, help="True log odds of a match at even confidence.")
+    session_spread: float = setting(0.6, help="Standard deviation of the sessions' own log odds.", low=0)
+    confidence_mean: float = setting(1.6, help="Mean log odds that the drafter gives its first guess.")
+    confidence_spread: float = setting(1.8, help="Their standard deviation.", low=0)
+    seed: int = setting(0, help="Of everything.")
 
-    slope: float = 1.3
-    intercept: float = -0.2
-    session_spread: float = 0.6
-    confidence_mean: float = 1.6
-    confidence_spread: float = 1.8
-    seed: int = 0
-    _offsets: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
-    _guesses: dict[tuple[int, int], Ranked] = field(default_factory=dict, compare=False, repr=False)
+    @cached_property
+    def _offsets(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def _guesses(self) -> dict[tuple[int, int], Ranked]:
+        return {}
 
     def offset(self, session: int) -> float:
         """A session's own log odds."""
@@ -69,7 +69,7 @@ class DrawnGuesses:
         return 1.0 / (1.0 + math.exp(-log_odds))
 
     def guesses(self, session: int, position: int) -> Ranked:
-        """See `GuessSource`."""
+        """The best guesses at a position, drawn once."""
         key = (session, position)
         if key not in self._guesses:
             self._guesses[key] = self._guess(session, position)
@@ -91,7 +91,7 @@ class DrawnGuesses:
 
 @functools.cache
 def texts_of(law: DrawnGuesses) -> RecordedGuesses:
-    """Some texts by a law, drawn once: a simulation asks for millions of places, and draws are dear."""
+    """Some texts by a law, drawn once: a simulation reads millions of places, and draws are expensive."""
     texts = [
         [_place(law.guesses(session, position)) for position in range(1, 1 + DRAWN_LENGTH)]
         for session in range(NUM_DRAWN)
@@ -111,7 +111,7 @@ class RecordedPlace:
 
     Args:
         rank: Which of the guesses was the target's token, from 0; None: none of them.
-        confidences: What the drafter said of each, best first.
+        confidences: How sure the drafter was of each, best first.
     """
 
     rank: int | None
@@ -126,7 +126,7 @@ class RecordedPlace:
 class RecordedGuesses:
     """Guesses of a real drafter along real texts; session `n` has text `n` modulo their number, over and over.
 
-    Off the true text, where nobody recorded anything, the drafter is as sure as at some other place.
+    Off the true text nothing was recorded: there the drafter is as sure as at some other place.
 
     Args:
         texts: By generated token, from the first one.
@@ -142,7 +142,7 @@ class RecordedGuesses:
         self._guesses = [[place.guesses for place in text] for text in self.texts]
 
     def guesses(self, session: int, position: int) -> Ranked:
-        """See `GuessSource`; position 0 is the prompt's last token."""
+        """The best guesses at a position; position 0 is the prompt's last token."""
         if position >= STRIDE:
             session, position = session + position // STRIDE, position * 7919
         text = self._guesses[session % len(self._guesses)]

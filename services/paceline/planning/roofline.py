@@ -13,10 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError
-from paceline.core.step_time import StepCost
 from paceline.planning.guesses import DrawnGuesses
 from paceline.planning.profile import COMPUTED, DeviceFacts, DrafterFacts, Profile
 
@@ -89,7 +88,7 @@ def computed_profile(name: str) -> Profile:
         name=f"{target.name} on {count} x {large.name}, {draft.name} on {small.name}",
         kind=COMPUTED,
         origin="roofline of published bandwidth and FLOP/s; acceptance assumed",
-        target=_device(target, large, count, max_sessions=256, max_rows=2048),
+        target=DeviceFacts(**_device(target, large, count), max_sessions=256),
         drafter=_drafter(draft, small, 1),
         colocated=_drafter(draft, large, count),
         colocated_kv_tokens=_kv_tokens(target, large, count, beside=draft),
@@ -108,28 +107,29 @@ def _known(kind: str, name: str, table: Mapping[str, Known]) -> Known:
 
 
 def _drafter(model: Model, gpu: Gpu, count: int) -> DrafterFacts:
-    device = _device(model, gpu, count, max_sessions=1024, max_rows=2048)
-    return DrafterFacts(device=device, width=3, rows=128, rows_per_session=4)
+    return DrafterFacts(
+        **_device(model, gpu, count), max_sessions=1024, draft_width=3, draft_rows=128, draft_rows_per_session=4
+    )
 
 
-def _device(model: Model, gpu: Gpu, count: int, *, max_sessions: int, max_rows: int) -> DeviceFacts:
+def _device(model: Model, gpu: Gpu, count: int) -> dict[str, Any]:
+    """Facts of a device by the names of `DeviceFacts`."""
     bytes_per_s = REACHED_BANDWIDTH * gpu.bytes_per_s * count
     flops = REACHED_FLOPS * gpu.flops * count
     fixed_s = LAUNCH_S + (2 * model.layers * ALL_REDUCE_S if count > 1 else 0.0)
     weights_s = BYTES_PER_WEIGHT * model.parameters / bytes_per_s
-    seconds = tuple(max(weights_s, 2 * model.parameters * rows / flops) + fixed_s for rows in TABLE_ROWS)
-    return DeviceFacts(
-        name=gpu.name,
-        cost=StepCost(rows=TABLE_ROWS, seconds=seconds),
-        num_devices=count,
-        price_per_hour=gpu.price_per_hour,
-        session_s=SESSION_S,
-        kv_token_s=model.kv_bytes_per_token / bytes_per_s,
-        noise=NOISE,
-        kv_tokens=_kv_tokens(model, gpu, count),
-        max_sessions=max_sessions,
-        max_rows=max_rows,
-    )
+    return {
+        "name": gpu.name,
+        "rows": TABLE_ROWS,
+        "seconds": tuple(max(weights_s, 2 * model.parameters * rows / flops) + fixed_s for rows in TABLE_ROWS),
+        "num_devices": count,
+        "price_per_hour": gpu.price_per_hour,
+        "session_s": SESSION_S,
+        "kv_token_s": model.kv_bytes_per_token / bytes_per_s,
+        "noise": NOISE,
+        "kv_tokens": _kv_tokens(model, gpu, count),
+        "max_rows": TABLE_ROWS[-1],
+    }
 
 
 def _kv_tokens(model: Model, gpu: Gpu, count: int, beside: Model | None = None) -> int:

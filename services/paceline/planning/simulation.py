@@ -1,4 +1,4 @@
-"""A cell of a fleet at work on a load: arrivals, least loaded routing, and what clients see of it."""
+"""A fleet at work on a load: arrivals, least loaded routing, and what clients see of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
+from paceline.planning.drafter import DrafterProcess
 from paceline.planning.events import Events
 from paceline.planning.guesses import DrawnGuesses, texts_of
-from paceline.planning.processes import DrafterProcess, VerifierProcess
 from paceline.planning.profile import Profile
-from paceline.planning.verifier import Asked, SimulatedSession
+from paceline.planning.verifier import Request, SimulatedVerifier
 
 PERCENTILES = (50, 95, 99)
 
@@ -29,13 +30,13 @@ class Way(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """Replicas that work together: sessions of these verifiers are drafted for by these drafters alone.
+class Fleet:
+    """Replicas that work together: any of these drafters may draft for any session of these verifiers.
 
     Args:
         way: How drafts are made.
         num_verifiers: Replicas.
-        num_drafters: Replicas.
+        num_drafters: Replicas of the drafter tier.
 
     Raises:
         ConfigError: There is no verifier, or a drafter where the way has no use for one.
@@ -52,10 +53,26 @@ class Cell:
         if (self.num_drafters > 0) != (self.way is Way.TIER):
             raise ConfigError(f"num_drafters must be at least 1 with a {Way.TIER.value} and 0 otherwise")
 
+    def cell(self) -> Fleet:
+        """The least fleet that shows what this one does: a drafter with its verifiers, or a verifier alone."""
+        if self.way is not Way.TIER:
+            return Fleet(way=self.way)
+        return Fleet(way=self.way, num_verifiers=-(-self.num_verifiers // self.num_drafters), num_drafters=1)
+
+    def num_gpus(self, profile: Profile) -> int:
+        """All its GPUs."""
+        own = self.num_verifiers * profile.target.num_devices
+        return own + self.num_drafters * profile.drafter.num_devices
+
+    def price_per_hour(self, profile: Profile) -> float:
+        """Price of all its GPUs."""
+        own = self.num_verifiers * profile.target.replica_price_per_hour
+        return own + self.num_drafters * profile.drafter.replica_price_per_hour
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What clients of a cell saw.
+    """What clients of a fleet saw.
 
     Args:
         requests: All of them, in order of arrival.
@@ -64,7 +81,7 @@ class Outcome:
         until_s: The same at the end.
     """
 
-    requests: Sequence[Asked]
+    requests: Sequence[Request]
     door_s: float
     since_s: float
     until_s: float
@@ -118,7 +135,7 @@ class Outcome:
         ended = (each for each in self._counted() if each.num_received >= each.num_output_tokens)
         return _percentiles([each.pieces[-1][0] - each.at_s + self.door_s for each in ended])
 
-    def _counted(self) -> list[Asked]:
+    def _counted(self) -> list[Request]:
         return [each for each in self.requests if self.since_s <= each.at_s < self.until_s]
 
 
@@ -126,18 +143,18 @@ def _percentiles(values: Sequence[float]) -> list[float]:
     return [float(value) for value in np.percentile(values, PERCENTILES)] if values else [0.0] * len(PERCENTILES)
 
 
-class CellAtWork:
-    """One cell, its replicas, and the requests under way.
+class FleetAtWork:
+    """A fleet with the requests under way.
 
     Args:
         profile: Facts.
-        cell: Replicas.
+        fleet: Replicas.
         seed: Of the luck with step times.
-        on_end: Told when a request has all its tokens.
+        on_end: Called when a request has all its tokens.
     """
 
-    def __init__(self, profile: Profile, cell: Cell, seed: int, on_end: Callable[[Asked], None]) -> None:
-        if cell.way is Way.COLOCATED:
+    def __init__(self, profile: Profile, fleet: Fleet, seed: int, on_end: Callable[[Request], None]) -> None:
+        if fleet.way is Way.COLOCATED:
             # The drafter's weights and KV take room that was the target's.
             left = min(profile.target.kv_tokens, profile.colocated_kv_tokens)
             profile = replace(profile, target=replace(profile.target, kv_tokens=left))
@@ -146,21 +163,21 @@ class CellAtWork:
         self.events = Events(seed)
         self._profile = profile
         self._on_end = on_end
-        drafters = [DrafterProcess(f"drafter-{number}", profile, self.events) for number in range(cell.num_drafters)]
+        drafters = [DrafterProcess(f"drafter-{number}", profile, self.events) for number in range(fleet.num_drafters)]
         self._verifiers = [
-            VerifierProcess(
+            SimulatedVerifier(
                 profile,
                 self.events,
-                colocated=cell.way is Way.COLOCATED,
+                colocated=fleet.way is Way.COLOCATED,
                 drafters=drafters,
                 on_end=self._ended,
             )
-            for _ in range(cell.num_verifiers)
+            for _ in range(fleet.num_verifiers)
         ]
-        self._num_sessions = [0] * cell.num_verifiers
+        self._num_sessions = [0] * fleet.num_verifiers
         self._placed: dict[int, int] = {}
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: Request) -> None:
         """Gives a request to the verifier that has the fewest sessions.
 
         Raises:
@@ -177,15 +194,14 @@ class CellAtWork:
         self._placed[asked.number] = index
         self._verifiers[index].submit(asked)
 
-    def _ended(self, session: SimulatedSession) -> None:
-        number = session.asked.number
-        self._num_sessions[self._placed.pop(number)] -= 1
-        self._on_end(session.asked)
+    def _ended(self, asked: Request) -> None:
+        self._num_sessions[self._placed.pop(asked.number)] -= 1
+        self._on_end(asked)
 
 
 def run_open(
     profile: Profile,
-    cell: Cell,
+    fleet: Fleet,
     arrivals: Sequence[Arrival],
     *,
     warm_up_s: float = 0.0,
@@ -197,18 +213,18 @@ def run_open(
 
     Args:
         profile: Facts.
-        cell: Replicas.
-        arrivals: The load of this cell, in order.
-        warm_up_s: Requests of the first so many seconds are not counted.
+        fleet: Replicas.
+        arrivals: The load, in order.
+        warm_up_s: Requests of this time at the beginning are not counted.
         until_s: When the load ends; None: with its last request.
-        give_up_s: Requests under way so long after that are left unfinished.
+        give_up_s: Requests that are still under way this long after that are left unfinished.
         seed: Of the luck.
 
     Raises:
         ConfigError: A request is longer than the profile allows.
     """
     asked = [
-        Asked(
+        Request(
             number=number,
             at_s=each.at_s,
             num_prompt_tokens=each.num_prompt_tokens,
@@ -216,13 +232,9 @@ def run_open(
         )
         for number, each in enumerate(arrivals)
     ]
-    work = CellAtWork(profile, cell, seed, lambda _: None)
+    work = FleetAtWork(profile, fleet, seed, lambda _: None)
     for each in asked:
-        work.events.after(each.at_s, _asking(work, each))
+        work.events.after(each.at_s, partial(work.ask, each))
     last_s = max((each.at_s for each in arrivals), default=0.0) if until_s is None else until_s
     work.events.run(last_s + give_up_s)
     return Outcome(requests=asked, door_s=profile.door_s, since_s=warm_up_s, until_s=max(last_s, warm_up_s + 1e-3))
-
-
-def _asking(work: CellAtWork, asked: Asked) -> Callable[[], None]:
-    return lambda: work.ask(asked)

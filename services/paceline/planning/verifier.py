@@ -1,4 +1,7 @@
-"""A simulated verifier: the very scheduler of `core`, with steps that take what a profile says."""
+"""A simulated verifier: the very scheduler of `core`, with steps that take as long as a profile says.
+
+A verifier or drafter that is busy reads what has arrived when its step ends, as an engine's thread does.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,31 @@ from dataclasses import dataclass, field
 
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.calibration import Calibration, Calibrations
-from paceline.core.draft_policy import DraftPolicy
+from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
-from paceline.core.messages import DraftNodes, GenerateRequest, ToDrafter
+from paceline.core.messages import DraftNodes, GenerateRequest
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
+from paceline.core.pairing import Pairing
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
 from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepMode
+from paceline.core.step_time import KNOTS, StepCost, StepMode, StepTimes
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
-from paceline.core.tree import Node, walk
+from paceline.core.tree import walk
+from paceline.planning.drafter import DrafterProcess, SimulatedDrafter
+from paceline.planning.events import Act, Events
 from paceline.planning.guesses import RIGHT, STRIDE
-from paceline.planning.profile import DeviceFacts
+from paceline.planning.profile import DeviceFacts, Profile
+
+# Time of a co-located draft step before one was measured, and the weight of a new one; as in the engine.
+FIRST_DRAFT_S, SMOOTHING = 1e-4, 0.1
+# Address of a drafter inside a verifier.
+INSIDE = "inside"
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
+class Request:
     """A request on its way through the fleet, and what became of it.
 
     Attributes:
@@ -60,7 +71,7 @@ class SimulatedSession(ScheduledSession):
     """
 
     def __init__(
-        self, asked: Asked, drafter: str, pool: BlockPool, calibration: Calibration, *, now_s: float, price: float
+        self, asked: Request, drafter: str, pool: BlockPool, calibration: Calibration, *, now_s: float, price: float
     ) -> None:
         request = GenerateRequest(
             session_id=str(asked.number),
@@ -85,86 +96,155 @@ class SimulatedSession(ScheduledSession):
 
 
 class SimulatedVerifier:
-    """Runs the scheduler's steps in simulated time.
+    """A verifier whose sessions have drafters of the tier, one inside it, or none.
 
     Args:
-        facts: Of the target on its device.
-        policy: The policy of `core` that picks nodes and sets the price.
-        overhead: Share by which steps take longer while drafters work.
-        drafters: Addresses of those that are up.
-        on_end: Told of every session that has all its tokens.
+        profile: Facts.
+        events: The simulation's.
+        colocated: Whether it drafts itself.
+        drafters: Those of the tier.
+        on_end: Called with every request that has all its tokens.
     """
 
     def __init__(
         self,
-        facts: DeviceFacts,
-        policy: DraftPolicy,
+        profile: Profile,
+        events: Events,
         *,
-        overhead: float,
-        drafters: tuple[str, ...],
-        on_end: Callable[[SimulatedSession], None],
+        colocated: bool,
+        drafters: Sequence[DrafterProcess] = (),
+        on_end: Callable[[Request], None],
     ) -> None:
-        self.policy = policy
-        self._on_end = on_end
-        self._facts = facts
-        self._overhead = overhead
-        self._pool = BlockPool(facts.kv_tokens // BLOCK_SIZE)
-        limits = TargetLimits(
-            max_num_seqs=facts.max_sessions,
-            max_num_batched_tokens=facts.max_rows,
-            max_model_len=facts.kv_tokens,
-        )
-        self.scheduler: Scheduler[SimulatedSession] = Scheduler(
-            pool=self._pool,
-            scratch=SlotPool(first_block=0, num_blocks=1 + facts.max_rows // BLOCK_SIZE),
-            limits=limits,
-            policy=policy,
-            tier=DrafterTier(STRIDE),
-        )
-        self._calibrations = {address: Calibration() for address in drafters}
-        for address in drafters:
+        self._events, self._facts, self._on_end = events, profile.target, on_end
+        self._inside = SimulatedDrafter(profile.colocated, profile.truth, events) if colocated else None
+        self._inside_s = FIRST_DRAFT_S
+        self._drafters = {drafter.address: drafter for drafter in drafters}
+        self._pairing = Pairing()
+        # A co-located drafter's time is its own, not a share of the verifier's.
+        self._overhead = 0.0 if colocated else profile.drafting_overhead
+        plain = starting_cost(profile.target)
+        self.policy = Goodput(StepTimes(plain, plain.scaled(1.0 + self._overhead)), max_nodes=profile.most_nodes)
+        self._pool = BlockPool(profile.target.kv_tokens // BLOCK_SIZE)
+        self.scheduler = _scheduler(profile.target, self._pool, self.policy)
+        self._calibrations = {address: Calibration() for address in ((INSIDE,) if colocated else self._drafters)}
+        for address in self._calibrations:
             self.scheduler.change_link(LinkChanged(address=address, up=True), 0.0)
+        self._inbox: list[Act] = []
+        self._busy = False
+        self._num_waits = 0
 
-    def submit(self, asked: Asked, drafter: str, now_s: float) -> None:
-        """A request arrives, with the address of its drafter, if it has one."""
+    def submit(self, asked: Request) -> None:
+        """A request arrives, and is paired with a drafter if there is one."""
+        self._pairing.know(each.known() for each in self._drafters.values())
+        address = INSIDE if self._inside is not None else self._pairing.choose((DRAFT_MODEL,))
+        if address in self._drafters:
+            self._pairing.count(address, +1)
+            self._drafters[address].pair(str(asked.number), self)
+        self._post(lambda: self._open(asked, address))
+
+    def _open(self, asked: Request, drafter: str) -> None:
         calibration = self._calibrations[drafter] if drafter else Calibration()
-        price = self.policy.price
+        now_s, price = self._events.now_s, self.policy.price
         self.scheduler.submit(SimulatedSession(asked, drafter, self._pool, calibration, now_s=now_s, price=price))
 
-    def receive(self, address: str, messages: Sequence[DraftNodes], arrived_s: float) -> None:
-        """Takes in what a drafter said."""
-        self.scheduler.receive(DraftsArrived(address=address, messages=messages, arrived_s=arrived_s))
+    def _ended(self, session: SimulatedSession) -> None:
+        drafter = self._drafters.get(session.link.address)
+        if drafter is not None:
+            self._pairing.count(drafter.address, -1)
+            drafter.part(session.session_id)
+        self._on_end(session.asked)
 
-    def take(self) -> dict[str, list[ToDrafter]]:
-        """What is to be said to drafters, by their addresses."""
+    def receive(self, address: str, messages: Sequence[DraftNodes]) -> None:
+        """The messages of a drafter's step arrive."""
+        arrived = DraftsArrived(address=address, messages=messages, arrived_s=self._events.now_s)
+        self._post(lambda: self.scheduler.receive(arrived))
+
+    def _send(self) -> None:
+        """Sends drafters what the scheduler has for them."""
         self.scheduler.take_outcomes()
         to_drafters, _ = self.scheduler.tier.take()
-        return to_drafters
+        for address, messages in to_drafters.items():
+            if self._inside is not None:
+                self._inside.handle(messages, self._events.now_s)
+            else:
+                self._drafters[address].send(messages)
 
-    def patience_s(self, now_s: float) -> float:
-        """See `Scheduler.patience_s`."""
-        self.scheduler.note_silence(now_s)
-        return self.scheduler.patience_s(now_s)
+    def _post(self, act: Act) -> None:
+        self._inbox.append(act)
+        if not self._busy:
+            self._drive()
 
-    def seconds(self, plan: StepPlan[SimulatedSession]) -> float:
+    def _drive(self) -> None:
+        """Handles what has arrived, then waits for drafts, drafts or steps, whichever is worth it."""
+        self._busy = False
+        inbox, self._inbox = self._inbox, []
+        for act in inbox:
+            act()
+        if not self.scheduler.num_sessions:
+            self._send()
+            return
+        self._num_waits += 1
+        if self._inside is not None:
+            self._busy = True
+            self._draft_or_step(self._inside)
+            return
+        self.scheduler.note_silence(self._events.now_s)
+        wait_s = self.scheduler.patience_s(self._events.now_s)
+        if wait_s > 0.0:
+            self._events.after(wait_s, self._wake(self._num_waits))
+        else:
+            self._step()
+
+    def _wake(self, number: int) -> Act:
+        """Goes on after a wait, unless something ended the wait before."""
+
+        def wake() -> None:
+            if number == self._num_waits and not self._busy:
+                self._drive()
+
+        return wake
+
+    def _draft_or_step(self, inside: SimulatedDrafter) -> None:
+        now_s = self._events.now_s
+        if not inside.scheduler.has_work or not self.scheduler.drafts_pay(self._inside_s, now_s):
+            self._step()
+            return
+
+        def drafted(nodes: Sequence[DraftNodes]) -> None:
+            self._inside_s += SMOOTHING * (self._events.now_s - now_s - self._inside_s)
+            self.scheduler.receive(DraftsArrived(address=INSIDE, messages=nodes, arrived_s=self._events.now_s))
+            self._draft_or_step(inside)
+
+        inside.step(drafted)
+
+    def _step(self) -> None:
+        """Plans a step; messages that are known before it runs go out while it does."""
+        self._busy = True
+        plan = self.scheduler.plan(self._events.now_s)
+        self._send()
+        self._events.after(self._seconds(plan) * self._events.luck(self._facts.noise), lambda: self._end_step(plan))
+
+    def _seconds(self, plan: StepPlan[SimulatedSession]) -> float:
         """Expected time of a step."""
         kv_tokens = sum(part.session.committed_len for part in plan.decoding)
-        seconds = self._facts.seconds(plan.num_rows, num_sessions=len(plan.parts), kv_tokens=kv_tokens)
+        seconds = self._facts.step_s(plan.num_rows, num_sessions=len(plan.parts), kv_tokens=kv_tokens)
         return seconds * (1.0 + self._overhead) if plan.mode is StepMode.DRAFTING else seconds
 
-    def finish(self, plan: StepPlan[SimulatedSession], now_s: float) -> None:
-        """Ends a step: commits what it verified."""
+    def _end_step(self, plan: StepPlan[SimulatedSession]) -> None:
+        """Commits what the step verified."""
         batch_size = plan.batch_size
         for part in plan.parts:
             if part.commits:
-                self._commit(part, batch_size, now_s)
+                self._commit(part, batch_size)
         self.scheduler.moves.clear()
-        self.scheduler.end_step(plan, now_s)
+        self.scheduler.end_step(plan, self._events.now_s)
         self.scheduler.take_report(plan)
+        self._send()
+        self._drive()
 
-    def _commit(self, part: Part[SimulatedSession], batch_size: int, now_s: float) -> None:
-        session, asked = part.session, part.session.asked
-        tokens = walk(session.tree.root, part.nodes, _choose)
+    def _commit(self, part: Part[SimulatedSession], batch_size: int) -> None:
+        session, asked, now_s = part.session, part.session.asked, self._events.now_s
+        tokens = walk(session.tree.root, part.nodes, lambda _: RIGHT)
         if session.is_decoding:
             asked.num_steps += 1
             asked.num_drafted += len(part.nodes)
@@ -174,8 +254,24 @@ class SimulatedVerifier:
         self.scheduler.commit(part, Verdict(token_ids=tokens), batch_size=batch_size, now_s=now_s)
         asked.pieces.append((now_s, len(tokens)))
         if session.ended:
-            self._on_end(session)
+            self._ended(session)
 
 
-def _choose(_: Node) -> int:
-    return RIGHT
+def _scheduler(facts: DeviceFacts, pool: BlockPool, policy: Goodput) -> Scheduler[SimulatedSession]:
+    return Scheduler(
+        pool=pool,
+        scratch=SlotPool(first_block=0, num_blocks=1 + facts.max_rows // BLOCK_SIZE),
+        limits=TargetLimits(
+            max_num_seqs=facts.max_sessions,
+            max_num_batched_tokens=facts.max_rows,
+            max_model_len=facts.kv_tokens,
+        ),
+        policy=policy,
+        tier=DrafterTier(STRIDE),
+    )
+
+
+def starting_cost(facts: DeviceFacts) -> StepCost:
+    """What a profile at start-up would find: steps with one row a session, and no KV."""
+    rows = tuple(count for count in KNOTS if count <= max(4, facts.max_rows))
+    return StepCost(rows=rows, seconds=tuple(facts.step_s(count, num_sessions=1) for count in rows))

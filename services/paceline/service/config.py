@@ -1,8 +1,7 @@
 """Turns one frozen dataclass per service into flags and environment variables, and these into an instance.
 
-A flag `--max-num-seqs` is also read from `PACELINE_MAX_NUM_SEQS`; the flag wins. This module knows no
-service: each declares its own dataclass, with defaults and limits beside the fields. Nothing else reads the
-environment.
+A flag `--max-num-seqs` is also read from `PACELINE_MAX_NUM_SEQS`; the flag wins. Each service declares its own
+dataclass, with defaults and limits beside the fields. Nothing else reads the environment.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import argparse
 import dataclasses
 import math
 import re
+import shutil
 import sys
 import types
 import typing
@@ -21,10 +21,10 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from paceline.core.errors import ConfigError
-from paceline.service.called import as_called
 
 ConfigT = TypeVar("ConfigT")
 
+PROGRAM = "paceline"
 ENVIRONMENT_PREFIX = "PACELINE_"
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
@@ -33,14 +33,14 @@ MAX_PORT = 65535
 REQUIRED: Any = dataclasses.MISSING
 
 _METADATA_KEY = "paceline.setting"
-# As which a file holds a value; others may be text there, too.
+# Type of a value in a file; for other types text is accepted, too.
 _FILE_TYPES: Mapping[type, Any] = {bool: bool, Path: str}
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What `--help` says of a field and which values it takes."""
+    """Help text of a field, and the values it takes."""
 
     help: str
     unit: str | None
@@ -51,7 +51,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
-    """A value from a file, and where it stands there."""
+    """A value from a file, and its place there."""
 
     value: Any
     source: str
@@ -88,8 +88,8 @@ def parse(
 ) -> ConfigT:
     """Builds the configuration; a bad value ends the process with one line on stderr and exit status 2.
 
-    The value of the flag `first` may stand first on the command line without it; what a file has `given` holds where
-    neither flag nor variable says anything.
+    The value of the flag `first` may stand first on the command line without the flag. Values `given` by a file apply
+    where neither flag nor variable is set.
     """
     if first and argv and (argv[0] == "-" or not argv[0].startswith("-")):
         argv = [f"--{first}={argv[0]}", *argv[1:]]
@@ -136,7 +136,7 @@ def from_mapping(config_class: type[ConfigT], values: Mapping[str, Any], where: 
     Args:
         config_class: What to build.
         values: By field name; a field that may be repeated takes a list.
-        where: Stands before the names in messages, such as `verifier.`; may be empty.
+        where: Prefix of the names in messages, such as `verifier.`; may be empty.
 
     Raises:
         ConfigError: A name is unknown, or a value is missing, has the wrong type or is outside its limits.
@@ -154,7 +154,7 @@ def from_mapping(config_class: type[ConfigT], values: Mapping[str, Any], where: 
 
 
 def is_address(address: str) -> bool:
-    """Tells whether this is `host:port` with a name, an IPv4 address or a bracketed IPv6 address."""
+    """Whether this is `host:port` with a name, an IPv4 address or a bracketed IPv6 address."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})", address)
     return match is not None and 0 < int(match[2]) <= MAX_PORT
 
@@ -162,10 +162,10 @@ def is_address(address: str) -> bool:
 def check_address(name: str, address: str) -> None:
     """Refuses what is not `host:port`.
 
-    gRPC takes more (`dns:///host`, a list), but an address that others are told must mean the same to everybody.
+    gRPC takes more (`dns:///host`, a list), but an address in the registry must mean the same to every reader.
 
     Raises:
-        ConfigError: It is not; the message names the setting and the value.
+        ConfigError: Names the setting and the value.
     """
     if not is_address(address):
         raise ConfigError(
@@ -174,8 +174,42 @@ def check_address(name: str, address: str) -> None:
         )
 
 
+def parse_cpus(name: str, text: str) -> frozenset[int]:
+    """Returns the CPUs of a list such as `0-3,7`.
+
+    Raises:
+        ConfigError: It is no such list; names the setting.
+    """
+    cpus: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"{name} must be a list of CPUs such as 4-5 or 0,2-3, got {text!r}")
+        cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(cpus)
+
+
+def as_called(command: str) -> str:
+    """Returns `paceline COMMAND` as whoever started this process would type it.
+
+    That is `python -m paceline COMMAND`, `python -m paceline.COMMAND` where a service was started as a module, the path
+    of the program where no search path leads to it, and `command` itself in any other program.
+    """
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is not None:
+        name = module.name.removesuffix(".__main__")
+        if name == PROGRAM:
+            return f"python -m {command}"
+        if name == command.replace(" ", "."):
+            return f"python -m {name}"
+    program = Path(sys.argv[0])
+    if program.name != PROGRAM or shutil.which(PROGRAM) == str(program.absolute()):
+        return command
+    return f"{sys.argv[0]}{command.removeprefix(PROGRAM)}"
+
+
 def exit_with_error(prog: str, error: Exception) -> NoReturn:
-    """Says in one line why the process cannot start, and ends it."""
+    """Ends the process with one line on stderr that says why it cannot start."""
     message = " ".join(str(error).split())
     sys.stderr.write(f"{as_called(prog)}: error: {message}\n")
     raise SystemExit(EXIT_STATUS_CONFIG)
@@ -225,7 +259,7 @@ class _Option:
         return self.convert(text, source=self.variable)
 
     def convert_value(self, value: Any, *, source: str) -> Any:
-        """Takes a value as a file has it, in which a list and a single value are told apart."""
+        """Takes a value from a file, where lists and single values differ."""
         if self.repeated != isinstance(value, list):
             raise ConfigError(f"{source} must be {'a list' if self.repeated else self.wanted}, got {value!r}")
         allowed = _FILE_TYPES.get(self.base_type, str | int | float)
@@ -287,14 +321,14 @@ class _Option:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises where argparse would print usage and exit."""
+    """An argument parser that raises instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def setting_of(config_class: type[Any], name: str) -> Setting:
-    """Returns how a field is declared, by its class or a base; a subclass may write another default alone."""
+    """Returns the declaration of a field, in its class or a base; a subclass may change the default alone."""
     for each in config_class.__mro__:
         field = getattr(each, "__dataclass_fields__", {}).get(name)
         if field is not None and _METADATA_KEY in field.metadata:

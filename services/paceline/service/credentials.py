@@ -1,29 +1,32 @@
-"""Who may speak to whom inside the fleet: mutual TLS between the tiers, or plain text without certificates.
+"""Who may call whom inside the fleet: mutual TLS between the tiers, or plain text without certificates.
 
-Replicas are dialled by address and come and go, so certificates are not for addresses but for roles: that of a verifier
-has the DNS name `verifier.paceline.internal` among its subject alternative names. A client insists on the name of the
-tier that it dials, a server on that of the tier it serves. It knows roles and channels, not what is said on them.
+Replicas are dialled by address and come and go, so certificates are for roles instead of addresses: that of a verifier
+has the DNS name `verifier.paceline.internal` among its subject alternative names. A client requires the name of the
+tier that it dials, a server that of the tier it serves. Bad files are refused at start, in words that say what to do;
+the handshake checks whether a certificate is the CA's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from paceline.core.errors import ConfigError, PermissionDeniedError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
-from paceline.service.certificates import names_of, read_certificates, read_key, utc_now
 from paceline.service.interceptors import CheckInterceptor
 from paceline.service.process import CHANNEL_OPTIONS
 
 FLAG = "--tls-dir"
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "tls.pem", "tls.key"
-# May ask every service for its health, and nothing else.
+# May query the health of every service, and nothing else.
 PROBE = "probe"
 ROLES = (GATEWAY, VERIFIER, DRAFTER, PROBE)
 CLIENT_ROLE_OF: Mapping[str, str] = {VERIFIER: GATEWAY, DRAFTER: VERIFIER}
@@ -31,9 +34,14 @@ CLIENT_ROLE_OF: Mapping[str, str] = {VERIFIER: GATEWAY, DRAFTER: VERIFIER}
 _SUBJECT_ALTERNATIVE_NAMES = "x509_subject_alternative_name"
 
 
+def utc_now() -> datetime:
+    """Returns the time that certificates are checked against."""
+    return datetime.now(UTC)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetTls:
-    """Certificate and key of one service, and the CA that it believes; all in PEM form."""
+    """Certificate and key of one service, and the CA that it trusts; all in PEM form."""
 
     ca_pem: bytes
     certificate_pem: bytes
@@ -45,8 +53,8 @@ class FleetTls:
 
         Args:
             folder: Where they are.
-            role: Whom the certificate must be for.
-            clock: Time that the certificates must be valid at.
+            role: The role that the certificate must be for.
+            clock: Time at which the certificates must be valid.
 
         Raises:
             ConfigError: A file is missing, unreadable, expired or does not fit; names the file.
@@ -63,7 +71,7 @@ class FleetTls:
         return cls(ca_pem=ca_pem, certificate_pem=certificate_pem, key_pem=key_pem)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns what makes a server refuse clients without a certificate of the CA."""
+        """Returns credentials with which a server refuses clients without a certificate of the CA."""
         return grpc.ssl_server_credentials(
             [(self.key_pem, self.certificate_pem)], root_certificates=self.ca_pem, require_client_auth=True
         )
@@ -79,7 +87,7 @@ def load_tls(folder: Path | None, role: str) -> FleetTls | None:
 
 
 def folder_of(tls_dir: Path | None, role: str) -> Path | None:
-    """Returns where the certificate of a role is: in a folder of its name below `tls_dir`, else in `tls_dir` itself."""
+    """Returns the folder of a role's certificate: the one named like the role if it exists, or `tls_dir` itself."""
     if tls_dir is None or not (tls_dir / role).is_dir():
         return tls_dir
     return tls_dir / role
@@ -102,7 +110,7 @@ def channel(
     Args:
         address: Where it listens, `host:port`.
         tls: Own certificate; None: plain text.
-        role: Whose certificate the service must show.
+        role: The role whose certificate the service must show.
         options: Of gRPC.
     """
     if tls is None:
@@ -115,7 +123,7 @@ def channel(
 
 
 def only_for(role: str) -> CheckInterceptor:
-    """Returns an interceptor that refuses callers whose certificate is not of a role; health is for all."""
+    """Returns an interceptor that refuses callers with certificates of other roles; health is open to all."""
     wanted = role_name(role)
 
     async def check(context: Any) -> None:
@@ -127,3 +135,69 @@ def only_for(role: str) -> CheckInterceptor:
             )
 
     return CheckInterceptor(check)
+
+
+def read_pem(source: str, path: Path) -> bytes:
+    """Returns the bytes of a file.
+
+    Args:
+        source: The flag that named it, for the error.
+        path: The file.
+
+    Raises:
+        ConfigError: It is missing or cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{source}: {path} cannot be read ({error.strerror}); it must be a PEM file") from None
+
+
+def read_certificates(source: str, path: Path, now: datetime) -> tuple[bytes, list[x509.Certificate]]:
+    """Returns the PEM bytes of a file and the certificates in it, the first one being the owner's.
+
+    Raises:
+        ConfigError: It cannot be read, or holds no certificate, or one that is not valid at `now`.
+    """
+    pem = read_pem(source, path)
+    try:
+        certificates = x509.load_pem_x509_certificates(pem)
+    except ValueError:
+        raise ConfigError(f"{source}: {path} holds no certificate in PEM form") from None
+    for certificate in certificates:
+        start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if now > end:
+            raise ConfigError(f"{source}: {path} has expired on {_date(end)}; put a new certificate in its place")
+        if now < start:
+            raise ConfigError(f"{source}: {path} is valid from {_date(start)} on only; is this machine's clock right?")
+    return pem, certificates
+
+
+def read_key(source: str, path: Path, certificate: x509.Certificate) -> bytes:
+    """Returns the PEM bytes of the private key of a certificate.
+
+    Raises:
+        ConfigError: It cannot be read, is not a key without a passphrase, or belongs to another certificate.
+    """
+    pem = read_pem(source, path)
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise ConfigError(f"{source}: {path} holds no private key in PEM form without a passphrase") from None
+    own = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if own != certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo):
+        raise ConfigError(f"{source}: {path} is not the key of the certificate beside it; both must be of one pair")
+    return pem
+
+
+def names_of(certificate: x509.Certificate) -> frozenset[str]:
+    """Returns the DNS names that a certificate is for."""
+    try:
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return frozenset()
+    return frozenset(extension.value.get_values_for_type(x509.DNSName))
+
+
+def _date(at: datetime) -> str:
+    return at.strftime("%Y-%m-%d %H:%M UTC")

@@ -1,7 +1,7 @@
 """`paceline dev-ca`: a certificate authority and a certificate a role, to try mutual TLS with.
 
-The authority's key is never written: a set of certificates is made once and cannot be added to. The authority's own
-certificate does not expire, those of the roles do.
+The authority's key is never written, so no certificate can be added to a set later. The certificates of the roles
+expire; that of the authority does not.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import trustme
 
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY
-from paceline.service.called import as_called
-from paceline.service.certificates import utc_now
-from paceline.service.config import parse, setting
-from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, ROLES, role_name
+from paceline.service.config import as_called, parse, setting
+from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, ROLES, role_name, utc_now
 
 PROG = "paceline dev-ca"
 DESCRIPTION = (
@@ -30,7 +28,7 @@ DESCRIPTION = (
 )
 ORGANIZATION = "Paceline development"
 LIFETIME = timedelta(days=30)
-# A neighbour whose clock is behind shall not find them valid in the future only.
+# A neighbour's clock may be behind.
 CLOCK_SKEW = timedelta(minutes=5)
 KEY_MODE, FILE_MODE = 0o600, 0o644
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

@@ -1,4 +1,4 @@
-"""Wraps handlers of a gRPC server, whatever their kind; knows neither errors nor services."""
+"""Wraps handlers of a gRPC server, of all four kinds; knows neither errors nor services."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def with_behaviour(
         handler: The method's.
         behaviour: That function.
         deserializer: Reads its requests; None: as before.
-        request_streaming: Whether it takes requests as they come. gRPC receives the one message of any other before it
-            calls the function, which then cannot refuse it; None: as before.
+        request_streaming: Whether it takes a stream of requests. If not, gRPC receives the message before it calls the
+            function, which then cannot refuse it. None: as before.
     """
     streaming = handler.request_streaming if request_streaming is None else request_streaming
     return _WRAPPERS[streaming, handler.response_streaming](
@@ -51,12 +51,12 @@ def with_behaviour(
 
 
 def inside(around: Around, behaviour: Any, read: Callable[[Any], Any] = lambda request: request) -> Any:
-    """Returns a function that serves a call as another does, but inside a context manager.
+    """Returns a function that serves a call inside a context manager.
 
     Args:
         around: Makes the context manager of the call's `grpc.aio.ServicerContext`.
-        behaviour: That other function; None is returned for a synchronous one: none of ours.
-        read: Is given the request, or the iterator of requests, and returns what the function gets for it.
+        behaviour: Serves the call; for a synchronous function, which is none of ours, the result is None.
+        read: Turns the request, or the iterator of requests, into the one that `behaviour` gets.
     """
     if inspect.isasyncgenfunction(behaviour):
 
@@ -76,10 +76,27 @@ def inside(around: Around, behaviour: Any, read: Callable[[Any], Any] = lambda r
     return call
 
 
-class CheckInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """Awaits a check before every call but those of the health service; what it raises ends the call.
+class WrappingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+    """Replaces the handler of each call."""
 
-    The check runs in the task and context of the call, so a context variable that it sets is seen by the handler.
+    def wrap(self, handler: Any, method: str) -> Any:
+        """Returns the handler that serves a call of a method."""
+        raise NotImplementedError
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wraps the handler of one call; unknown methods have none."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self.wrap(handler, handler_call_details.method)
+
+
+class CheckInterceptor(WrappingInterceptor):
+    """Awaits a check before every call except those of the health service; an error in it ends the call.
+
+    The check runs in the task and context of the call, so the handler sees context variables that it sets.
 
     Args:
         check: Is given the call's `grpc.aio.ServicerContext`.
@@ -88,18 +105,13 @@ class CheckInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     def __init__(self, check: Callable[[Any], Awaitable[None]]) -> None:
         self._check = check
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wraps the handler of one call."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(HEALTH_METHODS):
+    def wrap(self, handler: Any, method: str) -> Any:
+        """Checks before the handler runs."""
+        if method.startswith(HEALTH_METHODS):
             return handler
         wrapped = inside(self._checked, behaviour_of(handler))
-        # A synchronous handler would slip past what is awaited here; there is none, and none is let in.
-        assert wrapped is not None, f"{handler_call_details.method} is not asynchronous"
+        # A synchronous handler would escape the check.
+        assert wrapped is not None, f"{method} is not asynchronous"
         return with_behaviour(handler, wrapped)
 
     @asynccontextmanager

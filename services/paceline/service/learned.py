@@ -1,7 +1,7 @@
-"""What is learned of step times and drafts, kept in a file, so that a successor begins where its predecessor ended.
+"""Keeps what is learned of step times and drafts in a file, so that a successor starts where its predecessor ended.
 
-There is a file for each machine, model and set of flags that step times depend on. It is worth speed only: no token
-depends on it. One that is missing, broken or of another release is like none.
+There is a file for each machine, model and set of flags that step times depend on. It affects speed, never a token.
+A missing or broken file, or one of another release, is ignored.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ logger = logging.getLogger(__name__)
 
 # Pause between two writes.
 SAVE_S = 60.0
-# A folder's name that stands for none.
+# As a folder name: keep nothing.
 NOWHERE = "none"
 
-# As JSON holds it.
+# Values of JSON.
 Learned = Mapping[str, Any]
 
 
 class Learner(Protocol):
-    """Whatever learns."""
+    """An object that learns."""
 
     def learned(self) -> Learned:
-        """What a successor may begin with."""
+        """Returns what a successor may start with."""
         ...
 
     def resume(self, learned: Learned) -> None:
-        """Begins where a predecessor ended; raises what broken content raises, see `LearnedFile.give_to`."""
+        """Starts where a predecessor ended; broken content raises any of the errors in `LearnedFile.give_to`."""
         ...
 
 
@@ -54,7 +54,7 @@ class LearnedFile:
     path: Path | None
 
     def give_to(self, learner: Learner) -> None:
-        """Has a learner begin with what is kept, if there is something it can use."""
+        """Lets a learner start with the content, if it exists and is usable."""
         if self.path is None or not self.path.exists():
             return
         before = learner.learned()
@@ -67,7 +67,7 @@ class LearnedFile:
             logger.info("begins with what was learned", extra={"path": str(self.path)})
 
     async def keep(self, learned: Callable[[], Learned]) -> None:
-        """Writes what is learned every minute and at the end."""
+        """Writes what is learned every minute, and at the end."""
         try:
             while True:
                 await asyncio.sleep(SAVE_S)
@@ -76,7 +76,7 @@ class LearnedFile:
             self._write(learned())
 
     def _write(self, learned: Learned) -> None:
-        """A reader sees all of it or what was there before."""
+        """Writes atomically: a reader sees the old content or the new one."""
         if self.path is None:
             return
         beside = self.path.with_suffix(f".{os.getpid()}")
@@ -92,23 +92,23 @@ FORGOTTEN = LearnedFile(None)
 
 
 def kept_in(learned_dir: str, environ: Mapping[str, str], *facts: Any) -> LearnedFile:
-    """The file of one that learns on this machine.
+    """Returns the file of a learner on this machine.
 
     Args:
         learned_dir: The folder; empty: paceline/learned in the user's cache; `NOWHERE`: nothing is kept.
         environ: Environment variables; XDG_CACHE_HOME says where caches are.
-        facts: All else that what is learned depends on.
+        facts: Everything else that the content depends on.
     """
     if learned_dir == NOWHERE:
         return FORGOTTEN
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "learned"
     folder = Path(learned_dir).expanduser() if learned_dir else cache
-    told = repr((__version__, _machine(), *facts))
-    return LearnedFile(folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json")
+    key = repr((__version__, _machine(), *facts))
+    return LearnedFile(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json")
 
 
 def _machine() -> str:
-    """Names the kind of processor: step times of another one would mislead."""
+    """Names the kind of processor, since step times of another kind would mislead."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """Draft methods and acceptance rules by name: ours, and those that other packages declare as entry points.
 
 A package declares a maker under `paceline.sources` or `paceline.rules` in its metadata; the name of the entry point is
-the name of the method or rule, and a name of ours cannot be taken over. Nothing is imported before it is asked for.
+the name of the method or rule. Names of ours cannot be overridden. Makers are imported on first use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.params import GRAMMAR, LAWFUL_RULES, LAYER_SKIP, MEDUSA, NGRAM, SUFFIX, TYPICAL
+from paceline.core.params import ACCEPTANCE_RULES, GRAMMAR, LAYER_SKIP, MEDUSA, NGRAM, SUFFIX
 
 
 class Registry:
@@ -19,8 +19,8 @@ class Registry:
 
     Args:
         group: Of entry points.
-        ours: What comes with this package, as entry points write it: `module:attribute`.
-        always: Names that need no maker; errors list them too.
+        ours: Makers in this package, written as entry points: `module:attribute`.
+        always: Names that need no maker; errors list them, too.
     """
 
     def __init__(self, group: str, ours: Mapping[str, str], always: Sequence[str] = ()) -> None:
@@ -33,14 +33,14 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that there are on this machine, ours first."""
+        """All names on this machine, ours first."""
         return tuple(dict.fromkeys((*self._ours, *sorted(entry_points(group=self._group).names))))
 
     def make(self, name: str, *args: Any, **options: Any) -> Any:
         """Makes the source or rule of this name.
 
         Raises:
-            ConfigError: There is none, several packages declare it, it cannot be imported or does not take the options.
+            ConfigError: The name is unknown or ambiguous, the maker cannot be imported, or it refuses the options.
         """
         entries = self._entries(name)
         if len(entries) != 1:
@@ -62,7 +62,7 @@ class Registry:
     def _entries(self, name: str) -> list[EntryPoint]:
         if name in self._ours:
             return [self._ours[name]]
-        # A package that is on the path twice is one.
+        # A package may be on the path twice.
         return list({entry.value: entry for entry in entry_points(group=self._group, name=name)}.values())
 
 
@@ -80,4 +80,4 @@ SOURCES = Registry(
 )
 # Rules besides those that are always served; a maker takes the options by name, and makes a rule
 # (`paceline.core.acceptance_rules.Rule`).
-RULES = Registry("paceline.rules", {TYPICAL: "paceline.core.acceptance_rules:Typical"}, LAWFUL_RULES)
+RULES = Registry("paceline.rules", {}, ACCEPTANCE_RULES)

@@ -1,7 +1,6 @@
 """Sets up what all services share: gRPC server with health and reflection, event loop, signals.
 
-It knows no service: servicers are handed in. gRPC asyncio objects belong to one event loop, so a process runs
-one loop only.
+It knows no service: servicers are passed in. gRPC asyncio objects belong to one event loop, so a process runs one loop.
 """
 
 from __future__ import annotations
@@ -20,30 +19,29 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.service.called import as_called
-from paceline.service.config import exit_with_error
+from paceline.service.config import as_called, exit_with_error
 from paceline.service.status import ErrorInterceptor
 
-# What health is asked for to learn whether the process lives, able to serve or not.
+# Name in the health service for whether the process is alive, ready or not.
 LIVENESS = "liveness"
-# Time for calls that were just ended to send their status.
+# Time for ended calls to send their status.
 LAST_CALLS_S = 1.0
 
 ResultT = TypeVar("ResultT")
 
 # A prompt of a million tokens is at most 5 MB on the wire; gRPC's own limit of 4 MB would refuse it.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-# Initial metadata with which a verifier says at once that it has a session.
+# Initial metadata by which a verifier confirms at once that it has a session.
 TAKEN = "paceline-taken"
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # The tiers are neighbours; a proxy meant for the world outside would swallow their calls.
+    # The tiers are neighbours; a proxy for outside traffic would swallow their calls.
     ("grpc.enable_http_proxy", 0),
 )
 _SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
-    # Without it two processes may share a port in silence and answer by turns.
+    # Otherwise two processes could share a port unnoticed and answer in turn.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -60,7 +58,7 @@ class GrpcServer:
     """A started gRPC server; health answers NOT_SERVING until `ready`, and again from `drain` on.
 
     As a context manager it stops at the end of the block; calls left then are cancelled after a moment.
-    Health of the service `liveness` is SERVING all the time: who is not ready is not dead.
+    Health of the service `liveness` is always SERVING: not ready does not mean dead.
     """
 
     def __init__(
@@ -93,17 +91,17 @@ class GrpcServer:
         return f"{_bracketed(self.host)}:{self.port}"
 
     async def ready(self, replica_id: str = "") -> None:
-        """Lets health answer SERVING, also under the name of the replica, which no other process has."""
+        """Sets health to SERVING, also under the replica id, which no other process has."""
         if replica_id and replica_id not in self._health_names:
             self._health_names = (*self._health_names, replica_id)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def not_ready(self) -> None:
-        """Lets health answer NOT_SERVING, for a service that may recover."""
+        """Sets health to NOT_SERVING, for a service that may recover."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def drain(self) -> None:
-        """Lets health answer NOT_SERVING for good; calls are still served."""
+        """Sets health to NOT_SERVING for good; calls are still served."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._draining = True
 
@@ -115,7 +113,7 @@ class GrpcServer:
             await self._health_server.stop(0)
 
     async def lives(self) -> None:
-        """Lets health of `liveness` answer SERVING."""
+        """Sets the health of `liveness` to SERVING."""
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
@@ -143,10 +141,10 @@ async def start_grpc_server(
         port: Port to listen on.
         add_servicers: Adds the service's own servicers to the server given.
         service_names: Full names of these, such as `paceline.rpc.v1.Verifier`.
-        interceptors: Run inside the one that maps errors, so that what they raise gets its status code.
+        interceptors: Run inside the one that maps errors, so that their errors get status codes.
         credentials: Makes it a TLS server; None: plain text.
         health_port: Another port, plain text, for the health service alone; 0: none.
-        options: Of gRPC, in the place of what all services have.
+        options: Of gRPC; override those of all services.
 
     Raises:
         ConfigError: The port is in use, or the address does not belong to this machine.
@@ -169,10 +167,10 @@ async def start_grpc_server(
 
 
 def settle_heap() -> None:
-    """Takes what is loaded by now out of the garbage collector's sight.
+    """Excludes everything loaded so far from garbage collection.
 
-    Ended calls leave cycles behind. With the half million objects of torch and the tokenizer in sight, a full
-    collection comes when these cycles are a quarter of that, tens of MiB, and then takes long, in the middle of a step.
+    Ended calls leave cycles behind. If the half million objects of torch and the tokenizer counted, a full collection
+    would come only when the cycles are a quarter of that, tens of MiB, and would take long, in the middle of a step.
     """
     gc.collect()
     gc.freeze()
@@ -207,7 +205,7 @@ async def until_stopped(ended: Coroutine[Any, Any, None]) -> None:
 
 
 def run(main: Coroutine[Any, Any, ResultT], *, prog: str = "paceline") -> ResultT:
-    """Runs a service on uvloop to its end; an error that a user may see ends the process in one line.
+    """Runs a service on uvloop to its end; an error of ours ends the process with one line.
 
     A `ConfigError` gives exit status 2, any other `PacelineError` 1, Ctrl-C 130.
     """

@@ -1,13 +1,12 @@
 """Maps error types to gRPC status codes with rich details, and status codes back to error types.
 
-Both directions stand side by side so that they stay inverse. `paceline.service.process` sets the interceptor up; it
-knows no service.
+Both directions are side by side so that they stay inverse. `paceline.service.process` installs the interceptor.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +34,7 @@ from paceline.core.errors import (
     UnavailableError,
     shortened,
 )
-from paceline.service.interceptors import behaviour_of, inside, with_behaviour
+from paceline.service.interceptors import WrappingInterceptor, behaviour_of, inside, with_behaviour
 
 DETAILS_KEY = "grpc-status-details-bin"
 INTERNAL_MESSAGE = "internal error; the server's log has the cause"
@@ -57,7 +56,7 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
     (PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED),
 )
-# Types that share their status code with another, or with gRPC's own errors; the details name them.
+# Types that share a status code with another, or with gRPC's own errors; the details name them.
 _REASONS: dict[str, type[PacelineError]] = {
     "ENGINE_DIED": EngineDiedError,
     "REQUEST_ENDS_ENGINES": EndsEnginesError,
@@ -67,7 +66,7 @@ _REASONS: dict[str, type[PacelineError]] = {
     "UNAVAILABLE": UnavailableError,
 }
 _DOMAIN = "paceline"
-# What a status means whose details name none of these.
+# Type of an error by its status, if its details name none of these.
 _TYPES: dict[grpc.StatusCode, type[PacelineError]] = {
     grpc.StatusCode.ABORTED: StaleEpochError,
     grpc.StatusCode.CANCELLED: UnavailableError,
@@ -76,35 +75,25 @@ _TYPES: dict[grpc.StatusCode, type[PacelineError]] = {
     grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
-    # No service of ours said so.
+    # Not sent by a service of ours.
     grpc.StatusCode.UNAVAILABLE: PeerLostError,
 }
 
 _log = logging.getLogger(__name__)
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+class ErrorInterceptor(WrappingInterceptor):
     """Ends a call with the status of the error its handler raised; unknown errors are logged as INTERNAL."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wraps the handler of one call, whatever its kind."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
+    def wrap(self, handler: Any, method: str) -> Any:
+        """Wraps a handler of any kind; gRPC's own synchronous ones raise no error of ours."""
         checked = _checked_stream if handler.request_streaming else _checked
-        around = partial(_errors_mapped, handler_call_details.method)
-        wrapped = inside(around, behaviour_of(handler), checked)
-        if wrapped is None:
-            return handler
-        return with_behaviour(handler, wrapped, _lenient(handler.request_deserializer))
+        wrapped = inside(partial(_errors_mapped, method), behaviour_of(handler), checked)
+        return handler if wrapped is None else with_behaviour(handler, wrapped, _lenient(handler.request_deserializer))
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
-    """Returns the error that the callee raised, as far as its status tells."""
+    """Returns the error that the callee raised, as far as its status shows."""
     code, message = error.code(), error.details() or error.code().name
     details = _details(error)
     named = error_details_pb2.ErrorInfo()
@@ -120,7 +109,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
         retry = error_details_pb2.RetryInfo()
         if _unpack(details, retry):
             return OverloadedError(message, retry_after_s=retry.retry_delay.ToTimedelta().total_seconds())
-        # gRPC itself ends a call so when a message is larger than the limit: asking again would not help.
+        # gRPC's own status for a message above its limit; a retry would not help.
         return InvalidRequestError("request", message)
     if code in _TYPES:
         return _TYPES[code](message)
@@ -129,13 +118,13 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
 
 @dataclass(frozen=True, slots=True)
 class _Undecodable:
-    """Stands for a message whose bytes are not one of the method's type."""
+    """Stands for bytes that are not a message of the method's type."""
 
     problem: str
 
 
 def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Returns a deserializer that hands on what it cannot read; for one that raises, gRPC says UNKNOWN."""
+    """Returns a deserializer that passes on what it cannot read; if it raised, gRPC would answer UNKNOWN."""
 
     def decode(data: bytes) -> Any:
         try:
@@ -163,7 +152,7 @@ async def _errors_mapped(method: str, context: Any) -> AsyncIterator[None]:
         yield
     except grpc.aio.AbortError:
         raise
-    except Exception as error:  # noqa: BLE001 - the one place where unknown errors end
+    except Exception as error:  # noqa: BLE001 - the one place that handles unknown errors
         await _abort(context, error, method)
 
 

@@ -1,6 +1,6 @@
-"""Keeps the background tasks of a process at work: one that ends is started again, and who asks is told.
+"""Keeps the background tasks of a process running: a task that ends is restarted, and reported as failing.
 
-It knows no particular task: what a task does, and what it may lose by being started anew, is its owner's business.
+It knows no particular task; what a task loses by a restart is its owner's concern.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from prometheus_client import CollectorRegistry
 
 from paceline.obs.families import Meter
 
-# A task's work; called anew for each of its lives, and meant to run for ever.
+# Starts a task's work, which should never return; called again for each restart.
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 5.0
-# A task that has run for so long since it was started again is well.
+# A restarted task that has run this long counts as healthy.
 SETTLED_S = 10.0
-# A task that has not ended so long after it was told to is told again.
+# A task that has not ended this long after a cancellation is cancelled again.
 CANCEL_AGAIN_S = 0.5
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Supervisor:
         meaning = "Times that a background task ended and was started again, by its name."
         self._restarts = Meter(registry).counters("paceline:task_restarts", meaning, "task")
         self._clock = clock
-        # When a task that ended lives again; infinity while it pauses.
+        # When an ended task was restarted; infinity during its pause.
         self._lives_since_s: dict[str, float] = {}
 
     @property
@@ -52,7 +52,7 @@ class Supervisor:
 
     @asynccontextmanager
     async def kept(self, tasks: Mapping[str, Work]) -> AsyncIterator[None]:
-        """Keeps tasks at work while a block runs, by their names; they are cancelled at its end."""
+        """Keeps named tasks running while a block runs; they are cancelled at its end."""
         for name in tasks:
             self._restarts.labels(name)
         async with AsyncExitStack() as stack:
@@ -78,14 +78,14 @@ class Supervisor:
 
 
 async def _live(name: str, work: Work) -> None:
-    """Runs a task until it ends by itself, for whatever reason."""
+    """Runs a task until it ends by itself."""
     own = asyncio.current_task()
     assert own is not None, "coroutines run in tasks"
     try:
         await work()
         _log.error("a background task has ended and is started again", extra={"task": name})
     except BaseException as error:
-        # A cancellation that nobody meant for this task came from something that it waited for.
+        # A cancellation that was not for this task came from something that it waited for.
         if own.cancelling() or not isinstance(error, (Exception, asyncio.CancelledError)):
             raise
         _log.exception("a background task has failed and is started again", extra={"task": name})

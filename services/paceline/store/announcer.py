@@ -1,4 +1,4 @@
-"""Keeps a replica in the registry while a block runs; a registry that is away is waited for, never depended on."""
+"""Keeps a replica in the registry while a block runs; if the registry is down, the replica goes on and retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPIRY_S = 5.0
 async def announced(store: Store, replica: Callable[[], Replica], supervisor: Supervisor) -> AsyncIterator[None]:
     """Announces `replica()` every second and withdraws it at the end.
 
-    What the registry says of an earlier life of the replica, a mark to drain among it, is taken out first.
+    An older entry of the replica is removed first, with its mark to drain.
 
     Args:
         store: The registry.
@@ -40,7 +40,7 @@ async def announced(store: Store, replica: Callable[[], Replica], supervisor: Su
 
 
 class _Heart:
-    """Announces one replica, and remembers the mark to drain for a store that may lose it."""
+    """Announces one replica, and remembers its mark to drain in case the store loses it."""
 
     def __init__(self, store: Store, replica: Callable[[], Replica]) -> None:
         self._store = store
@@ -49,7 +49,7 @@ class _Heart:
         self._reachable = True
 
     async def keep_beating(self) -> None:
-        """Announces the replica for ever."""
+        """Announces the replica every second; never returns."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:

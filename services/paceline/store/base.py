@@ -1,9 +1,9 @@
 """The session store and registry of the fleet, as one interface; it is never on the token path.
 
-Replicas announce themselves and are forgotten when they stop doing so. A session record has one owner at a
-time: ownership is numbered by `epoch`, and an owner that lost a session learns it when it next writes. Of two owners
-that a store took for the first of the same range of epochs, having lost the claim of one, the one that it knows wins.
-Beside the record lies the session's token log, prompt and committed tokens, from which any gateway can go on.
+Replicas announce themselves and expire when they stop doing so. A session record has one owner at a time: `epoch`
+numbers the ownership, and an owner that lost a session learns it with its next write. If the store lost a claim and two
+owners hold the same range of epochs, the one in the store wins. Beside the record is the session's token log, prompt
+and committed tokens, from which any gateway can continue.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paceline.core.messages import ModelIdentity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One running service as others find it.
+    """One running service, as the registry describes it.
 
     Attributes:
         address: Where its gRPC server is reached, `host:port`.
-        metrics_address: Where its Prometheus page is reached, `host:port`; empty: not told.
-        zone: Where it runs, such as a zone of a cloud; empty: not told.
+        metrics_address: Where its Prometheus page is reached, `host:port`; empty: unknown.
+        zone: Where it runs, such as a zone of a cloud; empty: unknown.
     """
 
     replica_id: str
@@ -39,9 +39,9 @@ class Replica:
 
 
 class SessionState(enum.StrEnum):
-    """Where a session is; `STOP` and `LENGTH` say why one ended well. Whether one can go on follows from its log.
+    """State of a session. `STOP` and `LENGTH` are good ends; whether a session can continue follows from its log.
 
-    One that is `REFUSED` ended the engines that ran it, and is not run again.
+    A `REFUSED` session ended the engines that ran it, and is not run again.
     """
 
     RUNNING = "running"
@@ -58,8 +58,8 @@ class SessionRecord:
 
     Attributes:
         owner: Replica id of the gateway that runs it.
-        api_key: Name of the key it was asked for with; empty without keys.
-        weights_hash: Fingerprint of the weights it began with; others would go on differently.
+        api_key: Name of the API key of its request; empty without keys.
+        weights_hash: Fingerprint of the weights it began with; others would continue differently.
         arithmetic: Of the verifiers that have computed it, several joined by ` + `; see `ModelIdentity`.
         engine_deaths: Engines that died of it, one after another.
         prompt_hash: SHA-256 of the prompt's ids, as little-endian 32-bit numbers.
@@ -95,7 +95,7 @@ class PutSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvanceSession:
-    """Writes tokens into the log from position `base_len` on, owner and state; renews the time to live."""
+    """Writes owner, state, and tokens into the log from position `base_len` on; renews the time to live."""
 
     session_id: str
     epoch: int
@@ -109,7 +109,7 @@ SessionWrite = PutSession | AdvanceSession
 
 
 class Written(enum.Enum):
-    """What became of one write; only `DONE` left a trace."""
+    """Outcome of one write; only `DONE` changed the store."""
 
     DONE = "done"
     TAKEN_OVER = "a newer epoch owns the session, or another owner the same range of epochs"
@@ -128,60 +128,60 @@ class LoggedSession:
 class Store(Protocol):
     """Registry and session records; an async context manager that closes itself.
 
-    Every method raises `UnavailableError` when the server does not answer in time, naming where it should be.
+    Every method raises `UnavailableError` when the server does not answer in time; the message names its address.
     """
 
     @property
     def num_bad_entries(self) -> int:
-        """Entries that the last reading of the registry left out since they cannot be read."""
+        """Entries that the last reading of the registry left out because they cannot be read."""
 
     async def announce(self, replica: Replica, ttl_s: float, *, marked: bool = False) -> bool:
-        """Puts a replica into the registry, or renews it, for `ttl_s` seconds; a full store takes that, too.
+        """Puts a replica into the registry, or renews it, for `ttl_s` seconds; works on a full store, too.
 
         Args:
             replica: As it is now.
-            ttl_s: How long it is believed.
-            marked: Whether it was marked as draining when it last announced itself: where the store has lost the mark,
-                but was not told to take it back, it is set anew.
+            ttl_s: Time after which it expires.
+            marked: Whether it was marked as draining when it last announced itself. If the store has lost the mark, and
+                nobody took it back, it is set again.
 
         Returns:
             Whether it is marked as draining now.
         """
 
     async def withdraw(self, replica_id: str) -> None:
-        """Takes a replica out of the registry, and forgets whether it was asked to drain."""
+        """Takes a replica and its draining mark out of the registry."""
 
     async def drain(self, replica_id: str, *, draining: bool = True) -> None:
-        """Marks a replica as draining for all who read the registry, or takes the mark back; both are remembered."""
+        """Marks a replica as draining for all readers of the registry, or takes the mark back; both are stored."""
 
     async def replicas(self, role: str | None = None) -> list[Replica]:
-        """Returns the replicas alive, of one role or all, sorted by id."""
+        """Returns the registered replicas, of one role or all, sorted by id."""
 
     async def write_sessions(self, writes: Sequence[SessionWrite]) -> list[Written]:
         """Makes writes in order, each in one atomic step, all in one exchange with the server.
 
         Raises:
-            UnavailableError: None was made; the server does not answer, is full, or a copy that takes none.
+            UnavailableError: No write was made: the server does not answer, is full, or is a read-only copy.
         """
 
     async def session(self, session_id: str) -> LoggedSession | None:
-        """Returns a record and its log; None when it is unknown, expired, or cannot be read."""
+        """Returns a record and its log; None if it is unknown, expired or unreadable."""
 
     async def claim_session(self, session_id: str, owner: str) -> LoggedSession | None:
         """Makes `owner` the owner of a session, under an epoch above all of its former owner's; atomic.
 
         Returns:
-            The record as it is then, with its log; None when it is unknown, expired, or cannot be read.
+            The record at that moment, with its log; None if it is unknown, expired or unreadable.
         """
 
     async def keep(self, name: str, document: bytes, ttl_s: float) -> None:
-        """Writes a document, in place of one of that name, for `ttl_s` seconds."""
+        """Writes a document for `ttl_s` seconds, in place of any other of that name."""
 
     async def exchange(self, name: str, old: bytes, new: bytes, ttl_s: float) -> bool:
-        """Writes a document in place of the very one that is given, for `ttl_s` seconds; atomic.
+        """Replaces the document `old` for `ttl_s` seconds; atomic.
 
         Returns:
-            Whether it did: another one is kept under that name by now, or none.
+            False if the store holds another document under that name by now, or none.
         """
 
     async def kept(self, name: str) -> bytes | None:
@@ -201,7 +201,7 @@ class Store(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
 
-# An owner numbers its placements within its own range, so that a record that lags behind still tells the next range.
+# An owner numbers its placements within its own range, so that even an outdated record shows the next range.
 EPOCHS_PER_OWNER = 1 << 16
 
 
@@ -216,14 +216,14 @@ def next_owner_epoch(epoch: int) -> int:
 
 
 def yields_to(stored: SessionRecord, *, epoch: int, owner: str) -> bool:
-    """Whether a record gives way to a write of an owner under an epoch; a range of epochs has one owner."""
+    """Whether an owner may overwrite a record under an epoch; each range of epochs has one owner."""
     if stored.epoch >= first_owner_epoch(epoch):
         return stored.epoch <= epoch and stored.owner == owner
     return True
 
 
 async def require(store: Store) -> None:
-    """Returns when the store answers; for the start of a service, later it may come and go.
+    """Returns when the store answers. For the start of a service; later the store may come and go.
 
     Raises:
         ConfigError: It cannot be reached; says what to do.

@@ -1,4 +1,4 @@
-"""The store inside one process, for tests and for single services; the contract is that of the real one."""
+"""The store inside one process, for tests and single services; it fulfils the same contract as the real one."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class _StoredSession:
 
 
 class MemoryStore:
-    """A store that lives and dies with its process; `clock` gives monotonic seconds."""
+    """A store that ends with its process; `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._replicas: dict[str, _StoredReplica] = {}
-        # Whether to drain, of those that somebody has told.
+        # Marks that were set (true) or taken back (false).
         self._marks: dict[str, bool] = {}
         self._sessions: dict[str, _StoredSession] = {}
         # Documents, and when they expire.
@@ -52,11 +52,11 @@ class MemoryStore:
 
     @property
     def num_bad_entries(self) -> int:
-        """None: entries are values here."""
+        """Always 0: entries are values here."""
         return 0
 
     async def announce(self, replica: Replica, ttl_s: float, *, marked: bool = False) -> bool:
-        """Puts a replica into the registry, or renews it; says whether it is to drain."""
+        """Puts a replica into the registry, or renews it; returns whether it should drain."""
         self._replicas[replica.replica_id] = _StoredReplica(replica=replica, expires_s=self._clock() + ttl_s)
         if marked:
             self._marks.setdefault(replica.replica_id, True)

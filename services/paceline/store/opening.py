@@ -14,7 +14,7 @@ from paceline.store.redis import RedisStore
 def open_store(url: str) -> Store:
     """Opens the store at a URL: `redis://[user:password@]host:port/db`, also `rediss` and `unix`, or `memory://`.
 
-    Nothing is dialled yet. `memory://` is one process's own and serves tests.
+    Nothing is dialled yet. `memory://` is private to the process, for tests and single services.
 
     Raises:
         ConfigError: The URL is none of these.

@@ -1,7 +1,7 @@
-"""Turns what lies in a store into values, field by field; whatever lies there costs its own entry and no other.
+"""Reads entries of a store field by field; a bad entry never affects others.
 
-Types come from the dataclasses themselves, so that a new field is checked without a word here. Fields that are not
-known here are left out: newer replicas may say more.
+Types come from the dataclasses themselves, so a new field is checked without a change here. Unknown fields are ignored:
+newer replicas may have more.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ ValueT = TypeVar("ValueT")
 
 
 class EntryError(ValueError):
-    """Something in the store is not what it should be; names the field."""
+    """An entry of the store is malformed; names the field."""
 
 
 def replica_from_json(replica_id: str, text: bytes, *, marked: bool) -> Replica:
     """Returns a replica as it described itself.
 
     Args:
-        replica_id: Under which name the description lies there.
+        replica_id: The name under which the description is stored.
         text: JSON.
         marked: Whether it is marked as draining.
 
     Raises:
-        EntryError: It cannot be read, is of the wrong types or out of range, or speaks of another replica.
+        EntryError: It is unreadable, has values of the wrong type or out of range, or describes another replica.
     """
     replica: Replica = _value("entry", _json(text), Replica)
     _demand(replica.replica_id == replica_id, "replica_id", f"must be {replica_id!r}", replica.replica_id)
@@ -54,7 +54,7 @@ def record_from_fields(session_id: str, values: Mapping[str, bytes | None], log_
 
     Args:
         session_id: Whose record it must be.
-        values: By the names of its fields; None: not there.
+        values: By the names of its fields; None: missing.
         log_bytes: Length of its token log, four bytes a token.
 
     Raises:
@@ -92,7 +92,7 @@ def _json(text: bytes) -> Any:
 
 
 def _value(name: str, value: Any, hint: Any) -> Any:
-    """Returns a JSON value as the type that a field asks for."""
+    """Returns a JSON value as the type of a field."""
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _value(name, value, typing.get_args(hint)[0])
@@ -104,7 +104,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         hints = _hints(hint)
         there = {key: _value(f"{name}.{key}", value[key], hints[key]) for key in hints if key in value}
         return _object(name, there, hint)
-    # A bool is an int to Python, and nothing but 0 and 1 to us.
+    # Exact, since a bool is an int to Python.
     _demand(type(value) is hint, name, f"must be of type {hint.__name__}", value)
     _check_range(name, value)
     return value
@@ -127,7 +127,7 @@ def _check_range(name: str, value: Any) -> None:
     if isinstance(value, int):
         _demand(0 <= value <= MAX_INTEGER, name, "must be from 0 to 2**64 - 1", value)
     if isinstance(value, str):
-        # Names go into addresses, labels, logs and pages.
+        # Names appear in addresses, labels, logs and pages.
         _demand(
             len(value) <= MAX_CHARS and value.isprintable(), name, f"must be {MAX_CHARS} printable characters", value
         )

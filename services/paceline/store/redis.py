@@ -4,9 +4,9 @@ A replica is one JSON string with a time to live and an entry in an index set; a
 log one string of four bytes a token. Whole keys expire, no fields. What must be atomic is a Lua script. A key's name
 begins with `paceline:`; both keys of a session hash to one slot.
 
-A server at its `maxmemory` refuses what may grow. Registry and claims are small and bounded, so they are written by
-scripts that a full server lets through (`allow-oom`); records of sessions are refused then. A script is stopped by a
-full server at its first write only, so a script for records must begin with one that grows.
+A server at its `maxmemory` refuses writes that may grow. Registry and claims are small and bounded, so their scripts
+are permitted on a full server (`allow-oom`); records of sessions are refused then. A full server stops a script at its
+first write only, so a script for records must begin with one that grows.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ DOCUMENT_PREFIX = "paceline:document:"
 DRAIN_MARKS = "paceline:drain_marks"
 CLAIM_TRIES = 8
 
-# The draining mark lives beside the entries: whoever sets it need not know what the replica says of itself. 0 stands
-# for one that was taken back, since none at all may mean that the store has lost it.
+# The draining mark is stored beside the entries, so that it can be set without knowing the entry. 0 means that it was
+# taken back; no mark at all may mean that the store has lost it.
 _ANNOUNCE_SCRIPT = """#!lua flags=allow-oom
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 redis.call('SADD', KEYS[2], ARGV[1])
@@ -102,7 +102,7 @@ redis.call('PEXPIRE', KEYS[2], ARGV[4])
 return 0
 """
 )
-# Growing strings are given room to spare by the server; a log that will not grow any more is written back exact.
+# The server gives growing strings spare room; a log that will not grow any more is rewritten without it.
 _ADVANCE_SCRIPT = (
     _YIELDS_FUNCTION
     + """
@@ -120,7 +120,7 @@ redis.call('PEXPIRE', KEYS[2], ttl_ms)
 return 0
 """
 )
-# Returns what the new owner has got, of the moment at which it became the owner.
+# Returns the record and its log as they were when the owner changed.
 _CLAIM_SCRIPT = """#!lua flags=allow-oom
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner')
 if stored[1] ~= ARGV[1] or stored[2] ~= ARGV[2] then return false end
@@ -153,7 +153,7 @@ class RedisStore:
             )
         except ValueError:
             raise ConfigError(f"the store's URL {public_url(url)!r} is not a valid one") from None
-        # What is wrong with entries that were left out, by their names.
+        # Why entries were left out, by their names.
         self._bad_entries: dict[str, str] = {}
         self._announce = self._client.register_script(_ANNOUNCE_SCRIPT)
         self._drain = self._client.register_script(_DRAIN_SCRIPT)
@@ -169,7 +169,7 @@ class RedisStore:
         return len(self._bad_entries)
 
     async def announce(self, replica: Replica, ttl_s: float, *, marked: bool = False) -> bool:
-        """Puts a replica into the registry, or renews it; says whether it is to drain."""
+        """Puts a replica into the registry, or renews it; returns whether it should drain."""
         keys = [REPLICA_PREFIX + replica.replica_id, REPLICA_INDEX, DRAIN_MARKS]
         value = json.dumps(asdict(replica))
         arguments: _Arguments = [replica.replica_id, value, _milliseconds(ttl_s), int(marked)]
@@ -242,7 +242,7 @@ class RedisStore:
         """Makes `owner` the owner of a session.
 
         Raises:
-            UnavailableError: The server does not answer, or others write the record all the time.
+            UnavailableError: The server does not answer, or others keep writing the record.
         """
         for _ in range(CLAIM_TRIES):
             seen = await self.session(session_id)
@@ -301,13 +301,13 @@ class RedisStore:
                 f"the store at {self._place} is full; raise its maxmemory, or shorten the gateways' --record-ttl-s"
             ) from error
         except ReadOnlyError as error:
-            # The name may lead to another server by now; a connection that is open does not.
+            # The name may resolve to another server by now, but open connections stay with the old one.
             await self._client.connection_pool.disconnect(inuse_connections=False)
             raise UnavailableError(
                 f"the store at {self._place} is a read-only copy of another; let --redis-url name the primary"
             ) from error
         except (RedisError, OSError, RuntimeError) as error:
-            # uvloop raises RuntimeError for a write to a socket that has gone.
+            # uvloop raises RuntimeError for a write to a closed socket.
             reason = type(error).__name__
             raise UnavailableError(f"the store at {self._place} cannot be used ({reason})") from error
 
@@ -327,7 +327,7 @@ def _milliseconds(ttl_s: float) -> int:
 
 
 def _session_keys(session_id: str) -> list[str]:
-    """Keys of the record and of the log; what stands in braces decides the slot of a cluster."""
+    """Keys of the record and of the log; the part in braces decides the slot in a cluster."""
     return [f"paceline:session:{{{session_id}}}", f"paceline:tokens:{{{session_id}}}"]
 
 
@@ -354,7 +354,7 @@ def _log_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def _unless_all_failed(results: list[int | ResponseError]) -> list[int | ResponseError]:
-    """Returns the answers to some writes; what fails all of them is no matter of one, and is raised."""
+    """Returns the answers to some writes; if all failed, raises the first error, which concerns the server."""
     errors = [result for result in results if isinstance(result, ResponseError)]
     if len(errors) == len(results):
         raise errors[0]
@@ -369,7 +369,7 @@ def _written(result: int | ResponseError) -> Written:
 
 
 def _logged(session_id: str, answer: Sequence[Any]) -> LoggedSession | None:
-    """Returns a session from its fields and its log, or None if there is none or it cannot be read."""
+    """Returns a session from its fields and its log; None if it does not exist or cannot be read."""
     values, log = answer
     errors = [each for each in answer if isinstance(each, ResponseError)]
     if not errors and (values[0] is None or log is None):

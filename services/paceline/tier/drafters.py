@@ -1,39 +1,44 @@
-"""The drafters of a verifier: which there are, the streams to them, and who gets whom; it knows no session."""
+"""The drafters of a verifier: the known ones, the streams to them, and the pairing; it knows no session."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
-from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
+from paceline.core.messages import DRAFTER, ModelIdentity, ToDrafter, ToVerifier
 from paceline.core.pairing import KnownDrafter, Pairing, expected_round_trip_s
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_served_by
 from paceline.service.credentials import FleetTls
-from paceline.store.base import Replica
+from paceline.service.supervision import Work
+from paceline.store.base import Replica, Store
+from paceline.store.view import Probe, RegistryView
 from paceline.tier.links import DrafterLink
 
 logger = logging.getLogger(__name__)
 
-# A drafter that no session has had for one to two such periods is let go.
+# Pauses between two readings of the registry, and between two looks at the drafters of all sessions.
+REFRESH_S, PAIRING_S = 1.0, 0.1
+# The stream to a drafter closes after one to two of these periods without a session.
 LINK_IDLE_S = 60.0
-# Drafters beyond so many get no stream, and no session.
+# Further drafters get no stream, and no session.
 MAX_LINKS = 256
 
 
 class Drafters:
-    """Pairs by `paceline.core.pairing`, and dials whom it pairs.
+    """Pairs by `paceline.core.pairing`, and dials the drafters that it pairs.
 
     Args:
-        target: Whom they draft for.
-        own: What names a drafter inside the engine, which all sessions have then; empty: drafters of the tier draft.
+        target: The model they draft for.
+        own: Names a drafter inside the engine that serves all sessions; empty: drafters of the tier draft.
         on_change: Called with a drafter's identity when its stream is up, with None when it is lost.
-        on_messages: Called with what a drafter says.
-        metrics: Where sessions are counted by drafter, and streams that are lost.
-        zone: Where we run; empty: not known.
+        on_messages: Called with the messages of a drafter.
+        metrics: Where sessions by drafter and lost streams are counted.
+        zone: Where we run; empty: unknown.
         tls: Certificate to show; None: plain text.
     """
 
@@ -60,7 +65,7 @@ class Drafters:
         self._spare = ""
 
     def know(self, replicas: Sequence[Replica]) -> None:
-        """Takes in the drafters that the registry names; those that drain or cannot draft for the target are none."""
+        """Takes in the drafters in the registry, except those that drain or cannot draft for the target."""
         self._know(
             KnownDrafter(
                 address=each.address,
@@ -74,7 +79,7 @@ class Drafters:
         )
 
     def know_addresses(self, addresses: Sequence[str]) -> None:
-        """Takes in drafters that no registry names; whether they can draft shows once they are dialled."""
+        """Takes in drafters that are not in a registry; whether they can draft shows once they are dialled."""
         self._know(KnownDrafter(address=address) for address in addresses)
 
     def _know(self, drafters: Iterable[KnownDrafter]) -> None:
@@ -83,7 +88,7 @@ class Drafters:
         self._dial(self._spare)
 
     def choose(self, methods: Collection[str], current: str = "") -> str:
-        """See `Pairing.choose`; nobody waits for the stream that is dialled."""
+        """Chooses as `Pairing.choose`, and dials the drafter without waiting for its stream."""
         if self._own:
             return self._own if methods else ""
         address = self._pairing.choose(methods, current)
@@ -91,7 +96,7 @@ class Drafters:
         return address
 
     def count(self, address: str, change: int) -> None:
-        """So many sessions more have this drafter; empty: none."""
+        """Adds to the number of sessions that have this drafter; empty: none."""
         if address and address != self._own:
             self._pairing.count(address, change)
             record_served_by(self._metrics, address, self._pairing.num_own[address])
@@ -102,13 +107,42 @@ class Drafters:
             self._links[address].send(messages)
 
     def reset(self, address: str, reason: str) -> None:
-        """Ends the stream of a drafter that breaks the protocol, and dials anew."""
+        """Ends the stream of a drafter that breaks the protocol, and dials again."""
         self._metrics.fallbacks.labels("protocol_error").inc()
         if address in self._links:
             self._links[address].reset(reason)
 
+    def background(
+        self, pair: Callable[[], None], store: Store | None, addresses: Sequence[str] = ()
+    ) -> Mapping[str, Work]:
+        """Names the tasks that read the registry, pair sessions and close unused streams.
+
+        Args:
+            pair: Looks at the drafters of all sessions; called every 0.1 s.
+            store: The registry of drafters; None: they are at `addresses`.
+            addresses: Of drafters that no registry names.
+        """
+        if store is None:
+            return {"links": self.sweep, "pairing": partial(self._keep_paired, pair, addresses)}
+        view = RegistryView(store, DRAFTER, answers=Probe(self._tls))
+        return {
+            "links": self.sweep,
+            # Apart from pairing, which must not wait for a registry that does not answer.
+            "registry": partial(view.keep_fresh, REFRESH_S),
+            "pairing": partial(self._keep_paired, pair, view),
+        }
+
+    async def _keep_paired(self, pair: Callable[[], None], known: RegistryView | Sequence[str]) -> None:
+        while True:
+            if isinstance(known, RegistryView):
+                self.know(known.replicas)
+            else:
+                self.know_addresses(known)
+            pair()
+            await asyncio.sleep(PAIRING_S)
+
     async def sweep(self) -> None:
-        """Closes streams to drafters that no session has had for a while, for ever."""
+        """Closes streams to drafters that no session has had for a while; never returns."""
         idle: set[str] = set()
         while True:
             await asyncio.sleep(LINK_IDLE_S)

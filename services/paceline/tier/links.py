@@ -1,7 +1,7 @@
-"""Streams to drafters: one a drafter, dialled when first needed, redialled when lost, never waited for.
+"""Streams to drafters: one each, dialled when first needed, redialled when lost, never waited for.
 
-Everything a drafter does wrong ends its stream and nothing else. When a stream comes up again, all its sessions are
-opened anew: the drafter's state is soft.
+Any error of a drafter ends its stream and nothing else. When a stream comes up again, all its sessions are opened
+again: the drafter's state is soft.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.1
-# Short, as sessions wait for a drafter that comes back while another dies; a refused connection costs next to nothing.
+# Short, since sessions may wait for this drafter after another died; a refused connection costs next to nothing.
 LAST_BACKOFF_S = 0.5
-# A round trip is the least of so many in a row, since event loops may be busy; paths change now and then.
+# The round trip is the shortest of several pings, since event loops may be busy; repeated, since paths change.
 PINGS, PING_TIMEOUT_S, PING_PERIOD_S = 5, 1.0, 60.0
-# A drafter that leaves so many messages unread is as good as dead; it is dialled anew and told everything again.
+# A drafter with this many unread messages counts as dead; it is dialled again, and its sessions are opened again.
 OUTBOX_LIMIT = 4096
 _OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Each try is a new channel: it must not inherit the pause that gRPC keeps after an earlier one's failure.
+    # Each try is a new channel, without the pause that gRPC keeps after an earlier failure.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 class DrafterLink:
-    """One drafter's stream, kept up by a task of its own.
+    """One drafter's stream, kept up by a task.
 
     Args:
         address: Where the drafter listens, `host:port`.
-        target: Whom we verify for; a drafter that cannot draft for it refuses.
+        target: Our model; a drafter that cannot draft for it refuses.
         on_change: Called with the drafter's identity when the stream is up, with None when it is lost.
-        on_messages: Called with what the drafter says.
+        on_messages: Called with the drafter's messages.
         tls: Certificate to show; None: plain text.
     """
 
@@ -68,11 +68,11 @@ class DrafterLink:
         self._outbox: asyncio.Queue[Sequence[ToDrafter]] = asyncio.Queue(OUTBOX_LIMIT)
         self._stream: asyncio.Task[None] | None = None
         self._up = False
-        # Of each loss the first failure is told, not every try after it.
+        # After a loss only the first failed try is logged.
         self._complained = False
         self._round_trip_s: float | None = None
         self._down_since_s = asyncio.get_running_loop().time()
-        # A context of its own: the link outlives the request it was dialled for, whose trace its lines do not name.
+        # An empty context: the link outlives the request it was dialled for, and must not log under its trace.
         self._keeper = asyncio.create_task(self._keep_up(), name=f"link to {address}", context=Context())
 
     @property
@@ -86,7 +86,7 @@ class DrafterLink:
         return self._round_trip_s
 
     def send(self, messages: Sequence[ToDrafter]) -> None:
-        """Queues messages of one step; never blocks. What is queued while the stream is down is not sent."""
+        """Queues messages of one step; never blocks. Messages queued while the stream is down are dropped."""
         try:
             for part in in_parts(messages):
                 self._outbox.put_nowait(part)
@@ -117,7 +117,7 @@ class DrafterLink:
             await asyncio.sleep(backoff_s)
 
     def _end_of_stream(self, stream: asyncio.Task[None]) -> bool:
-        """Reports how a stream ended; True if it had been up."""
+        """Logs how a stream ended; returns whether it had been up."""
         error = None if stream.cancelled() else stream.exception()
         if isinstance(error, grpc.aio.AioRpcError):
             reason = f"{error.code().name}: {error.details()}"
@@ -144,11 +144,11 @@ class DrafterLink:
             logger.info("stream to drafter is up", extra={"drafter": self.address})
             self._on_change(self.address, draft)
             async with self._pinged(opened):
-                await self._hear(responses)
+                await self._receive(responses)
 
-    async def _hear(self, responses: AsyncIterator[drafter_pb2.DraftResponse]) -> None:
+    async def _receive(self, responses: AsyncIterator[drafter_pb2.DraftResponse]) -> None:
         async for response in responses:
-            if response is None:  # what gRPC hands on for bytes that are no message
+            if response is None:  # gRPC's result for bytes that are not a message
                 raise RemoteProtocolError(f"drafter {self.address} sent bytes that are no message")
             _, messages = draft_response_from_pb(response)
             self._on_messages(self.address, messages)
@@ -164,7 +164,7 @@ class DrafterLink:
             await asyncio.gather(pinging, return_exceptions=True)
 
     async def _ping(self, opened: grpc.aio.Channel) -> None:
-        """Asks for the drafter's health, which its engine has no part in; who does not answer is not measured."""
+        """Measures calls of the health service, which do not involve the drafter's engine; failures are ignored."""
         stub: health_pb2_grpc.HealthAsyncStub = health_pb2_grpc.HealthStub(opened)
         clock = asyncio.get_running_loop().time
         while True:
@@ -186,5 +186,5 @@ class DrafterLink:
     async def _requests(self, outbox: asyncio.Queue[Sequence[ToDrafter]]) -> AsyncIterator[drafter_pb2.DraftRequest]:
         yield draft_request_to_pb((), target=self._target)
         while True:
-            # Encoded one by one as they leave: sessions of millions of tokens in all would hold up the event loop.
+            # Encoded one by one as they leave; all sessions at once could block the event loop.
             yield draft_request_to_pb(await outbox.get())

@@ -44,7 +44,7 @@ async def serve(config: VerifierConfig) -> None:
 
     Raises:
         ConfigError: A setting, the checkpoint, a port or the registry makes serving impossible.
-        Exception: Whatever broke the engine.
+        Exception: The error that ended the engine.
     """
     logger.info("starting", extra=loggable(config))
     registry = service_registry(VERIFIER)
@@ -56,18 +56,11 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
     tls = load_tls(config.tls_dir, VERIFIER)
     with _engine(config) as served:
         host = TargetHost(
-            identity=served.identity,
-            max_model_len=served.identity.context_len,
+            served,
             max_queue=config.max_queue,
             max_num_seqs=config.max_num_seqs,
             grace_s=config.grace_s,
             stream_interval_s=config.stream_interval_s,
-            methods=served.identity.methods,
-            own_drafter=served.own_drafter,
-            rules=served.rules,
-            grammars=served.grammars,
-            learned=served.learned,
-            make_engine=served.make,
             metrics=VerifierMetrics(registry, served.identity.name),
             zone=config.zone,
             tls=tls,
@@ -87,7 +80,7 @@ async def _serve(config: VerifierConfig, registry: CollectorRegistry, tracer: Tr
 
 
 def _engine(config: VerifierConfig) -> AbstractContextManager[ServedEngine]:
-    """The engine asked for; what the other one needs is not imported."""
+    """Returns the chosen engine; what the other one needs is not imported."""
     if config.engine == VLLM:
         from paceline.verifier.vllm.launch import vllm_engine
 

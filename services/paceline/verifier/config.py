@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.json_file import parse_object
-from paceline.core.acceptance_rules import LAWFUL, POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, Rules
+from paceline.core.acceptance_rules import LAWFUL, Rules
 from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
 from paceline.core.errors import ConfigError
 from paceline.core.params import (
+    ACCEPTANCE_RULES,
     CHAIN_RULES,
     COUPLED,
     DRAFT_MODEL,
     EAGLE3,
     GRAMMAR,
-    LAWFUL_RULES,
     MAX_DRAFT_TOKENS,
     MEDUSA,
     METHODS,
     NGRAM,
     TIER_METHODS,
-    TYPICAL,
 )
 from paceline.model_service import ModelServiceConfig
 from paceline.service.config import from_mapping, setting
@@ -41,10 +40,6 @@ MOST_LAYERS = 1024
 NAME = "--speculative-config"
 
 
-# A host's memory is for others as well.
-HOST_PAGES = 2048
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig(ModelServiceConfig):
     """Flags and environment variables of `paceline verifier`."""
@@ -52,26 +47,18 @@ class VerifierConfig(ModelServiceConfig):
     model: Path = setting(
         help="Target model: ORG/NAME or hf://ORG/NAME@REVISION of the Hugging Face Hub, or a checkpoint folder."
     )
-    model_name: str = setting("", help="Name users ask for; empty: the folder's, or ORG/NAME.")
     engine: str = setting(
         PACELINE,
         help="What computes the model: our own engine, or vLLM where it is installed in the same Python.",
         choices=(PACELINE, VLLM),
     )
     vllm_arg: tuple[str, ...] = setting(
-        (), help="More for vLLM, as `vllm serve` takes it, such as --vllm-arg=--quantization=fp8."
+        (), help="Another argument for vLLM, as `vllm serve` takes it, such as --vllm-arg=--quantization=fp8."
     )
     port: int = 8101
     metrics_port: int = 8102
     spare_cpus: str = setting(
-        "", help="CPUs of its drafters, such as 4-5; plain steps run a thread on each while drafters rest."
-    )
-    num_kv_blocks: int | None = setting(
-        None,
-        help="Pages of 16 tokens for committed KV; 0: as many as --memory-utilization allows and --max-num-seqs can "
-        f"fill; without it so on a GPU, and on a CPU no more than {HOST_PAGES:,}.",
-        low=0,
-        high=10_000_000,
+        "", help="CPUs of its drafters, such as 4-5; plain steps run a thread on each while drafters are idle."
     )
     max_num_seqs: int = setting(64, help="Most sessions that run at once.", low=1, high=4096)
     max_num_batched_tokens: int = 512
@@ -87,20 +74,23 @@ class VerifierConfig(ModelServiceConfig):
             "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
             "(goodput, or fixed for comparison), placement (tier, or verifier: the draft model or head runs inside "
             "the verifier, for comparison), medusa_model and eagle3_model (folders of the heads of these methods), "
-            "exit_layer (layer_skip drafts with so many first layers of the target; default a quarter of them) or "
+            "exit_layer (how many of the first layers of the target layer_skip drafts with; default a quarter) or "
             "layers (a list of their indices), acceptance (rule of requests that name none: coupled, rejection, "
-            "block, or typical; default coupled; more after it, joined by +, are served too), lossy (true serves the "
-            "rule typical too, whose texts are marked), options (of methods and rules of other packages, by name), "
-            "posterior_threshold and posterior_alpha (of that rule, default 0.09 and 0.3)."
+            "block, or that of another package; default coupled; more after it, joined by +, are served too), lossy "
+            "(true lets them be lossy; their texts are marked), options (of methods and rules of other packages, by "
+            "name)."
         ),
     )
     trace_sample_ratio: float = setting(
-        0.1, help="Share of sessions that are traced; a gateway's traceparent decides for its own.", low=0, high=1
+        0.1,
+        help="Share of sessions that are traced; for sessions with a traceparent, their gateway decides.",
+        low=0,
+        high=1,
     )
     stream_interval_s: float = setting(
         0.1,
-        help="Longest time for which tokens of a session gather into one message, with 4 ms for each session under "
-        "way; 0: those of each step go out at once.",
+        help="Longest time for which tokens of a session gather into one message; the time is 4 ms for each session "
+        "under way, up to this. 0: tokens of each step go out at once.",
         unit="s",
         low=0,
         high=10,
@@ -108,21 +98,15 @@ class VerifierConfig(ModelServiceConfig):
     learned_dir: str = setting(
         "",
         help="Folder that keeps what is learned of step times and drafts, so that a restart begins there; empty: "
-        f"paceline/learned in the user's cache; {NOWHERE}: it is forgotten.",
+        f"paceline/learned in the user's cache; {NOWHERE}: nothing is kept.",
     )
-    engine_stall_s: float = setting(
-        20.0,
-        help="Time inside one step after which the engine counts as hung, and the process ends.",
-        unit="s",
-        low=1,
-        high=3600,
-    )
+    engine_stall_s: float = 20.0
     grace_s: float = setting(
         15.0, help="Time that running sessions get to finish on SIGTERM.", unit="s", low=0, high=3600
     )
 
     def __post_init__(self) -> None:
-        """Checks the addresses that others are told, and what goes together."""
+        """Checks the address that others get, and which settings go together."""
         ModelServiceConfig.__post_init__(self)
         if self.vllm_arg and self.engine != VLLM:
             raise ConfigError(f"--vllm-arg needs --engine {VLLM}")
@@ -130,7 +114,7 @@ class VerifierConfig(ModelServiceConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """What `--speculative-config` says: vLLM's keys, and ours."""
+    """`--speculative-config`, decoded: vLLM's keys, and ours."""
 
     method: str = setting(DEFAULT_METHODS, help="Ways to draft that are served, joined by +.")
     model: Path | None = setting(None, help="Folder of the draft model.")
@@ -141,16 +125,14 @@ class Speculation:
     placement: str = setting(TIER, help="Where the draft model or head runs.", choices=(TIER, IN_VERIFIER))
     medusa_model: Path | None = setting(None, help="Folder of Medusa heads.")
     eagle3_model: Path | None = setting(None, help="Folder of the EAGLE-3 head that drafters have.")
-    exit_layer: int | None = setting(None, help="So many first layers draft.", low=1, high=MOST_LAYERS)
+    exit_layer: int | None = setting(None, help="How many of the first layers draft.", low=1, high=MOST_LAYERS)
     layers: tuple[int, ...] | None = setting(None, help="Layers that draft, ascending.", low=0, high=MOST_LAYERS - 1)
     acceptance: str = setting(COUPLED, help="Rule of requests that name none; more after it, joined by +, are served.")
-    lossy: bool = setting(False, help="Serve the rule typical, and let others be lossy.")
+    lossy: bool = setting(False, help="Whether rules of other packages may be lossy; their texts are marked.")
     options: str = setting("", help="By the name of a method or rule of another package, its options.")
-    posterior_threshold: float = setting(POSTERIOR_THRESHOLD, help="Of the rule typical.")
-    posterior_alpha: float = setting(POSTERIOR_ALPHA, help="Of the rule typical.")
 
     def __post_init__(self) -> None:
-        """Checks what goes together; how many layers the model has is checked where it is loaded."""
+        """Checks which settings go together; the number of layers is checked where the model is loaded."""
         for method in self.methods:
             if method not in TIER_METHODS and method not in SOURCES:
                 known = ", ".join((*TIER_METHODS, *SOURCES.names))
@@ -170,23 +152,15 @@ class Speculation:
     @property
     def rules(self) -> Rules:
         """Acceptance rules that are served."""
-        default, *others = self.acceptance.split("+")
-        own = {"posterior_threshold": self.posterior_threshold, "posterior_alpha": self.posterior_alpha}
-        named = dict.fromkeys((*((TYPICAL,) if self.lossy else ()), default, *others))
-        return Rules(
-            default=default,
-            more=tuple(
-                RULES.make(name, **(own if name == TYPICAL else self.options_of(name)))
-                for name in named
-                if name not in LAWFUL_RULES
-            ),
-        )
+        named = tuple(dict.fromkeys(self.acceptance.split("+")))
+        more = [RULES.make(name, **self.options_of(name)) for name in named if name not in ACCEPTANCE_RULES]
+        return Rules(default=named[0], more=tuple(more))
 
     def options_of(self, name: str) -> Mapping[str, Any]:
         """Options of a method or rule of another package; those of ours have keys of their own.
 
         Raises:
-            ConfigError: They are no JSON object.
+            ConfigError: They are not a JSON object.
         """
         options = parse_object(f"{NAME}: options", self.options or "{}").get(name, {})
         if not isinstance(options, dict):
@@ -195,7 +169,7 @@ class Speculation:
 
     @property
     def head(self) -> Path | None:
-        """Folder of the EAGLE-3 head; None: nobody drafts with one."""
+        """Folder of the EAGLE-3 head; None: it is not used."""
         return self.eagle3_model if EAGLE3 in self.methods else None
 
     @property
@@ -205,11 +179,11 @@ class Speculation:
 
     @property
     def first_layers(self) -> tuple[int, ...]:
-        """Layers of the target that draft, ascending; empty for as many first ones as are the default."""
+        """Layers of the target that draft, ascending; empty: the default number of first ones."""
         return tuple(range(self.exit_layer or 0)) or self.layers or ()
 
     def draft_policy(self) -> DraftPolicy:
-        """A new one, which has learned nothing."""
+        """Makes a policy that has learned nothing yet."""
         gamma = self.num_speculative_tokens
         return FixedGamma(gamma=gamma) if self.policy == FIXED else Goodput(max_nodes=gamma)
 
@@ -220,9 +194,6 @@ class Speculation:
                 raise ConfigError(f"{NAME}: acceptance {rule.name} needs the method {one}, got {self.method}")
             if rule.lossy and not self.lossy:
                 raise ConfigError(f'{NAME}: acceptance {rule.name} is lossy, and needs "lossy": true')
-        for name in ("posterior_threshold", "posterior_alpha"):
-            if not 0.0 < (value := getattr(self, name)) <= 1.0:
-                raise ConfigError(f"{NAME}: {name} must be a number above 0 and at most 1, got {value:g}")
 
     def _check_folders(self) -> None:
         served = set(self.methods) & set(TIER_METHODS)
@@ -241,7 +212,7 @@ def speculation_from(speculative_config: str) -> Speculation:
     """Decodes `--speculative-config`.
 
     Raises:
-        ConfigError: The JSON is broken or asks for what is not served.
+        ConfigError: The JSON is broken or asks for something that is not served.
     """
     values = dict(parse_object(NAME, speculative_config))
     if isinstance(values.get("options"), dict):

@@ -1,4 +1,4 @@
-"""Makes the sources inside a verifier that its methods name, and has the target keep what they read."""
+"""Makes the sources of guesses inside a verifier, and has the target keep the states that they read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXIT_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSetup:
-    """What the maker of a source gets.
+    """Input of the function that makes a source.
 
     Attributes:
         name: The method's name, which the source must have too.
@@ -39,7 +39,7 @@ class SourceSetup:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What `--speculative-config` says under `options` for this method."""
+        """The options of this method in `--speculative-config`."""
         return self.speculation.options_of(self.name)
 
 
@@ -47,9 +47,9 @@ def make_sources(speculation: Speculation, decoder: Decoder) -> list[AnySource]:
     """Loads heads where methods need them; the decoder has made no cache yet.
 
     Raises:
-        ConfigError: Heads or layers do not fit the target, or a source of another package cannot be made; says why.
+        ConfigError: Heads or layers do not fit the target, or a source of another package cannot be made.
     """
-    # In the order of what they cost; it is the registry's.
+    # Cheapest first, as in the registry.
     named = sorted(set(speculation.methods) - set(TIER_METHODS), key=SOURCES.names.index)
     setups = (SourceSetup(name=name, decoder=decoder, speculation=speculation) for name in named)
     sources: list[AnySource] = [SOURCES.make(setup.name, setup) for setup in setups]
@@ -69,7 +69,7 @@ def grammar(_: SourceSetup) -> AnySource:
 
 
 def medusa(setup: SourceSetup) -> AnySource:
-    """Makes the source of `medusa`; from now on the target keeps its final states.
+    """Makes the source of `medusa`, and has the target keep its final states.
 
     Raises:
         ConfigError: The heads do not fit the target.

@@ -1,8 +1,7 @@
-"""What sessions have to tell their gateways: of the tokens of one step, or of several while many sessions run.
+"""Committed tokens on their way to gateways: those of one step, or of several while many sessions run.
 
-A message costs verifier, gateway and client a good part of a millisecond, whatever is in it. While sessions are few
-the tokens of each step go out at once; the more there are, the longer they gather, and all outboxes are emptied
-together.
+A message costs verifier, gateway and client a good part of a millisecond, whatever its size. With few sessions the
+tokens of each step go out at once. With more sessions they gather longer, and all outboxes are emptied together.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from collections.abc import Sequence
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.messages import CommittedTokens
 
-# 250 messages a second from a verifier, while that keeps nobody waiting for long.
+# At most 250 messages a second from a verifier, as long as the wait stays short.
 GATHER_PER_SESSION_S = 0.004
-# A gateway still hears often enough to know that its verifier lives, and to lose little with it.
+# Often enough for a gateway to see that its verifier is alive, and to lose little if it dies.
 GATHER_WHOLE_S = 0.5
-# A gateway that has heard nothing of a session for so long hears that it lives.
+# After this silence a session sends a sign of life.
 SILENCE_S = 1.0
 
 
 class Outbox:
     """One session's tokens until its gateway takes them; bounded by the session's `max_tokens`.
 
-    Its first tokens and its last wait for nothing. Tokens that do not join onto those before end it with an error.
+    The first tokens and the last go out at once. A gap between tokens ends the session with an error.
 
     Args:
         whole: The client gets the text in one piece.
@@ -33,7 +32,7 @@ class Outbox:
 
     def __init__(self, *, whole: bool = False, offset: int = 0) -> None:
         self._offset = offset
-        # When its gateway last heard of it.
+        # When the gateway last took something.
         self._taken_s = asyncio.get_running_loop().time()
         self._gather_s = GATHER_WHOLE_S if whole else 0.0
         self._waiting: list[CommittedTokens] = []
@@ -43,7 +42,7 @@ class Outbox:
 
     @property
     def holds_back(self) -> bool:
-        """Whether something waits that may not leave yet."""
+        """Whether tokens wait that may not leave yet."""
         return bool(self._waiting) and not self._ready.is_set()
 
     def put(self, committed: CommittedTokens, now_s: float) -> None:
@@ -55,13 +54,13 @@ class Outbox:
         self._offset += len(committed.token_ids)
         self._waiting.append(committed)
         if not committed.token_ids and committed.result is None:
-            # Its news is that it lives; there is nothing to gather.
+            # A sign of life; there is nothing to gather.
             self._ready.set()
         elif self._released_s is None or committed.result is not None:
             self._release(now_s)
 
     def show_life(self, now_s: float) -> None:
-        """Has its gateway hear of it, if that has not for a while."""
+        """Sends what waits, or an empty message, if the gateway has received nothing for a while."""
         if self._ready.is_set() or now_s - self._taken_s < SILENCE_S:
             return
         if self._waiting:
@@ -70,12 +69,12 @@ class Outbox:
             self.put(CommittedTokens(token_ids=(), offset=self._offset), now_s)
 
     def fail(self, error: PacelineError) -> None:
-        """Ends the session; what was committed before leaves first."""
+        """Ends the session; tokens committed before go out first."""
         self._error = self._error or error
         self._ready.set()
 
     def empty(self, now_s: float) -> None:
-        """Lets leave what waits, if it has gathered for long enough."""
+        """Releases tokens that have gathered for long enough."""
         if self.holds_back and (self._released_s is None or now_s - self._released_s >= self._gather_s):
             self._release(now_s)
 
@@ -87,7 +86,7 @@ class Outbox:
         """Returns what has gathered, once it may leave.
 
         Raises:
-            PacelineError: The session has ended with it.
+            PacelineError: It ended the session.
         """
         await self._ready.wait()
         self._taken_s = asyncio.get_running_loop().time()
@@ -105,7 +104,7 @@ class Outboxes:
 
     Args:
         longest_s: Longest time for which tokens gather; 0: those of each step go out at once.
-        per_session_s: Time for each session under way, up to that.
+        per_session_s: Adds up over the sessions under way, to `longest_s` at most.
     """
 
     def __init__(self, longest_s: float, per_session_s: float = GATHER_PER_SESSION_S) -> None:
@@ -120,16 +119,16 @@ class Outboxes:
         return len(self._outboxes)
 
     def open(self, serial: int, *, whole: bool = False, offset: int = 0) -> Outbox:
-        """Makes the outbox of a session; see `Outbox`."""
+        """Makes the outbox of a session, with the arguments of `Outbox`."""
         outbox = self._outboxes[serial] = Outbox(whole=whole, offset=offset)
         return outbox
 
     def close(self, serial: int) -> None:
-        """Drops the outbox of a session, and what is in it."""
+        """Drops the outbox of a session with its content."""
         del self._outboxes[serial]
 
     def deliver(self, committed: Sequence[tuple[int, CommittedTokens | PacelineError]]) -> None:
-        """Takes in what a step committed or ended; sessions that have left meanwhile are passed over."""
+        """Takes in what a step committed or ended; sessions that have left meanwhile are skipped."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         for serial, each in committed:
@@ -148,7 +147,7 @@ class Outboxes:
                 self._timer = loop.call_at(due_s, self._empty)
 
     def show_life(self) -> None:
-        """Has the gateways of silent sessions hear of them; to be called while the engine makes progress."""
+        """Sends signs of life for silent sessions; call it only while the engine makes progress."""
         now_s = asyncio.get_running_loop().time()
         for outbox in self._outboxes.values():
             outbox.show_life(now_s)

@@ -5,43 +5,42 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import folder_of
 from paceline.core.draft_scheduler import DraftLimits
 from paceline.core.errors import ConfigError
-from paceline.core.messages import ModelIdentity
-from paceline.core.pages import BLOCK_SIZE
+from paceline.core.messages import VERIFIER, ModelIdentity
+from paceline.core.pages import BLOCK_SIZE, LEAST_PAGES
 from paceline.core.params import EAGLE3, MEDUSA, SpeculationParams
 from paceline.core.step_time import StepMode
 from paceline.core.target_events import TargetLimits
 from paceline.drafting.checkpoint import DraftCheckpoint
 from paceline.drafting.checkpoint import warm_up as warm_up_draft
 from paceline.drafting.colocated import LOCAL, ColocatedEngine
-from paceline.engine.budget import LEAST_PAGES, MemoryPlan, draft_page_bytes, target_scratch_blocks
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.eagle3 import states_hash
 from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.engine.loading import load_decoder
-from paceline.engine.memory import log_memory
-from paceline.engine.process import StepThreads, memory_read_on, parse_cpus, prepare_process, until_quiet
-from paceline.engine.sizing import model_needs
+from paceline.engine.memory import draft_page_bytes, log_memory, model_needs, plan_service, target_scratch_blocks
+from paceline.engine.process import StepThreads, memory_read_on, prepare_process, until_quiet
 from paceline.engine.target import TargetEngine
-from paceline.service_memory import plan_service, with_pages
-from paceline.verifier.config import HOST_PAGES, NAME, TIER, Speculation, VerifierConfig, speculation_from
-from paceline.verifier.learned import learned_file
+from paceline.model_service import HOST_PAGES
+from paceline.service.config import parse_cpus
+from paceline.service.learned import LearnedFile, kept_in
+from paceline.verifier.config import NAME, TIER, Speculation, VerifierConfig, speculation_from
 from paceline.verifier.make_sources import make_sources
-from paceline.verifier.served import ServedEngine
-from paceline.verifier.warm_up import GREEDY, SAMPLED, warm_up
+from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
 
 logger = logging.getLogger(__name__)
 
-# Drafters that load meanwhile get so many seconds before their CPUs are measured.
+# Longest wait for drafters that are loading, before their CPUs are measured.
 QUIET_MOST_S = 10.0
-# The bound on an engine's silence holds so many full steps.
+# `--engine-stall-s` must leave time for this number of full steps.
 LEAST_STEPS = 2
 
 
@@ -53,11 +52,11 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
     """
     speculation = _with_folders(speculation_from(config.speculative_config))
     own_identity = model_identity(config.model, config.model_name, config.dtype, config.device)
-    config = with_pages(config, _plan(config, own_identity.context_len, speculation), logger.info)
+    config = replace(config, num_kv_blocks=_num_pages(config, own_identity.context_len, speculation))
     head = speculation.head
     identity = replace(
         own_identity,
-        # What others may ask for is what fits here, not what the model could do.
+        # Clients may ask for what fits here, which can be less than what the model allows.
         context_len=_max_model_len(config, own_identity),
         states_hash="" if head is None else states_hash(head),
         methods=speculation.methods,
@@ -74,8 +73,20 @@ def own_engine(config: VerifierConfig) -> ServedEngine:
     )
 
 
+def learned_file(config: VerifierConfig, identity: ModelIdentity, environ: Mapping[str, str]) -> LearnedFile:
+    """The file in which a verifier with our engine keeps what it has learned on this machine.
+
+    Args:
+        config: Its settings; `learned_dir` names the folder.
+        identity: Its model.
+        environ: Environment variables; XDG_CACHE_HOME says where caches are.
+    """
+    flags = (config.dtype, config.device, config.threads, config.cpus, config.spare_cpus)
+    return kept_in(config.learned_dir, environ, identity.weights_hash, config.speculative_config, *flags)
+
+
 def _with_folders(speculation: Speculation) -> Speculation:
-    """Fetches what of the Hub is needed here: heads, and a draft model that runs in this process."""
+    """Fetches heads, and a draft model that runs in this process, if they are on the Hub."""
     keys = ("medusa_model", "eagle3_model", *(() if speculation.placement == TIER else ("model",)))
     folders: dict[str, Any] = {
         key: folder_of(given, f"{NAME} {key}") for key in keys if (given := getattr(speculation, key)) is not None
@@ -83,29 +94,30 @@ def _with_folders(speculation: Speculation) -> Speculation:
     return replace(speculation, **folders)
 
 
-def _plan(config: VerifierConfig, context_len: int, speculation: Speculation) -> MemoryPlan:
-    """Plans the memory of this process, before anything is loaded.
+def _num_pages(config: VerifierConfig, context_len: int, speculation: Speculation) -> int:
+    """Returns how many pages of KV this process gets; planned before anything is loaded.
 
     Raises:
-        ConfigError: It does not fit; says by how much and what to change.
+        ConfigError: It does not fit; says by how much, and what to change.
     """
     states = (speculation.head is not None) + (MEDUSA in speculation.methods)
     target = model_needs(config.model, config.dtype, config.device, state_width=states)
     models, page_bytes = [target], target.page_bytes
-    # A head has one layer; what it takes is not counted.
+    # A head has one layer; its memory is not counted.
     if speculation.own_draft is not None and not is_eagle3(speculation.own_draft):
         draft = model_needs(speculation.own_draft, config.dtype, config.device)
         models, page_bytes = [target, draft], page_bytes + draft_page_bytes(draft.page_bytes)
     longest = min(config.max_model_len or context_len, context_len)
-    return plan_service(
+    plan = plan_service(
         config,
         models,
         page_bytes=page_bytes,
         scratch_bytes=target_scratch_blocks(config.max_num_batched_tokens) * target.page_bytes,
         context_len=longest,
-        host_pages=HOST_PAGES,
+        host_pages=HOST_PAGES[VERIFIER],
         least_pages=-(-longest // BLOCK_SIZE) + 1 if config.max_model_len else LEAST_PAGES,
     )
+    return plan.num_pages
 
 
 def _grammars(config: VerifierConfig, identity: ModelIdentity) -> Grammars | None:
@@ -179,7 +191,7 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
     )
     decoder.prepare(config.max_num_batched_tokens)
     warm_up(engine, (GREEDY, SAMPLED), SpeculationParams(enabled=False))
-    spare = parse_cpus(config.spare_cpus) if config.spare_cpus else set()
+    spare = parse_cpus("--spare-cpus", config.spare_cpus) if config.spare_cpus else frozenset[int]()
     with memory_read_on(spare):
         drafting = engine.profile(StepMode.DRAFTING)
     if spare and not until_quiet(spare, most_s=QUIET_MOST_S):
@@ -205,10 +217,10 @@ def make_target_engine(config: VerifierConfig, identity: ModelIdentity, speculat
 
 
 def _check_stall(config: VerifierConfig, step_s: float) -> None:
-    """A full step may take a good part of the bound at most; attention over long contexts comes on top of it.
+    """Checks that full steps stay well below the bound; attention over long contexts adds to them.
 
     Raises:
-        ConfigError: Steps would be taken for hung.
+        ConfigError: Ordinary steps would count as hung.
     """
     least_s = LEAST_STEPS * step_s
     if least_s > config.engine_stall_s:

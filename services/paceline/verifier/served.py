@@ -1,28 +1,53 @@
-"""What serves a target model inside a verifier, whichever engine it is."""
+"""A target model as a verifier serves it, whichever engine computes it: what it promises, refuses and runs first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.core.acceptance_rules import Rules
-from paceline.core.messages import ModelIdentity
+from paceline.core.errors import InvalidRequestError
+from paceline.core.messages import GenerateRequest, ModelIdentity
+from paceline.core.params import CHAIN_RULES, TIER_METHODS, SamplingParams, SpeculationParams, check_token_ids
+from paceline.core.target_events import Submit, TargetEvent, TargetOutput
+from paceline.engine.bridge import Stepper
 from paceline.engine.grammar import Grammars
-from paceline.service.learned import FORGOTTEN, LearnedFile
-from paceline.verifier.verifier_host import TargetStepper
+from paceline.service.learned import FORGOTTEN, Learned, LearnedFile
+
+# Gateways send a digest.
+MAX_SALT_CHARS = 128
+# Parameters of the first sessions of an engine.
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+SAMPLED = SamplingParams(
+    max_tokens=8, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, frequency_penalty=0.1, ignore_eos=True
+)
+
+
+class TargetStepper(Stepper[TargetEvent, TargetOutput], Protocol):
+    """What runs the target model."""
+
+    def learned(self) -> Learned:
+        """What a successor may begin with."""
+        ...
+
+    @property
+    def at_stake(self) -> tuple[int, ...]:
+        """Serials of the sessions that a failure now is blamed on; read from the event loop once the engine is dead."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEngine:
-    """An engine to be, and what a verifier promises with it.
+    """An engine that is not loaded yet, and what a verifier promises with it.
 
     Attributes:
-        identity: Of the model as it is served.
-        own_drafter: What names a drafter inside the engine; empty: the verifier pairs sessions with drafters.
+        identity: Of the model as it is served: its context length is the longest session, prompt and output.
+        own_drafter: Names a drafter inside the engine; empty: the verifier pairs sessions with drafters of the tier.
         rules: Acceptance rules that are served.
         grammars: Compiles the grammars of requests; None: none are served.
         make: Loads the model; called in the engine thread.
-        learned: Where it keeps what it learns.
+        learned: Where the engine keeps what it learns.
     """
 
     identity: ModelIdentity
@@ -31,3 +56,64 @@ class ServedEngine:
     grammars: Grammars | None = None
     make: Callable[[], TargetStepper]
     learned: LearnedFile = FORGOTTEN
+
+    def check(self, request: GenerateRequest) -> None:
+        """Refuses what cannot be served here, however idle the engine is.
+
+        Raises:
+            InvalidRequestError: Names the field and the limit.
+        """
+        identity = self.identity
+        if len(request.cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequestError(
+                "cache_salt", f"must have at most {MAX_SALT_CHARS} characters, got {len(request.cache_salt)}"
+            )
+        check_token_ids("prompt_token_ids", request.prompt_token_ids, identity.vocab_size)
+        check_token_ids("committed_token_ids", request.committed_token_ids, identity.vocab_size)
+        request.sampling.check_vocabulary(identity.vocab_size, identity.eos_token_ids)
+        self._check_speculation(request.speculation)
+        self._check_lengths(request)
+
+    def _check_speculation(self, speculation: SpeculationParams) -> None:
+        methods = self.identity.methods
+        unserved = sorted(set(speculation.methods) - set(methods))
+        if unserved:
+            raise InvalidRequestError(
+                "speculation.method", f"{unserved[0]} is not served here, only {', '.join(methods)}"
+            )
+        rule = self.rules.of(speculation)
+        wanted = speculation.methods or methods
+        if rule.drafts in CHAIN_RULES and not set(wanted) & set(TIER_METHODS):
+            raise InvalidRequestError(
+                "speculation.acceptance",
+                f"{rule.name} needs the method {' or '.join(TIER_METHODS)}, and here it is {'+'.join(wanted)}",
+            )
+
+    def _check_lengths(self, request: GenerateRequest) -> None:
+        sampling, committed = request.sampling, request.committed_token_ids
+        prompt_len, context_len = len(request.prompt_token_ids), self.identity.context_len
+        if prompt_len + sampling.max_tokens > context_len:
+            raise InvalidRequestError(
+                "max_tokens",
+                f"{prompt_len} prompt tokens + {sampling.max_tokens} output tokens exceed the context of {context_len}",
+            )
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.identity.eos_token_ids)}
+        if not ends.isdisjoint(committed):
+            raise InvalidRequestError("committed_token_ids", "must not hold a token that ends the text")
+        if len(committed) >= sampling.max_tokens:
+            raise InvalidRequestError("committed_token_ids", "must be fewer than max_tokens")
+
+
+def warm_up(engine: TargetStepper, samplings: Sequence[SamplingParams], speculation: SpeculationParams) -> None:
+    """Runs a short session with each of these parameters, so that the first user finds everything compiled."""
+    for index, sampling in enumerate(samplings):
+        request = GenerateRequest(
+            session_id=f"warm-up-{index}",
+            epoch=0,
+            prompt_token_ids=(0,),
+            sampling=sampling,
+            speculation=speculation,
+        )
+        engine.handle(Submit(request=request, serial=index))
+    while engine.has_work():
+        engine.step()

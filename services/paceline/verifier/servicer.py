@@ -1,4 +1,4 @@
-"""The verifier's gRPC face: decode, hand over, stream back. It never runs the model itself."""
+"""The verifier's gRPC service: decodes, hands over to the host, streams back. It never runs the model itself."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from paceline.core.target_events import TracedRound, TracedStart
 from paceline.obs import attributes as names
 from paceline.obs.tracing import Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of
 
-# Rounds of a session that its span shows, far apart in a long one; `paceline.obs.otlp` keeps as many events.
+# Most rounds that the span of a session shows; `paceline.obs.otlp` must keep that many events.
 MAX_ROUNDS = 120
 NS_PER_S = 1e9
 
@@ -28,7 +28,7 @@ class SessionTrace:
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self._tracer = tracer
         self._span = span
-        # One distance of the clocks for the whole session: its times never run backwards.
+        # The offset between the clocks is taken once, so that the times of a session never run backwards.
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         self._rounds = SampledRounds(MAX_ROUNDS)
         self._start: TracedStart | None = None
@@ -39,7 +39,7 @@ class SessionTrace:
         return self._span.is_recording()
 
     def hand_on(self, request: GenerateRequest) -> GenerateRequest:
-        """Returns the request as the engine and the drafter are to see it: with a trace context if it is traced."""
+        """Returns the request for engine and drafter: with a trace context if the session is traced."""
         if not self.recording:
             return replace(request, traceparent="") if request.traceparent else request
         self._span.set_attributes(
@@ -53,7 +53,7 @@ class SessionTrace:
         return replace(request, traceparent=traceparent_of(self._span))
 
     def paired(self, address: str) -> None:
-        """The session is drafted by this drafter from now on; empty: by none."""
+        """From now on this drafter drafts for the session; empty: none."""
         self._span.set_attribute(names.DRAFTER, address)
 
     def saw(self, report: TracedStart | TracedRound) -> None:
@@ -67,7 +67,7 @@ class SessionTrace:
                 self._start = report
 
     def ended(self, result: GenerateResult) -> None:
-        """The session came to its end."""
+        """The session has ended."""
         if not self.recording:
             return
         record = result.speculation
@@ -86,7 +86,7 @@ class SessionTrace:
         )
 
     def end_children(self) -> None:
-        """Tells what the engine reported; all spans of a session end with it: who collects them gets them together."""
+        """Adds what the engine reported, at the end: a collector gets all spans of a session together."""
         if not self.recording:
             return
         if self._start is not None:
@@ -119,7 +119,7 @@ def traced_session(tracer: Tracer, request: GenerateRequest) -> Iterator[Session
 
 
 class SampledRounds:
-    """At most so many rounds of a session, evenly spread over all of it: each time they are full, every second goes.
+    """A bounded sample of the rounds of a session, evenly spread: when it is full, every second one is dropped.
 
     Attributes:
         kept: The rounds, oldest first.

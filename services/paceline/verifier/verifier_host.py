@@ -6,14 +6,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
-from paceline.core.acceptance_rules import Rules
 from paceline.core.admission import QueueClock, check_wait, num_ahead
 from paceline.core.errors import (
     EngineDiedError,
@@ -23,7 +20,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.grammar import GrammarState
-from paceline.core.messages import DRAFTER, CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
+from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, ToVerifier
 from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.target_events import (
     Cancel,
@@ -35,36 +32,28 @@ from paceline.core.target_events import (
     TargetEvent,
     TargetOutput,
 )
-from paceline.engine.bridge import EngineThread, Stepper
-from paceline.engine.grammar import Grammars
+from paceline.engine.bridge import EngineThread
 from paceline.obs.metrics import VerifierMetrics
+from paceline.obs.steps import record_output
 from paceline.obs.tracing import OFF, Tracer
 from paceline.service.credentials import FleetTls
-from paceline.service.learned import FORGOTTEN, Learned, LearnedFile
 from paceline.service.supervision import Work
 from paceline.store.base import Store
-from paceline.store.probe import Probe
-from paceline.store.view import RegistryView
 from paceline.tier.drafters import Drafters
-from paceline.verifier.checks import check_request
-from paceline.verifier.metrics import record_output
 from paceline.verifier.outbox import Outbox, Outboxes
+from paceline.verifier.served import ServedEngine, TargetStepper
 from paceline.verifier.tracing import SessionTrace, traced_session
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-# Pause between two readings of the registry.
-REFRESH_S = 1.0
-# Pause between two looks at the drafters of all sessions.
-PAIRING_S = 0.1
 # Pause between two looks for sessions that have been silent.
 LIFE_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
 class _UnderWay:
-    """A session that runs here: under which epoch, by which methods of the drafter tier, and for which drafter."""
+    """A session that runs here; `methods` are those of the drafter tier."""
 
     serial: int
     epoch: int
@@ -73,35 +62,15 @@ class _UnderWay:
     drafter_address: str
 
 
-class TargetStepper(Stepper[TargetEvent, TargetOutput], Protocol):
-    """What runs the target model."""
-
-    def learned(self) -> Learned:
-        """What a successor may begin with."""
-        ...
-
-    @property
-    def at_stake(self) -> tuple[int, ...]:
-        """Serials of the sessions that a failure now is laid on; read from the event loop once the engine is dead."""
-        ...
-
-
 class TargetHost:
-    """Everything of a verifier that lives in the event loop, save the gRPC server.
+    """Everything of a verifier that runs in the event loop, except the gRPC server.
 
     Args:
-        identity: The target model.
-        max_model_len: Most tokens of a session.
+        served: The engine, and what is promised with it.
         max_queue: Most sessions that wait or run.
         max_num_seqs: Most sessions that run at once.
-        methods: Ways to draft that are served.
-        own_drafter: What names a drafter inside the engine; empty: drafters of the tier draft.
-        rules: Acceptance rules that are served.
-        grammars: Compiles the grammars of requests; None: none are served.
-        learned: Where it keeps what its engine learns.
         grace_s: Time that sessions get to finish when the verifier stops.
         stream_interval_s: Longest time for which tokens of a session gather while many sessions run.
-        make_engine: Builds the engine; called in the engine thread.
         metrics: Where steps are counted.
         zone: Where it runs; empty: not known.
         tls: Certificate to show to drafters; None: plain text.
@@ -110,53 +79,39 @@ class TargetHost:
 
     def __init__(
         self,
+        served: ServedEngine,
         *,
-        identity: ModelIdentity,
-        max_model_len: int,
         max_queue: int,
         max_num_seqs: int,
-        methods: Sequence[str],
-        own_drafter: str = "",
-        rules: Rules,
-        grammars: Grammars | None = None,
-        learned: LearnedFile = FORGOTTEN,
         grace_s: float,
         stream_interval_s: float,
-        make_engine: Callable[[], TargetStepper],
         metrics: VerifierMetrics,
         zone: str = "",
         tls: FleetTls | None = None,
         tracer: Tracer = OFF,
     ) -> None:
-        self.identity = identity
-        self._max_model_len = max_model_len
+        self.identity = served.identity
+        self._served = served
         self._max_queue = max_queue
         # Sessions that have places: the engine's bound, or what its pages hold.
         self._num_places = max_num_seqs
         self._max_num_seqs = max_num_seqs
         self._queue_clock = QueueClock()
-        self._methods = tuple(methods)
-        self._rules = rules
-        self._grammars = grammars
-        # Of its own, as a grammar may take long and nobody else is to wait for it.
+        # A grammar may take long, so grammars have a thread to themselves.
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._learned = learned
         self._grace_s = grace_s
-        self._own_drafter = own_drafter
         self._metrics = metrics
-        self._tls = tls
         self._tracer = tracer
         self.engine: EngineThread[TargetEvent, TargetOutput] = EngineThread(self._make_stepper, self._deliver, "target")
         self.drafters = Drafters(
-            identity,
-            own=own_drafter,
+            self.identity,
+            own=served.own_drafter,
             on_change=self._link_changed,
             on_messages=self._drafts_arrived,
             metrics=metrics,
             zone=zone,
             tls=tls,
         )
-        self._make_engine = make_engine
         self._stepper: TargetStepper | None = None
         # By serial: a session id may come back while outputs of its cancelled namesake are under way.
         self._outboxes = Outboxes(stream_interval_s)
@@ -173,18 +128,18 @@ class TargetHost:
         return len(self._outboxes)
 
     def _make_stepper(self) -> TargetStepper:
-        self._stepper = self._make_engine()
+        self._stepper = self._served.make()
         return self._stepper
 
     def engine_died(self, problem: str) -> None:
-        """Ends every session, takes no new one; those whose rows it died with learn that they may have caused it."""
+        """Ends every session and takes no new one; sessions of the last step are told that they may be the cause."""
         self._draining = True
         for serial in () if self._stepper is None else self._stepper.at_stake:
             self._outboxes.fail(serial, EngineDiedError(f"{problem}, in a step of this session"))
         self._outboxes.fail_all(UnavailableError(problem))
 
     async def wind_down(self) -> None:
-        """Refuses new sessions, waits `grace_s` seconds for those under way, and ends what is left with a status."""
+        """Refuses new sessions, waits `grace_s` seconds for those under way, then ends the rest with a status."""
         self._draining = True
         waits = {asyncio.create_task(self._empty.wait()), asyncio.create_task(self.engine.ended())}
         await asyncio.wait(waits, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -194,37 +149,26 @@ class TargetHost:
         self._outboxes.fail_all(UnavailableError("this verifier shuts down"))
 
     async def close(self) -> None:
-        """Ends streams to drafters and the engine."""
+        """Ends the streams to drafters, and the engine."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
         await self.drafters.close()
         await self.engine.close()
 
     def background(self, store: Store) -> Mapping[str, Work]:
-        """Names the tasks that keep sessions with drafters that are there, streams to few, and gateways in the know."""
+        """Names the tasks that show life to gateways, keep what is learned and look after drafters."""
         own = {"life": self._show_life, "learned": self._keep_learned}
-        if self._own_drafter:
-            return own
-        view = RegistryView(store, DRAFTER, answers=Probe(self._tls))
-        return own | {
-            "registry": partial(view.keep_fresh, REFRESH_S),
-            # Apart from the registry, which must not delay what streams tell when it does not answer.
-            "pairing": partial(self._keep_paired, view),
-            "links": self.drafters.sweep,
-        }
+        return own if self._served.own_drafter else {**own, **self.drafters.background(self._pair_all, store)}
 
     async def _keep_learned(self) -> None:
-        assert self._stepper is not None, "tasks begin once the engine stands"
-        await self._learned.keep(self._stepper.learned)
+        assert self._stepper is not None, "tasks begin once the engine is loaded"
+        await self._served.learned.keep(self._stepper.learned)
 
-    async def _keep_paired(self, view: RegistryView) -> None:
-        while True:
-            self.drafters.know(view.replicas)
-            for session_id, each in self._under_way.items():
-                self._pair_anew(session_id, each)
-            await asyncio.sleep(PAIRING_S)
+    def _pair_all(self) -> None:
+        for session_id, each in self._under_way.items():
+            self._pair_anew(session_id, each)
 
     def _pair_anew(self, session_id: str, session: _UnderWay) -> None:
-        """Gives a session another drafter if its own is gone, or its first if there was none."""
+        """Gives a session another drafter if its own has gone, or its first one."""
         before, address = session.drafter_address, self.drafters.choose(session.methods, session.drafter_address)
         if address == before:
             return
@@ -239,20 +183,18 @@ class TargetHost:
             self.engine.post(Paired(session_id=session_id, serial=session.serial, address=address), always=True)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
-        """Runs one session; leaving early frees it within one step.
+        """Runs one session; closing the generator frees it within one step.
 
-        A session that runs here already goes to the newer epoch; its older stream ends.
+        If the session already runs here, the newer epoch takes it over, and the older stream ends.
 
         Raises:
-            InvalidRequestError: The request is beyond a limit of this verifier.
-            StaleEpochError: The session runs, or goes on, under an epoch at least as new.
-            OverloadedError: Too many sessions.
-            UnavailableError: The verifier shuts down or its engine died.
+            InvalidRequestError: The request exceeds a limit of this verifier.
+            StaleEpochError: The session runs under the same epoch, or a newer one.
+            OverloadedError: Too many sessions are under way.
+            UnavailableError: The verifier shuts down, or its engine has died.
         """
         with traced_session(self._tracer, request) as trace:
-            check_request(
-                request, self.identity, max_model_len=self._max_model_len, methods=self._methods, rules=self._rules
-            )
+            self._served.check(request)
             grammar = await self._compiled(request.sampling.grammar)
             self._admit(request)
             request = trace.hand_on(request)
@@ -265,16 +207,16 @@ class TargetHost:
                     if committed.result is not None:
                         return
                     if committed.running and request.suspect:
-                        self._tell_heard_of(request)
+                        self._confirm_running(request)
 
     async def _compiled(self, grammar: str) -> GrammarState | None:
         if not grammar:
             return None
-        if self._grammars is None:
+        if self._served.grammars is None:
             raise InvalidRequestError("grammar", "is not served with this model's tokenizer")
-        return await asyncio.wrap_future(self._compiling.submit(self._grammars.compile, grammar))
+        return await asyncio.wrap_future(self._compiling.submit(self._served.grammars.compile, grammar))
 
-    def _tell_heard_of(self, request: GenerateRequest) -> None:
+    def _confirm_running(self, request: GenerateRequest) -> None:
         known = self._under_way.get(request.session_id)
         if known is not None:
             with suppress(UnavailableError):
@@ -291,7 +233,7 @@ class TargetHost:
                 f"epoch: session {request.session_id!r} is under way here under epoch {known.epoch}, "
                 f"a newer one is needed to take it over, got {request.epoch}"
             )
-        # One that goes on here was taken long ago; it is never sent away.
+        # A session that continues here was admitted elsewhere; it is not sent away.
         if not request.committed_token_ids:
             others = [each.priority for each in self._under_way.values()]
             ahead = num_ahead(request.priority, others, num_places=self._num_places)
@@ -308,7 +250,7 @@ class TargetHost:
         trace.paired(mine.drafter_address)
         self.drafters.count(mine.drafter_address, +1)
         self._empty.clear()
-        # Told here and not with a step: an engine that hangs makes none.
+        # Counted here, since an engine that hangs reports no steps.
         self._metrics.sessions.under_way.set(self.num_sessions)
         try:
             self.engine.post(
@@ -331,13 +273,13 @@ class TargetHost:
             self._metrics.sessions.under_way.set(self.num_sessions)
             if not self.num_sessions:
                 self._empty.set()
-            # A session that ended by itself is gone from the engine already; cancelling it again does nothing.
+            # If the session ended by itself, the engine has dropped it, and this does nothing.
             with suppress(UnavailableError):
                 self.engine.post(Cancel(session_id=request.session_id, serial=serial), always=True)
 
     def _taken_in(self, serial: int, request: GenerateRequest) -> _UnderWay:
-        """A session with its first drafter; one that wants no drafts of the tier gets none."""
-        wanted = frozenset(request.speculation.methods or self._methods) & frozenset(TIER_METHODS)
+        """Returns a session with its first drafter, or none if it wants no drafts of the tier."""
+        wanted = frozenset(request.speculation.methods or self.identity.methods) & frozenset(TIER_METHODS)
         methods = wanted if request.speculation.cap else frozenset()
         return _UnderWay(
             serial=serial,
@@ -348,7 +290,7 @@ class TargetHost:
         )
 
     def _fence(self, request: GenerateRequest) -> None:
-        """Ends the stream of an owner that has lost the session; its last tokens reach nobody."""
+        """Ends the stream of an owner that has lost the session; its last tokens are dropped."""
         known = self._under_way.get(request.session_id)
         if known is None:
             return
@@ -357,7 +299,7 @@ class TargetHost:
         self._outboxes.fail(known.serial, error)
 
     async def _show_life(self) -> None:
-        """Lets gateways hear of silent sessions while the engine gets things done, for ever."""
+        """Sends signs of life for silent sessions while the engine makes progress; never returns."""
         num_calls = self.engine.num_calls
         while True:
             await asyncio.sleep(LIFE_S)
@@ -372,7 +314,7 @@ class TargetHost:
             self.engine.post(change, always=True)
 
     def _drafts_arrived(self, address: str, messages: Sequence[ToVerifier]) -> None:
-        # Drafts that find no place are lost; the next commit brings new ones.
+        # Drafts that find no room are dropped; the next commit brings new ones.
         with suppress(UnavailableError, OverloadedError):
             self.engine.post(DraftsArrived(address=address, messages=messages, arrived_s=time.monotonic()))
 
@@ -380,7 +322,7 @@ class TargetHost:
         try:
             self._hand_on(output)
         except Exception:
-            # Whatever did not get into their outboxes is lost: gateways ask again for what they lack.
+            # What did not reach the outboxes is lost; gateways notice the gap and ask again.
             logger.exception("a step could not be handed on")
             for serial, _ in output.committed:
                 self._outboxes.fail(serial, UnavailableError("tokens of the session could not be handed on"))
@@ -391,7 +333,7 @@ class TargetHost:
         for seen in report.traced:
             if seen.serial in self._traces:
                 self._traces[seen.serial].saw(seen)
-        # Drafters first: they are at rest until they hear of the commit, and clients are not.
+        # Drafters first: they have nothing to do until they get the commit.
         for address, to_drafter in output.to_drafters.items():
             self.drafters.say(address, to_drafter)
         self._outboxes.deliver(output.committed)

@@ -1,7 +1,7 @@
-"""Mends a fault of vLLM's CPU build, which else gives texts above temperature 0 a wrong law under any speculation.
+"""Repairs a fault of vLLM's CPU build that gives texts above temperature 0 a wrong law under any speculation.
 
-Its rejection sampler spreads temperature, top-k and top-p over the rows of a request. In the CPU build of 0.32.0 that
-writes nothing, and these rows are judged with whatever lies in memory. A vLLM that does it right is left alone.
+The rejection sampler spreads temperature, top-k and top-p over the rows of a request. In the CPU build of 0.32.0 that
+writes nothing, and these rows are judged with whatever lies in memory. A vLLM without the fault is left alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TRIED = 0.5
 
 
 def mend_expansion() -> bool:
-    """Replaces the fault where it shows; tells whether it did."""
+    """Replaces the faulty function where the fault shows; returns whether it did."""
     try:
         from vllm.platforms import current_platform  # type: ignore[import-not-found]
         from vllm.v1.sample import rejection_sampler  # type: ignore[import-not-found]
@@ -32,7 +32,7 @@ def mend_expansion() -> bool:
 
 
 def _is_wrong(rejection_sampler: Any) -> bool:
-    """Two tokens of one request must both have its temperature."""
+    """Whether two tokens of a request do not both get its temperature."""
     torch = rejection_sampler.torch
     spread = rejection_sampler.expand_batch_to_tokens(torch.tensor([TRIED]), torch.tensor([2]), 2)
     return bool((spread != TRIED).any())
@@ -45,8 +45,8 @@ def expanded(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: float = 
         x: `[requests]`.
         cu_num_tokens: `[requests]`, tokens of all requests up to this one.
         num_tokens: Of all requests.
-        replace_from: Where this stands,
-        replace_to: this is meant.
+        replace_from: This number is replaced
+        replace_to: by this one.
 
     Returns:
         `[num_tokens]`.

@@ -1,7 +1,7 @@
-"""The helper process of a proposer: drafters, sessions and controller, apart from vLLM.
+"""The helper process of a proposer: drafters, sessions and controller, outside vLLM's process.
 
 `python -m paceline.vllm.helper --fd N`: N is its end of a socket pair, and its environment holds the job. It ends when
-the other end is closed, so it never outlives its vLLM. Whatever breaks in here costs guesses, and never a token.
+the other end is closed, so it never outlives its vLLM. A failure in here costs guesses, never a token.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from paceline.checkpoints.vocabulary import vocab_hash
+from paceline.checkpoints.identity import vocab_hash
 from paceline.core.draft_policy import Goodput
-from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity, ToVerifier
+from paceline.core.messages import VERIFIER, ModelIdentity, ToVerifier
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.target_events import DraftsArrived, LinkChanged
 from paceline.obs.families import service_registry
@@ -35,8 +35,6 @@ from paceline.service.process import run, settle_heap
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.base import Store
 from paceline.store.opening import open_store
-from paceline.store.probe import Probe
-from paceline.store.view import RegistryView
 from paceline.tier.drafters import Drafters
 from paceline.vllm.chain_scheduler import ChainScheduler
 from paceline.vllm.settings import JOB_VARIABLE, HelperJob
@@ -45,8 +43,6 @@ from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, Frames
 logger = logging.getLogger(__name__)
 
 PROG = "paceline vllm helper"
-# Pause between two readings of the registry, and between two looks at the drafters of all sessions.
-REFRESH_S, PAIRING_S = 1.0, 0.1
 # Bytes read from the proposer at once.
 READ_BYTES = 1 << 20
 
@@ -55,16 +51,15 @@ class Helper:
     """Answers a proposer.
 
     Args:
-        job: What it serves.
-        to_proposer: Its end of the socket pair, not blocking.
-        registry: Where it counts.
+        job: Settings and target.
+        to_proposer: The helper's end of the socket pair, not blocking.
+        registry: Of its metrics.
     """
 
     def __init__(self, job: HelperJob, to_proposer: socket.socket, registry: CollectorRegistry) -> None:
         self._job = job
         self._socket = to_proposer
         self._frames = Frames()
-        self._tls = load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER)
         identity = _identity(job)
         self._metrics = VerifierMetrics(registry, identity.name)
         self._drafters = Drafters(
@@ -73,7 +68,7 @@ class Helper:
             on_messages=self._drafts_arrived,
             metrics=self._metrics,
             zone=job.settings.zone,
-            tls=self._tls,
+            tls=load_tls(Path(job.settings.tls_dir) if job.settings.tls_dir else None, VERIFIER),
         )
         self._scheduler = ChainScheduler(
             name=uuid.uuid4().hex,
@@ -87,16 +82,16 @@ class Helper:
         facts = ("vllm", identity.vocab_hash, str(job.model), job.vocab_size, job.max_chain)
         self._learned: LearnedFile = kept_in(job.settings.learned_dir, os.environ, *facts)
         self._learned.give_to(self._scheduler)
-        # Number of the step whose chains are waited for, and when to give them at the latest.
+        # The step whose chains the proposer waits for, and the timer that ends our wait for guesses.
         self._awaited: int | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # What the proposer was told last.
+        # What the proposer was last sent as `ChainsMessage.awaits`.
         self._awaits = False
         self._unsent = bytearray()
         self.ended = asyncio.Event()
 
     def begin(self) -> None:
-        """Listens to the proposer from now on."""
+        """Reads from the proposer from now on."""
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     async def close(self) -> None:
@@ -105,29 +100,14 @@ class Helper:
         await self._drafters.close()
 
     def background(self, store: Store | None) -> Mapping[str, Work]:
-        """Names the tasks that keep sessions with drafters that are there, and what is learned."""
-        tasks: dict[str, Work] = {
-            "links": self._drafters.sweep,
-            "learned": partial(self._learned.keep, self._scheduler.learned),
-        }
-        if store is None:
-            return tasks | {"pairing": self._keep_paired}
-        view = RegistryView(store, DRAFTER, answers=Probe(self._tls))
-        return tasks | {
-            "registry": partial(view.keep_fresh, REFRESH_S),
-            "pairing": partial(self._keep_paired, view),
-        }
+        """Names the tasks that look after drafters and keep what is learned."""
+        learned = partial(self._learned.keep, self._scheduler.learned)
+        return {"learned": learned, **self._drafters.background(self._pair_all, store, self._job.settings.drafters)}
 
-    async def _keep_paired(self, view: RegistryView | None = None) -> None:
-        while True:
-            if view is None:
-                self._drafters.know_addresses(self._job.settings.drafters)
-            else:
-                self._drafters.know(view.replicas)
-            num_changed = self._scheduler.pair_anew(time.monotonic())
-            self._metrics.fallbacks.labels("drafter_changed").inc(num_changed)
-            self._send_to_drafters()
-            await asyncio.sleep(PAIRING_S)
+    def _pair_all(self) -> None:
+        num_changed = self._scheduler.pair_anew(time.monotonic())
+        self._metrics.fallbacks.labels("drafter_changed").inc(num_changed)
+        self._send_to_drafters()
 
     # The proposer
 
@@ -139,7 +119,7 @@ class Helper:
         except BlockingIOError:
             return
         except (OSError, BrokenMessageError, KeyError, ValueError) as error:
-            # Who begins anew knows nothing wrong.
+            # A new helper starts from a clean state.
             logger.error("the proposer is not understood; this helper ends", extra={"error": repr(error)})
             received = b""
         if not received:
@@ -148,18 +128,18 @@ class Helper:
     def _step_ended(self, message: StepMessage) -> None:
         self._stop_waiting()
         self._scheduler.commit(message, time.monotonic())
-        # At once: drafters are at rest until they hear of the commit.
+        # At once: drafters have nothing to do until they get the commit.
         self._send_to_drafters()
         if message.awaited:
             self._awaited = message.step
             self._answer_or_wait()
         else:
             self._scheduler.chains()
-            self._tell_if_awaits_change(message.step)
+            self._send_if_awaits_changes(message.step)
         self._count()
 
     def _answer_or_wait(self) -> None:
-        """Gives the chains of the awaited step, unless it pays to wait for more guesses."""
+        """Sends the chains of the awaited step, unless it pays to wait for more guesses."""
         if self._awaited is None:
             return
         patience_s = self._scheduler.patience_s(time.monotonic())
@@ -179,7 +159,7 @@ class Helper:
             self._timer.cancel()
             self._timer = None
 
-    def _tell_if_awaits_change(self, step: int) -> None:
+    def _send_if_awaits_changes(self, step: int) -> None:
         if self._scheduler.drafts != self._awaits:
             self._awaits = self._scheduler.drafts
             self._send(ChainsMessage(step, self._awaits))
@@ -224,7 +204,7 @@ class Helper:
 
 
 async def serve(job: HelperJob, to_proposer: socket.socket) -> None:
-    """Answers a proposer until it is gone.
+    """Answers a proposer until it closes its end.
 
     Raises:
         ConfigError: The target has no tokenizer, or a certificate is missing.
@@ -246,7 +226,7 @@ async def serve(job: HelperJob, to_proposer: socket.socket) -> None:
 
 @contextlib.asynccontextmanager
 async def _metrics_at(path: Path, registry: CollectorRegistry) -> AsyncIterator[None]:
-    """Shows the metrics to whoever connects, while a block runs."""
+    """Sends the metrics to each process that connects, while a block runs."""
 
     async def show(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(generate_latest(registry))
@@ -263,7 +243,7 @@ async def _metrics_at(path: Path, registry: CollectorRegistry) -> AsyncIterator[
 
 
 def _make_way(path: Path) -> None:
-    """A helper that was killed has left its socket."""
+    """Removes the socket that a killed helper may have left."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
 

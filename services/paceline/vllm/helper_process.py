@@ -1,10 +1,11 @@
-"""The helper process of a proposer: started, fed, listened to, started again when it ends, and ended with us.
+"""Runs the helper process of a proposer: starts it, talks to it, restarts it, and ends it with this process.
 
-Its start and its end are a thread's of their own: a step of vLLM never waits for them.
+A separate thread starts it and waits for its end, so that a step of vLLM never waits for either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -12,32 +13,39 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
+from paceline.core.errors import ConfigError
+from paceline.service.config import parse_cpus
 from paceline.vllm.helper_socket import HelperLostError, HelperSocket
 from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, StepMessage, step_bytes
 
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 5.0
-# A helper that has run for so long is well: the next one starts after the first pause again.
+# After a helper that ran this long, the next one starts after the first pause again.
 SETTLED_S = 10.0
 MOST_MISSES = 8
-# So long it may take to end by itself.
+# Time for a helper to end by itself.
 END_S = 1.0
 UNREAD_BYTES = 1 << 24
 ANSWER_BYTES = 1 << 20
+
+# Where vLLM's CPU backend is given the CPUs of each rank, such as 0-3|4-7; or auto, or nobind.
+BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+THREADS = Path("/proc/self/task")
 
 _log = logging.getLogger(__name__)
 
 
 class HelperProcess:
-    """The client end: used by one thread, that of vLLM's steps.
+    """The client's end, used only by the thread of vLLM's steps.
 
     Args:
         command: The helper's command line, given the number of its socket.
-        cpus: The CPUs that it is to run on; asked at each start, none for all.
+        cpus: Returns the CPUs for it, at each start; none: all.
         environ: The helper's whole environment; None: this process's.
         most_unread_bytes: It is killed when it leaves more unread.
-        most_answer_bytes: Longer than any answer.
+        most_answer_bytes: No answer is longer.
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class HelperProcess:
         self._life: _Life | None = None
         self._misses = 0
         self._awaits = False
-        # What the thread has started, until a step takes it over.
+        # The helper that the thread has started, until a step takes it over.
         self._fresh: _Life | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -65,28 +73,28 @@ class HelperProcess:
 
     @property
     def awaits(self) -> bool:
-        """Whether the next steps are to be waited for, as the helper said last; drafters rest at the start."""
+        """Whether to wait for guesses after the next steps, as the helper last sent; not at the start."""
         return self._awaits
 
     @property
     def connected(self) -> bool:
-        """Whether there is a helper, as far as is known."""
+        """Whether a helper seems to run."""
         return self._life is not None
 
     @property
     def room_bytes(self) -> int:
-        """How much may be sent that need not be: half of what may lie unread."""
+        """Room for optional content: half of what may lie unread."""
         return self._most_unread_bytes // 2 - self._life.stream.unsent_bytes if self._life else 0
 
     def start(self) -> None:
-        """Has the helper started, if nobody did so yet."""
+        """Starts the helper on the first call."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._supervise, name="paceline-helper", daemon=True)
             self._thread.start()
 
     def renewed(self) -> bool:
-        """Takes over a helper that was started since the last call; true if there is one: it knows nothing."""
-        # No lock is taken at an ordinary step.
+        """Takes over a helper that was started since the last call; true if there is one, which knows no session."""
+        # An ordinary step takes no lock.
         if self._fresh is None or (fresh := self._taken_over()) is None:
             return False
         if self._life is not None:
@@ -95,14 +103,14 @@ class HelperProcess:
         return True
 
     def exchange(self, message: StepMessage, deadline_s: float) -> ChainsMessage | None:
-        """Sends a step, and waits for its answer if it is awaited.
+        """Sends a step, and waits for its answer if the step is awaited.
 
         Args:
             message: The step.
-            deadline_s: Monotonic seconds; nothing here lasts longer.
+            deadline_s: Monotonic seconds at which the wait ends.
 
         Returns:
-            Its answer; None if there was none in time, if nobody waits, or if the helper is lost.
+            The answer; None if it is not awaited, did not come in time, or the helper is lost.
         """
         if self._life is None:
             return None
@@ -158,7 +166,7 @@ class HelperProcess:
         return None
 
     def _read(self, stream: HelperSocket, step: int) -> ChainsMessage | None:
-        """The answer to a step, if it has come; heeds all that came, whatever step it is for."""
+        """Takes in all answers that came, and returns the one to this step if it is among them."""
         found = None
         for answer in stream.received():
             self._awaits = answer.awaits
@@ -175,14 +183,14 @@ class HelperProcess:
                 return
             if time.monotonic() - started_s >= SETTLED_S:
                 pause_s = FIRST_PAUSE_S
-            # One that never lives is told of a few times, not for ever.
+            # If it never starts, this is logged a few times only.
             if pause_s < LAST_PAUSE_S:
                 _log.warning("the helper process %s; another one starts in %.1f s", outcome, pause_s)
             self._ended.wait(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def _live(self) -> str:
-        """Starts a helper and waits until it has ended; says how."""
+        """Starts a helper, waits for its end, and returns how it ended."""
         try:
             life = self._started()
         except OSError as error:
@@ -228,5 +236,32 @@ class _Life:
     def __init__(self, process: subprocess.Popen[bytes], stream: HelperSocket) -> None:
         self.process = process
         self.stream = stream
-        # Why it was killed.
+        # The reason, if we killed it.
         self.given_up = ""
+
+
+def free_cpus(environ: Mapping[str, str]) -> frozenset[int]:
+    """Returns the host's CPUs that no thread here is bound to; none if no thread is bound, or all CPUs are taken."""
+    host = frozenset(range(os.cpu_count() or 1))
+    used = _bound_by_variable(environ) | _bound_threads(host)
+    return host - used if used else frozenset()
+
+
+def _bound_by_variable(environ: Mapping[str, str]) -> frozenset[int]:
+    cpus: frozenset[int] = frozenset()
+    # auto, nobind, or something that vLLM itself refuses.
+    with contextlib.suppress(ConfigError):
+        for rank in environ.get(BIND_VARIABLE, "").split("|"):
+            cpus |= parse_cpus(BIND_VARIABLE, rank)
+    return cpus
+
+
+def _bound_threads(host: frozenset[int]) -> frozenset[int]:
+    """Returns the CPUs of threads that may not run on all."""
+    used: set[int] = set()
+    for thread in THREADS.iterdir() if THREADS.is_dir() else ():
+        # The thread may have ended by now.
+        with contextlib.suppress(OSError):
+            cpus = os.sched_getaffinity(int(thread.name))
+            used |= cpus if cpus < host else set()
+    return frozenset(used)

@@ -1,4 +1,4 @@
-"""The proposer's end of the socket to its helper: no call on it blocks beyond a time that the caller names."""
+"""The proposer's end of the socket to its helper; no call blocks longer than the caller allows."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Callable, Iterator
 
 from paceline.vllm.step_message import ChainsMessage, Frames, chains_from
 
-# The answer of a large step; a helper that floods us costs no more than this at a call that does not wait.
+# Enough for the answer to a large step; also bounds what a call reads from a helper that floods us.
 READ_BYTES = 1 << 14
 # A helper that starts on a busy machine may take some seconds.
 MOST_STANDSTILL_S = 30.0
-# select, whose time is exact, takes no higher number of a file.
+# select has exact timeouts, but takes file numbers below this only.
 MOST_SELECT_FILES = 1024
 
 
 class HelperLostError(Exception):
-    """The helper is gone, or is not to be trusted any more."""
+    """The helper has ended, or misbehaves."""
 
 
 class HelperSocket:
-    """Sends what fits and keeps the rest; reads what has come.
+    """Sends what fits, keeps the rest for later, and reads what has come.
 
     Args:
-        stream: A connected socket; it is owned from now on.
+        stream: A connected socket, which this object closes.
         most_unread_bytes: A helper that leaves more unread counts as lost.
-        most_answer_bytes: A longer message is none.
+        most_answer_bytes: Longer messages are broken.
         clock: Monotonic seconds.
     """
 
@@ -44,12 +44,12 @@ class HelperSocket:
         self._frames = Frames(most_answer_bytes)
         self._unsent = bytearray()
         self._clock = clock
-        # When the helper last took something, while something is left.
+        # When the helper last took bytes, while some are left.
         self._took_s = 0.0
 
     @property
     def unsent_bytes(self) -> int:
-        """What the helper has yet to take."""
+        """Bytes that the helper has not taken yet."""
         return len(self._unsent)
 
     def send(self, content: bytes) -> None:
@@ -57,7 +57,7 @@ class HelperSocket:
 
         Raises:
             HelperLostError: It has left too much unread, or has read nothing for 30 s.
-            OSError: It is gone.
+            OSError: It has ended.
         """
         if self._unsent:
             self._unsent += content
@@ -71,10 +71,10 @@ class HelperSocket:
             raise HelperLostError(f"it read nothing for {MOST_STANDSTILL_S:.0f} s")
 
     def flush(self) -> None:
-        """Sends on what is left, as far as the helper takes it.
+        """Sends what is left, as far as the helper takes it.
 
         Raises:
-            OSError: It is gone.
+            OSError: It has ended.
         """
         while self._unsent:
             with memoryview(self._unsent) as view:
@@ -85,12 +85,12 @@ class HelperSocket:
             del self._unsent[:sent]
 
     def received(self) -> Iterator[ChainsMessage]:
-        """The messages in the next bytes that have come; none if there are no more.
+        """Yields the messages in the next bytes that have come.
 
         Raises:
             BrokenMessageError: Something else came.
             HelperLostError: The helper has closed its end.
-            OSError: It is gone.
+            OSError: It has ended.
         """
         try:
             content = self._stream.recv(READ_BYTES)
@@ -102,7 +102,7 @@ class HelperSocket:
             yield chains_from(frame)
 
     def wait(self, deadline_s: float) -> bool:
-        """Waits until something has come, or there is room to send on; false once the deadline has passed.
+        """Waits until something has come or there is room to send; false once the deadline has passed.
 
         Args:
             deadline_s: Monotonic seconds.
@@ -118,7 +118,7 @@ class HelperSocket:
         return bool(poll.poll(left_s * 1e3))
 
     def close(self) -> None:
-        """Ends the connection, which ends the helper."""
+        """Closes the connection, which ends the helper."""
         self._stream.close()
 
     def _sent(self, content: bytes | memoryview) -> int:

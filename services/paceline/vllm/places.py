@@ -1,4 +1,4 @@
-"""Where the parts of a tier under one vLLM find one another: the helper's socket of metrics, the target's tokenizer."""
+"""Where the parts of the tier under vLLM find things: the socket of the helper's metrics, the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SUFFIX = ".sock"
 
 
 def runtime_folder() -> Path:
-    """A folder of this user alone, made if it is not there.
+    """Returns a folder that only this user can write to, and makes it if necessary.
 
     Raises:
-        ConfigError: It cannot be made, or somebody else may write there.
+        ConfigError: It cannot be made, or others can write to it.
     """
     folder = Path(tempfile.gettempdir()) / f"paceline-vllm-{os.getuid()}"
     try:
@@ -30,7 +30,7 @@ def runtime_folder() -> Path:
 
 
 def metrics_socket(instance_id: str, engine: int) -> Path:
-    """The Unix socket at which the metrics of an engine's helper are read.
+    """Returns the Unix socket with the metrics of an engine's helper.
 
     Raises:
         ConfigError: There is no folder for it.
@@ -39,20 +39,20 @@ def metrics_socket(instance_id: str, engine: int) -> Path:
 
 
 def metrics_sockets(instance_id: str) -> dict[str, Path]:
-    """Those that are there, by the number of the engine.
+    """Returns the sockets that exist, by the number of the engine.
 
     Raises:
         ConfigError: There is no folder for them.
     """
-    # The engines of one vLLM put their own ends to its id.
+    # The engines of one vLLM append their own suffixes to its id.
     return {path.stem.rpartition("-")[2]: path for path in runtime_folder().glob(f"{instance_id}*-*{SUFFIX}")}
 
 
 def tokenizer_folder(name: str, revision: str | None) -> Path:
-    """The folder of a tokenizer: itself, or what the Hub's local cache holds under its name.
+    """Returns the folder of a tokenizer: itself, or its snapshot in the Hub's local cache.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is neither.
     """
     if Path(name).is_dir():
         return Path(name).resolve()

@@ -1,7 +1,7 @@
 """The class that vLLM's worker asks for guesses: `paceline.vllm.Proposer`.
 
-It knows vLLM and its helper process, and nothing of sessions, trees or drafters beyond. Once it has started, nothing
-that happens here ends the engine: what fails brings empty lists.
+It knows vLLM and the helper process, and nothing of sessions, trees or drafters. Once it has started, no failure here
+ends the engine: the guesses are empty lists then.
 """
 
 from __future__ import annotations
@@ -18,21 +18,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.vllm.cpus import free_cpus, parse_cpus
+from paceline.service.config import parse_cpus
 from paceline.vllm.expansion import mend_expansion
-from paceline.vllm.helper_process import UNREAD_BYTES, HelperProcess
+from paceline.vllm.helper_process import UNREAD_BYTES, HelperProcess, free_cpus
 from paceline.vllm.places import metrics_socket, tokenizer_folder
 from paceline.vllm.rows import Observed, RowSessions
-from paceline.vllm.settings import JOB_VARIABLE, SECTION, HelperJob, TierSettings, settings_of
+from paceline.vllm.settings import (
+    JOB_VARIABLE,
+    SECTION,
+    HelperJob,
+    TierSettings,
+    check_version,
+    installed_version,
+    settings_of,
+)
 from paceline.vllm.step_message import ChainsMessage, StepMessage
-from paceline.vllm.versions import check_version, installed_version
 
 HELPER_MODULE = "paceline.vllm.helper"
 # As they travel to the helper.
 TOKEN_BYTES = 8
 LEAST_WAIT_S = 0.002
 MOST_WAIT_S = 0.25
-# The helper ends waits itself, as they pay; this is for one that does not answer.
+# The helper itself ends waits that do not pay; this bound is for one that does not answer.
 WAIT_PER_STEP = 2.0
 STEPS_REMEMBERED = 15
 
@@ -68,7 +75,7 @@ class Proposer:
             self._end_helper = weakref.finalize(self, self._helper.close)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Starts the helper: the target is loaded, and vLLM's threads run where they will."""
+        """Starts the helper, now that the target is loaded and vLLM's threads are bound to their CPUs."""
         mend_expansion()
         if self._helper is not None:
             self._helper.start()
@@ -84,19 +91,19 @@ class Proposer:
         """Guesses for each row of the batch, after a step.
 
         Args:
-            sampled_token_ids: Per row what it has just committed; nothing while its prompt is being read.
+            sampled_token_ids: Tokens that each row has just committed; none while its prompt is being read.
             num_tokens_no_spec: `[at least rows]`; lengths, without guesses.
             token_ids_cpu: `[at least rows, max_model_len]`.
             slot_mappings: Not needed.
 
         Returns:
-            A list a row, empty ones too.
+            A list for each row, possibly empty.
         """
         began_s = time.monotonic()
         self._pace.begins(began_s)
         try:
             return self._guesses(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, began_s)
-        except Exception as error:  # noqa: BLE001 - one that gets out ends vLLM's engine
+        except Exception as error:  # noqa: BLE001 - an exception would end vLLM's engine
             self._failed(error)
             return [[] for _ in sampled_token_ids]
         finally:
@@ -135,7 +142,7 @@ class Proposer:
     def _fill(
         self, guesses: list[list[int]], observed: Observed, answer: ChainsMessage, num_tokens: NDArray[np.int32]
     ) -> None:
-        """Puts an answer's chains in their places, as far as vLLM can take them."""
+        """Puts the chains of an answer in their places, as far as vLLM can take them."""
         if len(answer.chains) != len(observed.rows):
             raise ValueError(f"{len(answer.chains)} chains for {len(observed.rows)} rows")
         for row, place, chain in zip(observed.rows, observed.places, answer.chains, strict=True):
@@ -151,7 +158,7 @@ class Proposer:
         return list(chain)
 
     def _failed(self, error: Exception) -> None:
-        """Counts an exception, tells of the first of its kind, and begins anew with another helper."""
+        """Counts an exception, logs the first of its kind, and continues with another helper."""
         kind = type(error).__name__
         self.failures[kind] += 1
         if self.failures[kind] == 1:
@@ -161,7 +168,7 @@ class Proposer:
 
 
 class _Pace:
-    """How long vLLM's steps take, apart from what is spent here; and how long one may wait for guesses at most."""
+    """How long vLLM's steps take without the time spent here, and how long to wait for guesses at most."""
 
     def __init__(self) -> None:
         self._steps_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)
@@ -169,7 +176,7 @@ class _Pace:
         self.most_wait_s = LEAST_WAIT_S
 
     def begins(self, now_s: float) -> None:
-        """A call begins."""
+        """A call of vLLM begins."""
         if self._ended_s is not None:
             self._steps_s.append(now_s - self._ended_s)
             # The median: a pause without requests, or a long prompt, is no usual step.
@@ -177,7 +184,7 @@ class _Pace:
             self.most_wait_s = min(max(LEAST_WAIT_S, WAIT_PER_STEP * usual_s), MOST_WAIT_S)
 
     def ends(self, now_s: float) -> None:
-        """The call is over."""
+        """The call has ended."""
         self._ended_s = now_s
 
 
@@ -198,9 +205,9 @@ def _helper(job: HelperJob) -> HelperProcess:
     return HelperProcess(
         lambda file: (sys.executable, "-m", HELPER_MODULE, "--fd", str(file)),
         lambda: free_cpus(os.environ) if chosen is None else chosen,
-        # The longest session may lie unread twice, so that it can be opened.
+        # Room to open the longest session twice over.
         max(UNREAD_BYTES, 4 * TOKEN_BYTES * job.max_model_len),
-        # The registry's URL may hold a password, and everybody may read command lines.
+        # The registry's URL may hold a password, and all users can read command lines.
         environ={**os.environ, JOB_VARIABLE: job.to_json()},
     )
 

@@ -1,6 +1,6 @@
-"""Which session each row of vLLM's batch is of, found by the tokens in it, and what is new in it.
+"""Finds the session of each row of vLLM's batch by its tokens, and what is new in the row.
 
-vLLM tells a proposer no names of requests, and its rows move, swap, vanish and come back. Nothing here knows vLLM
+vLLM gives a proposer no names of requests, and its rows move, swap, vanish and come back. Nothing here knows vLLM
 itself, sockets or a clock.
 """
 
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from paceline.vllm.step_message import RowTokens
 
-# By so many last tokens a row's session of the last call is known again; all of them would be too dear at every call.
+# The last tokens that identify a row's session from call to call; comparing all of them each time is too slow.
 TAIL_TOKENS = 64
-# A preempted row comes back within this time, or is opened anew.
+# A preempted row that comes back later is a new session.
 KEPT_S = 5.0
 KEPT_PER_ROW = 4
-# A few rows may stand alone for a call (a long prompt takes the whole step) while many others wait.
+# A call may have few rows (a long prompt takes the whole step) while many others wait.
 LEAST_ROWS_KEPT_FOR = 16
 SWEEP_EVERY_S = 1.0
 UNLIMITED_TOKENS = 1 << 62
@@ -28,12 +28,12 @@ UNLIMITED_TOKENS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a call of vLLM holds for the helper.
+    """What a call of vLLM means to the helper.
 
     Attributes:
-        rows: Those that are of a session, in vLLM's order.
-        places: vLLM's row of each of them.
-        closed: Sessions that are over.
+        rows: Those that have a session, in vLLM's order.
+        places: Index of each of them in vLLM's batch.
+        closed: Sessions that have ended.
     """
 
     rows: Sequence[RowTokens]
@@ -57,15 +57,15 @@ class _Session:
         self.handed_in_call = 0
 
     def ends_as(self, row: NDArray[np.int32]) -> bool:
-        """Whether the last tokens equal those of a row at the same place."""
+        """Whether a row has the same last tokens at the same place."""
         return row[max(0, self.length - TAIL_TOKENS) : self.length].tobytes() == self.tail
 
     def begins(self, row: NDArray[np.int32]) -> bool:
-        """Whether a row begins with all the tokens; dear, if there are many."""
+        """Whether a row begins with all the tokens; slow if there are many."""
         return self.ends_as(row) and bool(np.array_equal(self.tokens[: self.length], row[: self.length]))
 
     def extend(self, row: NDArray[np.int32], length: int) -> NDArray[np.int32]:
-        """Takes in the tokens of a row up to a length; returns those that were new."""
+        """Takes in the tokens of a row up to a length; returns the new ones."""
         added = row[self.length : length]
         if length > len(self.tokens):
             larger = np.empty(length + max(length // 2, TAIL_TOKENS), np.int32)
@@ -101,12 +101,12 @@ class RowSessions:
         """Takes in a call of vLLM.
 
         Args:
-            sampled_token_ids: Per row the tokens that it has just committed; none while its prompt is being read.
+            sampled_token_ids: Tokens that each row has just committed; none while its prompt is being read.
             num_tokens: `[at least rows]`; length of each row, sampled tokens included. While a prompt is being read
                 it is the whole prompt's (of a row that was preempted: prompt and output).
-            token_ids: `[at least rows, max_model_len]`; what lies behind a row's length is not looked at.
+            token_ids: `[at least rows, max_model_len]`; only the first `num_tokens` of each row are read.
             now_s: Monotonic seconds.
-            most_opened_tokens: Sessions are opened for at most so many tokens in all; further rows have none yet.
+            most_opened_tokens: Bound on the tokens of new sessions, in all; rows beyond it get no session yet.
         """
         self._call += 1
         lengths: list[int] = num_tokens[: len(sampled_token_ids)].tolist()
@@ -122,19 +122,19 @@ class RowSessions:
         return Observed(rows, places, self._sweep(len(found), now_s))
 
     def handed_out(self, rows: Sequence[RowTokens], num_guesses: Sequence[int]) -> None:
-        """Notes how many guesses vLLM was given for the rows of the last call: it verifies them in its next step."""
+        """Notes how many guesses vLLM got for the rows of the last call, to be verified in its next step."""
         for row, count in zip(rows, num_guesses, strict=True):
             if count:
                 session = self._sessions[row.session]
                 session.handed, session.handed_in_call = count, self._call
 
     def forget(self) -> None:
-        """The helper is new and knows no session; all are opened again, under numbers of their own."""
+        """Drops all sessions, since the helper is new; they are opened again under new numbers."""
         self._sessions.clear()
         self._of_rows = []
 
     def _from_last_call(self, known: Sequence[int], token_ids: NDArray[np.int32]) -> list[_Session | None]:
-        """The session that each row had in the last call, where it still seems to be there."""
+        """Returns the session that each row had in the last call, where its tokens still fit."""
         found: list[_Session | None] = [None] * len(known)
         for place, session in enumerate(self._of_rows[: len(known)]):
             if session is not None and session.length == known[place] and session.ends_as(token_ids[place]):
@@ -179,13 +179,13 @@ class RowSessions:
         added: Sequence[int] = sampled
         if length > base_len:
             new = session.extend(row, length)
-            # What was sampled stands at the row's end: mostly it is all that is new.
+            # The sampled tokens are at the row's end; usually nothing else is new.
             if length - base_len != len(sampled):
                 added = array("q", new.astype(np.int64).tobytes())
         return RowTokens(session.number, base_len, added, not sampled, verified)
 
     def _sweep(self, num_rows: int, now_s: float) -> list[int]:
-        """Closes sessions that no row has had for a while, and the oldest of too many."""
+        """Closes sessions that no row has had for a while, and the oldest if there are too many."""
         most = num_rows + KEPT_PER_ROW * max(num_rows, LEAST_ROWS_KEPT_FOR)
         if len(self._sessions) <= most and now_s - self._swept_s < SWEEP_EVERY_S:
             return []
@@ -204,19 +204,19 @@ class RowSessions:
 
 
 class _Unseen:
-    """The sessions that no row of a call has yet, to be found by content."""
+    """The sessions that no row of a call has yet, searched by content."""
 
     def __init__(self, sessions: Sequence[_Session]) -> None:
-        # The longest first: most of the row is known to the helper then.
+        # The longest first: then the helper knows most of the row.
         self._sessions = sorted(sessions, key=lambda session: -session.length)
         self._lengths = np.array([session.length for session in self._sessions], np.int64)
         self._lasts = np.array([session.tokens[session.length - 1] for session in self._sessions], np.int32)
         self._free = np.ones(len(self._sessions), np.bool_)
 
     def take(self, row: NDArray[np.int32], length: int) -> _Session | None:
-        """The longest one that the first tokens of a row equal.
+        """Takes the longest session whose tokens a row begins with.
 
-        A session that is shorter than the row counts too: near the largest length vLLM leaves calls out, for all rows.
+        It may be shorter than the row: near the greatest length vLLM skips calls, for all rows.
         """
         fits = self._free & (self._lengths <= length)
         fits &= row[np.minimum(self._lengths, length) - 1] == self._lasts

@@ -1,4 +1,4 @@
-"""What users set for the tier under vLLM: `--additional-config '{"paceline": {...}}'`."""
+"""Settings of the tier under vLLM, `--additional-config '{"paceline": {...}}'`, and which versions of vLLM fit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from paceline.core.errors import ConfigError
 from paceline.service.config import check_address, from_mapping, setting
 
 SECTION = "paceline"
+# Versions of vLLM that were tested: the interface of proposers is marked experimental there.
+TESTED = ("0.32.0",)
 # Holds the `HelperJob` of a helper process.
 JOB_VARIABLE = "PACELINE_VLLM_JOB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """The section of vLLM's additional configuration that is ours."""
+    """Our section of vLLM's additional configuration."""
 
     drafters: tuple[str, ...] = setting((), help="Addresses of drafters, host:port; they need no registry.")
     registry: str = setting("", help="URL of the registry that names drafters, such as redis://host:6379.")
@@ -30,10 +32,10 @@ class TierSettings:
     untested: bool = setting(False, help="Go on with a version of vLLM that was not tested.")
 
     def __post_init__(self) -> None:
-        """Checks where drafters are.
+        """Checks where drafters are found.
 
         Raises:
-            ConfigError: Neither addresses nor a registry, or an address that is none.
+            ConfigError: There are neither addresses nor a registry, or an address is malformed.
         """
         if not self.drafters and not self.registry:
             raise ConfigError(f"{SECTION}: needs drafters (a list of host:port) or a registry (a URL)")
@@ -42,10 +44,10 @@ class TierSettings:
 
 
 def settings_of(additional_config: object) -> TierSettings:
-    """Our settings in vLLM's additional configuration.
+    """Returns our settings from vLLM's additional configuration.
 
     Raises:
-        ConfigError: There are none, or one is wrong; names it.
+        ConfigError: The section is missing, or a setting is wrong; names it.
     """
     section = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
     if not isinstance(section, Mapping):
@@ -57,7 +59,7 @@ def settings_of(additional_config: object) -> TierSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperJob:
-    """All that a helper process has to know.
+    """Everything that a helper process needs to know.
 
     Attributes:
         settings: What the user set.
@@ -88,3 +90,24 @@ class HelperJob:
             **known
             | {"settings": settings, "model": Path(known["model"]), "metrics_socket": Path(known["metrics_socket"])}
         )
+
+
+def installed_version() -> str:
+    """Returns the version of the vLLM that runs here."""
+    import vllm  # type: ignore[import-not-found]
+
+    return str(vllm.__version__)
+
+
+def check_version(version: str, untested: bool) -> None:
+    """Refuses a version of vLLM that was not tested, unless the user accepts it.
+
+    Raises:
+        ConfigError: It was not tested; names the versions, and the setting that accepts it.
+    """
+    if untested or version.partition("+")[0] in TESTED:
+        return
+    raise ConfigError(
+        f"vLLM {version} was not tested with this release; tested: {', '.join(TESTED)}; to go on with it, set "
+        f'"untested": true in the section {SECTION} of --additional-config'
+    )

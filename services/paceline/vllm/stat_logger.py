@@ -1,7 +1,7 @@
 """Our metrics in vLLM's own `/metrics`: a plug-in of its front-end process that reads them from the helper.
 
-vLLM loads it by the entry point `vllm.stat_logger_plugins`. The class has to be one of vLLM's, so it is made when it is
-asked for.
+vLLM loads it by the entry point `vllm.stat_logger_plugins`. The class must derive from one of vLLM's, so it is made on
+first access.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ METHOD = "custom_class"
 PACKAGE = "paceline.vllm."
 DEADLINE_S = 0.2
 READ_BYTES = 1 << 16
-# Far more than a helper has to say.
+# Far more than a helper sends.
 MOST_BYTES = 1 << 23
-# The label by which vLLM's own metrics tell its engines apart.
+# The label that tells engines apart in vLLM's own metrics.
 ENGINE_LABEL = "engine"
 
 _log = logging.getLogger(__name__)
 
 
 class TierCollector(Collector):
-    """Reads the metrics of helpers at each scrape; a helper that is away gives none.
+    """Reads the metrics of helpers at each scrape; a helper that is down has none.
 
     Args:
-        sockets: Where they are read now, by the engine's number.
+        sockets: Returns where they are now, by the number of the engine.
     """
 
     def __init__(self, sockets: Callable[[], Mapping[str, Path]]) -> None:
         self._sockets = sockets
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: what there will be is not known when vLLM starts."""
+        """Returns nothing: the metrics are not known yet when vLLM starts."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Our families, with the engine's number as a label."""
+        """Returns our families, with the engine's number as a label."""
         families: dict[str, Metric] = {}
         for engine, path in sorted(self._sockets().items()):
             try:
@@ -63,11 +63,11 @@ class TierCollector(Collector):
 
 
 def read_metrics(path: Path) -> str:
-    """The text that a helper says of itself.
+    """Returns the metrics of a helper as text.
 
     Raises:
-        OSError: It is away, or says too much, or not within 0.2 s.
-        UnicodeDecodeError: It is no text.
+        OSError: It is down, sends too much, or takes longer than 0.2 s.
+        UnicodeDecodeError: It sends something else.
     """
     deadline_s = time.monotonic() + DEADLINE_S
     content = bytearray()
@@ -90,7 +90,7 @@ def uses_tier(vllm_config: Any) -> bool:
 
 
 def register(instance_id: str) -> None:
-    """Shows the metrics of an engine's helpers in this process, instead of those of an engine before it."""
+    """Shows the metrics of an engine's helpers in this process, in place of an earlier engine's."""
     collector = TierCollector(lambda: _sockets(instance_id))
     if _registered:
         REGISTRY.unregister(_registered.pop())
@@ -122,17 +122,17 @@ def _stat_logger_class() -> type:
     from vllm.v1.metrics.loggers import AggregateStatLoggerBase  # type: ignore[import-not-found]
 
     class TierStatLogger(AggregateStatLoggerBase):  # type: ignore[misc]
-        """Records nothing of vLLM's own; the tier's metrics are read when somebody asks."""
+        """Records nothing: the tier's metrics are read at each scrape."""
 
         def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
             if uses_tier(vllm_config):
                 register(vllm_config.instance_id)
 
         def record(self, *args: Any, **kwargs: Any) -> None:
-            """Nothing to note."""
+            """Does nothing."""
 
         def log_engine_initialized(self) -> None:
-            """Nothing to tell."""
+            """Does nothing."""
 
     return TierStatLogger
 

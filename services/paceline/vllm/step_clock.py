@@ -1,7 +1,7 @@
-"""How long vLLM's steps take: from one time that it asks for guesses to the next, by rows and guesses.
+"""How long vLLM's steps take, from one request for guesses to the next, by rows and guesses.
 
-Nothing can be measured beforehand, so the first steps say how fast this vLLM is, and the shape of the table is a usual
-one until steps with guesses tell more. Steps that read prompts teach nothing: how many rows they had is not told.
+Nothing can be measured beforehand. The first steps show how fast this vLLM is; the shape of the table is a default
+until steps with guesses refine it. Steps that read prompts are ignored, since their number of rows is not known.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.step_time import DEFAULT_STEP_COST, StepCost, StepMode
 
-# Steps without guesses that say how fast this vLLM is, before anything is drafted; and those that are left out, since
-# the first ones of a process are slow.
+# Steps without guesses that show how fast this vLLM is, before anything is drafted; and the slow first ones, which are
+# left out.
 FIRST_STEPS, WARM_UP_STEPS = 8, 2
-# The usual shape is a guess, and what a guess costs besides its row is not known at all: so many plain steps at first.
+# The default shape may be wrong, and the cost of a guess besides its row is unknown: assumed, in plain steps.
 DOUBT, NODE_SHARE = 5.0, 0.02
 
 
 class StepClock:
-    """Tells a policy what steps take.
+    """Teaches a policy how long steps take.
 
     Args:
         policy: Learns it.
 
     Attributes:
-        plain: What it began with; None before it is known.
+        plain: The cost that the policy began with; None before it is known.
     """
 
     def __init__(self, policy: DraftPolicy) -> None:
@@ -40,24 +40,24 @@ class StepClock:
 
     @property
     def knows(self) -> bool:
-        """Whether enough is known to decide anything."""
+        """Whether enough is known to decide."""
         return self.plain is not None
 
     def begin(self, mode: StepMode) -> None:
-        """A step begins, with drafters at work or without."""
+        """A step begins, with drafters active or idle."""
         self._mode = mode
 
     def end(self, began_s: float, *, rows: int, guesses: int, counts: bool) -> float | None:
-        """A step is over.
+        """A step has ended.
 
         Args:
             began_s: When vLLM asked for guesses.
-            rows: That it computed.
+            rows: Rows that it computed.
             guesses: How many of them were guesses.
-            counts: Whether it was one of decoding alone, right after the one before.
+            counts: Whether it only decoded, and followed directly on the one before.
 
         Returns:
-            What it took, if it counts.
+            Its seconds, if it counts.
         """
         last_s, self._began_s = self._began_s, began_s
         if last_s is None or not counts or began_s <= last_s:
@@ -77,7 +77,7 @@ class StepClock:
         self._start_from(
             DEFAULT_STEP_COST.scaled(median(taken / DEFAULT_STEP_COST.at(count) for count, taken in first))
         )
-        # What plain steps take is known now; what steps with guesses take beyond that is laid on the guesses.
+        # Plain steps are known now; the extra time of steps with guesses is attributed to the guesses.
         for count, taken in first:
             self._policy.observe(rows=count, guesses=0, mode=StepMode.PLAIN, seconds=taken)
 
@@ -87,13 +87,13 @@ class StepClock:
         self._policy.start_from(cost, cost, doubt=DOUBT)
 
     def learned(self) -> dict[str, list[float]]:
-        """What `resume` takes; nothing before it is known."""
+        """Returns the input of `resume`; empty before it is known."""
         return {} if self.plain is None else {"rows": [*self.plain.rows], "seconds": [*self.plain.seconds]}
 
     def resume(self, learned: Mapping[str, Sequence[Any]]) -> None:
-        """Begins with what a predecessor began with; what it learned beyond is the policy's.
+        """Begins as a predecessor began; what that learned later belongs to the policy.
 
         Raises:
-            ConfigError, KeyError, ValueError: It is not that.
+            ConfigError, KeyError, ValueError: The content is not that of `learned`.
         """
         self._start_from(StepCost(rows=tuple(map(int, learned["rows"])), seconds=tuple(map(float, learned["seconds"]))))

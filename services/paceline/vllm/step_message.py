@@ -1,8 +1,8 @@
-"""What a proposer and its helper process say to one another, and the bytes of it.
+"""The messages between a proposer and its helper process, and their bytes.
 
-Both run on one host and are of one release: a message is an array of native 64-bit numbers behind its length. The
-proposer sends one message a step of vLLM; the helper answers those that are waited for, and says besides when the next
-ones are to be waited for or are not any more.
+Both run the same release on one host: a message is its length and an array of native 64-bit numbers. The proposer sends
+one message for each step of vLLM. The helper answers the awaited ones, and reports when the proposer should start or
+stop waiting.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 _INTEGERS = "q"
 _ITEM = array(_INTEGERS).itemsize
 NS_PER_S = 1e9
-# Far more than a step of any vLLM holds; a longer length is no message.
+# Far more than any step of vLLM needs.
 MOST_BYTES = 1 << 30
 
 
 class BrokenMessageError(Exception):
-    """Bytes that are no message: the other end is not what we think."""
+    """The bytes are not a message of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class RowTokens:
     """One row of vLLM's batch after a step.
 
     Attributes:
-        session: Number of the session that the row is of.
-        base_len: Tokens of it that the helper knows; 0: it is opened, anew or for the first time.
-        token_ids: Those after them.
-        reads: Its prompt is still being read: it takes no guesses in the next step.
-        num_verified: Guesses of it that were verified in the step.
+        session: Number of its session.
+        base_len: Tokens of the session that the helper knows; 0: the session is opened, perhaps again.
+        token_ids: The tokens after these.
+        reads: Its prompt is still being read, so it takes no guesses in the next step.
+        num_verified: Its guesses that the step verified.
     """
 
     session: int
@@ -43,14 +43,14 @@ class RowTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """From the proposer: a step of vLLM is over.
+    """From the proposer: a step of vLLM has ended.
 
     Attributes:
         step: Number of the step.
         began_s: When vLLM asked for guesses, monotonic seconds of this host.
         awaited: The proposer waits for a `ChainsMessage` of this step.
         rows: In the order of vLLM's rows.
-        closed: Sessions that are over.
+        closed: Sessions that have ended.
     """
 
     step: int
@@ -66,8 +66,8 @@ class ChainsMessage:
 
     Attributes:
         step: Number of the step they are for.
-        awaits: Whether the proposer is to wait for the guesses of the steps to come; not while drafters rest.
-        chains: A list of guesses a row, empty ones too; none at all where nobody waits for them.
+        awaits: Whether the proposer should wait for guesses in the next steps; not while drafters are idle.
+        chains: A list of guesses for each row, possibly empty; no lists if the step was not awaited.
     """
 
     step: int
@@ -76,7 +76,7 @@ class ChainsMessage:
 
 
 def step_bytes(message: StepMessage) -> bytes:
-    """A step's message, its length before it."""
+    """Encodes a step, with its length in front."""
     numbers = array(_INTEGERS, (message.step, round(message.began_s * NS_PER_S), message.awaited))
     numbers.extend((len(message.rows), len(message.closed)))
     for row in message.rows:
@@ -88,7 +88,7 @@ def step_bytes(message: StepMessage) -> bytes:
 
 
 def chains_bytes(message: ChainsMessage) -> bytes:
-    """A helper's message, its length before it."""
+    """Encodes a helper's message, with its length in front."""
     numbers = array(_INTEGERS, (message.step, message.awaits, len(message.chains)))
     numbers.extend(map(len, message.chains))
     for chain in message.chains:
@@ -97,10 +97,10 @@ def chains_bytes(message: ChainsMessage) -> bytes:
 
 
 def step_from(content: bytes) -> StepMessage:
-    """The message in a frame.
+    """Decodes a step.
 
     Raises:
-        BrokenMessageError: It is none.
+        BrokenMessageError: It is malformed.
     """
     numbers = _Numbers(content)
     step, began_ns, awaited, num_rows, num_closed = numbers.take(5)
@@ -113,10 +113,10 @@ def step_from(content: bytes) -> StepMessage:
 
 
 def chains_from(content: bytes) -> ChainsMessage:
-    """The message in a frame.
+    """Decodes a helper's message.
 
     Raises:
-        BrokenMessageError: It is none.
+        BrokenMessageError: It is malformed.
     """
     numbers = _Numbers(content)
     step, awaits, num_rows = numbers.take(3)
@@ -124,7 +124,7 @@ def chains_from(content: bytes) -> ChainsMessage:
 
 
 class Frames:
-    """Cuts a stream of bytes into the contents of messages.
+    """Cuts a stream of bytes into the contents of its messages.
 
     Args:
         most_bytes: No message is longer.
@@ -135,10 +135,10 @@ class Frames:
         self._most_bytes = most_bytes
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """Takes in what came, and gives out the messages that are complete.
+        """Takes in received bytes, and yields the messages that are complete.
 
         Raises:
-            BrokenMessageError: A length that no message has.
+            BrokenMessageError: A message claims to be too long.
         """
         self._bytes += received
         while len(self._bytes) >= _ITEM:
@@ -153,7 +153,7 @@ class Frames:
 
 
 class _Numbers:
-    """The numbers of a message, from the first to the last."""
+    """The numbers of a message, read from first to last."""
 
     def __init__(self, content: bytes) -> None:
         if len(content) % _ITEM:
@@ -162,7 +162,7 @@ class _Numbers:
         self._at = 0
 
     def take(self, count: int) -> Sequence[int]:
-        """The next so many."""
+        """Returns the next `count` numbers."""
         taken = self._numbers[self._at : self._at + count]
         if count < 0 or len(taken) < count:
             raise BrokenMessageError("a message ends within itself")

@@ -1,7 +1,7 @@
-"""Gives the values of `core` their bytes and takes them back; nobody else builds messages between services.
+"""Encodes values of `core` as protobuf messages and decodes them; no other package builds messages between services.
 
-It checks shape and range of what a peer sends, never its meaning: whether a commit fits the session is the
-business of the session state machines. It knows no sockets, clocks or models.
+It checks shape and range of a peer's values, never their meaning: the session state machines check whether a commit
+fits its session. It knows no sockets, clocks or models.
 """
 
 from paceline.wire.common import (

@@ -1,9 +1,9 @@
-"""Parameters, identities and records on the wire: what more than one service speaks."""
+"""Parameters, identities and records on the wire: the messages of more than one service."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableSequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -18,9 +18,9 @@ from paceline.rpc.v1 import common_pb2
 _DataT = TypeVar("_DataT", ModelIdentity, SpeculationRecord, Timings)
 
 MAX_UINT32 = 2**32 - 1
-# Ids travel in every message of a session, and in its errors.
+# Ids are in every message of a session, and in its errors.
 MAX_SESSION_ID_CHARS = 256
-# A positive value below this one would arrive as 0, which stands for "not set" on the wire.
+# A smaller positive value would arrive as 0, which means "not set" on the wire.
 SMALLEST_FLOAT32 = 2.0**-126
 
 
@@ -36,26 +36,12 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     check_uint32("stop_token_ids", params.stop_token_ids)
     check_uint32("allowed_token_ids", params.allowed_token_ids)
     check_uint32("bad_words", chain.from_iterable(params.bad_words))
-    return common_pb2.SamplingParams(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_p=max(params.top_p, SMALLEST_FLOAT32),
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=[common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
-        min_tokens=params.min_tokens,
-        stop_token_ids=params.stop_token_ids,
-        allowed_token_ids=params.allowed_token_ids,
-        bad_words=[common_pb2.BadWord(token_ids=word) for word in params.bad_words],
-        grammar=params.grammar,
-        ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        seed=params.seed,
-    )
+    nested = {
+        "top_p": max(params.top_p, SMALLEST_FLOAT32),
+        "logit_bias": [common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
+        "bad_words": [common_pb2.BadWord(token_ids=word) for word in params.bad_words],
+    }
+    return common_pb2.SamplingParams(**fields_of(params) | nested)
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
@@ -88,7 +74,7 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 
 def speculation_to_pb(params: SpeculationParams) -> common_pb2.SpeculationParams:
     """Encodes what a request asks of speculation."""
-    return common_pb2.SpeculationParams(**asdict(params))
+    return common_pb2.SpeculationParams(**fields_of(params))
 
 
 def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationParams:
@@ -107,14 +93,14 @@ def speculation_from_pb(message: common_pb2.SpeculationParams) -> SpeculationPar
 
 def identity_to_pb(identity: ModelIdentity) -> common_pb2.ModelIdentity:
     """Encodes a model identity."""
-    return common_pb2.ModelIdentity(**asdict(identity))
+    return common_pb2.ModelIdentity(**fields_of(identity))
 
 
 def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
     """Decodes a model identity.
 
     Raises:
-        RemoteProtocolError: The peer does not say which vocabulary its model has.
+        RemoteProtocolError: The vocabulary of the model is missing.
     """
     if not message.vocab_hash:
         raise RemoteProtocolError("ModelIdentity.vocab_hash: must not be empty")
@@ -125,7 +111,7 @@ def identity_from_pb(message: common_pb2.ModelIdentity) -> ModelIdentity:
 
 def speculation_record_to_pb(record: SpeculationRecord) -> common_pb2.SpeculationRecord:
     """Encodes what speculation did."""
-    return common_pb2.SpeculationRecord(**asdict(record))
+    return common_pb2.SpeculationRecord(**fields_of(record))
 
 
 def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> SpeculationRecord:
@@ -135,7 +121,7 @@ def speculation_record_from_pb(message: common_pb2.SpeculationRecord) -> Specula
 
 def timings_to_pb(timings: Timings) -> common_pb2.Timings:
     """Encodes where the time went."""
-    return common_pb2.Timings(**asdict(timings))
+    return common_pb2.Timings(**fields_of(timings))
 
 
 def timings_from_pb(message: common_pb2.Timings) -> Timings:
@@ -157,6 +143,11 @@ def check_uint32(field: str, values: Iterable[int]) -> None:
 def decimal(value: float) -> float:
     """Returns the shortest decimal number that has this float32, so that 0.8 arrives as 0.8."""
     return float(str(np.float32(value)))
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Returns the fields of a slotted dataclass by name; unlike `asdict` it copies no tokens."""
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 def _whole(kind: type[_DataT], message: Message) -> _DataT:

@@ -1,4 +1,4 @@
-"""What verifier and drafter say to one another, on the wire."""
+"""Messages between verifier and drafter, on the wire."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from paceline.rpc.v1 import drafter_pb2
 from paceline.wire.common import (
     MAX_SESSION_ID_CHARS,
     decimal,
+    fields_of,
     identity_from_pb,
     identity_to_pb,
     sampling_from_pb,
@@ -36,22 +37,22 @@ MAX_CONFIDENCE = 255
 # Far more than any model's hidden states have.
 MAX_STATE_WIDTH = 65_536
 BFLOAT16_BYTES = 2
-# Of one message, far below what gRPC takes; a session alone may need more, and a context of a million tokens fits.
+# Most bytes of a part, far below gRPC's limit; a single session may exceed it, and a million tokens still fit.
 PART_BYTES = 1024 * 1024
-# Of a token id on the wire, and of all else that is said of a session, at most.
+# Most bytes of a token id on the wire, and of everything else in the opening of a session.
 TOKEN_BYTES, HEAD_BYTES = 5, 16 * 1024
-# Of a node, its two ids, token and confidence, and the head of its distribution; of an entry of that.
+# Of a node: its ids, token, confidence and the head of its distribution; and of an entry in the distribution.
 NODE_BYTES, GUESS_BYTES = 3 * TOKEN_BYTES + 2 + 16, TOKEN_BYTES + 3
-_Said = TypeVar("_Said", ToDrafter, ToVerifier)
+_MessageT = TypeVar("_MessageT", ToDrafter, ToVerifier)
 TRACE_CONTEXT = "00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 
 
-def in_parts(messages: Sequence[_Said]) -> Iterator[list[_Said]]:
-    """Splits what one side has to say into messages that gRPC takes, in order.
+def in_parts(messages: Sequence[_MessageT]) -> Iterator[list[_MessageT]]:
+    """Splits messages into parts that are small enough for gRPC, in order.
 
-    When a stream comes up all its sessions are opened at once, with all their tokens.
+    When a stream comes up, all its sessions are opened at once, with all their tokens.
     """
-    part: list[_Said] = []
+    part: list[_MessageT] = []
     num_bytes = 0
     for message in messages:
         size = _size(message)
@@ -65,7 +66,7 @@ def in_parts(messages: Sequence[_Said]) -> Iterator[list[_Said]]:
 
 
 def _size(message: ToDrafter | ToVerifier) -> int:
-    """Most bytes of a message on the wire; close only for those that can be long."""
+    """An upper bound of a message's bytes on the wire; close for long messages only."""
     match message:
         case OpenSession():
             return HEAD_BYTES + TOKEN_BYTES * len(message.token_ids)
@@ -81,24 +82,22 @@ def _size(message: ToDrafter | ToVerifier) -> int:
 
 
 def draft_request_to_pb(messages: Sequence[ToDrafter], target: ModelIdentity | None = None) -> drafter_pb2.DraftRequest:
-    """Encodes what a verifier has to say after one step; `target` goes into a stream's first message."""
+    """Encodes a verifier's messages after one step; a stream's first message has the `target`."""
     return drafter_pb2.DraftRequest(
         target=None if target is None else identity_to_pb(target),
-        opens=[_open_to_pb(message) for message in messages if isinstance(message, OpenSession)],
-        commits=[_commit_to_pb(message) for message in messages if isinstance(message, Commit)],
-        closes=[
-            drafter_pb2.CloseSession(session_id=message.session_id, epoch=message.epoch)
-            for message in messages
-            if isinstance(message, CloseSession)
+        opens=[_open_to_pb(each) for each in messages if isinstance(each, OpenSession)],
+        commits=[drafter_pb2.Commit(**fields_of(each)) for each in messages if isinstance(each, Commit)],
+        closes=[drafter_pb2.CloseSession(**fields_of(each)) for each in messages if isinstance(each, CloseSession)],
+        states=[
+            drafter_pb2.CommittedStates(**fields_of(each)) for each in messages if isinstance(each, CommittedStates)
         ],
-        states=[_states_to_pb(message) for message in messages if isinstance(message, CommittedStates)],
     )
 
 
 def draft_request_from_pb(
     message: drafter_pb2.DraftRequest,
 ) -> tuple[ModelIdentity | None, list[ToDrafter]]:
-    """Decodes what a verifier says: who dials, then opens, states, commits and closes in that order.
+    """Decodes a verifier's messages: the caller's model, then opens, states, commits and closes in that order.
 
     Raises:
         RemoteProtocolError: A field is missing or outside its limits.
@@ -108,10 +107,7 @@ def draft_request_from_pb(
     decoded.extend(_states_from_pb(entry) for entry in message.states)
     decoded.extend(_commit_from_pb(entry) for entry in message.commits)
     decoded.extend(
-        CloseSession(
-            session_id=_named_session("CloseSession", entry.session_id),
-            epoch=entry.epoch,
-        )
+        CloseSession(session_id=_named_session("CloseSession", entry.session_id), epoch=entry.epoch)
         for entry in message.closes
     )
     return target, decoded
@@ -120,14 +116,12 @@ def draft_request_from_pb(
 def draft_response_to_pb(
     messages: Sequence[ToVerifier], draft: ModelIdentity | None = None
 ) -> drafter_pb2.DraftResponse:
-    """Encodes what a drafter has to say after one step; `draft` goes into a stream's first message."""
+    """Encodes a drafter's messages after one step; a stream's first message has the `draft` model."""
     return drafter_pb2.DraftResponse(
         draft=None if draft is None else identity_to_pb(draft),
         nodes=[_nodes_to_pb(message) for message in messages if isinstance(message, DraftNodes)],
         lagging=[
-            drafter_pb2.LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=message.have_len)
-            for message in messages
-            if isinstance(message, LaggingSession)
+            drafter_pb2.LaggingSession(**fields_of(each)) for each in messages if isinstance(each, LaggingSession)
         ],
     )
 
@@ -135,7 +129,7 @@ def draft_response_to_pb(
 def draft_response_from_pb(
     message: drafter_pb2.DraftResponse,
 ) -> tuple[ModelIdentity | None, list[ToVerifier]]:
-    """Decodes what a drafter says: its model, then new nodes and lagging sessions in that order.
+    """Decodes a drafter's messages: its model, then new nodes and lagging sessions in that order.
 
     Raises:
         RemoteProtocolError: Lists of a tree differ in length, or a field is outside its limits.
@@ -154,18 +148,7 @@ def draft_response_from_pb(
 
 
 def _open_to_pb(message: OpenSession) -> drafter_pb2.OpenSession:
-    return drafter_pb2.OpenSession(
-        session_id=message.session_id,
-        epoch=message.epoch,
-        token_ids=message.token_ids,
-        prompt_len=message.prompt_len,
-        sampling=sampling_to_pb(message.sampling),
-        price=message.price,
-        room=message.room,
-        acceptance=message.acceptance,
-        cache_salt=message.cache_salt,
-        traceparent=message.traceparent,
-    )
+    return drafter_pb2.OpenSession(**fields_of(message) | {"sampling": sampling_to_pb(message.sampling)})
 
 
 def _open_from_pb(entry: drafter_pb2.OpenSession) -> OpenSession:
@@ -204,17 +187,6 @@ def _trace_context(value: str) -> str:
     return value
 
 
-def _commit_to_pb(message: Commit) -> drafter_pb2.Commit:
-    return drafter_pb2.Commit(
-        session_id=message.session_id,
-        epoch=message.epoch,
-        base_len=message.base_len,
-        token_ids=message.token_ids,
-        price=message.price,
-        room=message.room,
-    )
-
-
 def _commit_from_pb(entry: drafter_pb2.Commit) -> Commit:
     return Commit(
         session_id=_named_session("Commit", entry.session_id),
@@ -223,16 +195,6 @@ def _commit_from_pb(entry: drafter_pb2.Commit) -> Commit:
         token_ids=tuple(entry.token_ids),
         price=_price("Commit", entry.price),
         room=entry.room,
-    )
-
-
-def _states_to_pb(message: CommittedStates) -> drafter_pb2.CommittedStates:
-    return drafter_pb2.CommittedStates(
-        session_id=message.session_id,
-        epoch=message.epoch,
-        start=message.start,
-        width=message.width,
-        values=message.values,
     )
 
 

@@ -1,4 +1,4 @@
-"""What gateway and verifier say to one another, on the wire."""
+"""Messages between gateway and verifier, on the wire."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def generate_request_from_pb(message: verifier_pb2.VerifierGenerateRequest, trac
     """Decodes one session for a verifier; absent `speculation` means its defaults.
 
     Args:
-        message: What came.
-        traceparent: What came beside it, as metadata.
+        message: The request.
+        traceparent: Of its metadata.
 
     Raises:
-        InvalidRequestError: A field is missing or outside its limits; no vocabulary is known here.
+        InvalidRequestError: A field is missing or outside its limits; token ids are not checked here.
     """
     if not message.session_id:
         raise InvalidRequestError("session_id", "must not be empty")

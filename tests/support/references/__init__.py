@@ -1,4 +1,4 @@
-"""Reference pages of docs/, written from code: `python -m tests.support.references` writes all that differ.
+"""Reference pages of docs/, made from the code: `make references` writes those that differ.
 
 Each module makes one page from what the services themselves read, and has a function `page` that returns its text.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.support.references import configuration, grpc_api, http_api, metrics, models, modules
+from tests.support.references import configuration, grpc_api, http_api, metrics, models
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -17,5 +17,4 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "http-api.md": http_api.page,
     "metrics.md": metrics.page,
     "models.md": models.page,
-    "modules.md": modules.page,
 }

@@ -19,13 +19,13 @@ HEAD = f"""# Configuration
 Every flag of every command, its environment variable and its default. {WRITTEN_BY}
 
 * A flag wins over its environment variable. A flag that may be repeated is a list with commas in its variable.
-* A yes-or-no flag has a twin that says no: `--drafter` and `--no-drafter`. Its variable takes true or false.
+* A yes-or-no flag has a negative form: `--drafter` and `--no-drafter`. Its variable takes true or false.
 * A bad value ends the command at start: one line names the flag, the value and the limit.
-* Files, and the chart's `settings`, take the same names without the dashes.
+* Files and the chart's `settings` use the same names without the dashes.
 """
-# Commands that another argument of theirs makes others.
+# Commands whose flags depend on another argument.
 FURTHER = ("up --ray auto", "models check")
-# They pass everything on.
+# They pass all arguments on.
 WITHOUT_FLAGS = frozenset({"bench"})
 SECTIONS = {
     "The keys of `--speculative-config`": (

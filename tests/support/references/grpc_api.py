@@ -16,10 +16,10 @@ HEAD = f"""# The gRPC API
 
 Package `paceline.rpc.v1`, from `protos/paceline/rpc/v1`. {WRITTEN_BY}
 
-* Clients call `Gateway` at a gateway's `--grpc-port`. `Verifier` and `Drafter` are how the tiers speak to one another.
+* Clients call `Gateway` at a gateway's `--grpc-port`. The tiers call `Verifier` and `Drafter` of each other.
 * Every service answers `grpc.health.v1.Health` and server reflection.
-* Errors carry a status code and a message that names the field and the limit. `RESOURCE_EXHAUSTED` says when to come
-  again.
+* Errors carry a status code and a message that names the field and the limit. `RESOURCE_EXHAUSTED` says when to
+  retry.
 * Token ids are those of the target's vocabulary. Names end in their unit: `_ns` is nanoseconds.
 """
 _BLOCK = re.compile(r"(service|message|enum|oneof) (\w+) \{(\})?")

@@ -6,16 +6,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.gateway.anthropic.bodies import MessagesBody
-from paceline.gateway.http.openapi import openapi_document
-from paceline.gateway.openai.bodies import ChatBody, ChatMessage, CompletionBody, TextPart
-from paceline.gateway.responses.bodies import ResponsesBody
+from paceline.gateway.api.anthropic.bodies import MessagesBody
+from paceline.gateway.api.openai.bodies import ChatBody, ChatMessage, CompletionBody, TextPart
+from paceline.gateway.api.openapi import openapi_document
+from paceline.gateway.api.responses.bodies import ResponsesBody
 from tests.support.references.tables import WRITTEN_BY
 
 HEAD = f"""# The HTTP API
 
 What a gateway takes and answers. {WRITTEN_BY}
-A gateway tells the same, for programs, at `/openapi.json`.
+`/openapi.json` of a gateway holds the same for programs.
 
 """
 # Bodies and the objects in them, in the order of the page.
@@ -36,13 +36,13 @@ BODIES = {
 # Of vLLM 0.32; those of its development mode, and of training, are left out.
 VLLM_PATHS = {
     "/v1/embeddings, /pooling, /classify, /score, /rerank": "models that generate nothing",
-    "/v1/audio/transcriptions, /v1/audio/translations, /v1/realtime": "models that hear and speak",
-    "/v1/chat/completions/batch, /v1/completions/render": "many chats at once; prompts without an answer",
+    "/v1/audio/transcriptions, /v1/audio/translations, /v1/realtime": "audio models",
+    "/v1/chat/completions/batch, /v1/completions/render": "batches of chats; prompts without an answer",
     "/v1/load_lora_adapter, /v1/unload_lora_adapter": "adapters",
     "/tokenizer_info": "the tokenizer's settings",
     "/inference/v1/generate": "tokens in, tokens out: here over gRPC",
     "/invocations": "SageMaker's name for the other paths",
-    "/sleep, /wake_up, /pause, /resume": "a server at rest",
+    "/sleep, /wake_up, /pause, /resume": "pausing a server",
 }
 _LIMITS = {
     "minimum": "at least {}",

@@ -28,21 +28,21 @@ HEAD = f"""# Metrics
 Every metric of every service. {WRITTEN_BY}
 [How to scrape and read them](observability.md), with dashboard and alerts.
 
-* `of` says who shows a metric: gateways (G), verifiers (V), drafters (D). Where a name means something else at another
-  tier, the meaning says so.
+* The column `of` names the services that have a metric: gateways (G), verifiers (V), drafters (D). If its meaning
+  differs between tiers, each is given.
 * A histogram is shown as `_bucket`, `_sum` and `_count`.
 * All services also show `process_*`: memory, CPU time, file descriptors and start.
 """
 VLLMS = """
 ## Under vLLM's names
 
-What vLLM has too, under its name and with its label `model_name`. Dashboards and load clients of vLLM read these.
+Metrics that vLLM has too, with its names and its label `model_name`. Dashboards and load clients of vLLM read them.
 
 """
 OURS = """
 ## Our own
 
-The drafter tier under `vllm serve` shows those of V in vLLM's own `/metrics`, with a label `engine`.
+The drafter tier under `vllm serve` adds those of V to vLLM's own `/metrics`, with a label `engine`.
 
 """
 # By the last word of a name that is here; what has none is counted.

@@ -8,20 +8,20 @@ from tests.support.references.tables import WRITTEN_BY, code, table
 HEAD = f"""# Models
 
 Which engine serves which family of models. {WRITTEN_BY}
-The refusals of our engine come from the same table. `paceline models check NAME` tells the same of one model, with the
+Our engine refuses models by the same table. `paceline models check NAME` shows the answer for one model, with the
 memory that it takes. [How to name a model of your own](bring-your-own-model.md).
 
-Our engine computes exactly what transformers computes, on a CPU or one GPU. It has two decoders:
+Our engine computes what transformers computes, on a CPU or one GPU. It has two decoders:
 
 * **fast**: made for the family, its layers fused and its weights packed.
 * **generic**: transformers' own modules around our paged attention. At start it runs a short text through both
-  attentions, and refuses the model if their logits differ. A causal model that is not in the table is tried likewise.
+  attentions, and refuses the model if their logits differ. Causal models that are not in the table are tried so, too.
 
-vLLM runs behind the same gateway with `--engine vllm`, and drafts with the same drafters.
+vLLM runs behind the same gateway with `--engine vllm`, with the same drafters. Use it for large models on GPUs.
 
 """
-BESIDE = "\n## What the family does not tell\n\n"
-# What config.json may say, what our engine does then, and what a user can do.
+BESIDE = "\n## Limits within a family\n\n"
+# An entry of config.json, what our engine does then, and what a user can do.
 RULES = (
     (
         "`quantization_config` (AWQ, GPTQ, FP8, compressed-tensors, bitsandbytes, MXFP4)",
@@ -46,8 +46,8 @@ RULES = (
     ("`vision_config`", "refuses it", "use `--engine vllm`, which serves the text alone"),
 )
 TAIL = """
-Weights are read from `*.safetensors`. Files of pickles (`.bin`, `.pt`) can run code when they are read, and GGUF is
-another format: both are refused, with a sentence that says what to do.
+Weights are read from `*.safetensors`. Pickle files (`.bin`, `.pt`), which can run code when read, and GGUF files are
+refused, with a sentence that says what to do.
 """
 DECODERS = {LEAN: "fast", GENERIC: "generic"}
 

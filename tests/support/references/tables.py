@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-WRITTEN_BY = "`python -m tests.support.references` writes this page from the code, and a test compares the two."
+WRITTEN_BY = "`make references` makes this page from the code, and a test compares the two."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.fleet_file import parse_spec
 from paceline.cluster.ray.order import Order, service_child
-from paceline.cluster.ray.spec import parse_spec
 from paceline.cluster.spec import Endpoint
 from paceline.service.config import load
 from paceline.verifier.config import VerifierConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.cluster.fleet_file import parse_spec
 from paceline.cluster.ray.placement import Bundle, TierPlacement, bundle_of
-from paceline.cluster.ray.spec import parse_spec
 
 
 class Groups:
@@ -38,15 +38,10 @@ def test_a_bundle_holds_cpus_gpus_their_kind_and_custom_resources() -> None:
 
 def test_replicas_placed_together_share_a_group_that_is_spread() -> None:
     groups = Groups()
-    slots = placement(groups).take(3)
+    tier = placement(groups)
+    assert tier.take(0) == []
+    assert [slot.bundle for slot in tier.take(3)] == [0, 1, 2]
     assert groups.made == [([{"CPU": 1.0}] * 3, "SPREAD")]
-    assert [slot.bundle for slot in slots] == [0, 1, 2]
-
-
-def test_nothing_is_asked_for_when_nothing_is_wanted() -> None:
-    groups = Groups()
-    assert placement(groups).take(0) == []
-    assert groups.made == []
 
 
 def test_a_bundle_that_was_left_is_taken_before_a_new_group_is_made() -> None:
@@ -59,7 +54,7 @@ def test_a_bundle_that_was_left_is_taken_before_a_new_group_is_made() -> None:
     assert (len(groups.made), new.bundle) == (2, 0)
 
 
-def test_a_group_is_given_back_with_its_last_replica() -> None:
+def test_groups_are_given_back_with_their_last_replica_and_all_at_the_end() -> None:
     groups = Groups()
     tier = placement(groups)
     (base,) = tier.take(1)
@@ -69,11 +64,6 @@ def test_a_group_is_given_back_with_its_last_replica() -> None:
     assert groups.alive == {0}
     tier.give_back(base)
     assert groups.alive == set()
-
-
-def test_all_groups_are_given_back_at_the_end() -> None:
-    groups = Groups()
-    tier = placement(groups)
     tier.take(2)
     tier.take(1)
     tier.remove_all()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.ray.lag import mean_lag
-from paceline.cluster.ray.scaling import LagReading, ScalingState, decide, wanted_replicas
-from paceline.cluster.ray.spec import DrafterSettings
+from paceline.cluster.fleet_file import DrafterSettings
+from paceline.cluster.ray.scaling import LagReading, ScalingState, decide, mean_lag, wanted_replicas
 
 LIMITS = DrafterSettings(
     min_replicas=1, max_replicas=6, target_lag_tokens=8.0, upscale_delay_s=10.0, downscale_delay_s=60.0
@@ -31,32 +31,31 @@ def course(count: int, lags: Sequence[tuple[float, float]]) -> list[int]:
 
 def test_as_many_are_wanted_as_bring_the_lag_to_its_target_at_most_twice_as_many() -> None:
     assert [wanted_replicas(LIMITS, reading(2, lag)) for lag in (0, 4, 8, 12, 16, 1000)] == [1, 1, 2, 3, 4, 4]
-
-
-def test_near_the_target_nothing_changes() -> None:
+    # Near the target nothing changes.
     assert [wanted_replicas(LIMITS, reading(3, lag)) for lag in (7.3, 8.7)] == [3, 3]
+    # No more are wanted while one is on its way, but fewer may be.
+    assert [wanted_replicas(LIMITS, reading(2, lag, num_starting=1)) for lag in (100, 0)] == [2, 1]
 
 
-def test_no_more_are_wanted_while_one_is_on_its_way_but_fewer_may_be() -> None:
-    assert wanted_replicas(LIMITS, reading(2, 100, num_starting=1)) == 2
-    assert wanted_replicas(LIMITS, reading(2, 0, num_starting=1)) == 1
-
-
-def test_drafters_are_added_only_when_the_lag_lasts() -> None:
-    assert course(1, [(0, 16), (9, 16), (10, 16)]) == [1, 1, 2]
-    assert course(1, [(0, 16), (9, 8), (10, 16), (19, 16), (20, 16)]) == [1, 1, 1, 1, 2]
-
-
-def test_after_a_change_the_wait_begins_anew() -> None:
-    assert course(1, [(0, 16), (10, 16), (11, 16), (20, 16), (21, 16)]) == [1, 2, 2, 2, 4]
-
-
-def test_drafters_go_one_by_one_and_slowly() -> None:
-    assert course(4, [(0, 0), (59, 0), (60, 0), (61, 0), (120, 0), (121, 0)]) == [4, 4, 3, 3, 3, 2]
-
-
-def test_lag_between_too_much_and_too_little_starts_both_waits_anew() -> None:
-    assert course(2, [(0, 0), (30, 16), (39, 16), (41, 0), (100, 0), (101, 0)]) == [2, 2, 2, 2, 2, 1]
+@pytest.mark.parametrize(
+    ("start", "lags", "counts"),
+    [
+        (1, [(0, 16), (9, 16), (10, 16)], [1, 1, 2]),
+        (1, [(0, 16), (9, 8), (10, 16), (19, 16), (20, 16)], [1, 1, 1, 1, 2]),
+        (1, [(0, 16), (10, 16), (11, 16), (20, 16), (21, 16)], [1, 2, 2, 2, 4]),
+        (4, [(0, 0), (59, 0), (60, 0), (61, 0), (120, 0), (121, 0)], [4, 4, 3, 3, 3, 2]),
+        (2, [(0, 0), (30, 16), (39, 16), (41, 0), (100, 0), (101, 0)], [2, 2, 2, 2, 2, 1]),
+    ],
+    ids=[
+        "more when it lasts",
+        "a break restarts the wait",
+        "so does a change",
+        "fewer one by one",
+        "between restarts both",
+    ],
+)
+def test_only_lag_that_lasts_changes_the_number(start: int, lags: list[tuple[float, float]], counts: list[int]) -> None:
+    assert course(start, lags) == counts
 
 
 def test_limits_that_were_changed_hold_at_once() -> None:

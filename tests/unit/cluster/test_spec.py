@@ -6,8 +6,9 @@ import json
 import shutil
 import socket
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,26 +16,27 @@ import pytest
 import paceline
 from paceline.cluster.checkpoints import (
     DEMO_DRAFTER,
+    HEADS,
     cache_folder,
     check_checkpoint,
-    child_environment,
     facts_of,
     num_parameters,
+    resolve_checkpoints,
+    with_heads,
 )
-from paceline.cluster.local import HEADS, resolve_checkpoints, with_heads
-from paceline.cluster.ports import UNCLAIMED, Ports
 from paceline.cluster.spec import (
+    UNCLAIMED,
     CpuShare,
     Endpoint,
     FleetSpec,
-    gateway_child,
-    model_child,
+    Launch,
+    Ports,
     plan_endpoints,
     plan_store_port,
     share_cpus,
     share_memory,
 )
-from paceline.cluster.supervisor import ChildSpec
+from paceline.cluster.supervisor import ChildSpec, child_environment
 from paceline.cluster.valkey import find_server
 from paceline.core.errors import ConfigError
 from paceline.service.config import load
@@ -54,15 +56,33 @@ def load_free(*argv: str) -> FleetSpec:
     return fleet(*zeros, *argv)
 
 
+ALONE = CpuShare(num_threads=1, cpus=())
+
+
+def launch(spec: FleetSpec) -> Launch:
+    return Launch(spec=spec, redis_url="redis://:secret@r", log_dir=Path("/l"), environ={})
+
+
+def model(spec: FleetSpec, endpoint: Endpoint = VERIFIER, share: CpuShare = ALONE, **more: float) -> ChildSpec:
+    return launch(spec).model(endpoint, Path("/m"), share, **more)
+
+
+def gateway(spec: FleetSpec) -> ChildSpec:
+    return launch(spec).gateway(GATEWAY, Path("/m"))
+
+
 def flags(child: ChildSpec) -> dict[str, str]:
     assert child.argv[1] == "-m"
     rest = child.argv[3:]
     return dict(zip(rest[::2], rest[1::2], strict=True))
 
 
-def verifier_flags(spec: FleetSpec, share: CpuShare | None = None) -> dict[str, str]:
-    share = share or CpuShare(num_threads=1, cpus=())
-    return flags(model_child(spec, VERIFIER, share, Path("/m"), "redis://r", Path("/l"), {}))
+@contextmanager
+def port_in_use() -> Iterator[str]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield str(taken.getsockname()[1])
 
 
 def all_ports(endpoints: Iterable[Endpoint]) -> list[int]:
@@ -93,14 +113,12 @@ def test_a_host_that_is_not_ours_is_named_for_free_ports_too() -> None:
         Ports("192.0.2.1", held).take(0, "--verifier-port")
 
 
-def test_where_traces_go_is_told_to_all_services_and_the_ratio_to_those_that_begin_them() -> None:
+def test_where_traces_go_reaches_all_services_and_the_ratio_those_that_begin_them() -> None:
     spec = fleet("--otlp-traces-endpoint", "http://c:4317", "--trace-sample-ratio", "0.25")
-    share = CpuShare(num_threads=1, cpus=())
-    children = [model_child(spec, each, share, Path("/m"), "redis://r", Path("/l"), {}) for each in (VERIFIER, DRAFTER)]
-    children.append(gateway_child(spec, GATEWAY, Path("/m"), "redis://r", Path("/l"), {}))
-    told = [(flags(each).get("--otlp-traces-endpoint"), flags(each).get("--trace-sample-ratio")) for each in children]
-    assert told == [("http://c:4317", "0.25"), ("http://c:4317", None), ("http://c:4317", "0.25")]
-    assert "--otlp-traces-endpoint" not in verifier_flags(fleet())
+    given = [flags(each) for each in (model(spec), model(spec, DRAFTER), gateway(spec))]
+    assert [each["--otlp-traces-endpoint"] for each in given] == ["http://c:4317"] * 3
+    assert [each.get("--trace-sample-ratio") for each in given] == ["0.25", None, "0.25"]
+    assert "--otlp-traces-endpoint" not in flags(model(fleet()))
 
 
 def test_without_drafter_none_is_planned() -> None:
@@ -108,63 +126,48 @@ def test_without_drafter_none_is_planned() -> None:
     assert roles == {"verifier", "gateway"}
 
 
-@pytest.mark.parametrize("flag", ["--verifier-port", "--drafter-metrics-port", "--gateway-grpc-port"])
-def test_a_port_in_use_is_named_by_its_flag(flag: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(ConfigError, match=rf"{flag} \d+: cannot listen"):
-            plan_endpoints(load_free(flag, str(taken.getsockname()[1])))
-
-
-def test_a_store_that_runs_already_is_pointed_to() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+def test_a_port_in_use_is_named_by_its_flag() -> None:
+    with port_in_use() as port:
+        for flag in ("--verifier-port", "--drafter-metrics-port", "--gateway-grpc-port"):
+            with pytest.raises(ConfigError, match=rf"{flag} \d+: cannot listen"):
+                plan_endpoints(load_free(flag, port))
         with pytest.raises(ConfigError, match=r"--redis-port .*--redis-url"):
-            plan_store_port(load_free("--redis-port", str(taken.getsockname()[1])))
-
-
-def test_a_store_gets_no_port_of_another_process() -> None:
-    endpoints = plan_endpoints(load_free())
-    gateway = next(each for each in endpoints if each.role == "gateway")
-    with pytest.raises(ConfigError, match=rf"--redis-port {gateway.port}: cannot listen"):
-        plan_store_port(load_free("--redis-port", str(gateway.port)), endpoints)
+            plan_store_port(load_free("--redis-port", port))
 
 
 def test_two_processes_get_no_port_both() -> None:
-    verifier = next(each for each in plan_endpoints(load_free()) if each.role == "verifier")
-    ports = ("--verifier-port", str(verifier.port), "--drafter-port", str(verifier.port))
-    with pytest.raises(ConfigError, match=rf"--drafter-port {verifier.port}: cannot listen"):
-        plan_endpoints(load_free(*ports))
+    endpoints = plan_endpoints(load_free())
+    port = str(endpoints[0].port)
+    with pytest.raises(ConfigError, match=rf"--drafter-port {port}: cannot listen"):
+        plan_endpoints(load_free("--verifier-port", port, "--drafter-port", port))
+    with pytest.raises(ConfigError, match=rf"--redis-port {port}: cannot listen"):
+        plan_store_port(load_free("--redis-port", port), endpoints)
 
 
-def test_two_cpus_are_one_each() -> None:
-    assert share_cpus(FleetSpec(), [0, 1]) == (
-        [CpuShare(num_threads=1, cpus=(0,), spare_cpus=(1,))],
-        [CpuShare(num_threads=1, cpus=(1,), lends=True)],
-    )
-    assert share_cpus(fleet("--no-lend"), [0, 1]) == (
-        [CpuShare(num_threads=1, cpus=(0,))],
-        [CpuShare(num_threads=1, cpus=(1,))],
-    )
-
-
-def test_of_many_cpus_drafters_get_one_each_and_verifiers_the_rest() -> None:
+def test_drafters_get_one_cpu_each_and_verifiers_the_rest() -> None:
+    verifier, drafter = CpuShare(num_threads=1, cpus=(0,)), CpuShare(num_threads=1, cpus=(1,))
+    assert share_cpus(fleet("--no-lend"), [0, 1]) == ([verifier], [drafter])
+    assert share_cpus(fleet(), [0, 1]) == ([replace(verifier, spare_cpus=(1,))], [replace(drafter, lends=True)])
+    assert share_cpus(fleet("--no-drafter"), [0, 1]) == ([CpuShare(num_threads=2, cpus=())], [])
     verifiers, drafters = share_cpus(fleet("--num-verifiers", "2", "--num-drafters", "2"), list(range(9)))
     assert [share.cpus for share in verifiers] == [(0, 1, 2), (3, 4, 5)]
     assert [share.cpus for share in drafters] == [(6,), (7,)]
     assert [share.spare_cpus for share in verifiers] == [(6,), (7,)]
 
 
+def test_too_few_cpus_pin_nothing() -> None:
+    verifiers, drafters = share_cpus(FleetSpec(), [0])
+    assert [*verifiers, *drafters] == [ALONE] * 2
+    verifiers, drafters = share_cpus(fleet("--verifier-threads", "2"), [0, 1])
+    assert [share.num_threads for share in verifiers] == [2]
+    assert {share.cpus for share in [*verifiers, *drafters]} == {()}
+
+
 def test_lent_cpus_reach_the_services() -> None:
-    share = CpuShare(num_threads=1, cpus=(0,), spare_cpus=(1, 2))
-    child = model_child(FleetSpec(), VERIFIER, share, Path("/m"), "redis://r", Path("/l"), {})
+    child = model(FleetSpec(), share=CpuShare(num_threads=1, cpus=(0,), spare_cpus=(1, 2)))
     assert flags(child)["--spare-cpus"] == "1,2"
     assert child.env["OMP_NUM_THREADS"] == "3"
-    lending = CpuShare(num_threads=1, cpus=(1,), lends=True)
-    drafter = model_child(FleetSpec(), DRAFTER, lending, Path("/m"), "redis://r", Path("/l"), {})
-    assert drafter.argv[-1] == "--idle-priority"
+    assert model(FleetSpec(), DRAFTER, CpuShare(num_threads=1, cpus=(1,), lends=True)).argv[-1] == "--idle-priority"
 
 
 def test_memory_is_shared_out_in_proportion_to_the_models_and_vllm_has_its_own_share() -> None:
@@ -173,13 +176,9 @@ def test_memory_is_shared_out_in_proportion_to_the_models_and_vllm_has_its_own_s
     assert sum(shares) == pytest.approx(0.6)
     assert shares == pytest.approx([0.6 * 17 / 21, 0.6 * 2 / 21, 0.6 * 2 / 21])
     assert share_memory(spec, [10**12, 0])[1] == 0.01
-    share = CpuShare(num_threads=1, cpus=())
-    sized = {"memory_utilization": 0.25}
-    told = flags(model_child(spec, VERIFIER, share, Path("/m"), "redis://r", Path("/l"), {}, **sized))
-    assert told["--memory-utilization"] == "0.25"
+    assert flags(model(spec, memory_utilization=0.25))["--memory-utilization"] == "0.25"
     under_vllm = fleet("--verifier-engine", "vllm")
-    told = flags(model_child(under_vllm, VERIFIER, share, Path("/m"), "redis://r", Path("/l"), {}, **sized))
-    assert "--memory-utilization" not in told
+    assert "--memory-utilization" not in flags(model(under_vllm, memory_utilization=0.25))
 
 
 def test_vllm_is_started_with_its_own_python_and_borrows_no_cpus() -> None:
@@ -187,33 +186,18 @@ def test_vllm_is_started_with_its_own_python_and_borrows_no_cpus() -> None:
         "--verifier-engine", "vllm", "--verifier-python", "/v/bin/python", "--verifier-arg=--vllm-arg=--swap=1"
     )
     (share,), _ = share_cpus(spec, [0, 1])
-    verifier = model_child(spec, VERIFIER, share, Path("/m"), "redis://r", Path("/l"), {})
+    verifier, drafter = model(spec, share=share), model(spec, DRAFTER)
     assert verifier.argv[:3] == ("/v/bin/python", "-m", "paceline.verifier")
     assert verifier.argv[-3:] == ("--engine", "vllm", "--vllm-arg=--swap=1")
     assert "--spare-cpus" not in verifier.argv
-    drafter = model_child(spec, DRAFTER, CpuShare(num_threads=1, cpus=(1,)), Path("/d"), "redis://r", Path("/l"), {})
     assert drafter.argv[0] == sys.executable
     assert "--engine" not in drafter.argv
-
-
-def test_too_few_cpus_pin_nobody() -> None:
-    verifiers, drafters = share_cpus(FleetSpec(), [0])
-    assert [*verifiers, *drafters] == [CpuShare(num_threads=1, cpus=())] * 2
-    verifiers, drafters = share_cpus(fleet("--verifier-threads", "2"), [0, 1])
-    assert [share.num_threads for share in verifiers] == [2]
-    assert {share.cpus for share in [*verifiers, *drafters]} == {()}
-
-
-def test_plain_decoding_may_use_every_cpu() -> None:
-    verifiers, drafters = share_cpus(fleet("--no-drafter"), [0, 1])
-    assert verifiers == [CpuShare(num_threads=2, cpus=())]
-    assert drafters == []
 
 
 def test_a_verifier_gets_its_flags() -> None:
     config = '{"method": "draft_model", "num_speculative_tokens": 4}'
     spec = fleet("--speculative-config", config, "--dtype", "float32")
-    given = verifier_flags(spec, CpuShare(num_threads=2, cpus=(0, 3)))
+    given = flags(model(spec, share=CpuShare(num_threads=2, cpus=(0, 3))))
     assert given == {
         "--host": "127.0.0.1",
         "--port": "1",
@@ -230,27 +214,18 @@ def test_a_verifier_gets_its_flags() -> None:
 
 def test_more_arguments_reach_the_service_named() -> None:
     spec = fleet("--verifier-arg=--max-num-seqs", "--verifier-arg=8", "--drafter-arg=--draft-width=1")
-    assert verifier_flags(spec)["--max-num-seqs"] == "8"
-    share = CpuShare(num_threads=1, cpus=())
-    child = model_child(spec, DRAFTER, share, Path("/d"), "redis://r", Path("/l"), {})
+    assert flags(model(spec))["--max-num-seqs"] == "8"
+    child = model(spec, DRAFTER)
     assert child.argv[-1] == "--draft-width=1"
     assert "--speculative-config" not in child.argv
-
-
-def test_a_gateway_gets_the_targets_tokenizer() -> None:
-    given = flags(gateway_child(FleetSpec(), GATEWAY, Path("/m"), "redis://r", Path("/l"), {}))
+    given = flags(gateway(spec))
     assert (given["--port"], given["--grpc-port"], given["--model"]) == ("5", "6", "/m")
 
 
 def test_the_stores_password_stands_in_no_command_line() -> None:
-    url = "redis://:secret@r"
-    share = CpuShare(num_threads=1, cpus=())
-    for child in (
-        model_child(FleetSpec(), DRAFTER, share, Path("/d"), url, Path("/l"), {}),
-        gateway_child(FleetSpec(), GATEWAY, Path("/m"), url, Path("/l"), {}),
-    ):
+    for child in (model(FleetSpec(), DRAFTER), gateway(FleetSpec())):
         assert not any("secret" in argument for argument in child.argv)
-        assert child.env["PACELINE_REDIS_URL"] == url
+        assert child.env["PACELINE_REDIS_URL"] == "redis://:secret@r"
 
 
 def test_children_inherit_the_environment_but_of_our_settings_only_where_to_keep_what_is_learned() -> None:
@@ -287,20 +262,16 @@ def test_the_draft_model_may_stand_in_vllms_json(checkpoint: Path) -> None:
     shutil.copy(DEMO_DRAFTER / "tokenizer.json", checkpoint)
     spec = fleet("--model", str(checkpoint), "--speculative-config", config)
     assert resolve_checkpoints(spec, {}, print).drafts == (DEMO_DRAFTER,)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "8"])
-def test_a_broken_speculative_config_is_named(text: str, checkpoint: Path) -> None:
-    spec = fleet("--model", str(checkpoint), "--speculative-config", text)
-    with pytest.raises(ConfigError, match="--speculative-config must be a JSON object"):
-        resolve_checkpoints(spec, {}, print)
+    for broken in ("{", "[]", "8"):
+        with pytest.raises(ConfigError, match="--speculative-config must be a JSON object"):
+            resolve_checkpoints(fleet("--model", str(checkpoint), "--speculative-config", broken), {}, print)
 
 
 def test_folders_of_heads_go_to_the_verifiers_as_absolute_paths(checkpoint: Path, monkeypatch) -> None:
     monkeypatch.chdir(checkpoint.parent)
     asked = {"method": "ngram+medusa", "medusa_model": checkpoint.name}
     spec = with_heads(fleet("--model", str(checkpoint), "--speculative-config", json.dumps(asked)))
-    assert json.loads(verifier_flags(spec)["--speculative-config"]) == {**asked, "medusa_model": str(checkpoint)}
+    assert json.loads(flags(model(spec))["--speculative-config"]) == {**asked, "medusa_model": str(checkpoint)}
 
 
 def test_the_demo_target_drafts_with_the_bundled_heads(checkpoint: Path, monkeypatch) -> None:
@@ -317,25 +288,18 @@ def test_a_folder_of_heads_that_is_none_is_refused(checkpoint: Path) -> None:
         with_heads(fleet("--speculative-config", asked))
 
 
-@pytest.mark.parametrize(
-    ("removed", "message"),
-    [("config.json", r"holds no config\.json"), ("model.safetensors", r"has no \*\.safetensors")],
-)
-def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint: Path, removed: str, message: str) -> None:
-    (checkpoint / removed).unlink()
-    with pytest.raises(ConfigError, match=rf"--model .*{message}"):
-        check_checkpoint(checkpoint, "--model")
-
-
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--draft-model .*no such folder"):
         check_checkpoint(tmp_path / "x", "--draft-model")
-
-
-def test_a_broken_checkpoint_is_said_to_be_broken(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ConfigError, match="broken"):
         facts_of(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"--model .*has no \*\.safetensors"):
+        check_checkpoint(checkpoint, "--model")
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"--model .*holds no config\.json"):
+        check_checkpoint(checkpoint, "--model")
 
 
 def test_parameters_are_counted_without_loading_them(checkpoint: Path) -> None:

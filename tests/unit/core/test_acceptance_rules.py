@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
-from paceline.core.acceptance_rules import Rules, Typical, token_fates
+from paceline.core.acceptance_rules import Rules, token_fates
 from paceline.core.errors import InvalidRequestError, RemoteProtocolError
 from paceline.core.messages import DraftNodes, GenerateRequest, NodeGuess, TokenFate
-from paceline.core.params import BLOCK, COUPLED, REJECTION, TYPICAL, SamplingParams, SpeculationParams
+from paceline.core.params import ACCEPTANCE_RULES, BLOCK, COUPLED, REJECTION, SamplingParams, SpeculationParams
 from paceline.core.rejection_sampling import FloatArray, SparseDraft, overlap
 from paceline.core.session import VerifierSession
 from paceline.core.tree import DraftTree, Node, best_first
+from tests.support.plugin_pages import typical_rule
 from tests.unit.core.toy_models import normalised
 
 
@@ -59,15 +59,16 @@ def test_a_request_names_its_rule_and_else_it_is_the_verifiers() -> None:
 
 def test_without_speculation_there_is_nothing_to_accept_and_tokens_are_those_of_the_coupled_rule() -> None:
     assert Rules(default=REJECTION).of(SpeculationParams(enabled=False)).name == COUPLED
-    assert Rules(default=TYPICAL, more=(Typical(),)).of(SpeculationParams(max_draft_tokens=0)).name == COUPLED
+    lossy = Rules(default="typical", more=(typical_rule(),))
+    assert lossy.of(SpeculationParams(max_draft_tokens=0)).name == COUPLED
 
 
-def test_only_the_typical_rule_is_lossy_and_it_is_served_only_where_the_verifier_says_so() -> None:
-    with pytest.raises(InvalidRequestError, match=r'speculation.acceptance: typical is lossy.*"lossy": true'):
-        Rules().of(SpeculationParams(acceptance=TYPICAL))
-    served = Rules(more=(Typical(),))
-    lossy = {name: served.of(SpeculationParams(acceptance=name)).lossy for name in (COUPLED, REJECTION, BLOCK, TYPICAL)}
-    assert lossy == {COUPLED: False, REJECTION: False, BLOCK: False, TYPICAL: True}
+def test_only_rules_of_other_packages_are_lossy_and_what_is_not_served_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"typical is not served here, only coupled, rejection, block"):
+        Rules().of(SpeculationParams(acceptance="typical"))
+    served = Rules(more=(typical_rule(),))
+    lossy = {name: served.of(SpeculationParams(acceptance=name)).lossy for name in (*ACCEPTANCE_RULES, "typical")}
+    assert lossy == {COUPLED: False, REJECTION: False, BLOCK: False, "typical": True}
 
 
 # Chains
@@ -116,39 +117,31 @@ def test_what_is_learned_of_a_drafter_is_how_often_its_guess_is_accepted_whateve
     assert overlap(target, draft) == pytest.approx(0.25 + 0.25 + 0.2)
 
 
-# The typical rule
+# The rule of docs/add-an-acceptance-rule.md
 
 
-def tree_of_two() -> DraftTree:
-    return grown(guess(1, 0, 1), guess(2, 0, 2), guess(3, 2, 3))
-
-
-def test_the_targets_own_choice_comes_first() -> None:
-    rows = Rows(laws={-1: normalised([1, 1, 6, 2]), 1: normalised([1, 0, 0, 0])}, choices={-1: 1, 1: 0})
-    tree = tree_of_two()
-    assert Typical().judge(tree.root, best_first(tree, 3), rows).token_ids == (1, 0)
-
-
-def test_where_that_was_not_guessed_the_likeliest_guess_stands_in_if_it_is_typical() -> None:
-    likely = normalised([4, 2, 3, 1])
-    tree = tree_of_two()
-    rows = Rows(laws={-1: likely, 2: likely}, choices={-1: 0, 2: 0})
-    found = Typical(posterior_threshold=0.25, posterior_alpha=1.0).judge(tree.root, best_first(tree, 3), rows)
-    assert found.token_ids == (2, 0), "0.3 is above 0.25, 0.1 is not"
-    strict = Typical(posterior_threshold=0.35, posterior_alpha=2.0).judge(tree.root, best_first(tree, 3), rows)
-    assert strict.token_ids == (0,)
-
-
-def test_a_guess_that_was_not_verified_never_stands_in() -> None:
-    tree = tree_of_two()
-    rows = Rows(laws={-1: normalised([4, 2, 3, 1])}, choices={-1: 0})
-    assert Typical().judge(tree.root, (), rows).token_ids == (0,)
-
-
-def test_at_temperature_0_nothing_but_the_targets_choice_is_typical() -> None:
-    tree = tree_of_two()
-    rows = Rows(laws={-1: np.array([1.0, 0.0, 0.0, 0.0])}, choices={-1: 0})
-    assert Typical().judge(tree.root, best_first(tree, 3), rows).token_ids == (0,)
+@pytest.mark.parametrize(
+    ("options", "law", "choices", "verified", "token_ids"),
+    [
+        # The target's own choice comes first.
+        ({}, [1, 1, 6, 2], {-1: 1, 1: 0}, 3, (1, 0)),
+        # Where it was not guessed, the likeliest guess stands in if it is typical: 0.3 is above 0.25, 0.1 is not.
+        ({"threshold": 0.25, "alpha": 1.0}, [4, 2, 3, 1], {-1: 0, 2: 0}, 3, (2, 0)),
+        ({"threshold": 0.35, "alpha": 2.0}, [4, 2, 3, 1], {-1: 0, 2: 0}, 3, (0,)),
+        # A guess that was not verified never stands in.
+        ({}, [4, 2, 3, 1], {-1: 0}, 0, (0,)),
+        # At temperature 0 nothing but the target's choice is typical.
+        ({}, [1, 0, 0, 0], {-1: 0}, 3, (0,)),
+        # The less certain the target is, the less is asked of a token: 0.1 * exp(-entropy) is 0.028.
+        ({"threshold": 0.9, "alpha": 0.1}, [4, 2, 3, 1], {-1: 0, 2: 0, 3: 0}, 3, (2, 3, 0)),
+    ],
+)
+def test_a_typical_guess_stands_in_for_a_choice_that_was_not_guessed(
+    options: dict[str, float], law: list[int], choices: dict[int, int], verified: int, token_ids: tuple[int, ...]
+) -> None:
+    tree = grown(guess(1, 0, 1), guess(2, 0, 2), guess(3, 2, 3))
+    rows = Rows(laws=dict.fromkeys(range(-1, 4), normalised(law)), choices=choices)
+    assert typical_rule(**options).judge(tree.root, best_first(tree, verified), rows).token_ids == token_ids
 
 
 # How tokens came about

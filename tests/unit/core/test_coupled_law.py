@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.noise import gumbel
 from tests.support.laws import coupled_choice, coupled_match_prob
+from tests.support.reference_sampling import gumbel
 from tests.unit.core.toy_models import (
     SHAPES,
     FloatArray,

@@ -17,11 +17,10 @@ from paceline.core.noise import (
     VERDICT_STREAM,
     exact_exp,
     exact_log,
-    gumbel,
-    noise_words,
     philox4x32,
     uniforms,
 )
+from tests.support.reference_sampling import gumbel, noise_words
 
 FloatArray = npt.NDArray[np.float64]
 

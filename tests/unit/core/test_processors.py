@@ -12,13 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
-from paceline.core.processors import (
-    RowHistory,
-    UnusableLogitsError,
-    fixed_point_mass,
-    mass_needed,
-    process,
-)
+from paceline.core.processors import UnusableLogitsError
+from tests.support.reference_sampling import RowHistory, fixed_point_mass, mass_needed, process
 
 NO_HISTORY = RowHistory()
 

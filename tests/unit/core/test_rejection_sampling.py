@@ -33,7 +33,6 @@ from paceline.core.rejection_sampling import (
     reject_walk,
     residual,
     sparse_draft,
-    typical_threshold,
 )
 from tests.support.laws import accept_prob
 from tests.unit.core.toy_models import (
@@ -346,13 +345,3 @@ def test_planted_bug_a_block_that_is_told_another_draft_distribution() -> None:
     sampled = {prefix: sparse_draft(probs, 2).probs(4) for prefix, probs in FIXED_DRAFT.items()}
     assert total_variation(block_law(2, FIXED_TARGET, sampled), FIXED_TARGET, 3) < 1e-12
     assert total_variation(block_law(2, FIXED_TARGET, sampled, reported=FIXED_DRAFT), FIXED_TARGET, 3) > DETECTED
-
-
-# Typical acceptance
-
-
-def test_a_certain_target_asks_for_the_threshold_and_an_uncertain_one_for_less() -> None:
-    """2401.10774, section 3.3.1."""
-    assert typical_threshold(normalised([1, 0, 0]), 0.09, 0.3) == 0.09
-    assert typical_threshold(normalised([1] * 100), 0.09, 0.3) == pytest.approx(0.3 / 100)
-    assert typical_threshold(normalised([1, 1]), 0.9, 0.3) == pytest.approx(0.15)

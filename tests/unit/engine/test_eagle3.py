@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.core.errors import ConfigError
 from paceline.core.pages import BLOCK_SIZE
 from paceline.engine.backends.cpu.linear import has_native_bfloat16

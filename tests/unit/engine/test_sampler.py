@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import LocalProtocolError
-from paceline.core.noise import exact_exp, exact_log, gumbel, noise_words
+from paceline.core.noise import exact_exp, exact_log
 from paceline.core.params import SamplingParams
-from paceline.core.processors import RowHistory, UnusableLogitsError, fixed_point_mass, process
+from paceline.core.processors import UnusableLogitsError
 from paceline.engine.backends.cpu import noise_kernels, row_kernels
 from paceline.engine.sampler import RowSampler
 from tests.support.laws import coupled_choice
+from tests.support.reference_sampling import RowHistory, fixed_point_mass, gumbel, noise_words, process
 
 Logits = npt.NDArray[np.float32]
 

@@ -10,13 +10,13 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from paceline.cluster.drain import DrainConfig
-from paceline.gateway.access.guard import OPEN_PATHS
+from paceline.gateway.api.guarded import OPEN_PATHS
 from paceline.obs.metrics import DrafterMetrics, VerifierMetrics
 from paceline.service.config import load
 from paceline.service.process import LIVENESS
 from paceline.verifier.config import speculation_from
 from paceline.verifier.vllm.settings import check_settings, decided
-from paceline.vllm.versions import TESTED
+from paceline.vllm.settings import TESTED
 from tests.unit.k8s.chart import CHART, K8S, RELEASE, TIERS, Rendered, component
 from tests.unit.k8s.settings import CONFIG_OF, DRAIN_VARIABLES, MANAGED, known_variables, names
 

@@ -21,7 +21,7 @@ class SureGuesses:
         self._ranked: Ranked = [(0 if right else 1, 0.95), (2, 0.03)]
 
     def guesses(self, session: int, position: int) -> Ranked:
-        """See `GuessSource`."""
+        """The same everywhere."""
         return self._ranked
 
 
@@ -35,12 +35,17 @@ def profile(
     link_s: float = 0.0002,
 ) -> Profile:
     """A pair whose steps take round figures."""
-    drafter = DrafterFacts(device=DeviceFacts(name="small", cost=draft_cost, price_per_hour=1.0, max_sessions=256))
+    drafter = DrafterFacts(
+        name="small", rows=draft_cost.rows, seconds=draft_cost.seconds, price_per_hour=1.0, max_sessions=256
+    )
+    target = DeviceFacts(
+        name="large", rows=cost.rows, seconds=cost.seconds, kv_tokens=kv_tokens, noise=noise, price_per_hour=4.0
+    )
     return Profile(
         name="test pair",
         kind=MEASURED,
         origin="a test",
-        target=DeviceFacts(name="large", cost=cost, kv_tokens=kv_tokens, noise=noise, price_per_hour=4.0),
+        target=target,
         drafter=drafter,
         colocated=drafter,
         colocated_kv_tokens=kv_tokens,

@@ -9,14 +9,14 @@ import pytest
 from paceline.core.messages import OpenSession
 from paceline.core.params import SamplingParams
 from paceline.planning.drafter import SimulatedDrafter
+from paceline.planning.events import Events
 from paceline.planning.guesses import RIGHT
 from paceline.planning.profile import DrafterFacts
 from tests.unit.planning.facts import SureGuesses, profile
 
 
 def facts(**device: float) -> DrafterFacts:
-    drafter = profile().drafter
-    return replace(drafter, device=replace(drafter.device, **device))
+    return replace(profile().drafter, **device)
 
 
 def opened(number: int, prompt_len: int) -> OpenSession:
@@ -32,7 +32,7 @@ def opened(number: int, prompt_len: int) -> OpenSession:
 
 
 def test_sessions_that_find_no_room_for_their_prompt_go_without_drafts() -> None:
-    drafter = SimulatedDrafter(facts(kv_tokens=100), SureGuesses(right=True))
+    drafter = SimulatedDrafter(facts(kv_tokens=100), SureGuesses(right=True), Events(0))
     drafter.handle([opened(number, prompt_len) for number, prompt_len in enumerate((60, 60, 30))], 0.0)
     plan = drafter.scheduler.plan(0.0)
     assert [part.session.session_id for part in plan.catching_up] == ["2", "0"], "the shortest is read first"
@@ -40,7 +40,7 @@ def test_sessions_that_find_no_room_for_their_prompt_go_without_drafts() -> None
 
 def test_a_draft_step_reads_the_kv_of_its_sessions() -> None:
     def first_step_s(kv_token_s: float) -> float:
-        drafter = SimulatedDrafter(facts(kv_token_s=kv_token_s), SureGuesses(right=True))
+        drafter = SimulatedDrafter(facts(kv_token_s=kv_token_s), SureGuesses(right=True), Events(0))
         drafter.handle([opened(number, prompt_len) for number, prompt_len in enumerate((30, 70))], 0.0)
         return drafter.seconds(drafter.scheduler.plan(0.0))
 

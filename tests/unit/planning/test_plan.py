@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from paceline import cli
-from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
-from paceline.planning.fleets import Fleet, Goal, dealt, evaluate, least_fleet
+from paceline.planning.fleets import Goal, dealt, evaluate, least_fleet
 from paceline.planning.guesses import RecordedGuesses, RecordedPlace
 from paceline.planning.profile import read_profile, write_profile
-from paceline.planning.simulation import Way
+from paceline.planning.simulation import Fleet, Way
 from tests.unit.planning.facts import profile
 
 LOAD = [Arrival(0.02 * index, 50, 20) for index in range(200)]
@@ -77,11 +76,6 @@ def test_an_answer_may_take_as_long_as_the_goal_lets_each_of_its_tokens_take() -
 
 def test_a_cell_that_nobody_asks_shows_nothing() -> None:
     assert not evaluate(profile(), Fleet(way=Way.PLAIN, num_verifiers=200), LOAD[:100], LOOSE).meets
-
-
-def test_more_drafters_than_verifiers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="drafters must be at most as many as verifiers, got 3"):
-        Fleet(way=Way.TIER, num_verifiers=2, num_drafters=3)
 
 
 def test_the_command_compares_a_fleet_with_as_many_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

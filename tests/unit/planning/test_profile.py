@@ -48,18 +48,18 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path, truth: DrawnGuesses
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target__max_rows": 0}, "target.max_rows must be at least 1, got 0"),
-        ({"target__noise": "much"}, "target.noise must be a number, got 'much'"),
-        ({"target__max_sessions": 2.5}, "target.max_sessions must be a whole number, got 2.5"),
+        ({"target__max_rows": 0}, "target.max_rows must be a whole number of at least 1, got '0'"),
+        ({"target__noise": "much"}, "target.noise must be a number of at least 0, got 'much'"),
+        ({"target__max_sessions": 2.5}, "target.max_sessions must be a whole number of at least 1, got '2.5'"),
         ({"target__rows": [4, 2]}, "target: step cost"),
-        ({"target__speed": 3}, "target.speed is not known; there are name, cost"),
-        ({"drafter__draft_rows": 0}, "drafter.rows must be at least 1, got 0"),
-        ({"kind": "guessed"}, "kind must be measured or computed, got 'guessed'"),
-        ({"link_s": -1}, "link_s must be 0 or more, got -1"),
-        ({"most_nodes": 65}, "most_nodes must be from 0 to 64, got 65"),
+        ({"target__speed": 3}, "target.speed is no setting; there are name, rows, seconds"),
+        ({"drafter__draft_rows": 0}, "drafter.draft_rows must be a whole number of at least 1, got '0'"),
+        ({"kind": "guessed"}, "kind must be one of measured, computed, got 'guessed'"),
+        ({"link_s": -1}, "link_s must be a number of at least 0, got '-1'"),
+        ({"most_nodes": 65}, "most_nodes must be a whole number from 0 to 64, got '65'"),
         ({"acceptance": {"texts": [["x"]]}}, "acceptance.texts: needs lists of"),
         ({"acceptance": {"texts": []}}, "acceptance.texts: needs at least one text"),
-        ({"acceptance": {"rate": 0.7}}, "acceptance.rate is not known"),
+        ({"acceptance": {"rate": 0.7}}, "acceptance.rate is no setting"),
         ({"drafter": 7}, "drafter must be a JSON object, got 7"),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_wrong_fact_is_named(changes: dict[str, Any], message: str) -> None:
 def test_a_missing_fact_is_named() -> None:
     given = broken()
     del given["drafter"]
-    with pytest.raises(ConfigError, match=r"missing.*drafter"):
+    with pytest.raises(ConfigError, match="drafter is missing"):
         profile_from(given)
 
 

@@ -15,29 +15,28 @@ from paceline.core.step_time import StepCost
 from paceline.planning.arrivals import Arrival
 from paceline.planning.drafter import SimulatedDrafter
 from paceline.planning.events import Events
-from paceline.planning.processes import VerifierProcess
 from paceline.planning.profile import Profile
-from paceline.planning.simulation import Cell, CellAtWork, Outcome, Way, run_open
-from paceline.planning.verifier import Asked
+from paceline.planning.simulation import Fleet, FleetAtWork, Outcome, Way, run_open
+from paceline.planning.verifier import Request, SimulatedVerifier
 from tests.unit.planning.facts import ROW_S, STEP_S, SureGuesses, equal, profile
 
-PLAIN = Cell(way=Way.PLAIN)
-TIER = Cell(way=Way.TIER, num_drafters=1)
-COLOCATED = Cell(way=Way.COLOCATED)
+PLAIN = Fleet(way=Way.PLAIN)
+TIER = Fleet(way=Way.TIER, num_drafters=1)
+COLOCATED = Fleet(way=Way.COLOCATED)
 WAYS = pytest.mark.parametrize("cell", [PLAIN, TIER, COLOCATED], ids=lambda cell: cell.way.name)
 MIXED = [Arrival(0.02 * index, 5 + 37 * index % 200, 1 + 13 * index % 40) for index in range(20)]
 
 
-def simulated_loop(profile: Profile, cell: Cell, lengths: Sequence[tuple[int, int]], *, streams: int) -> Outcome:
+def simulated_loop(profile: Profile, fleet: Fleet, lengths: Sequence[tuple[int, int]], *, streams: int) -> Outcome:
     """Closed loop: each stream sends its next request, of these prompt and output tokens, when one ends."""
-    asked: list[Asked] = []
+    asked: list[Request] = []
     left = iter(enumerate(lengths))
 
-    def ask_next(_: Asked | None = None) -> None:
+    def ask_next(_: Request | None = None) -> None:
         number, (num_prompt_tokens, num_output_tokens) = next(left, (-1, (0, 0)))
         if number < 0:
             return
-        each = Asked(
+        each = Request(
             number=number,
             at_s=work.events.now_s,
             num_prompt_tokens=num_prompt_tokens,
@@ -47,7 +46,7 @@ def simulated_loop(profile: Profile, cell: Cell, lengths: Sequence[tuple[int, in
         # A request takes as long to the verifier as its first token takes back.
         work.events.after(profile.door_s, lambda: work.ask(each))
 
-    work = CellAtWork(profile, cell, 0, ask_next)
+    work = FleetAtWork(profile, fleet, 0, ask_next)
     for _ in range(streams):
         ask_next()
     work.events.run()
@@ -62,14 +61,14 @@ def received(outcome: Outcome) -> list[int]:
 
 @WAYS
 @pytest.mark.parametrize("kv_tokens", [32_768, 320], ids=["room for all", "room for few, so sessions lose their pages"])
-def test_every_token_asked_for_comes_out_once(cell: Cell, kv_tokens: int) -> None:
+def test_every_token_asked_for_comes_out_once(cell: Fleet, kv_tokens: int) -> None:
     outcome = run_open(profile(kv_tokens=kv_tokens, noise=0.05), cell, MIXED)
     assert received(outcome) == [each.num_output_tokens for each in MIXED]
     assert outcome.num_unfinished == 0
 
 
 @WAYS
-def test_the_seed_decides_everything(cell: Cell) -> None:
+def test_the_seed_decides_everything(cell: Fleet) -> None:
     first, again, other = (run_open(profile(noise=0.1), cell, MIXED, seed=seed) for seed in (1, 1, 2))
     assert first.requests == again.requests
     assert first.requests != other.requests
@@ -123,7 +122,7 @@ def test_more_drafters_never_bring_less_where_one_is_too_few() -> None:
     rates = [
         simulated_loop(
             profile(draft_cost=slow),
-            Cell(way=Way.TIER, num_drafters=count),
+            Fleet(way=Way.TIER, num_drafters=count),
             equal(8, 1, 40),
             streams=4,
         ).tokens_per_s
@@ -148,11 +147,11 @@ def test_a_distant_drafter_is_of_less_use() -> None:
 
 
 def test_schedulers_and_policy_are_those_of_core() -> None:
-    facts = profile()
-    process = VerifierProcess(facts, Events(0), colocated=False, on_end=lambda _: None)
-    assert type(process.verifier.scheduler) is Scheduler
-    assert type(process.verifier.policy) is Goodput
-    assert type(SimulatedDrafter(facts.drafter, facts.truth).scheduler) is DraftScheduler
+    facts, events = profile(), Events(0)
+    verifier = SimulatedVerifier(facts, events, colocated=False, on_end=lambda _: None)
+    assert type(verifier.scheduler) is Scheduler
+    assert type(verifier.policy) is Goodput
+    assert type(SimulatedDrafter(facts.drafter, facts.truth, events).scheduler) is DraftScheduler
 
 
 def test_the_policy_decides_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,4 +178,4 @@ def test_what_never_keeps_up_is_given_up_and_counted() -> None:
 )
 def test_cells_that_make_no_sense_are_refused(way: Way, verifiers: int, drafters: int, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        Cell(way=way, num_verifiers=verifiers, num_drafters=drafters)
+        Fleet(way=way, num_verifiers=verifiers, num_drafters=drafters)

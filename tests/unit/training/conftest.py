@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline.training.export import Card, export_model
-from paceline.training.tokenizer import BEGIN_ID, END_ID, save_tokenizer, train_tokenizer
+from training.export import Card, export_model
+from training.tokenizer import BEGIN_ID, END_ID, save_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 320
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from paceline.training import objective
-from paceline.training.objective import distillation
+from training import objective
+from training.objective import distillation
 
 
 @pytest.mark.parametrize("tv_weight", [0.0, 0.3, 1.0])

@@ -8,41 +8,39 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from paceline.training import demo
-from paceline.training.batches import encode_for, save_store
-from paceline.training.chains import ModelChain
-from paceline.training.corpus import SourceFile
-from paceline.training.demo import DemoConfig, train_target
-from paceline.training.distill import DistillConfig, distill, first_layers, grown
-from paceline.training.evaluate import encode_prompts, mean_chain_length, measure, table
-from paceline.training.loop import Schedule
-from paceline.training.models import load_model
-from paceline.training.tokenizer import BEGIN_ID, END_ID, load_tokenizer
+from paceline.acceptance.drafters import ModelChain
+from paceline.acceptance.measure import encode_prompts, mean_chain_length, measure
+from paceline.acceptance.models import load_model, load_tokenizer
+from training import demo
+from training.batches import encode_documents, save_store
+from training.demo import TargetConfig, train_target
+from training.distill import DistillConfig, distill, first_layers, grown
+from training.loop import Schedule
+from training.tokenizer import BEGIN_ID, END_ID
 
 TEXT = "".join(f"def add_{n}(left, right):\n    return left + right * {n}\n\n" for n in range(200))
 
 
 @pytest.fixture
-def tiny_run(tmp_path: Path, target_folder: Path) -> DemoConfig:
+def tiny_run(tmp_path: Path, target_folder: Path) -> TargetConfig:
     """A run whose tokens are already there, so that no test reads the whole library."""
     out = tmp_path / "run"
     out.mkdir()
-    files = [SourceFile(path="a.py", text=TEXT)]
-    store = encode_for(load_tokenizer(target_folder), files, BEGIN_ID, END_ID, 0)
+    store = encode_documents(load_tokenizer(target_folder), [TEXT], BEGIN_ID, END_ID, 0)
     save_store(store, out / "train.npy")
     save_store(store, out / "held_out.npy")
-    return DemoConfig(out=out, steps=6, batch_tokens=1024, warmup_steps=2, checkpoint_every=3, resume=True)
+    return TargetConfig(out=out, steps=6, batch_tokens=1024, warmup_steps=2, checkpoint_every=3, resume=True)
 
 
 @pytest.fixture(autouse=True)
 def float32_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same arithmetic on every machine."""
     for name in ("demo", "runs"):
-        monkeypatch.setattr(f"paceline.training.{name}.has_fast_bfloat16", lambda device: False)
+        monkeypatch.setattr(f"training.{name}.has_fast_bfloat16", lambda device: False)
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
-    tiny_run: DemoConfig, tiny_config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
+    tiny_run: TargetConfig, tiny_config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(demo, "load_checkpoint", start_anew)
@@ -55,9 +53,9 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
         assert torch.equal(resumed[name], value)
 
 
-def start_anew(*_: object) -> tuple[int, dict[str, object]]:
+def start_anew(*_: object) -> int:
     """Stands in for a checkpoint, where the tokens are there and the run is not."""
-    return 0, {}
+    return 0
 
 
 def interrupted_at(step: int) -> Callable[[demo.MixedOptimizer, float], float]:
@@ -74,13 +72,8 @@ def interrupted_at(step: int) -> Callable[[demo.MixedOptimizer, float], float]:
     return stopping
 
 
-def test_resuming_without_a_checkpoint_is_refused(tiny_run: DemoConfig, tiny_config: LlamaConfig) -> None:
-    with pytest.raises(FileNotFoundError, match="checkpoint"):
-        train_target(tiny_run, tiny_config)
-
-
 def test_training_lowers_the_loss(
-    tiny_run: DemoConfig, tiny_config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
+    tiny_run: TargetConfig, tiny_config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "load_checkpoint", start_anew)
     _, held_out = demo.prepare(tiny_run)
@@ -103,11 +96,6 @@ def test_the_undistilled_drafter_with_all_layers_is_the_target(target_folder: Pa
     whole = first_layers(target, 3).eval()
     ids = torch.arange(5, 37).unsqueeze(0)
     assert torch.equal(whole(input_ids=ids).logits, target(input_ids=ids).logits)
-
-
-def test_more_layers_than_the_target_has_are_refused(target_folder: Path) -> None:
-    with pytest.raises(ValueError, match="layers is 4, but the target has 3"):
-        first_layers(load_model(target_folder), 4)
 
 
 def make_distillation(tmp_path: Path, target_folder: Path) -> DistillConfig:
@@ -168,31 +156,17 @@ def test_layers_that_a_drafter_grows_change_nothing_until_they_learn(tmp_path: P
         assert name.endswith("layernorm.weight") or not torch.equal(learnt[name], weight), name
 
 
-def test_a_drafter_of_another_shape_does_not_grow(target_folder: Path, tiny_config: LlamaConfig) -> None:
-    tiny_config.num_hidden_layers, tiny_config.intermediate_size = 1, 40
-    with pytest.raises(ValueError, match=r"its model.layers.0.mlp.gate_proj.weight is \[40"):
-        grown(LlamaForCausalLM(tiny_config), 2, load_model(target_folder))
-
-
-def test_a_drafter_of_another_vocabulary_is_no_start(
-    tmp_path: Path, target_folder: Path, tiny_config: LlamaConfig
-) -> None:
-    config = make_distillation(tmp_path, target_folder)
+def test_what_cannot_be_distilled_is_refused(tmp_path: Path, target_folder: Path, tiny_config: LlamaConfig) -> None:
+    config, target = make_distillation(tmp_path, target_folder), load_model(target_folder)
+    with pytest.raises(ValueError, match="layers is 4, but the target has 3"):
+        first_layers(target, 4)
     tiny_config.vocab_size = 400
     LlamaForCausalLM(tiny_config).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="the drafter to start from has 400 token ids, but the target 320"):
         distill(replace(config, start=tmp_path / "other"))
-
-
-def test_a_model_agrees_with_itself_at_every_temperature(target_folder: Path) -> None:
-    target = load_model(target_folder).eval()
-    prompts = encode_prompts(load_tokenizer(target_folder), [TEXT[:200], TEXT[300:500]])
-    for temperature in (0.0, 1.0):
-        found = measure(target, ModelChain(target), prompts, temperature, num_new=24)
-        assert found.accepted == pytest.approx((1.0,) * 7)
-        assert found.classic_bound == pytest.approx(1.0, abs=1e-4)
-        assert found.mean_length[3] == pytest.approx(4.0)
-        assert f"| {temperature:g} |" in table([found])
+    tiny_config.vocab_size, tiny_config.num_hidden_layers, tiny_config.intermediate_size = 320, 1, 40
+    with pytest.raises(ValueError, match=r"its model.layers.0.mlp.gate_proj.weight is \[40"):
+        grown(LlamaForCausalLM(tiny_config), 2, target)
 
 
 def test_chain_lengths_count_the_targets_own_token() -> None:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from paceline.training.tokenizer import BEGIN_ID, END_ID, save_tokenizer, train_tokenizer
+from training.tokenizer import BEGIN_ID, END_ID, save_tokenizer, train_tokenizer
 
 TINY = train_tokenizer(["def f(x):\n    return x\n" * 20], 300)
 

@@ -1,23 +1,12 @@
-"""What `--speculative-config` may say, and what a verifier then refuses."""
+"""What `--speculative-config` may say."""
 
 from __future__ import annotations
 
 import pytest
 
-from paceline.core.acceptance_rules import Rules, Typical
-from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.core.messages import GenerateRequest, ModelIdentity
-from paceline.core.params import (
-    BLOCK,
-    COUPLED,
-    DRAFT_MODEL,
-    NGRAM,
-    REJECTION,
-    TYPICAL,
-    SamplingParams,
-    SpeculationParams,
-)
-from paceline.verifier.checks import check_request
+from paceline.core.acceptance_rules import Rules
+from paceline.core.errors import ConfigError
+from paceline.core.params import BLOCK, COUPLED
 from paceline.verifier.config import speculation_from
 
 
@@ -29,54 +18,17 @@ def test_a_deployment_may_have_another_default() -> None:
     assert speculation_from('{"acceptance": "block"}').rules.default == BLOCK
 
 
-def test_lossy_serves_the_typical_rule_with_its_parameters() -> None:
-    assert speculation_from('{"lossy": true}').rules == Rules(
-        more=(Typical(posterior_threshold=0.09, posterior_alpha=0.3),)
-    )
-    given = '{"lossy": true, "acceptance": "typical", "posterior_threshold": 0.2, "posterior_alpha": 1}'
-    expected = Rules(default=TYPICAL, more=(Typical(posterior_threshold=0.2, posterior_alpha=1.0),))
-    assert speculation_from(given).rules == expected
-
-
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ('{"acceptance": "lucky"}', "'lucky' is not known here; there are coupled, rejection, block, typical"),
-        ('{"acceptance": "typical"}', 'acceptance typical is lossy, and needs "lossy": true'),
+        ('{"acceptance": "lucky"}', "'lucky' is not known here; there are coupled, rejection, block"),
         ('{"lossy": "yes"}', "lossy must be true or false, got 'yes'"),
         (
             '{"acceptance": "block", "method": "ngram"}',
             "acceptance block needs the method draft_model or eagle3, got ngram",
         ),
-        ('{"lossy": true, "posterior_alpha": 0}', "posterior_alpha must be a number above 0 and at most 1, got 0"),
-        ('{"posterior_threshold": 2}', "posterior_threshold must be a number above 0 and at most 1, got 2"),
     ],
 )
 def test_what_cannot_be_served_stops_the_start(given: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         speculation_from(given)
-
-
-def refusal(speculation: SpeculationParams, rules: Rules, methods: tuple[str, ...] = (DRAFT_MODEL, NGRAM)) -> str:
-    request = GenerateRequest(
-        session_id="s",
-        epoch=1,
-        prompt_token_ids=(1,),
-        sampling=SamplingParams(max_tokens=4),
-        speculation=speculation,
-    )
-    identity = ModelIdentity(name="toy", vocab_hash="toy", vocab_size=8, context_len=64)
-    with pytest.raises(InvalidRequestError) as refused:
-        check_request(request, identity, max_model_len=64, methods=methods, rules=rules)
-    return str(refused.value)
-
-
-def test_a_lossy_rule_is_refused_where_the_verifier_was_not_started_for_it() -> None:
-    message = refusal(SpeculationParams(acceptance=TYPICAL), Rules())
-    assert message.startswith("speculation.acceptance: typical is lossy, and served only where")
-
-
-def test_a_rule_for_chains_is_refused_without_the_method_that_draws_them() -> None:
-    wanted = "speculation.acceptance: rejection needs the method draft_model or eagle3, and here it is ngram"
-    assert refusal(SpeculationParams(acceptance=REJECTION), Rules(), (NGRAM,)) == wanted
-    assert refusal(SpeculationParams(method=NGRAM), Rules(default=REJECTION)) == wanted

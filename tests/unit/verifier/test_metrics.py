@@ -10,8 +10,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateResult, Timings
 from paceline.core.target_events import StepReport, TargetOutput
 from paceline.obs.metrics import VerifierMetrics
-from paceline.obs.steps import record_served_by, record_step
-from paceline.verifier.metrics import record_output
+from paceline.obs.steps import record_output, record_served_by, record_step
 
 MODEL = {"model_name": "tiny"}
 

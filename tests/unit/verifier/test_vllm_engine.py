@@ -14,6 +14,7 @@ from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.suspects_turn import HEARD_S
 from paceline.core.target_events import Cancel, HeardOf, Submit, TargetOutput
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
+from tests.support.clock import Clock
 
 IDENTITY = ModelIdentity(name="m", vocab_hash="v", vocab_size=64, context_len=100, eos_token_ids=(7,))
 
@@ -43,14 +44,6 @@ class Script:
         return self.answers.popleft()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def script() -> Script:
     return Script()
@@ -63,7 +56,7 @@ def stats() -> LastStats:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.vllm.cpus import BIND_VARIABLE, free_cpus, parse_cpus
+from paceline.service.config import parse_cpus
+from paceline.vllm.helper_process import BIND_VARIABLE, free_cpus
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("3", {3}), ("4-6,1", {1, 4, 5, 6}), (" 0 , 2-2", {0, 2})])

@@ -10,21 +10,14 @@ import pytest
 from paceline.vllm import helper_socket
 from paceline.vllm.helper_socket import HelperLostError, HelperSocket
 from paceline.vllm.step_message import BrokenMessageError, ChainsMessage, chains_bytes
+from tests.support.clock import Clock
 
 LARGE = bytes(range(256)) * 8192
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(50.0)
 
 
 @pytest.fixture

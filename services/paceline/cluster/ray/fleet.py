@@ -1,6 +1,6 @@
 """A whole fleet on a Ray cluster; `paceline up --ray` runs it.
 
-It places, follows, resizes and stops. Requests never pass through it, and the fleet serves on while nobody asks Ray.
+It places, follows, resizes and stops. Requests never pass through it, and the fleet serves on while Ray is away.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,22 +20,23 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.checkpoints.heads import is_eagle3
+from paceline.checkpoints.families import is_eagle3
 from paceline.checkpoints.source import TEXT_FILES
+from paceline.cluster.checkpoints import Checkpoints, fetch_models, resolve_checkpoints, with_heads
 from paceline.cluster.drain import DrainConfig, drain
-from paceline.cluster.local import fetch_models, resolve_checkpoints, with_heads
-from paceline.cluster.ray.host import ServiceHost
-from paceline.cluster.ray.lag import read_lag
+from paceline.cluster.fleet_file import ROLES, RayFleetSpec, check_resize
+from paceline.cluster.health import store_health
+from paceline.cluster.ray.host import ServiceHost, own_address
 from paceline.cluster.ray.order import Order
 from paceline.cluster.ray.placement import Bundle, Slot, TierPlacement
 from paceline.cluster.ray.replica import Replica
-from paceline.cluster.ray.scaling import LagReading, ScalingState, decide
-from paceline.cluster.ray.spec import ROLES, RayFleetSpec, check_resize
-from paceline.cluster.ray.store import shared_store
-from paceline.cluster.spec import Checkpoints
-from paceline.cluster.supervisor import until_all
+from paceline.cluster.ray.scaling import LagReading, ScalingState, decide, read_lag
+from paceline.cluster.spec import FleetSpec, plan_store_port, store_child
+from paceline.cluster.supervisor import Supervisor, until_all
+from paceline.cluster.valkey import find_server
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER
+from paceline.service.config import public_url
 
 OBSERVE_S = 1.0
 DRAIN_TIMEOUT_S = 300.0
@@ -103,7 +105,7 @@ class RayFleet:
             await self.scale(role, count)
 
     async def scale(self, role: str, count: int) -> None:
-        """Brings a tier to so many replicas; returns when those that go have gone, others may still be on their way."""
+        """Brings a tier to `count` replicas; returns when those that leave are gone, others may still be starting."""
         async with self._resizing[role]:
             present = self.replicas(role)
             if count != len(present):
@@ -112,7 +114,7 @@ class RayFleet:
             await asyncio.gather(*(self._retire(replica) for replica in present[count:]))
 
     async def follow_lag(self) -> None:
-        """Keeps the number of drafters at what their lag asks for, for ever; does nothing while they do not scale."""
+        """Keeps the number of drafters at what their lag calls for, until it is cancelled."""
         state = ScalingState()
         while True:
             await asyncio.sleep(OBSERVE_S)
@@ -155,7 +157,7 @@ class RayFleet:
         await until_all(replica.until_well(services.start_timeout_s) for replica in everyone)
 
     def _add(self, role: str, count: int) -> None:
-        """Places so many more replicas; Ray starts them when there is room."""
+        """Places `count` more replicas; Ray starts them when there is room."""
         taken = {replica.name for replica in self._replicas[role]}
         names = (name for number in range(len(taken) + count) if (name := f"{role}-{number}") not in taken)
         for name, slot in zip(names, self._placements[role].take(count), strict=False):
@@ -168,7 +170,7 @@ class RayFleet:
         try:
             await drain(DrainConfig(replica=replica.name, redis_url=self.redis_url, timeout_s=DRAIN_TIMEOUT_S))
         except (ConfigError, UnavailableError) as error:
-            # It has no sessions if it is not known; what is left on it otherwise goes on elsewhere when it ends.
+            # It has no sessions if it is not known; any session that is left goes on elsewhere when it ends.
             self._say(str(error))
         await replica.stop(self._services.grace_s)
         self._placements[replica.role].give_back(replica.slot)
@@ -235,3 +237,34 @@ def _connect(address: str) -> None:
 
 def _make_group(bundles: Sequence[Bundle], strategy: str) -> Any:
     return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+
+
+@asynccontextmanager
+async def shared_store(
+    services: FleetSpec, environ: Mapping[str, str], say: Callable[[str], None]
+) -> AsyncIterator[str]:
+    """Yields the URL of a store that all hosts reach; one started here has a password and ends with the block.
+
+    Raises:
+        ConfigError: Its port is taken, or there is no server program.
+    """
+    if services.redis_url is not None:
+        say(f"using the store at {public_url(services.redis_url)}")
+        yield services.redis_url
+        return
+    host = own_address()
+    port, password = plan_store_port(replace(services, host=host)), secrets.token_urlsafe(24)
+    url = f"redis://:{password}@{host}:{port}"
+    supervisor = Supervisor(say)
+    with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as work_dir:
+        child = store_child(find_server(services.redis_server), host, port, Path(work_dir), environ)
+        # Every user of the host may read command lines; only the owner may read the folder.
+        settings = Path(work_dir) / "valkey.conf"
+        settings.write_text(f"requirepass {password}\n", encoding="ascii")
+        server, *flags = child.argv
+        guarded = replace(child, argv=(server, str(settings), *flags), is_healthy=store_health(url))
+        try:
+            await supervisor.start([guarded], services.start_timeout_s)
+            yield url
+        finally:
+            await supervisor.stop(services.grace_s)

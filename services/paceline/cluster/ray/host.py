@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import ray
 
-from paceline.cluster.drain import say
-from paceline.cluster.ports import Ports
+from paceline.cluster.foreground import say
 from paceline.cluster.ray.order import Order, service_child
-from paceline.cluster.spec import Endpoint
+from paceline.cluster.spec import Endpoint, Ports
 from paceline.cluster.supervisor import Child, ChildSpec
 from paceline.core.errors import ConfigError, UnavailableError
 
@@ -26,7 +25,7 @@ FAILED_GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How a replica is.
+    """The state of a replica.
 
     Attributes:
         node: Ray's id of the node it is on.
@@ -59,7 +58,7 @@ class ServiceHost:
         return self._order.name
 
     async def report(self) -> Report:
-        """Says how the replica is."""
+        """Returns the state of the replica."""
         child = self._child
         well = child is not None and await child.spec.is_healthy()
         return Report(
@@ -112,7 +111,7 @@ class ServiceHost:
             raise
 
     def _remove_log(self, spec: ChildSpec) -> None:
-        """Nothing is left on the node, unless the user has asked for logs."""
+        """Leaves nothing on the node, unless the user wants logs."""
         if self._order.services.log_dir is None and spec.log_path is not None:
             spec.log_path.unlink(missing_ok=True)
             with suppress(OSError):  # others still log there

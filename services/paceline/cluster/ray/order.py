@@ -1,4 +1,4 @@
-"""What an actor is told to run, and the command that follows from it; Ray itself is not needed here."""
+"""What an actor is to run, and the command that follows from it; needs no Ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.checkpoints.source import Repository, repository_of
-from paceline.cluster.spec import CpuShare, Endpoint, FleetSpec, gateway_child, model_child
+from paceline.cluster.spec import CpuShare, Endpoint, FleetSpec, Launch
 from paceline.cluster.supervisor import BackOff, ChildSpec
 from paceline.core.messages import GATEWAY
 
@@ -44,20 +44,15 @@ class Order:
 def service_child(order: Order, endpoint: Endpoint) -> ChildSpec:
     """Returns the process of a replica."""
     environ = {**os.environ, **order.env}
+    launch = Launch(spec=order.services, redis_url=order.redis_url, log_dir=order.log_dir, environ=environ)
     if order.role == GATEWAY:
-        return gateway_child(
-            order.services, endpoint, _anywhere(order.checkpoint), order.redis_url, order.log_dir, environ
-        )
-    return model_child(
-        order.services,
+        return launch.gateway(endpoint, _anywhere(order.checkpoint))
+    return launch.model(
         endpoint,
-        CpuShare(num_threads=order.num_threads, cpus=()),
         _anywhere(order.checkpoint),
-        order.redis_url,
-        order.log_dir,
-        environ,
-        endpoint.address,
-        None if order.target is None else _anywhere(order.target),
+        CpuShare(num_threads=order.num_threads, cpus=()),
+        announce=endpoint.address,
+        target=None if order.target is None else _anywhere(order.target),
     )
 
 

@@ -1,4 +1,4 @@
-"""Where replicas go: placement groups of Ray, and who has which of their bundles.
+"""Where replicas go: placement groups of Ray, and which replica has which of their bundles.
 
 The replicas of a tier that are placed together share a group, so that Ray spreads them over hosts. A group is given
 back when its last replica has gone.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.cluster.ray.spec import Tier
+from paceline.cluster.fleet_file import Tier
 
 # Takes the least of the resource by which Ray marks nodes with a kind of accelerator.
 ACCELERATOR_SHARE = 0.001
@@ -70,7 +70,7 @@ class TierPlacement:
         return self._bundle
 
     def take(self, count: int) -> list[Slot]:
-        """Returns places for so many replicas; bundles that others have left are used first."""
+        """Returns places for new replicas; bundles that others have left are used first."""
         vacant = [group for group in self._groups for _ in group.free][:count]
         slots = [self._pop(group) for group in vacant]
         if len(slots) < count:

@@ -1,4 +1,4 @@
-"""One replica as the launcher sees it: its actor, and what that last said of itself."""
+"""One replica as the launcher sees it: its actor, and that actor's last report."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from paceline.cluster.spec import Endpoint
 from paceline.core.errors import ConfigError, UnavailableError
 
 POLL_S = 0.5
-# An actor that says nothing for so long is taken for lost.
+# An actor that does not answer for this long counts as lost.
 ANSWER_S = 10.0
-# Time beyond the service's own for an actor to say that it has stopped.
+# Time beyond the service's own for an actor to report that it has stopped.
 LAST_ANSWER_S = 5.0
 NODE_CHARS = 8
 
@@ -41,8 +41,8 @@ class Replica:
         self._actor = actor
         self._say = say
         self._report: Report | None = None
-        self._told = ""
-        self._heard = False
+        self._last_line = ""
+        self._has_answered = False
         self._changed = asyncio.Condition()
         self._follower = asyncio.create_task(self._follow(), name=f"follow {name}")
 
@@ -72,7 +72,7 @@ class Replica:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.well or self.error)
         except TimeoutError:
-            why = "" if self._heard else ": Ray has found no node with room for it"
+            why = "" if self._has_answered else ": Ray has found no node with room for it"
             raise UnavailableError(f"{self.name} was not ready within {timeout_s:g} s{why}") from None
         if not self.well:
             raise ConfigError(self.error)
@@ -81,7 +81,7 @@ class Replica:
         """Ends its process, which gets `grace_s` seconds to finish, and its actor."""
         self._follower.cancel()
         await asyncio.gather(self._follower, return_exceptions=True)
-        if self._heard:
+        if self._has_answered:
             await _stop(self._actor, grace_s)
         ray.kill(self._actor, no_restart=True)
 
@@ -102,11 +102,11 @@ class Replica:
     async def _note(self, report: Report | None) -> None:
         async with self._changed:
             self._report = report
-            self._heard |= report is not None
+            self._has_answered |= report is not None
             self._changed.notify_all()
         line = self._describe()
-        if line != self._told and self._heard:
-            self._told = line
+        if line != self._last_line and self._has_answered:
+            self._last_line = line
             self._say(line)
 
     def _describe(self) -> str:
@@ -128,7 +128,7 @@ def _doors(endpoint: Endpoint) -> str:
 
 
 async def _stop(actor: Any, grace_s: float) -> None:
-    """Asks an actor to end its process; one that is gone or says nothing is killed by the caller."""
+    """Asks an actor to end its process; the caller kills one that is gone or does not answer."""
     with suppress(RayError, TimeoutError):
         async with asyncio.timeout(grace_s + LAST_ANSWER_S):
             await asyncio.wrap_future(actor.stop.remote(grace_s).future())

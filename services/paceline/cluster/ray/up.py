@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paceline
-from paceline.cluster.drain import say
-from paceline.cluster.fleet_file import READ_ON_RAY, read_fleet_file
-from paceline.cluster.foreground import describe_models, request_for, until_ctrl_c
+from paceline.cluster.fleet_file import READ_ON_RAY, RayFleetSpec, parse_spec, read_fleet_file, read_spec
+from paceline.cluster.foreground import describe_models, request_for, say, until_ctrl_c
 from paceline.cluster.ray.fleet import RayFleet
-from paceline.cluster.ray.spec import RayFleetSpec, parse_spec, read_spec
 from paceline.cluster.spec import gateway_scheme
 from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY
@@ -65,7 +63,7 @@ class RayUpConfig:
 def main(argv: Sequence[str]) -> None:
     """Entry point of `paceline up --ray`."""
     config = parse(RayUpConfig, argv, os.environ, PROG, DESCRIPTION)
-    # Ray reports home unless told otherwise.
+    # Ray reports usage by default.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     run(serve(config), prog=PROG)
 

@@ -1,7 +1,4 @@
-"""Who sent the request that a task serves: known by name at the doors, asked for where sessions are made.
-
-It knows no keys: these end at the doors.
-"""
+"""Who sent the request that a task serves: set at the doors, read where sessions are made. Keys stay at the doors."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ class Caller:
     """Who sent a request.
 
     Attributes:
-        name: The API key's name; empty where no keys are asked for.
+        name: The API key's name; empty where nobody needs a key.
         max_sessions: Most sessions of this caller at once; None: no limit of its own.
-        num_keys: Callers there could be, this one included.
+        num_keys: Callers that could exist, this one included.
     """
 
     name: str = ""

@@ -1,31 +1,36 @@
-"""What stands between clients and the gateway, built from its settings: TLS of the doors, and who may come in."""
+"""What stands between clients and the gateway at both doors: TLS, API keys and their rate limits.
+
+An API key ends here; behind the doors only the name of its owner is known.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
-from paceline.core.errors import PacelineError
-from paceline.gateway.access.guard import Access
+from paceline.core.errors import PacelineError, UnauthenticatedError
+from paceline.gateway.access.callers import Caller, become
 from paceline.gateway.access.keys import KeyRing
-from paceline.gateway.access.rate_limit import WindowRateLimit
-from paceline.gateway.config import GatewayConfig
-from paceline.service.certificates import read_certificates, read_key, utc_now
+from paceline.gateway.access.rate_limit import RateLimit
+from paceline.service.credentials import read_certificates, read_key, utc_now
 from paceline.service.supervision import Supervisor
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+AUTHORIZATION = "authorization"
+SCHEME = "bearer"
+# Goes on with a session that was counted when it began.
+RESUME = "/paceline.rpc.v1.Gateway/Resume"
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorTls:
-    """What both doors show to clients; no certificate is asked of these."""
+    """The certificate that both doors present to clients, who need none themselves."""
 
     certificate: Path
     key: Path
@@ -37,39 +42,99 @@ class DoorTls:
         return grpc.ssl_server_credentials([(self.key_pem, self.certificate_pem)])
 
 
-def load_door_tls(config: GatewayConfig) -> DoorTls | None:
+def load_door_tls(certificate: Path | None, key: Path | None) -> DoorTls | None:
     """Reads `--tls-cert` and `--tls-key`; None without them, which means plain text.
 
     Raises:
-        ConfigError: A file is missing, unreadable, expired, or the two are no pair.
+        ConfigError: A file is missing, unreadable, expired, or the two do not belong together.
     """
-    if config.tls_cert is None or config.tls_key is None:
+    if certificate is None or key is None:
         return None
-    certificate_pem, certificates = read_certificates("--tls-cert", config.tls_cert, utc_now())
-    key_pem = read_key("--tls-key", config.tls_key, certificates[0])
-    return DoorTls(certificate=config.tls_cert, key=config.tls_key, certificate_pem=certificate_pem, key_pem=key_pem)
+    certificate_pem, certificates = read_certificates("--tls-cert", certificate, utc_now())
+    key_pem = read_key("--tls-key", key, certificates[0])
+    return DoorTls(certificate=certificate, key=key, certificate_pem=certificate_pem, key_pem=key_pem)
+
+
+class Access:
+    """Knows callers by their keys and counts their requests.
+
+    Args:
+        ring: The keys.
+        rate_limit: Counts.
+        on_refused: Called with the reason for every request that is refused.
+    """
+
+    def __init__(
+        self, ring: KeyRing, rate_limit: RateLimit, on_refused: Callable[[PacelineError], None] = lambda _: None
+    ) -> None:
+        self._ring = ring
+        self._rate_limit = rate_limit
+        self._on_refused = on_refused
+
+    async def admit(self, authorization: str | None, *, counts: bool = True) -> None:
+        """Makes the sender of an `Authorization` header the current caller.
+
+        Args:
+            authorization: The header; None: there is none.
+            counts: Whether the request is counted against the rate of its key.
+
+        Raises:
+            UnauthenticatedError: There is no such header, or no such key.
+            OverloadedError: The key has used up its requests of the last minute.
+        """
+        try:
+            become(await self._caller(authorization, counts=counts))
+        except PacelineError as error:
+            self._on_refused(error)
+            raise
+
+    async def admit_call(self, metadata: Iterable[tuple[str, str | bytes]] | None, method: str) -> None:
+        """Does the same for a gRPC call; one that resumes a session costs no rate."""
+        values = [value for name, value in metadata or () if name == AUTHORIZATION]
+        presented = values[0] if len(values) == 1 and isinstance(values[0], str) else None
+        await self.admit(presented, counts=method != RESUME)
+
+    async def _caller(self, authorization: str | None, *, counts: bool) -> Caller:
+        if authorization is None:
+            raise UnauthenticatedError("an API key is required: send Authorization: Bearer KEY")
+        scheme, _, presented = authorization.strip().partition(" ")
+        if scheme.lower() != SCHEME or not presented.strip():
+            raise UnauthenticatedError("the Authorization header must be: Bearer KEY")
+        key = self._ring.find(presented.strip())
+        if key is None:
+            raise UnauthenticatedError("the API key is not known here")
+        if counts:
+            await self._rate_limit.count(key)
+        return Caller(name=key.name, max_sessions=key.max_sessions, num_keys=len(self._ring))
 
 
 @asynccontextmanager
-async def guard(
-    config: GatewayConfig, on_refused: Callable[[PacelineError], None], supervisor: Supervisor
+async def guarded(
+    keys_file: Path | None,
+    redis_url: str,
+    on_refused: Callable[[PacelineError], None],
+    supervisor: Supervisor,
+    *,
+    plain_text: bool,
 ) -> AsyncIterator[Access | None]:
-    """Asks callers for API keys while a block runs, and keeps the keys fresh; None where nobody is asked.
+    """Asks callers for API keys while a block runs, and keeps the keys fresh; yields None without a file of keys.
 
     Args:
-        config: Settings.
-        on_refused: Told of every request that may not come in.
-        supervisor: Keeps the task at work that reads the file again.
+        keys_file: The keys; None: nobody needs one.
+        redis_url: Where requests are counted.
+        on_refused: Called with the reason for every request that is refused.
+        supervisor: Runs the task that rereads the file.
+        plain_text: Whether keys cross a network unencrypted.
 
     Raises:
         ConfigError: The file of keys cannot be read, or a line of it is wrong.
     """
-    if config.api_keys_file is None:
+    if keys_file is None:
         yield None
         return
-    ring = KeyRing(config.api_keys_file)
-    rate_limit = WindowRateLimit(config.redis_url)
-    if config.tls_cert is None and config.host not in LOOPBACK:
+    ring = KeyRing(keys_file)
+    rate_limit = RateLimit(redis_url)
+    if plain_text:
         _log.warning("API keys and prompts cross the network in plain text; use --tls-cert, or a proxy that does TLS")
     try:
         async with supervisor.kept({"api_keys": ring.keep_fresh}):

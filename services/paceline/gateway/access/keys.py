@@ -1,6 +1,6 @@
-"""API keys: hashes of them in a file, read again when it changes; `paceline key` makes new ones.
+"""API keys: a file of their hashes, reread when it changes, and `paceline key`, which makes new ones.
 
-A key has 256 random bits, so a plain SHA-256 of it cannot be searched; the keys themselves are stored nowhere. It knows
+A key has 256 random bits, so a plain SHA-256 of it cannot be searched; the keys themselves are not stored. It knows
 neither HTTP nor gRPC.
 """
 
@@ -44,7 +44,7 @@ class ApiKey:
     """A key as a gateway knows it.
 
     Attributes:
-        name: Whose it is; stands in logs and records.
+        name: Its owner, as shown in logs and records.
         digest: SHA-256 of the key.
         requests_per_minute: Most requests in any 60 s, over all gateways; None: no limit.
         max_sessions: Most sessions at once on one gateway; None: no limit of its own.
@@ -85,7 +85,7 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, presented: str) -> ApiKey | None:
-        """Returns the key that was presented; None if it is none of ours. Takes the same time for all of ours."""
+        """Returns the key that was presented; None if it is unknown. The time does not depend on which key it is."""
         digest = _digest(presented)
         found = None
         for key in self._keys:
@@ -94,7 +94,7 @@ class KeyRing:
         return found
 
     def refresh(self) -> None:
-        """Reads the file again if it has changed; what is wrong with it is logged, and the old keys stay in force."""
+        """Reads the file again if it has changed; if it is wrong, a warning is logged and the old keys stay valid."""
         try:
             version = _version(self._path)
             if version == self._version:
@@ -109,7 +109,7 @@ class KeyRing:
         _log.info("API keys read again", extra={"num_keys": len(self._keys)})
 
     async def keep_fresh(self, interval_s: float = REREAD_S) -> None:
-        """Refreshes for ever, once an interval in seconds."""
+        """Refreshes without end, once per interval in seconds."""
         while True:
             await asyncio.sleep(interval_s)
             await asyncio.to_thread(self.refresh)
@@ -119,7 +119,7 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
     """Returns the keys of a file's text.
 
     Raises:
-        ConfigError: A line is wrong, a name or key stands there twice, or there is none; names the line.
+        ConfigError: A line is wrong, a name or key appears twice, or there is no key; names the line.
     """
     keys: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -128,10 +128,10 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
             continue
         key = _parse_line(content, number)
         if any(key.name == other.name or key.digest == other.digest for other in keys):
-            raise ConfigError(f"{FLAG}: line {number}: the name or the key stands there twice; give each its own")
+            raise ConfigError(f"{FLAG}: line {number}: the name or the key appears twice; give each its own")
         keys.append(key)
     if not keys:
-        raise ConfigError(f"{FLAG}: holds no key, so that nobody could be served; make one with paceline key NAME")
+        raise ConfigError(f"{FLAG}: holds no key, so no client could be served; make one with paceline key NAME")
     return tuple(keys)
 
 
@@ -150,7 +150,7 @@ def new_key() -> str:
 
 
 def line_of(config: KeyConfig, key: str) -> str:
-    """Returns the line of the file that stands for a key."""
+    """Returns the line of the file for a key."""
     fields = [config.name, _digest(key).hex(), config.requests_per_minute, config.max_sessions]
     while fields[-1] is None:
         fields.pop()
@@ -162,7 +162,7 @@ def _parse_line(content: str, number: int) -> ApiKey:
     if not 2 <= len(fields) <= 4:
         raise ConfigError(f"{FLAG}: line {number}: must be {_FORM}, got {len(fields)} fields")
     name, digest = fields[:2]
-    # The content is not shown: somebody may have put the key itself there.
+    # The content is not shown: it may be the key itself.
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"{FLAG}: line {number}: the name must be 1 to 64 letters, digits, dots, dashes, underscores")
     if _DIGEST.fullmatch(digest) is None:

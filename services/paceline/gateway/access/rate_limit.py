@@ -1,9 +1,9 @@
 """Counts the requests of each API key, over all gateways of a fleet, in the store they share.
 
-A store that does not answer never stops a request: then nothing is counted for a while. It knows neither HTTP nor gRPC.
+A store that does not answer never stops a request: nothing is counted for a while. It knows neither HTTP nor gRPC.
 
-Windows follow one clock, the store's, wherever gateways' own clocks stand. Libraries offer the same with counters that
-expire; those let twice the limit pass in a minute, since they know of a request only in which window it came.
+Windows follow one clock, the store's, whatever the gateways' own clocks show. Libraries offer counters that expire
+instead; those let twice the limit pass within a minute, because they keep only the window in which a request came.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
@@ -28,12 +27,12 @@ KEY_PREFIX = "paceline:rate:"
 WINDOW_S = 60.0
 # A count takes a fraction of a millisecond; a request does not wait longer than this for one.
 COUNT_TIMEOUT_S = 0.25
-# How long a store that failed is left alone.
+# A store that failed is left alone for this long.
 REST_S = 5.0
 
 # Keeps the times of the last requests that passed, newest first, in milliseconds of the server's clock; returns how
-# long the next one has to wait. Their number is bounded by the limit, so a full server lets it through. A time that is
-# yet to come was written before the clock was set back, or by a server with another one.
+# long the next one has to wait. The limit bounds their number, so a server that is out of memory may still write them.
+# A time in the future was written before the clock was set back, or by a server with another clock.
 _COUNT_SCRIPT = """#!lua flags=allow-oom
 local limit, window_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 local clock = redis.call('TIME')
@@ -50,28 +49,7 @@ return 0
 _log = logging.getLogger(__name__)
 
 
-class RateLimit(Protocol):
-    """Lets a key's requests pass, or does not."""
-
-    async def count(self, key: ApiKey) -> None:
-        """Counts one request.
-
-        Raises:
-            OverloadedError: The key has had its requests of the last minute; says when to come again.
-        """
-
-
-class _Window(Protocol):
-    """Times of the requests that passed."""
-
-    async def wait_s(self, name: str, limit: int) -> float:
-        """Counts one request of a name if fewer than `limit` passed in the last minute; else says how long to wait."""
-
-    async def close(self) -> None:
-        """Gives back connections."""
-
-
-class WindowRateLimit:
+class RateLimit:
     """At most `requests_per_minute` in any 60 seconds, each key by itself.
 
     Args:
@@ -81,17 +59,13 @@ class WindowRateLimit:
     """
 
     def __init__(
-        self,
-        redis_url: str,
-        *,
-        timeout_s: float = COUNT_TIMEOUT_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, redis_url: str, *, timeout_s: float = COUNT_TIMEOUT_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
         self._rests_until_s: float | None = None
         in_memory = urlsplit(redis_url).scheme == "memory"
-        self._window: _Window = _MemoryWindow(clock) if in_memory else _StoreWindow(redis_url, timeout_s)
+        self._window = _MemoryWindow(clock) if in_memory else _StoreWindow(redis_url, timeout_s)
 
     async def count(self, key: ApiKey) -> None:
         """Counts one request; free for keys without a limit.
@@ -99,16 +73,22 @@ class WindowRateLimit:
         Raises:
             OverloadedError: The key has had its requests of the last minute; says when to come again.
         """
-        if key.requests_per_minute is None or self._rests():
+        left_alone = self._rests_until_s is not None and self._clock() < self._rests_until_s
+        if key.requests_per_minute is None or left_alone:
             return
         try:
             async with asyncio.timeout(self._timeout_s):
                 wait_s = await self._window.wait_s(key.name, key.requests_per_minute)
         except (TimeoutError, RedisError, OSError, RuntimeError) as error:
             # uvloop raises RuntimeError for a write to a socket that has gone.
-            self._failed(error)
+            if self._rests_until_s is None:
+                reason = type(error).__name__
+                _log.warning("requests are not counted, the store does not answer", extra={"reason": reason})
+            self._rests_until_s = self._clock() + REST_S
             return
-        self._answered()
+        if self._rests_until_s is not None:
+            _log.info("requests are counted again")
+            self._rests_until_s = None
         if wait_s > 0:
             raise OverloadedError(
                 f"API key {key.name!r} has had its {key.requests_per_minute} requests per minute",
@@ -119,34 +99,18 @@ class WindowRateLimit:
         """Closes the connections."""
         await self._window.close()
 
-    def _rests(self) -> bool:
-        return self._rests_until_s is not None and self._clock() < self._rests_until_s
-
-    def _answered(self) -> None:
-        if self._rests_until_s is not None:
-            _log.info("requests are counted again")
-            self._rests_until_s = None
-
-    def _failed(self, error: Exception) -> None:
-        if self._rests_until_s is None:
-            reason = type(error).__name__
-            _log.warning("requests are not counted, the store does not answer", extra={"reason": reason})
-        self._rests_until_s = self._clock() + REST_S
-
 
 class _StoreWindow:
-    """Times in a store, by its clock."""
+    """Times of the requests that passed, in a store and by its clock."""
 
     def __init__(self, redis_url: str, timeout_s: float) -> None:
         self._client: Redis = Redis.from_url(
-            redis_url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 1),
+            redis_url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 1)
         )
         self._count = self._client.register_script(_COUNT_SCRIPT)
 
     async def wait_s(self, name: str, limit: int) -> float:
+        """Counts a request if fewer than `limit` passed in the last minute; otherwise returns how long it must wait."""
         try:
             return int(await self._count(keys=[KEY_PREFIX + name], args=[limit, round(WINDOW_S * 1000)])) / 1000
         except ReadOnlyError:
@@ -159,7 +123,7 @@ class _StoreWindow:
 
 
 class _MemoryWindow:
-    """Times in this process, for tests and for single gateways."""
+    """The same in this process, for tests and for single gateways."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -176,4 +140,4 @@ class _MemoryWindow:
         return 0.0
 
     async def close(self) -> None:
-        """Has nothing to give back."""
+        """Has no connections."""

@@ -1,33 +1,37 @@
-"""Which verifiers get no sessions for a while since they fail those they get.
+"""Which verifiers get no sessions for a while: those that fail the sessions they get, and those that are full.
 
-Pure but for the clock that it is given. A verifier that answers every session with an error at once is always the least
-loaded one; without ejection it would get them all. The rules are those of Envoy's outlier detection.
+Pure but for the clock. A verifier that answers every session with an error at once is always the least loaded one, so
+without ejection it would get them all. The rules are those of Envoy's outlier detection.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.core.errors import OverloadedError
 from paceline.store.base import Replica
 
-# So many failures in a row eject, and so large a share of at least so many sessions of the last seconds.
+# A verifier is ejected after this number of failures in a row, or once this share of its recent sessions failed, if
+# there were at least `LEAST_OUTCOMES` of them within the window.
 CONSECUTIVE = 3
 SHARE = 0.5
 LEAST_OUTCOMES = 10
 WINDOW_S = 30.0
 MAX_OUTCOMES = 256
-# The first ejection; each one after it is longer by as much, up to the longest.
+# The first ejection; each later one is longer by the same time, up to the longest.
 EJECTION_S = 5.0
 LONGEST_S = 60.0
-# With a larger share ejected, the fault lies elsewhere: all are asked.
+# If more than this share would be ejected, the fault lies elsewhere, and all of them stay in use.
 PANIC_SHARE = 0.5
+# A refusal holds for this long at most. The queue of a full verifier has more work than that.
+FULL_S = 0.25
 
 
 @dataclass(slots=True)
 class _Outcomes:
-    """What became of the sessions of one verifier.
+    """How the sessions of one verifier ended.
 
     Attributes:
         recent: When each session ended, and whether the verifier failed it.
@@ -58,7 +62,7 @@ class _Outcomes:
         return self.num_consecutive >= CONSECUTIVE or often
 
     def eject(self, now_s: float) -> None:
-        """Begins an ejection; what was counted has had its effect."""
+        """Begins an ejection; counting starts again."""
         self.num_ejections += 1
         self.until_s = now_s + min(LONGEST_S, EJECTION_S * self.num_ejections)
         self.num_consecutive = 0
@@ -85,7 +89,7 @@ class Ejections:
             known.note(self._clock(), failed=False)
 
     def failed(self, replica_id: str) -> None:
-        """A verifier failed a session, in a way that says nothing of the session."""
+        """A verifier failed a session, and the session was not to blame."""
         now_s = self._clock()
         outcomes = self._outcomes.setdefault(replica_id, _Outcomes())
         outcomes.note(now_s, failed=True)
@@ -107,3 +111,51 @@ class Ejections:
     def _is_ejected(self, replica_id: str, now_s: float) -> bool:
         outcomes = self._outcomes.get(replica_id)
         return outcomes is not None and now_s < outcomes.until_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A verifier's refusal of a session that could wait `max_wait_s` seconds, and until when it holds."""
+
+    error: OverloadedError
+    max_wait_s: float
+    until_s: float
+
+
+class FullVerifiers:
+    """Verifiers that have just refused a session because it would wait too long for a place.
+
+    They are not asked again at once: a refusal costs the verifier and the gateway milliseconds that running sessions
+    need, and under overload there are more refusals than sessions.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._refusals: dict[str, _Refusal] = {}
+
+    def refused(self, replica_id: str, error: OverloadedError, max_wait_s: float) -> None:
+        """A verifier has refused a session that could wait `max_wait_s` seconds for a place."""
+        holds_s = min(FULL_S, error.retry_after_s)
+        self._refusals[replica_id] = _Refusal(error, max_wait_s, self._clock() + holds_s)
+
+    def check(self, replica_ids: Iterable[str], max_wait_s: float) -> None:
+        """Refuses a session that all these verifiers would refuse.
+
+        Raises:
+            OverloadedError: The error of one of them.
+        """
+        now_s, last = self._clock(), None
+        for replica_id in replica_ids:
+            last = self._refusals.get(replica_id)
+            if last is None or now_s >= last.until_s or max_wait_s > last.max_wait_s:
+                return
+        if last is not None:
+            raise last.error
+
+    def keep_only(self, replicas: Sequence[Replica]) -> None:
+        """Forgets verifiers that have left."""
+        present = {each.replica_id for each in replicas}
+        self._refusals = {name: each for name, each in self._refusals.items() if name in present}

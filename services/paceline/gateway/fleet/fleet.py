@@ -1,6 +1,6 @@
 """The fleet as this gateway knows it: the registry, read in the background.
 
-A dead registry leaves the last known fleet in place. Who gets the next session is not decided here.
+A dead registry leaves the last known fleet in place. The router decides which verifier gets a session.
 """
 
 from __future__ import annotations
@@ -8,39 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from paceline.core.errors import ModelNotFoundError, UnavailableError
 from paceline.core.messages import DRAFTER, VERIFIER, ModelIdentity
+from paceline.gateway.fleet.generation_config import NO_DEFAULTS, ModelDefaults
 from paceline.gateway.fleet.routing import able_verifiers
-from paceline.gateway.generation_config import NO_DEFAULTS, ModelDefaults
+from paceline.gateway.fleet.served_model import ServedModel
+from paceline.gateway.fleet.verifier_client import VerifierClient
 from paceline.gateway.message.form import AUTO, Families
-from paceline.gateway.requests import ServedModel
 from paceline.gateway.text.codec import TextCodec
 from paceline.store.base import Replica
 from paceline.store.view import Answers, Registry, RegistryView, nobody_answers
 
 _log = logging.getLogger(__name__)
-
-
-class Channels(Protocol):
-    """Connections to verifiers."""
-
-    async def keep_only(self, addresses: Collection[str]) -> None:
-        """Closes connections to other addresses that nobody uses."""
-
-
-def strange_drafters(replicas: Sequence[Replica]) -> list[Replica]:
-    """Returns the drafters that can draft for no verifier; they will never be paired."""
-    targets = [r.identity for r in replicas if r.role == VERIFIER and r.identity is not None]
-    return [
-        replica
-        for replica in replicas
-        if replica.role == DRAFTER
-        and targets
-        and (replica.identity is None or not any(map(replica.identity.drafts_for, targets)))
-    ]
 
 
 class Fleet:
@@ -65,10 +46,10 @@ class Fleet:
             registry: Where replicas announce themselves.
             codecs: Tokenizers by model name; only these models are served.
             answers: Asks a replica that has left the registry whether it still serves.
-            defaults: Of models that have some, by name.
+            defaults: Sampling defaults of models that have some, by name.
             tool_call_parser: How models write calls: a family, `auto` or `none`.
             reasoning_parser: How they write reasoning, likewise.
-            aliases: Further names, and whose.
+            aliases: Further names, each with the name of its model.
             trusts_templates: Whether requests may bring chat templates of their own.
             clock: Monotonic seconds.
         """
@@ -104,15 +85,14 @@ class Fleet:
         return sorted({*self._codecs, *self._aliases})
 
     def verifiers(self, name: str) -> list[Replica]:
-        """Returns the verifiers of a model that take sessions and speak this gateway's tokens."""
+        """Returns the verifiers of a model that take sessions and use this gateway's vocabulary."""
         codec = self._codecs.get(name)
+        wanted = "" if codec is None else codec.vocab_hash
         able = able_verifiers(self.replicas, name)
-        if codec is None or not codec.vocab_hash:
-            return able
-        return [each for each in able if each.identity is not None and each.identity.vocab_hash == codec.vocab_hash]
+        return [each for each in able if not wanted or (each.identity and each.identity.vocab_hash == wanted)]
 
     def identity(self, name: str) -> ModelIdentity | None:
-        """Returns what the verifier of the model with the longest context says of it; None if none is known."""
+        """Returns the identity that the verifier with the longest context announces; None if none is known."""
         name = self._aliases.get(name, name)
         known = [each.identity for each in able_verifiers(self.replicas, name) if each.identity is not None]
         same = [each.identity for each in self.verifiers(name) if each.identity is not None]
@@ -123,7 +103,7 @@ class Fleet:
 
         Raises:
             ModelNotFoundError: It is not served here.
-            UnavailableError: It is, but no verifier is there, or one for other tokens than ours.
+            UnavailableError: It has no verifier, or only verifiers with another vocabulary.
         """
         if not name and len(self._codecs) == 1:
             [name] = self._codecs
@@ -154,31 +134,36 @@ class Fleet:
     async def refresh(self) -> None:
         """Reads the registry once; a failure leaves the last known fleet in place."""
         await self._view.refresh()
-        self._warn_of_strange_drafters()
+        self._warn_of_useless_drafters()
 
-    def _warn_of_strange_drafters(self) -> None:
-        strange = {replica.replica_id for replica in strange_drafters(self.replicas)}
-        for replica_id in sorted(strange - self._warned_of):
+    def _warn_of_useless_drafters(self) -> None:
+        """Names, once each, the drafters that can draft for no verifier: they are never paired."""
+        targets = [each.identity for each in self.replicas if each.role == VERIFIER and each.identity is not None]
+        useless = {
+            each.replica_id
+            for each in self.replicas
+            if each.role == DRAFTER and targets and not (each.identity and any(map(each.identity.drafts_for, targets)))
+        }
+        for replica_id in sorted(useless - self._warned_of):
             _log.warning(
-                "a drafter speaks the vocabulary of no verifier and is not used",
-                extra={"replica_id": replica_id},
+                "a drafter speaks the vocabulary of no verifier and is not used", extra={"replica_id": replica_id}
             )
-        self._warned_of = strange
+        self._warned_of = useless
 
     def is_draining(self, replica_id: str) -> bool:
-        """Says whether a replica is marked as draining."""
+        """Tells whether a replica is marked as draining."""
         return any(each.draining for each in self.replicas if each.replica_id == replica_id)
 
-    async def keep_fresh(self, interval_s: float, channels: Channels, on_refreshed: Callable[[], None]) -> None:
-        """Refreshes for ever, once an interval in seconds.
+    async def keep_fresh(self, interval_s: float, client: VerifierClient, on_refreshed: Callable[[], None]) -> None:
+        """Refreshes without end, once per interval.
 
         Args:
-            interval_s: Pause between two readings.
-            channels: Those to verifiers that are gone are closed.
+            interval_s: Pause between two readings, in seconds.
+            client: Its channels to verifiers that are gone are closed.
             on_refreshed: Called after each reading.
         """
         while True:
             await asyncio.sleep(interval_s)
             await self.refresh()
             on_refreshed()
-            await channels.keep_only(self.addresses())
+            await client.keep_only(self.addresses())

@@ -1,4 +1,4 @@
-"""Names of prompts' beginnings, and which verifier was sent which. Knows no load and chooses nobody."""
+"""Names the beginnings of prompts, and remembers which verifier was sent which. It knows no load."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from itertools import count
 
 from paceline.core.pages import BLOCK_SIZE
 
-# Only whole pages are reused. So many of a prompt are named one by one; from there on, half as densely after every
-# doubling.
+# Only whole pages are reused. The first ones of a prompt are named one by one; beyond them the density halves with
+# every doubling.
 DENSE_BLOCKS = 64
 HASH_BYTES = 8
 # For each verifier. A prompt of 4,096 tokens takes 128 names, one of 128 k tokens 288, and later turns share those of
-# earlier ones: 2 million tokens of unrelated prompts at least, more than a verifier has pages for, in about 12 MB.
+# earlier ones. So this covers at least 2 million tokens of unrelated prompts, more than a verifier has pages for, in
+# about 12 MB.
 MAX_BLOCKS = 65_536
 
 
 def covered_tokens(num_blocks: int) -> int:
     """Returns the length in tokens of a prompt's beginning that the first `num_blocks` names stand for.
 
-    The step to the next name is at most 1/32 of what is covered already, so names lose little precision, and their
-    number grows with the logarithm of the length.
+    The step to the next name is at most 1/32 of what is covered already, so little precision is lost, and the number
+    of names grows with the logarithm of the length.
     """
     octave, rest = divmod(max(0, num_blocks - DENSE_BLOCKS), DENSE_BLOCKS // 2)
     return (min(num_blocks, DENSE_BLOCKS) + 2 * rest) * BLOCK_SIZE << octave
@@ -58,8 +59,8 @@ def _ends(num_tokens: int) -> Iterator[int]:
 class PrefixIndex:
     """Which verifier was sent which prefixes by this gateway; the least recently used are forgotten.
 
-    Of a prompt the end is forgotten before the beginning. So a verifier that is known to have a prefix has
-    all shorter ones too, and the longest is found by bisection.
+    The end of a prompt is forgotten before its beginning. So a verifier that is known to have a prefix has all shorter
+    ones too, and bisection finds the longest.
 
     Args:
         max_blocks: Names remembered for each verifier.
@@ -74,7 +75,7 @@ class PrefixIndex:
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
-        """The verifiers of which anything is known."""
+        """The verifiers with any known prefix."""
         return tuple(self._known)
 
     def longest(self, blocks: Sequence[int]) -> dict[str, int]:

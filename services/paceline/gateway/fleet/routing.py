@@ -1,22 +1,22 @@
-"""Who gets the next session: prefix affinity within a bound on the load. Pure: no clock, no I/O, no store.
+"""Chooses the verifier of a session: prefix affinity within a bound on the load. Pure: no clock, no I/O, no store.
 
-A verifier that holds the beginning of a prompt need not compute it again, so a session goes where most of its prompt
-is known, unless that verifier has more than its share of the sessions. It does not know what verifiers really hold: it
-remembers what this gateway sent where, and trusts that they forget in the same order.
+A verifier that holds the beginning of a prompt need not compute it again, so a session goes where most of its prompt is
+known, unless that verifier has more than its share of the sessions. The gateway does not know what verifiers really
+hold: it remembers what it sent where, and assumes that they forget in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from paceline.core.messages import GATEWAY, VERIFIER
 from paceline.core.pairing import expected_round_trip_s
-from paceline.gateway.fleet.prefixes import HASH_BYTES, MAX_BLOCKS, PrefixIndex, covered_tokens, prefix_blocks
+from paceline.gateway.fleet.prefixes import HASH_BYTES, PrefixIndex, covered_tokens, prefix_blocks
 from paceline.store.base import Replica
 
-# A verifier that holds a whole prompt may have so many times its fair share of the sessions more than one that holds
-# nothing of it. A hit saves at most the whole prompt, so it may cost at most one more wait of the fair length.
+# A verifier that holds a whole prompt may have this multiple of its fair share beyond what one that holds nothing may
+# have. A hit saves at most the whole prompt, so it may cost at most one more wait of the fair length.
 AFFINITY = 1.0
 
 
@@ -24,20 +24,13 @@ class Router:
     """Chooses verifiers for sessions by what this gateway sent them before.
 
     Args:
-        affinity: See `AFFINITY`; 0 never prefers a verifier with more than its share.
-        max_blocks: Names remembered for each verifier.
-        zone: Where this gateway runs; of verifiers that hold as much, those of its zone go first. Empty: not known.
-
-    Raises:
-        ValueError: The affinity is negative: the least loaded verifier could be passed over.
+        zone: Where this gateway runs; among verifiers that hold equally much, it prefers those of its zone. Empty:
+            unknown.
     """
 
-    def __init__(self, *, affinity: float = AFFINITY, max_blocks: int = MAX_BLOCKS, zone: str = "") -> None:
-        if affinity < 0:
-            raise ValueError(f"affinity must be 0 or more, got {affinity}")
-        self._affinity = affinity
+    def __init__(self, *, zone: str = "") -> None:
         self._zone = zone
-        self._index = PrefixIndex(max_blocks)
+        self._index = PrefixIndex()
         self._replicas: Sequence[Replica] = ()
         self._elsewhere: dict[str, int] = {}
 
@@ -54,9 +47,9 @@ class Router:
         Args:
             replicas: The fleet; the same object until it is read again.
             able: Those of the fleet to choose from, at least one; all of one model.
-            token_ids: The prompt, and what is generated already when a session moves.
+            token_ids: The prompt, and the tokens generated so far when a session moves.
             in_flight: Sessions of this gateway by replica id; the registry lags behind by a heartbeat.
-            salt: Cached prefixes are shared under the same one only.
+            salt: Cached prefixes are shared only among sessions with the same one.
         """
         if replicas is not self._replicas:
             self._read(replicas, in_flight)
@@ -74,14 +67,14 @@ class Router:
         self._index.add(verifier.replica_id, prefix_blocks(_model(verifier) + salt, token_ids))
 
     def forget(self, replica_id: str) -> None:
-        """Forgets what a verifier was sent; it failed, and comes back empty if it does."""
+        """Forgets what a verifier was sent: it failed, and if it comes back, it comes back empty."""
         self._index.forget(replica_id)
 
     def _read(self, replicas: Sequence[Replica], in_flight: Mapping[str, int]) -> None:
-        """Takes a new view of the fleet: forgets verifiers that left, and tells others' sessions from this gateway's.
+        """Takes a new view of the fleet: forgets verifiers that left, and counts the sessions of other gateways.
 
-        What others have is taken as constant until the next view; this gateway's own count is always exact. Were it
-        not, all sessions between two views would go to the same verifier.
+        That count is taken as constant until the next view, while this gateway's own count is always exact. Otherwise
+        all sessions between two views would go to the same verifier.
         """
         self._replicas = replicas
         self._elsewhere = {
@@ -97,7 +90,7 @@ class Router:
     ) -> Replica:
         known = self._index.longest(blocks)
         held = {replica_id: covered_tokens(length) / num_tokens for replica_id, length in known.items()}
-        eligible = within_bound(able, sessions, held, self._affinity)
+        eligible = within_bound(able, sessions, held)
         ranks = [(held.get(each.replica_id, 0.0), -expected_round_trip_s(self._zone, each.zone)) for each in eligible]
         best = [each for each, rank in zip(eligible, ranks, strict=True) if rank == max(ranks)]
         num_known = max(known.values(), default=0)
@@ -111,16 +104,16 @@ def _is_one_of_several(replicas: Sequence[Replica]) -> bool:
 
 
 def _rendezvous(block: int, replica_id: str) -> bytes:
-    """Highest random weight: all gateways rank the replicas of a block alike.
+    """Returns the weight of a replica for a block (highest random weight): all gateways rank replicas alike.
 
-    Asked of the first block that is new to a gateway: what comes before it is common property (a system prompt, say)
-    and would send all conversations to the same verifier.
+    The block is the first one that is new to a gateway: what comes before it is shared, such as a system prompt, and
+    would send all conversations to the same verifier.
     """
     return blake2b(replica_id.encode(), key=block.to_bytes(HASH_BYTES, "little"), digest_size=HASH_BYTES).digest()
 
 
-def able_verifiers(replicas: Sequence[Replica], model: str, exclude: Collection[str] = ()) -> list[Replica]:
-    """Returns the verifiers of a model that take sessions, without those whose ids are in `exclude`."""
+def able_verifiers(replicas: Sequence[Replica], model: str) -> list[Replica]:
+    """Returns the verifiers of a model that take sessions."""
     return [
         replica
         for replica in replicas
@@ -128,23 +121,19 @@ def able_verifiers(replicas: Sequence[Replica], model: str, exclude: Collection[
         and not replica.draining
         and replica.identity is not None
         and replica.identity.name == model
-        and replica.replica_id not in exclude
     ]
 
 
-def within_bound(
-    able: Sequence[Replica], sessions: Mapping[str, int], held: Mapping[str, float], affinity: float
-) -> list[Replica]:
-    """Returns the verifiers that may have one session more: those with `sessions < (1 + affinity * held) * fair share`.
+def within_bound(able: Sequence[Replica], sessions: Mapping[str, int], held: Mapping[str, float]) -> list[Replica]:
+    """Returns the verifiers that may have one session more: those with `sessions < (1 + AFFINITY * held) * fair share`.
 
-    The fair share is that of all sessions, the new one counted, by the verifiers' sizes. As they cannot all have their
-    share before the new one is placed, the least loaded is always returned.
+    The fair share is that of all sessions, the new one included, by the verifiers' sizes. They cannot all have their
+    share before the new one is placed, so the least loaded is always returned.
 
     Args:
         able: The verifiers to choose from.
-        sessions: What each has, by replica id.
+        sessions: The number of each, by replica id.
         held: Share of the prompt that each is known to hold, 0 to 1, by replica id.
-        affinity: See `AFFINITY`.
     """
     total = 1 + sum(sessions[replica.replica_id] for replica in able)
     size = sum(_size(replica) for replica in able)
@@ -152,7 +141,7 @@ def within_bound(
         replica
         for replica in able
         if sessions[replica.replica_id] * size
-        < (1 + affinity * held.get(replica.replica_id, 0.0)) * total * _size(replica)
+        < (1 + AFFINITY * held.get(replica.replica_id, 0.0)) * total * _size(replica)
     ]
 
 

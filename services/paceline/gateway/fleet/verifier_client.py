@@ -1,6 +1,6 @@
-"""Calls verifiers: one channel an address, every await bounded, cancellation passed on at once.
+"""Calls verifiers: one channel per address, every await bounded, cancellation passed on at once.
 
-It knows the wire and nothing of text or HTTP.
+It knows the wire, and neither text nor HTTP.
 """
 
 from __future__ import annotations
@@ -39,22 +39,19 @@ class RunningCall:
     """One session on a verifier.
 
     Attributes:
-        session_id: The session.
-        epoch: Under which it runs.
+        request: The session.
         address: The verifier's.
         vocab_size: Tokens of its model.
-        heard_s: When it was called or last said something, monotonic seconds.
-        ran: Whether an engine has computed something of it.
-        unheard: Whether the verifier was lost after it had taken the session, and before it said anything of it.
-        num_heard: Messages that came.
-        num_generated: Generated tokens of the session so far, those that it began with among them.
-        num_to_judge: Tokens of the prompt whose log probabilities are to come before the first generated token.
-        num_judged: Those that have come.
-        ended_by: Why we ended it ourselves; None while it runs.
+        heard_s: When it was called or last sent a message, monotonic seconds.
+        ran: Whether an engine has computed a part of it.
+        unheard: Whether the verifier was lost after it had accepted the session, and before its first message.
+        num_heard: Messages received.
+        num_generated: Generated tokens of the session so far, including those that it began with.
+        num_judged: Tokens of the prompt whose log probabilities have come.
+        ended_by: Why the gateway itself ended it; None while it runs.
     """
 
-    session_id: str
-    epoch: int
+    request: GenerateRequest
     address: str
     vocab_size: int
     heard_s: float
@@ -62,33 +59,32 @@ class RunningCall:
     unheard: bool = False
     num_heard: int = 0
     num_generated: int = 0
-    num_to_judge: int = 0
     num_judged: int = 0
     ended_by: PacelineError | None = None
 
     def check(self) -> None:
-        """Raises what the call was ended with, if it was."""
+        """Raises the error that the gateway ended the call with, if it did."""
         if self.ended_by is not None:
             raise self.ended_by
 
     def lost(self, error: grpc.aio.AioRpcError) -> None:
-        """The call has failed; raises what it was ended with, if it was."""
+        """The call has failed; raises the error that the gateway ended it with, if it did."""
         self.check()
         self.unheard = not self.num_heard and TAKEN in dict(error.initial_metadata())
 
     def take(self, committed: CommittedTokens, now_s: float) -> None:
-        """Takes in what the verifier says.
+        """Takes in a message of the verifier.
 
         Raises:
-            RemoteProtocolError: Tokens are missing before these, were sent already, or are none of the model's.
+            RemoteProtocolError: Tokens before these are missing, were sent twice, or are not in the model's vocabulary.
         """
         self.heard_s = now_s
         self.num_heard += 1
         self._take_judged(committed)
         if committed.token_ids and committed.offset != self.num_generated:
             raise RemoteProtocolError(
-                f"VerifierGenerateResponse.offset: {self.num_generated} tokens are there, and {committed.offset} are "
-                "said to be before the next"
+                f"VerifierGenerateResponse.offset: must be {self.num_generated}, the number of tokens received, got "
+                f"{committed.offset}"
             )
         if max(committed.token_ids, default=0) >= self.vocab_size:
             raise RemoteProtocolError(
@@ -101,12 +97,13 @@ class RunningCall:
     def _take_judged(self, committed: CommittedTokens) -> None:
         if committed.prompt_logprobs and committed.prompt_offset != self.num_judged + 1:
             raise RemoteProtocolError(
-                f"VerifierGenerateResponse.prompt_offset: was to be {self.num_judged + 1}, is {committed.prompt_offset}"
+                f"VerifierGenerateResponse.prompt_offset: must be {self.num_judged + 1}, got {committed.prompt_offset}"
             )
         self.num_judged += len(committed.prompt_logprobs)
-        if self.num_judged > self.num_to_judge or (committed.token_ids and self.num_judged < self.num_to_judge):
+        due = self.request.num_to_judge
+        if self.num_judged > due or (committed.token_ids and self.num_judged < due):
             raise RemoteProtocolError(
-                f"VerifierGenerateResponse.prompt_logprobs: {self.num_judged} came of {self.num_to_judge} tokens"
+                f"VerifierGenerateResponse.prompt_logprobs: {self.num_judged} came of {due} tokens"
             )
 
 
@@ -114,7 +111,7 @@ class VerifierClient:
     """Runs sessions on verifiers.
 
     Args:
-        silence_s: Longest wait for a verifier's next sign of life, in seconds.
+        silence_s: Longest wait for a verifier's next message, in seconds.
         tls: Certificate to show; None: plain text.
         clock: Monotonic seconds.
     """
@@ -135,31 +132,29 @@ class VerifierClient:
         return bool(self._abort_reason)
 
     def running(self, address: str, request: GenerateRequest, vocab_size: int) -> RunningCall:
-        """Returns what is to be known of a call that is about to begin."""
+        """Returns the state of a call that is about to begin."""
         return RunningCall(
-            session_id=request.session_id,
-            epoch=request.epoch,
+            request=request,
             address=address,
             vocab_size=vocab_size,
             heard_s=self._clock(),
             num_generated=len(request.committed_token_ids),
-            num_to_judge=request.num_to_judge,
         )
 
-    async def generate(self, running: RunningCall, request: GenerateRequest) -> AsyncGenerator[CommittedTokens, None]:
-        """Yields what the verifier commits, a result in the last message; closing it cancels the call.
+    async def generate(self, running: RunningCall) -> AsyncGenerator[CommittedTokens, None]:
+        """Yields what the verifier commits, with a result in the last message; closing the generator cancels the call.
 
         Args:
-            running: Kept up to date while the call runs.
-            request: The session.
+            running: The call; kept up to date while it runs.
 
         Raises:
-            PacelineError: What the verifier raised, or what the call was ended with.
+            PacelineError: The verifier raised it, or the gateway ended the call with it.
             UnavailableError: The verifier cannot be reached, is silent too long, or the gateway shuts down.
-            RemoteProtocolError: The verifier sent nonsense.
+            RemoteProtocolError: The verifier broke the protocol.
         """
         if self.aborted:
             raise UnavailableError(self._abort_reason)
+        request = running.request
         metadata = ((TRACEPARENT, request.traceparent),) if request.traceparent else None
         call: _Call = self._stub(running.address).Generate(generate_request_to_pb(request), metadata=metadata)
         self._calls[call] = running
@@ -176,17 +171,12 @@ class VerifierClient:
             del self._calls[call]
             call.cancel()
 
-    def end(self, chosen: Callable[[RunningCall], bool], error: PacelineError) -> int:
-        """Ends the calls chosen: what waits for them, and what reads them next, gets the error.
-
-        Returns:
-            How many.
-        """
-        ended = [(call, running) for call, running in self._calls.items() if not running.ended_by and chosen(running)]
-        for call, running in ended:
-            running.ended_by = error
-            call.cancel()
-        return len(ended)
+    def end(self, chosen: Callable[[RunningCall], bool], error: PacelineError) -> None:
+        """Ends the chosen calls: their readers get the error, at once or with their next read."""
+        for call, running in list(self._calls.items()):
+            if not running.ended_by and chosen(running):
+                running.ended_by = error
+                call.cancel()
 
     def abort(self, reason: str) -> None:
         """Ends all calls, and refuses later ones, with `UnavailableError(reason)`."""
@@ -194,7 +184,7 @@ class VerifierClient:
         self.end(lambda _: True, UnavailableError(reason))
 
     async def keep_only(self, addresses: Collection[str]) -> None:
-        """Closes channels to verifiers that are gone and have no call running."""
+        """Closes channels to verifiers that are gone and have no running call."""
         used = {running.address for running in self._calls.values()}
         for address in self._channels.keys() - set(addresses) - used:
             await self._channels.pop(address).close(None)
@@ -213,7 +203,7 @@ class VerifierClient:
         return verifier_pb2_grpc.VerifierStub(opened)
 
     async def _await_status(self, call: _Call) -> None:
-        """Lets the verifier end the call itself, so that it takes no finished session for a cancelled one."""
+        """Lets the verifier end the call itself, so that it does not take a finished session for a cancelled one."""
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 await call.code()

@@ -1,7 +1,7 @@
-"""Grammars of answers in which calls, once begun, are as the schemas of strict tools want them; all else is free text.
+"""Grammars of answers in which calls, once begun, follow the schemas of strict tools; all other text is free.
 
-Each family of models writes calls in its own way (`paceline.gateway.message.tool_calls`). gpt-oss is not among them: no
-engine that follows grammars serves it.
+Each family of models writes calls in its own way (`paceline.gateway.message.tool_calls`). gpt-oss is missing, because
+no engine that follows grammars serves it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.gateway.message.tools import Toolbox
 
 Json = dict[str, Any]
 _GUIDANCE = {"x-guidance": {**LAYOUT, **LOOSE}}
-# What references within a schema lead to.
+# The targets of references within a schema.
 _DEFINITIONS = ("$defs", "definitions")
 # How a list of calls may begin.
 _LIST = rf"[ \n]*({pattern(pythonic.BEGIN)})?[ \n]*\["
@@ -33,12 +33,12 @@ class Family:
 
     Attributes:
         schemas: Yields names and JSON schemas that the rules refer to.
-        said: Yields the rules of an answer.
+        rules: Yields the rules of an answer.
         can_write: Whether the family can write the name of a tool or of an argument.
     """
 
     schemas: Callable[[Toolbox], Iterator[tuple[str, Json]]]
-    said: Callable[[Toolbox, Opening], Iterator[str]]
+    rules: Callable[[Toolbox, Opening], Iterator[str]]
     can_write: Callable[[str], bool] = lambda _: True
 
 
@@ -46,21 +46,21 @@ def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening) -> str:
     """Returns the grammar of an answer.
 
     Args:
-        toolbox: The tools; arguments of those that are not strict are of any form.
+        toolbox: The tools; arguments of those that are not strict may have any form.
         family: How the model writes calls, one of `FAMILIES`.
-        opening: Of the answer.
+        opening: The beginning of the answer.
 
     Raises:
-        InvalidRequestError: A schema cannot be compiled, or is of a form that the family's calls cannot follow.
+        InvalidRequestError: A schema cannot be compiled, or has a form that the family's calls cannot follow.
     """
     writes = FAMILIES[family]
     _check_names(toolbox, writes)
     parts = [{"name": name, "json_schema": {**_GUIDANCE, **schema}} for name, schema in writes.schemas(toolbox)]
-    return joined(lambda opening: [*opening.rules("said"), *writes.said(toolbox, opening)], parts, opening, "tools")
+    return joined(lambda opening: [*opening.rules("said"), *writes.rules(toolbox, opening)], parts, opening, "tools")
 
 
 def _check_names(toolbox: Toolbox, writes: Family) -> None:
-    """Refuses strict tools whose calls would be written as the schema says, and could not be read."""
+    """Refuses strict tools whose calls the reader of the family could not read."""
     for (schema, strict), name in zip(toolbox.parameters, toolbox.names, strict=True):
         properties = schema.get("properties")
         for each in (name, *(properties if isinstance(properties, dict) else ())) if strict else ():
@@ -69,13 +69,13 @@ def _check_names(toolbox: Toolbox, writes: Family) -> None:
 
 
 def _of_arguments(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
-    """Yields a schema a tool: of all its arguments, as families have it that write JSON."""
+    """Yields one schema per tool, for families that write arguments as JSON."""
     for at, (schema, strict) in enumerate(toolbox.parameters):
         yield f"tool_{at}", schema if strict else {"type": "object"}
 
 
 def _of_each_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
-    """Yields a schema an argument, as families have it that write none around them."""
+    """Yields one schema per argument, for families that write each argument by itself."""
     yield "any", {}
     for at, (schema, strict) in enumerate(toolbox.parameters):
         shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
@@ -84,10 +84,10 @@ def _of_each_argument(toolbox: Toolbox) -> Iterator[tuple[str, Json]]:
 
 
 def _arguments(toolbox: Toolbox, at: int) -> Iterator[tuple[str, Json, bool]]:
-    """Yields name, schema and whether it has to be there, of each argument of a tool.
+    """Yields the name and schema of each argument of a tool, and whether the argument is required.
 
     Raises:
-        InvalidRequestError: The schema lists none.
+        InvalidRequestError: The schema lists no arguments.
     """
     schema, _ = toolbox.parameters[at]
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -111,7 +111,7 @@ def _calls(toolbox: Toolbox, key: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Returns a string of Lark, which is one of JSON."""
+    """Returns a string of Lark, which is written as in JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -147,7 +147,7 @@ def _llama3(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
 
 
 def _qwen3_coder(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
-    """Tags, the outer one of which may be missing."""
+    """The outer tag may be missing."""
     yield _amid_text(f"(to_call GAP {_literal(qwen3_coder.BEGIN)} call GAP call_end | to_function call)", toolbox)
     yield from opening.text_up_to("call", qwen3_coder.OUTER, qwen3_coder.BEGIN)
     yield "to_function: function_spelled"
@@ -155,7 +155,7 @@ def _qwen3_coder(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
     yield opening.marker("call_end", qwen3_coder.OUTER_END)
     yield "call: " + " | ".join(f"call_{at}" for at in range(len(toolbox.names)))
     yield up_to("any_arguments", qwen3_coder.END)
-    # As its reader has it, a value ends with the first such tag.
+    # As for its reader, a value ends with the first such tag.
     yield up_to("any_text", qwen3_coder.PARAMETER_END)
     for at, (name, strict) in enumerate(zip(toolbox.names, toolbox.strict, strict=True)):
         arguments = list(_arguments(toolbox, at)) if strict else []
@@ -172,7 +172,7 @@ def _fits_into_a_tag(name: str) -> bool:
 
 
 def _bare_value(argument: Json, reference: str) -> str:
-    """Returns what a value and the end of its tag look like: strings are bare, all else is JSON."""
+    """Returns the form of a value and the end of its tag: strings are bare, other values are JSON."""
     end = f"\n{qwen3_coder.PARAMETER_END}\n"
     if argument.get("type") != "string":
         return f"{reference} {_literal(end)}"
@@ -201,12 +201,12 @@ def _pythonic(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
             yield from _keywords(list(_arguments(toolbox, at)), at)
 
 
-def _is_python_s(name: str) -> bool:
+def _is_python_name(name: str) -> bool:
     return name.isascii() and name.isidentifier() and not iskeyword(name)
 
 
 def _keywords(arguments: list[tuple[str, Json, bool]], at: int) -> Iterator[str]:
-    """Yields the rules of arguments in their order, from the first that is written, and from a further one."""
+    """Yields the rules of the arguments in order, each for the case that it is the first one written, and a further."""
     for number, (key, _, due) in enumerate(arguments):
         for place, comma in (("first", ""), ("further", ", ")):
             written = f"{_literal(f'{comma}{key}=')} @tool_{at}_{number} further_{at}_{number + 1}"
@@ -216,9 +216,9 @@ def _keywords(arguments: list[tuple[str, Json, bool]], at: int) -> Iterator[str]
 
 
 FAMILIES: Mapping[str, Family] = {
-    HERMES: Family(schemas=_of_arguments, said=_hermes),
-    LLAMA3_JSON: Family(schemas=_of_arguments, said=_llama3),
-    MISTRAL: Family(schemas=_of_arguments, said=_mistral),
-    QWEN3_CODER: Family(schemas=_of_each_argument, said=_qwen3_coder, can_write=_fits_into_a_tag),
-    PYTHONIC: Family(schemas=_of_each_argument, said=_pythonic, can_write=_is_python_s),
+    HERMES: Family(schemas=_of_arguments, rules=_hermes),
+    LLAMA3_JSON: Family(schemas=_of_arguments, rules=_llama3),
+    MISTRAL: Family(schemas=_of_arguments, rules=_mistral),
+    QWEN3_CODER: Family(schemas=_of_each_argument, rules=_qwen3_coder, can_write=_fits_into_a_tag),
+    PYTHONIC: Family(schemas=_of_each_argument, rules=_pythonic, can_write=_is_python_name),
 }

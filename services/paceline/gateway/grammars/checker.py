@@ -1,7 +1,7 @@
-"""A process that compiles what strangers call a grammar: `python -m paceline.gateway.grammars.checker SECONDS`.
+"""A process that compiles the grammars of clients: `python -m paceline.gateway.grammars.checker SECONDS`.
 
-Reads a JSON object a line, `{"kind", "value", "options"}`, and answers each with `{"grammar"}` or `{"error"}`. It dies
-of a question that takes more than so many seconds of the processor, for nothing else bounds every grammar's time.
+It reads one JSON object per line, `{"kind", "value", "options"}`, and answers with `{"grammar"}` or `{"error"}`. It
+dies if a grammar takes more than SECONDS of processor time, because nothing else bounds the time of every grammar.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from llguidance.gbnf_to_lark import any_to_lark
 from paceline.engine.grammar import LIMITS
 
 MOST_BYTES = 2 * 1024**3
-# Keywords of JSON schema under which other schemas stand: by name, in a list, or one.
+# Keywords of JSON schema that contain other schemas: by name, in a list, or a single one.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "not")
-# The only vocabulary that all models share is that of bytes.
+# All models share only the vocabulary of bytes.
 _BYTES = LLTokenizer("byte")
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the grammar that a question asks for, or why there is none."""
+    """Returns the grammar of a question, or why there is none."""
     kind, value = question["kind"], question["value"]
     try:
         if kind == "json_schema":
             return _of_schema(value, question["options"])
         grammar = LLMatcher.grammar_from_regex(value) if kind == "regex" else _as_it_is(value) or any_to_lark(value)
-    except Exception as error:  # noqa: BLE001 - whatever a converter thinks of a stranger's text
+    except Exception as error:  # noqa: BLE001 - a converter may raise anything
         return {"error": f"cannot be read: {error}"}
     problem = _problem(grammar)
     return {"error": problem} if problem else {"grammar": grammar}
@@ -61,7 +61,7 @@ def _problem(grammar: str) -> str:
 
 
 def _place(schema: Any, problem: str, options: Any) -> str:
-    """Returns the path of the innermost schema that has the same problem by itself; empty: only the whole has it."""
+    """Returns the path of the innermost schema that has the problem by itself; empty: only the whole has it."""
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     path: list[str] = []
     parts = list(_parts(schema))
@@ -92,7 +92,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     most_s = float(sys.argv[1])
     for line in sys.stdin.buffer:
-        # Its own time, not that of a clock: on a busy machine every grammar would be too slow.
+        # Processor time, not wall-clock time: on a busy machine every grammar would be too slow.
         signal.setitimer(signal.ITIMER_PROF, most_s)
         answered = json.dumps(answer(json.loads(line))).encode() + b"\n"
         signal.setitimer(signal.ITIMER_PROF, 0)

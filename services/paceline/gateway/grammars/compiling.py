@@ -1,7 +1,7 @@
-"""Makes a grammar, as sessions carry it, of what a client may say instead: a JSON schema, a pattern, choices.
+"""Makes grammars, as sessions carry them, of JSON schemas, patterns and choices.
 
-Each is compiled once to see whether it can be, in a process of its own that is ended when that takes too long; a
-verifier compiles it again for its own vocabulary. To be called off the event loop.
+Each grammar is compiled once as a check, in a separate process that is killed if it takes too long; a verifier compiles
+it again for its own vocabulary. These functions block: call them outside the event loop.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.params import MAX_GRAMMAR_CHARS
 
 MAX_CHOICES = 1024
-# Of the processor's time for a compilation; of a clock's for it, however busy the machine is, and for the start of the
-# process that does it.
+# Processor time for a compilation, wall-clock time for it on a busy machine, and time for the process to start.
 MOST_S, PATIENCE_S, START_S = 0.8, 5.0, 20.0
-# Answers that are kept: the same schema comes with every request of a client.
+# Answers that are cached: the same schema comes with every request of a client.
 MOST_KEPT = 64
-# As Python's `json.dumps` writes it: where the layout is fixed, most of an answer's scaffolding is forced.
+# As Python's `json.dumps` writes it: with a fixed layout, most of the syntax of an answer is forced.
 LAYOUT: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LOOSE: Mapping[str, Any] = {"lenient": True, "coerce_one_of": True}
 
 
 class _DiedError(Exception):
-    """The process died of the question."""
+    """The question killed the process."""
 
 
 class Checker:
-    """The process that compiles; started by the first question, and again after one that ended it."""
+    """The process that compiles; the first question starts it, and so does the next one after it died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,10 +48,10 @@ class Checker:
         atexit.register(self.close)
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the answer; see `paceline.gateway.grammars.checker`.
+        """Returns the answer to a question, as `paceline.gateway.grammars.checker` gives it.
 
         Raises:
-            UnavailableError: There is none yet, as the machine is too busy.
+            UnavailableError: The machine is too busy to answer in time.
         """
         line = json.dumps(question).encode() + b"\n"
         key = hashlib.sha256(line).digest()
@@ -91,13 +90,14 @@ class Checker:
         Raises:
             TimeoutError: None came in time.
         """
-        assert self._process is not None, "it is started before it is asked"
-        assert self._process.stdin is not None, "it has pipes"
-        assert self._process.stdout is not None, "it has pipes"
+        process = self._process
+        assert process is not None, "it is started before it is asked"
+        assert process.stdin is not None, "it has pipes"
+        assert process.stdout is not None, "it has pipes"
         until_s = time.monotonic() + most_s
-        self._process.stdin.write(line)
-        self._process.stdin.flush()
-        output, received = self._process.stdout.fileno(), bytearray()
+        process.stdin.write(line)
+        process.stdin.flush()
+        output, received = process.stdout.fileno(), bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             while not received.endswith(b"\n"):
@@ -128,16 +128,17 @@ _CHECKER = Checker()
 def grammar_of_json_schema(
     schema: Mapping[str, Any], *, field: str = "schema", exact: bool = True, whitespace_pattern: str | None = None
 ) -> str:
-    """Returns the grammar of a JSON schema's values, written as `LAYOUT` says unless its `x-guidance` says otherwise.
+    """Returns the grammar of a JSON schema's values, in the layout `LAYOUT` unless its `x-guidance` has another.
 
     Args:
         schema: As JSON.
         field: Name of the request field, for the error.
-        exact: Keywords that no grammar can hold are refused; otherwise they are ignored, and `oneOf` is `anyOf`.
-        whitespace_pattern: What may stand between the tokens of JSON, as a regular expression; None: as in the layout.
+        exact: Whether keywords that no grammar can hold are refused; otherwise they are ignored, and `oneOf` means
+            `anyOf`.
+        whitespace_pattern: Regular expression of white space between the tokens of JSON; None: as in the layout.
 
     Raises:
-        InvalidRequestError: It cannot be compiled, or not in time; says where.
+        InvalidRequestError: It cannot be compiled, or not in time; names the place.
     """
     spaced = {"whitespace_flexible": True, "whitespace_pattern": whitespace_pattern}
     layout = LAYOUT if whitespace_pattern is None else spaced
@@ -148,23 +149,23 @@ def grammar_of_regex(pattern: str, *, field: str = "regex") -> str:
     """Returns the grammar of the texts that a regular expression matches as a whole.
 
     Raises:
-        InvalidRequestError: It cannot be compiled, or not in time; says where.
+        InvalidRequestError: It cannot be compiled, or not in time; names the place.
     """
     return _grammar("regex", pattern, field)
 
 
 def grammar_of_choices(choices: Sequence[str], *, field: str = "choice") -> str:
-    """Returns the grammar of some texts, one of which the output is.
+    """Returns the grammar of an output that is one of several texts.
 
     Raises:
-        InvalidRequestError: There is none, one is empty, or there are too many.
+        InvalidRequestError: There are none or too many, or one is empty.
     """
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise InvalidRequestError(field, f"must have from 1 to {MAX_CHOICES} entries, got {len(choices)}")
     for index, choice in enumerate(choices):
         if not choice:
             raise InvalidRequestError(f"{field}[{index}]", "must not be empty")
-    # A string of Lark is one of JSON.
+    # Lark writes strings as JSON does.
     return _grammar("lark", "start: " + " | ".join(map(json.dumps, choices)), field)
 
 
@@ -172,7 +173,7 @@ def grammar_of_lark(text: str, *, field: str = "grammar") -> str:
     """Returns the grammar of a text in Lark, or in llama.cpp's GBNF, or in llguidance's own JSON.
 
     Raises:
-        InvalidRequestError: It cannot be compiled, or not in time; says where.
+        InvalidRequestError: It cannot be compiled, or not in time; names the place.
     """
     return _grammar("lark", text, field)
 

@@ -1,4 +1,4 @@
-"""Grammars that bind a part of an answer: what follows free text, such as its reasoning.
+"""Grammars that bind the part of an answer that follows free text, such as its reasoning.
 
 Free text ends with a marker, which is spelled in text or is one added token; it holds no other added tokens.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.gateway.grammars.compiling import grammar_of_lark
 from paceline.gateway.message.form import DEEPSEEK_R1, QWEN3, begins_thinking
-from paceline.gateway.message.reasoning import think
+from paceline.gateway.message.reasoning import THINK, THINK_END
 
 Json = dict[str, Any]
 # Id of an added token by its spelling; None: there is none.
@@ -24,7 +24,7 @@ _GAP = r"GAP: /[ \n]*/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What stands before the part that is bound.
+    """What precedes the bound part.
 
     Attributes:
         reasoning: Family of the model's reasoning; empty: it has none.
@@ -39,16 +39,16 @@ class Opening:
     @property
     def may_reason(self) -> bool:
         """Whether the answer is within reasoning, or may begin it."""
-        return self.reasoning in (QWEN3, DEEPSEEK_R1) and not self.prompt_end.rstrip().endswith(think.END)
+        return self.reasoning in (QWEN3, DEEPSEEK_R1) and not self.prompt_end.rstrip().endswith(THINK_END)
 
     def rules(self, part: str) -> list[str]:
-        """Returns rules from `start` to what is bound."""
+        """Returns rules from `start` to the bound part."""
         if not self.may_reason:
             return [f"start: {part}", _GAP]
         within = begins_thinking(self.reasoning, self.prompt_end)
         begun = f"start: to_thought GAP {part}"
-        maybe = [f"start: {part} | GAP thinking to_thought GAP {part}", self.marker("thinking", think.BEGIN)]
-        return [*([begun] if within else maybe), _GAP, *self.text_up_to("thought", think.END)]
+        maybe = [f"start: {part} | GAP thinking to_thought GAP {part}", self.marker("thinking", THINK)]
+        return [*([begun] if within else maybe), _GAP, *self.text_up_to("thought", THINK_END)]
 
     def marker(self, name: str, text: str) -> str:
         """Returns the rule of a marker."""
@@ -56,12 +56,12 @@ class Opening:
         return f"{name}: {json.dumps(text)}" + ("" if token_id is None else f" | <[{token_id}]>")
 
     def text_up_to(self, name: str, marker: str, *others: str) -> Iterator[str]:
-        """Yields the rules of free text with its marker, `to_NAME`, and of text without, `WITHOUT_NAME`.
+        """Yields the rules of free text with its marker, `to_NAME`, and of text without it, `WITHOUT_NAME`.
 
         Args:
             name: Of the rules.
             marker: The marker.
-            others: What text without the marker does not hold either.
+            others: Further markers that text without the marker must not hold.
         """
         token_id = self.token_of(marker)
         without = f"WITHOUT_{name.upper()}"
@@ -85,7 +85,7 @@ def after_reasoning(grammar: str, opening: Opening, *, field: str) -> str:
 
     Args:
         grammar: As sessions carry it.
-        opening: Of the answer.
+        opening: The beginning of the answer.
         field: Name of the request field, for the error.
 
     Raises:
@@ -100,7 +100,10 @@ def after_reasoning(grammar: str, opening: Opening, *, field: str) -> str:
 
 
 def joined(make: Callable[[Opening], Sequence[str]], others: Sequence[Json], opening: Opening, field: str) -> str:
-    """Returns one grammar of rules and of those that they name; it is checked without tokens, which are the model's."""
+    """Returns one grammar of rules and of the grammars that they name.
+
+    It is checked without added tokens, because these differ by model.
+    """
 
     def whole(rules: Sequence[str]) -> str:
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules) + "\n"}, *others]})

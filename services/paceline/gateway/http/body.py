@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]  # not in the stubs, but as old as json
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.gateway.access.fair_shares import Held
 from paceline.gateway.http.errors import BodyTimeoutError, BodyTooLargeError
 
 FIELD = "body"
@@ -26,14 +25,19 @@ MAX_PARTS = 100_000
 
 
 async def read_body(
-    chunks: AsyncIterator[bytes], declared: str | None, held: Held, *, max_bytes: int, timeout_s: float
+    chunks: AsyncIterator[bytes],
+    declared: str | None,
+    make_room: Callable[[int], None],
+    *,
+    max_bytes: int,
+    timeout_s: float,
 ) -> bytearray:
     """Returns the body. What is left of a refused one is read and thrown away by its connection.
 
     Args:
         chunks: The body as it arrives.
         declared: The Content-Length header.
-        held: Room for the bytes, grown before they are read.
+        make_room: Called with the number of bytes before they are read; raises where there is no room.
         max_bytes: Largest body accepted.
         timeout_s: Time for all of it, in seconds.
 
@@ -46,14 +50,14 @@ async def read_body(
     num_declared = int(declared) if declared is not None and declared.isascii() and declared.isdigit() else 0
     if num_declared > max_bytes:
         raise too_large
-    held.resize(num_declared)
+    make_room(num_declared)
     received = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in chunks:
                 if len(received) + len(chunk) > max_bytes:
                     raise too_large
-                held.resize(max(num_declared, len(received) + len(chunk)))
+                make_room(max(num_declared, len(received) + len(chunk)))
                 received += chunk
     except TimeoutError:
         raise BodyTimeoutError(FIELD, f"did not arrive within {timeout_s:g} s") from None

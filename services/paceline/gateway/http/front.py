@@ -13,8 +13,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.gateway.http.reading import IGNORED_FIELDS
-from paceline.gateway.http.response import REQUEST_ID
+from paceline.gateway.http.response import IGNORED_FIELDS, REQUEST_ID
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import Send
+from starlette.types import Receive, Send
 
 from paceline.gateway.http.errors import HttpError, to_http
 
 # A client that reads nothing for that long holds places and KV pages of others.
 SEND_TIMEOUT_S = 60.0
 REQUEST_ID = "x-request-id"
+IGNORED_FIELDS = "x-paceline-ignored-fields"
+LAST_EVENT_ID = "Last-Event-ID"
 MAX_REQUEST_ID_CHARACTERS = 128
 DONE = b"data: [DONE]\n\n"
 JSON_HEADERS = {"content-type": "application/json"}
@@ -153,3 +155,22 @@ def request_id(headers: Headers) -> str:
 def to_json(value: Any) -> bytes:
     """Returns a value as JSON without spaces."""
     return json.dumps(value, separators=(",", ":")).encode()
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs work to its end, or until the HTTP client has left; its cleaning up is waited for."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue

@@ -1,6 +1,6 @@
-"""How the text of an answer becomes a message: which readers go over it, chosen by family of model and by request.
+"""How the text of an answer becomes a message: the readers for it, chosen by the model's family and by the request.
 
-Families are named by flags, or told by what the model's chat template holds.
+Flags name the families, or the model's chat template shows them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.gateway.message.parts import Content, Part, PartReader, joined
-from paceline.gateway.message.reasoning.channels import ANALYSIS, MESSAGE_END, SPECIAL, ChannelReader
-from paceline.gateway.message.reasoning.count import ReasoningCount
-from paceline.gateway.message.reasoning.think import BEGIN as THINK
-from paceline.gateway.message.reasoning.think import END as THINK_END
-from paceline.gateway.message.reasoning.think import ThinkReader
+from paceline.gateway.message.parts import Content, Part, joined
+from paceline.gateway.message.reader import StatefulReader
+from paceline.gateway.message.reasoning import (
+    ANALYSIS,
+    CHANNEL_TOKENS,
+    MESSAGE_END,
+    THINK,
+    THINK_END,
+    ChannelReader,
+    ReasoningCount,
+    ThinkReader,
+)
 from paceline.gateway.message.tool_calls import hermes, llama3_json, mistral, pythonic, qwen3_coder
-from paceline.gateway.message.tool_calls.enforced import NamedCall
-from paceline.gateway.message.tool_calls.json_list import ListOnly
+from paceline.gateway.message.tool_calls.json_list import ListOnly, NamedCall
 
 AUTO, NONE = "auto", "none"
 HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, PYTHONIC = "hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic"
 QWEN3, DEEPSEEK_R1, GPT_OSS = "qwen3", "deepseek_r1", "gpt_oss"
-# What stands in the template of a family; the first that fits is taken.
+# Strings in the template of a family; the first family that fits is taken.
 _TOOL_SIGNS = (
     (MISTRAL, (mistral.BEGIN,)),
     (QWEN3_CODER, (qwen3_coder.BEGIN,)),
@@ -34,10 +39,10 @@ _TOOL_SIGNS = (
 )
 _REASONING_SIGNS = (
     (GPT_OSS, ("<|channel|>",)),
-    (DEEPSEEK_R1, ("<｜Assistant｜>",)),  # noqa: RUF001 - so it is spelled
+    (DEEPSEEK_R1, ("<｜Assistant｜>",)),  # noqa: RUF001 - its own spelling
     (QWEN3, (THINK_END,)),
 )
-# Special tokens that a reader has to see.
+# Special tokens that a reader must see.
 _SHOWN: Mapping[str, tuple[str, ...]] = {
     HERMES: (hermes.BEGIN, hermes.END),
     LLAMA3_JSON: (llama3_json.BEGIN,),
@@ -46,7 +51,7 @@ _SHOWN: Mapping[str, tuple[str, ...]] = {
     PYTHONIC: (pythonic.BEGIN, pythonic.END),
     QWEN3: (THINK, THINK_END),
     DEEPSEEK_R1: (THINK, THINK_END),
-    GPT_OSS: SPECIAL,
+    GPT_OSS: CHANNEL_TOKENS,
 }
 TOOL_FAMILIES = tuple(name for name, _ in _TOOL_SIGNS)
 REASONING_FAMILIES = tuple(name for name, _ in _REASONING_SIGNS)
@@ -54,14 +59,14 @@ REASONING_FAMILIES = tuple(name for name, _ in _REASONING_SIGNS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Families:
-    """How a model writes calls and reasoning; empty: in no way that is known."""
+    """How a model writes calls and reasoning; empty: unknown, or not at all."""
 
     tool_calls: str = ""
     reasoning: str = ""
 
     @classmethod
     def of(cls, tool_calls: str, reasoning: str, template: str) -> Families:
-        """Returns what flags say, or what a template shows where they say `auto`.
+        """Returns the families that flags name, or that a template shows where a flag is `auto`.
 
         Args:
             tool_calls: A family, `auto`, or `none`.
@@ -105,9 +110,9 @@ class MessageForm:
         reasoning: Family of its reasoning; empty: it is content.
         thinks: Whether the text begins within reasoning.
         tool_calls: Family of its calls; empty: they are content.
-        enforced: Whether a grammar enforces calls, in a form that no family has.
+        enforced: Whether a grammar enforces calls, as JSON of a form that no family has.
         named: The one tool that is called then; empty: any.
-        types: Types of parameters by tool, where the family has to be told.
+        types: Types of parameters by tool, for the family that needs them.
     """
 
     reasoning: str = ""
@@ -128,19 +133,19 @@ class MessageForm:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> MessageForm | None:
-        """Reads what `to_json` returned.
+        """Returns the form that `to_json` wrote.
 
         Raises:
-            TypeError: It is something else.
+            TypeError: The values are of something else.
         """
         return None if values is None else cls(**values)
 
     def reader(self) -> MessageReader:
-        """Returns what reads an answer of this form."""
+        """Returns a reader for an answer of this form."""
         return MessageReader(self._reasoning_reader(), self._call_reader())
 
     def reasoning_count(self, decode: Callable[[Sequence[int]], str]) -> ReasoningCount | None:
-        """Returns what counts the tokens of its reasoning; None: it has none.
+        """Returns a count of its reasoning tokens; None: it has no reasoning.
 
         Args:
             decode: Text of tokens, special ones spelled out.
@@ -150,12 +155,12 @@ class MessageForm:
         begin, end = (ANALYSIS, MESSAGE_END) if self.reasoning == GPT_OSS else (THINK, THINK_END)
         return ReasoningCount(begin, end, decode, begun=self.thinks)
 
-    def _reasoning_reader(self) -> PartReader | None:
+    def _reasoning_reader(self) -> StatefulReader | None:
         if self.reasoning == GPT_OSS:
             return ChannelReader()
         return ThinkReader(open_already=self.thinks) if self.reasoning else None
 
-    def _call_reader(self) -> PartReader | None:
+    def _call_reader(self) -> StatefulReader | None:
         if self.enforced:
             return NamedCall(self.named) if self.named else ListOnly()
         if self.tool_calls == QWEN3_CODER:
@@ -164,7 +169,7 @@ class MessageForm:
         return None if made is None else made()
 
 
-_CALL_READERS: Mapping[str, Callable[[], PartReader]] = {
+_CALL_READERS: Mapping[str, Callable[[], StatefulReader]] = {
     HERMES: hermes.HermesCalls,
     LLAMA3_JSON: llama3_json.Llama3Calls,
     MISTRAL: mistral.MistralCalls,
@@ -173,14 +178,14 @@ _CALL_READERS: Mapping[str, Callable[[], PartReader]] = {
 
 
 class MessageReader:
-    """Reads reasoning first, and calls in what is content then.
+    """Reads reasoning first, then calls in the content.
 
     Args:
         reasoning: Reads the text; None: all of it is content.
-        calls: Reads the content; None: there are no calls in it.
+        calls: Reads the content; None: it has no calls.
     """
 
-    def __init__(self, reasoning: PartReader | None, calls: PartReader | None) -> None:
+    def __init__(self, reasoning: StatefulReader | None, calls: StatefulReader | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
 
@@ -205,7 +210,7 @@ class MessageReader:
 
 
 def call_id(session_id: str, index: int) -> str:
-    """Returns the id of a call, the same wherever and however often the session is run."""
+    """Returns the id of a call; it is the same wherever and however often the session runs."""
     return "call_" + hashlib.sha256(f"{session_id}/{index}".encode()).hexdigest()[:24]
 
 

@@ -1,13 +1,12 @@
-"""The message of one answer as it grows: content, reasoning and calls, whole and in deltas of OpenAI's chats."""
+"""The message of one answer as it grows: content, reasoning and calls, as a whole or in deltas of OpenAI's chats."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.gateway.message.form import MessageForm, MessageReader, call_id
+from paceline.gateway.message.form import MessageForm, call_id
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from paceline.gateway.requests import SessionRequest
 
 Json = dict[str, Any]
 
@@ -33,15 +32,15 @@ class Message:
     """What a reader has found so far.
 
     Args:
-        reader: Reads the text.
+        form: How the text is read; None: all of it is content.
         session_id: What ids of calls are made of.
     """
 
-    def __init__(self, reader: MessageReader, session_id: str) -> None:
+    def __init__(self, form: MessageForm | None, session_id: str) -> None:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
-        self._reader = reader
+        self._reader = (form or MessageForm()).reader()
         self._session_id = session_id
 
     def read(self, text: str) -> list[Part]:
@@ -66,7 +65,7 @@ class Message:
         return parts
 
     def delta(self, parts: list[Part]) -> Json:
-        """Returns what the newest parts add, in one delta: whoever goes on with a stream has all of it or nothing."""
+        """Returns the newest parts as one delta, so that a client which resumes has all of them or none."""
         delta: Json = {}
         calls: list[Json] = []
         index = len(self.calls) - 1 - sum(isinstance(part, CallBegin) for part in parts)
@@ -87,21 +86,11 @@ class Message:
         return {**delta, "tool_calls": calls} if calls else delta
 
     def whole(self) -> Json:
-        """Returns the members of the message; content is null where calls stand in for it."""
+        """Returns the members of the message; content is null if there are only calls."""
         content = "".join(self.content)
-        said: Json = {"content": content if content or not self.calls else None}
+        message: Json = {"content": content if content or not self.calls else None}
         if self.reasoning:
-            said["reasoning_content"] = said["reasoning"] = "".join(self.reasoning)
+            message["reasoning_content"] = message["reasoning"] = "".join(self.reasoning)
         if self.calls:
-            said["tool_calls"] = [call.to_json() for call in self.calls]
-        return said
-
-
-def any_message_of(request: SessionRequest) -> Message:
-    """Returns the empty message of a session, whose text may be all of it."""
-    return Message((request.form or MessageForm()).reader(), request.session_id)
-
-
-def message_of(request: SessionRequest) -> Message | None:
-    """Returns the empty message of a session; None: its text is the message."""
-    return None if request.form is None else Message(request.form.reader(), request.session_id)
+            message["tool_calls"] = [call.to_json() for call in self.calls]
+        return message

@@ -1,12 +1,11 @@
-"""What the text of an answer is made of: content, reasoning, and calls of tools.
+"""The parts of an answer's text: content, reasoning and calls of tools, in the order of the text.
 
-They come in the order of the text. Arguments belong to the call that was begun last.
+Arguments belong to the last call.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Further text that led up to the answer."""
+    """Further text of the reasoning."""
 
     text: str
 
@@ -32,22 +31,12 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """Further text of the arguments, which are one JSON object in the end."""
+    """Further text of the arguments, which together are one JSON object."""
 
     text: str
 
 
 Part = Content | Reasoning | CallBegin | CallArguments
-
-
-class PartReader(Protocol):
-    """Makes parts of a text that comes in pieces; how it is cut does not change what they join to."""
-
-    def feed(self, text: str) -> list[Part]:
-        """Takes further text; returns what is certain by now."""
-
-    def finish(self) -> list[Part]:
-        """Returns what was held back; nothing may be fed afterwards."""
 
 
 def joined(parts: list[Part]) -> list[Part]:

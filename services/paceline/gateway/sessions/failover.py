@@ -1,7 +1,7 @@
-"""Who runs a session, and who goes on with it: places it on a verifier, and on another when that one is lost.
+"""Places a session on a verifier, and on another one when that verifier is lost.
 
-What has been committed goes along under a higher epoch; the same seed gives the same tokens there, so whoever reads
-sees a pause and nothing else.
+The committed tokens go along under a higher epoch. The same seed gives the same tokens there, so the client sees only a
+pause.
 """
 
 from __future__ import annotations
@@ -23,45 +23,51 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.core.messages import VERIFIER, CommittedTokens, GenerateRequest
-from paceline.gateway.fleet.ejection import Ejections
+from paceline.gateway.fleet.ejection import Ejections, FullVerifiers
 from paceline.gateway.fleet.fleet import Fleet
-from paceline.gateway.fleet.full_verifiers import ToldFull
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import RunningCall, VerifierClient
-from paceline.gateway.requests import SessionRequest
 from paceline.gateway.sessions.output import sum_of_records
-from paceline.gateway.sessions.records import SessionTrail
+from paceline.gateway.sessions.request import SessionRequest
+from paceline.gateway.sessions.trail import SessionTrail
 from paceline.obs import attributes as names
 from paceline.obs.tracing import OFF, Attributes, Span, SpanKind, Tracer, ended, start_span, traceparent_of
 from paceline.store.base import Replica
 
-# Pauses before a session looks again for a verifier where none is there, and before it tries again those that have all
-# just failed it: attempts are few, and are not all spent within the moment in which something is wrong everywhere.
+# Pauses before a session looks again for a verifier when there is none, and before it tries verifiers again that have
+# all just failed it: the few attempts must not all fall into a moment in which everything is broken.
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
 LAST_PAUSE_OF_FAILED_S = 4.0
-# A verifier that left the registry may only have lost its way to it; its sessions go when it is silent as well, for
-# longer than between two signs of life.
+# A verifier that left the registry may only have lost its connection to it. Its sessions move once it has also been
+# silent for longer than the interval between its messages.
 SILENT_S = 2.5
-# Failures in a row, without a token, after which a session is not tried again; waits for a place are none.
+# Failures in a row, without a token, after which a session is given up; waiting for a place is no failure.
 MOST_FAILURES = 10
-# What a verifier says of the request itself, and any other would say as well.
-_ABOUT_THE_REQUEST = (InvalidRequestError, StaleEpochError)
+# Errors of the request itself: any other verifier would raise them as well.
+_OF_THE_REQUEST = (InvalidRequestError, StaleEpochError)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """Where a session has been in vain since its last token, and until when it may go on looking."""
+    """One session, the verifiers that have failed it since its last token, and until when it may look for another."""
 
+    request: SessionRequest
+    trail: SessionTrail
     until_s: float
     pause_s: float = FIRST_PAUSE_S
     num_failures: int = 0
     failed: set[str] = field(default_factory=set)
 
     @property
-    def once_round(self) -> bool:
-        """Whether all verifiers there were have failed it, and it has begun to wait."""
+    def has_waited(self) -> bool:
+        """Whether it has waited already because all verifiers had failed it."""
         return self.pause_s > FIRST_PAUSE_S
+
+    def restart(self, until_s: float) -> None:
+        """Forgets past failures: the session has a new token."""
+        self.until_s, self.pause_s, self.num_failures = until_s, FIRST_PAUSE_S, 0
+        self.failed.clear()
 
 
 class Placer:
@@ -71,11 +77,11 @@ class Placer:
         fleet: The replicas.
         router: Chooses among verifiers.
         client: Calls verifiers.
-        failover_s: How long a session looks for a verifier after its last token; 0: one round of all of them.
+        failover_s: Time that a session looks for a verifier after its last token; 0: each verifier is tried once.
         max_wait_s: Longest expected wait for a place at a verifier; a request may ask for less.
         on_failover: Called with the reason when a session leaves a verifier.
         on_ejected: Called with its replica id when a verifier gets no sessions for a while.
-        tracer: Records spans, if it does.
+        tracer: Records spans, if tracing is on.
         clock: Monotonic seconds.
     """
 
@@ -102,7 +108,7 @@ class Placer:
         self._clock = clock
         self._in_flight: Counter[str] = Counter()
         self._ejections = Ejections(clock, on_ejected)
-        self._told_full = ToldFull(clock)
+        self._full = FullVerifiers(clock)
 
     @property
     def in_flight(self) -> Mapping[str, int]:
@@ -110,36 +116,36 @@ class Placer:
         return self._in_flight
 
     def check_room(self, request: SessionRequest) -> None:
-        """Refuses a new session while all verifiers say that it would wait too long; one that has begun waits.
+        """Refuses a new session while it would wait too long at every verifier; a resumed session waits.
 
         Raises:
-            OverloadedError: They do; says when to come again.
+            OverloadedError: It would; names the time after which to try again.
         """
         if not request.resumed:
             able = self._fleet.verifiers(request.model.identity.name)
-            self._told_full.check((each.replica_id for each in able), self._max_wait_of(request))
+            self._full.check((each.replica_id for each in able), self._max_wait_of(request))
 
     def _max_wait_of(self, request: SessionRequest) -> float:
         return self._max_wait_s if request.max_wait_s is None else min(request.max_wait_s, self._max_wait_s)
 
     async def committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
-        """Yields what verifiers commit beyond the trail, and puts it there; its last message has a result.
+        """Yields what verifiers commit beyond the trail, and adds it to the trail; the last message has a result.
 
         Raises:
-            EndsEnginesError: Engines died of it, one after another.
+            EndsEnginesError: Several engines in a row died of it.
             PacelineError: A verifier refused the session, or none was found in time.
         """
-        search = self._new_search()
+        search = _Search(request=request, trail=trail, until_s=self._clock() + self._failover_s)
         epoch = request.epoch
         while True:
-            verifier = await self._verifier(request, trail, search)
-            generate = self._generate(request, trail, epoch)
+            verifier = await self._verifier(search)
             assert verifier.identity is not None, "a verifier without identity is never chosen"
+            generate = self._generate(request, trail, epoch)
             running = self._client.running(verifier.address, generate, verifier.identity.vocab_size)
             known = len(trail.token_ids)
             earlier = trail.speculation
             try:
-                async with aclosing(self._on_verifier(verifier, running, generate, trail, request.span)) as steps:
+                async with aclosing(self._on_verifier(verifier, running, trail, request.span)) as steps:
                     async for step in steps:
                         trail.extend(step.token_ids)
                         if step.speculation is not None:
@@ -148,28 +154,21 @@ class Placer:
                 self._ejections.served(verifier.replica_id)
                 return
             except PacelineError as error:
-                if isinstance(error, _ABOUT_THE_REQUEST) or self._client.aborted:
+                if isinstance(error, _OF_THE_REQUEST) or self._client.aborted:
                     raise
                 progressed = len(trail.token_ids) > known
                 if progressed:
-                    search = self._new_search()
-                suspicion = trail.suspicion.after(
-                    error, ran=running.ran, unheard=running.unheard, progressed=progressed
-                )
-                trail.suspect(suspicion)
-                self._note_failure(
-                    verifier, search, error, max_wait_s=self._max_wait_of(request), progressed=progressed
-                )
-                await self._before_next(request, trail, search, error)
+                    search.restart(self._clock() + self._failover_s)
+                trail.failed(error, ran=running.ran, unheard=running.unheard, progressed=progressed)
+                self._note_failure(verifier, search, error, progressed=progressed)
+                await self._before_next(search, error)
             epoch += 1
 
-    def _note_failure(
-        self, verifier: Replica, search: _Search, error: PacelineError, *, max_wait_s: float, progressed: bool
-    ) -> None:
-        """Remembers what a failed attempt says of the verifier."""
+    def _note_failure(self, verifier: Replica, search: _Search, error: PacelineError, *, progressed: bool) -> None:
+        """Remembers what a failed attempt shows about the verifier."""
         search.failed.add(verifier.replica_id)
         if isinstance(error, OverloadedError):
-            self._told_full.told(verifier.replica_id, error, max_wait_s)
+            self._full.refused(verifier.replica_id, error, self._max_wait_of(search.request))
         if isinstance(error, OverloadedError | MovedError):
             return
         search.num_failures += 1
@@ -179,7 +178,7 @@ class Placer:
         self._ejections.failed(verifier.replica_id)
 
     def move_away(self) -> None:
-        """Lets sessions go on elsewhere whose verifier drains or has vanished, where there is another."""
+        """Moves sessions whose verifier drains or has vanished, if there is another verifier."""
         verifiers = {each.address: each for each in self._fleet.replicas if each.role == VERIFIER}
         now_s = self._clock()
 
@@ -193,57 +192,53 @@ class Placer:
             reason = "the verifier drains or has left the registry"
             self._client.end(must_move, MovedError(reason))
         self._ejections.keep_only(self._fleet.replicas)
-        self._told_full.keep_only(verifier.replica_id for verifier in verifiers.values())
+        self._full.keep_only(self._fleet.replicas)
 
-    def _new_search(self) -> _Search:
-        return _Search(until_s=self._clock() + self._failover_s)
-
-    async def _verifier(self, request: SessionRequest, trail: SessionTrail, search: _Search) -> Replica:
-        """The verifier to try next; waits for one where none is to be had.
+    async def _verifier(self, search: _Search) -> Replica:
+        """Returns the verifier to try next; waits for one if there is none.
 
         Raises:
             UnavailableError: None appeared in time.
         """
-        name = request.model.identity.name
+        token_ids, salt = search.trail.token_ids, search.request.prefix_salt
         while True:
-            able = self._able(request, trail, search)
+            able = self._able(search)
             if able:
-                salt = request.prefix_salt
-                return self._router.place(self._fleet.replicas, able, trail.token_ids, self._in_flight, salt)
+                return self._router.place(self._fleet.replicas, able, token_ids, self._in_flight, salt)
             if self._clock() >= search.until_s:
-                raise UnavailableError(f"no verifier of model {name!r} is there at the moment")
+                raise UnavailableError(
+                    f"no verifier of model {search.request.model.identity.name!r} is there at the moment"
+                )
             await self._pause(search, LAST_PAUSE_S)
             search.failed.clear()
 
-    def _able(self, request: SessionRequest, trail: SessionTrail, search: _Search) -> list[Replica]:
-        """Verifiers to choose from; none that failed the session just now, or fails those of others."""
-        able = [each for each in self._fleet.verifiers(request.model.identity.name) if trail.may_go_to(each)]
+    def _able(self, search: _Search) -> list[Replica]:
+        """Returns the verifiers to choose from: none that has just failed this session, or is ejected."""
+        request = search.request
+        able = [each for each in self._fleet.verifiers(request.model.identity.name) if search.trail.may_go_to(each)]
         capable = [each for each in able if each.identity is not None and request.fits(each.identity)]
-        # Where none can serve it, one of them says what is too much.
+        # If none can serve it, one of them names the limit that it exceeds.
         left = self._ejections.without(capable or able)
         return [each for each in left if each.replica_id not in search.failed]
 
-    async def _before_next(
-        self, request: SessionRequest, trail: SessionTrail, search: _Search, error: PacelineError
-    ) -> None:
-        """Returns when another try is worth it; raises the error when there is none."""
-        if trail.suspicion.guilty:
-            num_deaths = trail.suspicion.num_deaths
+    async def _before_next(self, search: _Search, error: PacelineError) -> None:
+        """Returns when it is time for another try; raises the error when the session is given up."""
+        suspicion = search.trail.suspicion
+        if suspicion.guilty:
             raise EndsEnginesError(
-                f"the request has ended {num_deaths} engines, one after another, and is not run again"
+                f"{suspicion.num_deaths} engines in a row died while they ran the request; it is not run again"
             ) from error
         if search.num_failures >= MOST_FAILURES:
-            raise _given_up(error, request, trail) from error
-        if not self._able(request, trail, search):
-            # A new session that no verifier has room for is told so at once: it is not ours yet.
-            refused = isinstance(error, OverloadedError) and not trail.committed_token_ids
-            if refused:
+            raise _given_up(search, error) from error
+        if not self._able(search):
+            # A new session that no verifier has room for is refused at once.
+            if isinstance(error, OverloadedError) and not search.trail.committed_token_ids:
                 raise error
             if self._clock() >= search.until_s:
-                raise _given_up(error, request, trail) from error
+                raise _given_up(search, error) from error
             await self._pause(search, LAST_PAUSE_OF_FAILED_S)
             search.failed.clear()
-        elif search.once_round:
+        elif search.has_waited:
             await self._pause(search, LAST_PAUSE_OF_FAILED_S)
         self._on_failover(type(error).__name__)
 
@@ -267,16 +262,17 @@ class Placer:
         )
 
     async def _on_verifier(
-        self, verifier: Replica, running: RunningCall, generate: GenerateRequest, trail: SessionTrail, span: Span
+        self, verifier: Replica, running: RunningCall, trail: SessionTrail, span: Span
     ) -> AsyncGenerator[CommittedTokens, None]:
         """Runs a session on one verifier, counted and recorded."""
+        generate = running.request
         trail.placed(generate.epoch, verifier)
         self._in_flight[verifier.replica_id] += 1
         try:
             with ended(_placement_span(self._tracer, span, generate, verifier)) as placement:
                 if traceparent := traceparent_of(placement):
-                    generate = replace(generate, traceparent=traceparent)
-                async with aclosing(self._client.generate(running, generate)) as steps:
+                    running.request = replace(generate, traceparent=traceparent)
+                async with aclosing(self._client.generate(running)) as steps:
                     async for step in steps:
                         yield step
         finally:
@@ -284,12 +280,12 @@ class Placer:
             self._router.follow(verifier, trail.token_ids, generate.cache_salt)
 
 
-def _given_up(error: PacelineError, request: SessionRequest, trail: SessionTrail) -> PacelineError:
-    """What a client is told that may have tokens already: verifiers fail it, and it may come for the rest later."""
-    begun = request.resumed or trail.committed_token_ids
+def _given_up(search: _Search, error: PacelineError) -> PacelineError:
+    """Returns the error for the client; one that may have tokens already can come back for the rest."""
+    begun = search.request.resumed or search.trail.committed_token_ids
     if not begun or isinstance(error, UnavailableError | OverloadedError):
         return error
-    return UnavailableError(f"no verifier goes on with the session; the last one failed it so: {error}")
+    return UnavailableError(f"no verifier could continue the session; the last one failed with: {error}")
 
 
 def _placement_span(tracer: Tracer, span: Span, generate: GenerateRequest, verifier: Replica) -> Span:

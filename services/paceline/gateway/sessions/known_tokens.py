@@ -1,7 +1,7 @@
-"""The tokens that a client has of a session that it resumes: told apart from new ones, and held against the session's.
+"""The tokens that a client already has of a session that it resumes, compared with those of the session.
 
-Pure. Whether they come from the log or are computed again, they are checked alike: tokens of one text are never joined
-to those of another.
+Pure. Tokens from the log and tokens that are computed again are checked alike, so that the tokens of one text are never
+joined to those of another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from paceline.core.errors import InvalidRequestError, ResumeMismatchError
 from paceline.core.token_digest import DIGEST_CHARS, TokenDigest, token_digest
 
-OTHERS = "digest: the tokens that the client has are not those of the session; begin anew"
+MISMATCH = "digest: the tokens that the client has are not those of the session; start a new one"
 
 
 class KnownTokens:
@@ -38,12 +38,12 @@ class KnownTokens:
         self._num_left -= num_known
         self._seen.add(token_ids[:num_known])
         if num_known and not self._num_left and self._seen.hex() != self._digest:
-            raise ResumeMismatchError(OTHERS)
+            raise ResumeMismatchError(MISMATCH)
         self._seen.add(token_ids[num_known:])
         return num_known
 
     def end(self, num_tokens: int) -> None:
-        """The session has ended with so many tokens.
+        """The session has ended after `num_tokens` tokens.
 
         Raises:
             ResumeMismatchError: The client has more.
@@ -55,10 +55,10 @@ class KnownTokens:
 
 
 def check_known(offset: int, digest: str, token_ids: Sequence[int]) -> None:
-    """Holds what a client says that it has against a session's tokens, as far as these reach.
+    """Compares the tokens that a client claims to have with those of a session, as far as these reach.
 
     Raises:
-        InvalidRequestError: There is no digest, or it is none.
+        InvalidRequestError: The digest is missing or malformed.
         ResumeMismatchError: The client has other tokens.
     """
     if offset == 0:
@@ -68,4 +68,4 @@ def check_known(offset: int, digest: str, token_ids: Sequence[int]) -> None:
             "digest", f"must be {DIGEST_CHARS} lower-case hex digits where offset is above 0, got {digest[:40]!r}"
         )
     if offset <= len(token_ids) and token_digest(token_ids[:offset]) != digest:
-        raise ResumeMismatchError(OTHERS)
+        raise ResumeMismatchError(MISMATCH)

@@ -1,4 +1,4 @@
-"""What a running session yields: pieces of the answer, then how it ended."""
+"""The events of a running session: pieces of the answer, then its ending."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from paceline.gateway.text.token_texts import TokenText
 class Piece:
     """New text and the tokens committed meanwhile; text lags behind tokens where it is not certain yet.
 
-    `offset`: generated tokens before these. `digest`: of all up to these, see `paceline.core.token_digest`.
-    `known_text`: that of tokens which a client has that goes on with a stream; it has this text, too.
-    `tokens`, where the request asks for it, are those behind the text: their texts join to it. The first piece has the
-    prompt's log probabilities, where they are asked for: of all its tokens but the first.
+    Attributes:
+        tokens: Those behind the text, if the request asks for them; their texts join to it.
+        offset: Generated tokens before these.
+        digest: Of all tokens up to these; see `paceline.core.token_digest`.
+        known_text: Text of the tokens that a client which resumes the stream has already.
+        prompt_logprobs: In the first piece, if asked for: of all tokens of the prompt but the first.
     """
 
     text: str
@@ -39,10 +41,10 @@ class Ending:
         num_cached_tokens: Of these, found in the verifier's prefix cache.
         num_generated_tokens: Tokens of the answer, a stop token included.
         num_reasoning_tokens: Of these, its reasoning.
-        speculation: What speculation did, at all verifiers that ran the session; None where none told, or what is known
-            all the same: that the text was lossy, mixed or in law only.
-        timings: Where the time went, as far as the verifier told.
-        stop: The stop string that ended it; None: something else did.
+        speculation: What speculation did at all verifiers that ran the session, and whether the text is lossy, mixed or
+            promised in law only; None if no verifier reported it and none of these holds.
+        timings: Where the time went, as far as the verifier reported it.
+        stop: The stop string that ended it; None if there was none.
     """
 
     finish_reason: FinishReason

@@ -1,4 +1,4 @@
-"""The one path of both front doors: admission, pairing, the verifier's stream, text, records, counts.
+"""The path of every session, whichever door it came through: admission, placement, text, records, metrics.
 
 It knows neither HTTP nor the messages of the gateway's gRPC service.
 """
@@ -7,36 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from functools import partial
+from typing import Self
 
 from paceline.core.errors import EndsEnginesError, OverloadedError, PacelineError, StaleEpochError, UnavailableError
 from paceline.core.messages import (
     CommittedTokens,
-    FinishReason,
     GenerateResult,
-    PositionLogprobs,
-    SpeculationRecord,
 )
-from paceline.core.params import LAWFUL_RULES
+from paceline.core.params import ACCEPTANCE_RULES
 from paceline.gateway.access.callers import Caller
-from paceline.gateway.access.fairness import fits
+from paceline.gateway.access.fair_shares import RETRY_AFTER_S, Shares
 from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.fleet.verifier_client import VerifierClient
-from paceline.gateway.requests import ServedModel, SessionRequest
+from paceline.gateway.sessions.answer import Answer
 from paceline.gateway.sessions.failover import Placer
-from paceline.gateway.sessions.known_tokens import KnownTokens
-from paceline.gateway.sessions.output import Ending, Event, Piece
-from paceline.gateway.sessions.records import RecordWriter, SessionTrail
-from paceline.gateway.sessions.stopwatch import Stopwatch
-from paceline.gateway.text.stream import TextStream
-from paceline.obs.metrics import GatewayMetrics
+from paceline.gateway.sessions.output import Ending, Event
+from paceline.gateway.sessions.records import RecordWriter
+from paceline.gateway.sessions.request import SessionRequest
+from paceline.gateway.sessions.trail import SessionTrail
+from paceline.obs.metrics import GatewayMetrics, ModelMetrics
 from paceline.store.base import SessionState, next_owner_epoch
 
-RETRY_AFTER_S = 1.0
 SHUTTING_DOWN = "the gateway is shutting down"
 
 
@@ -59,14 +54,10 @@ class Sessions:
         self._placer = placer
         self._records = records
         self._metrics = metrics
-        self._max_sessions = max_sessions
+        self._places = Shares(max_sessions, "sessions")
         self._clock = clock
-        self._num_running = 0
-        self._held: Counter[str] = Counter()
         self._stopping = False
         self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def stopping(self) -> bool:
@@ -81,7 +72,7 @@ class Sessions:
     @property
     def num_running(self) -> int:
         """Sessions admitted and not yet ended."""
-        return self._num_running
+        return self._places.num_held
 
     def model(self, name: str) -> ServedModel:
         """Returns a model by name.
@@ -94,7 +85,7 @@ class Sessions:
 
     @contextmanager
     def errors_counted(self) -> Iterator[None]:
-        """Counts by type what ends a block of one request; goes around all that can refuse or fail it."""
+        """Counts by type the error that ends a request; goes around all that can refuse or fail it."""
         try:
             yield
         except Exception as error:
@@ -110,64 +101,58 @@ class Sessions:
         """Holds places for all sessions of a request.
 
         Raises:
-            OverloadedError: There are not that many places free, or they are for other callers.
+            OverloadedError: There are not that many places free, or they are reserved for other callers.
             UnavailableError: The gateway is shutting down.
         """
         if self._stopping:
             raise UnavailableError(SHUTTING_DOWN)
         if self._draining:
             raise UnavailableError("the gateway is draining; ask another")
-        if self._num_running + num_sessions > self._max_sessions:
+        limit, held = caller.max_sessions, self._places.held_by(caller)
+        if limit is not None and held + num_sessions > limit:
             raise OverloadedError(
-                f"{self._num_running} sessions are running and at most {self._max_sessions} are admitted, "
+                f"API key {caller.name!r} may run {limit} sessions at once and runs {held}, "
                 f"{num_sessions} more were asked for",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._check_share(num_sessions, caller)
-        self._held[caller.name] += num_sessions
-        self._change_running(num_sessions)
-        try:
+        with self._places.take(num_sessions, caller):
             yield
-        finally:
-            self._change_running(-num_sessions)
-            self._held[caller.name] -= num_sessions
-            # Keys come and go; those that hold nothing are forgotten.
-            self._held += Counter()
-
-    def _check_share(self, num_sessions: int, caller: Caller) -> None:
-        held = self._held[caller.name]
-        own_limit = caller.max_sessions
-        if own_limit is not None and held + num_sessions > own_limit:
-            raise OverloadedError(
-                f"API key {caller.name!r} may run {own_limit} sessions at once and runs {held}, "
-                f"{num_sessions} more were asked for",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        if not fits(
-            num_sessions, key=caller.name, held=self._held, num_keys=caller.num_keys, max_sessions=self._max_sessions
-        ):
-            raise OverloadedError(
-                f"API key {caller.name!r} runs {held} sessions, {num_sessions} more would take places of other keys",
-                retry_after_s=RETRY_AFTER_S,
-            )
 
     async def run(self, request: SessionRequest) -> AsyncGenerator[Event, None]:
         """Yields pieces of the answer, then its ending; closing the generator frees the session everywhere.
 
         Raises:
+            ResumeMismatchError: The client has other tokens than the session.
             PacelineError: The session could not be run to its end.
         """
-        with Stopwatch(self._metrics.of(request.model.identity.name), self._clock) as stopwatch:
-            async with aclosing(self._events(request, stopwatch)) as events:
-                async for event in events:
-                    yield event
+        metrics = self._metrics.of(request.model.identity.name)
+        with Stopwatch(metrics, self._clock) as stopwatch:
+            request = request.resolved()
+            # Before it has a record: the store is not asked about what is refused.
+            self._placer.check_room(request)
+            trail = self._records.open(request, partial(self._taken_over, request))
+            with _ended(trail):
+                answer = Answer(request)
+                metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+                async with aclosing(self._committed(request, trail)) as steps:
+                    async for step in steps:
+                        piece = answer.take(step)
+                        if piece is not None:
+                            stopwatch.tokens(len(piece.token_ids))
+                            yield piece
+                        if answer.stopped:
+                            break
+                ending = answer.ending(trail)
+                stopwatch.ended(ending)
+                trail.end(SessionState(ending.finish_reason.value))
+                yield ending
 
     def drain(self, *, draining: bool) -> None:
-        """Refuses new sessions while an operator wants it so; health tells."""
+        """Refuses new sessions while an operator wants it; health checks report it."""
         self._draining = draining
 
     async def finish(self, timeout_s: float, farewell_s: float) -> None:
-        """Waits for running sessions, then ends the rest with an error that says so.
+        """Waits for running sessions, then ends the rest with an error.
 
         Args:
             timeout_s: Time that sessions get to end by themselves, in seconds.
@@ -181,154 +166,97 @@ class Sessions:
     async def _wait_idle(self, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self._places.emptied()
         except TimeoutError:
             return False
         return True
 
-    def _change_running(self, change: int) -> None:
-        self._num_running += change
-        if self._num_running:
-            self._idle.clear()
-        else:
-            self._idle.set()
-
-    async def _events(self, request: SessionRequest, stopwatch: Stopwatch) -> AsyncGenerator[Event, None]:
-        request = request.resolved()
-        # Before it has a record: a store is not to be asked for what is refused.
-        self._placer.check_room(request)
-        trail = self._records.open(request, partial(self._taken_over, request))
-        state = SessionState.LEFT
-        try:
-            async with aclosing(self._pieces(request, trail, stopwatch)) as events:
-                async for event in events:
-                    if isinstance(event, Ending):
-                        state = SessionState(event.finish_reason.value)
-                        trail.end(state)
-                    yield event
-        except EndsEnginesError:
-            state = SessionState.REFUSED
-            raise
-        except PacelineError:
-            state = SessionState.FAILED
-            raise
-        finally:
-            if not trail.ended:
-                trail.end(state)
-
     def _taken_over(self, request: SessionRequest) -> None:
-        """Another owner has the session, maybe a later call at this very gateway: what the older one runs ends."""
+        """Ends the calls of a session that has another owner now, maybe a later call at this very gateway."""
         last_epoch = next_owner_epoch(request.epoch) - 1
-        error = StaleEpochError(f"session {request.session_id} goes on at another gateway")
-        self._client.end(lambda call: call.session_id == request.session_id and call.epoch <= last_epoch, error)
-
-    async def _pieces(
-        self, request: SessionRequest, trail: SessionTrail, stopwatch: Stopwatch
-    ) -> AsyncGenerator[Event, None]:
-        """Yields the answer beyond the tokens that the client has, and how it ended.
-
-        Raises:
-            ResumeMismatchError: The client has other tokens than these.
-        """
-        text_stream = TextStream(request)
-        client = KnownTokens(request.offset, request.digest)
-        self._metrics.of(request.model.identity.name).prompt_tokens.inc(len(request.prompt_token_ids))
-        num_generated = 0
-        result: GenerateResult | None = None
-        stopped = lossy = False
-        judged: list[PositionLogprobs] = []
-        async with aclosing(self._committed(request, trail)) as steps:
-            async for step in steps:
-                lossy |= step.lossy
-                if step.prompt_logprobs:
-                    # A verifier that goes on for another begins anew with them.
-                    judged[step.prompt_offset - 1 :] = step.prompt_logprobs
-                if not step.token_ids and step.result is None:
-                    continue
-                offset, num_known = num_generated, client.take(step.token_ids)
-                known = text_stream.feed(step.token_ids[:num_known])
-                fed = known
-                if not known.stopped:
-                    fed = text_stream.feed(step.token_ids[num_known:], step.fates[num_known:])
-                num_new = 0 if known.stopped or request.prompt_only else fed.num_tokens
-                num_generated += known.num_tokens + num_new
-                stopwatch.tokens(num_new)
-                text, result, stopped = "" if known.stopped else fed.text, step.result, fed.stopped
-                tokens = fed.tokens
-                if request.prompt_only:
-                    text, tokens, stopped = "", (), False
-                elif result is not None and not stopped:
-                    rest = text_stream.finish()
-                    text, tokens, stopped = text + rest.text, tokens + rest.tokens, rest.stopped
-                new = slice(num_known, num_known + num_new)
-                yield Piece(
-                    text=text,
-                    token_ids=step.token_ids[new],
-                    logprobs=step.logprobs[new],
-                    tokens=tokens,
-                    offset=offset + num_known,
-                    digest=client.digest,
-                    known_text=known.text if num_known else "",
-                    prompt_logprobs=tuple(judged),
-                )
-                judged = []
-                if stopped:
-                    break
-        client.end(num_generated)
-        record = trail.speculation or (None if result is None else result.speculation)
-        if record is not None or lossy or trail.mixed or trail.law_only:
-            record = replace(record or SpeculationRecord(), lossy=lossy, mixed=trail.mixed, law_only=trail.law_only)
-        ending = _ending(request, num_generated, result, record, stopped=stopped)
-        ending = replace(ending, stop=text_stream.stop, num_reasoning_tokens=text_stream.num_reasoning_tokens)
-        stopwatch.ended(ending)
-        yield ending
+        error = StaleEpochError(f"session {request.session_id} continues at another gateway")
+        self._client.end(
+            lambda call: call.request.session_id == request.session_id and call.request.epoch <= last_epoch, error
+        )
 
     async def _committed(self, request: SessionRequest, trail: SessionTrail) -> AsyncGenerator[CommittedTokens, None]:
-        """Yields what was committed before this gateway got the session, then what verifiers commit."""
-        if request.committed_token_ids or request.finished is not None:
-            lossy = request.speculation.acceptance not in ("", *LAWFUL_RULES)
-            yield CommittedTokens(token_ids=request.committed_token_ids, result=_result_of(request), lossy=lossy)
-        if request.finished is None:
+        """Yields the tokens that were logged before this gateway got the session, then what verifiers commit."""
+        logged, result = request.committed_token_ids, None
+        if request.finished is not None:
+            # The log does not tell what speculation did for it.
+            result = GenerateResult(
+                finish_reason=request.finished,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=0,
+                num_generated_tokens=len(logged),
+            )
+        if logged or result is not None:
+            lossy = request.speculation.acceptance not in ("", *ACCEPTANCE_RULES)
+            yield CommittedTokens(token_ids=logged, result=result, lossy=lossy)
+        if result is None:
             async with aclosing(self._placer.committed(request, trail)) as steps:
                 async for step in steps:
                     yield step
 
 
-def _result_of(request: SessionRequest) -> GenerateResult | None:
-    """The result of a session that had ended before it was resumed; what speculation did for it is not recorded."""
-    if request.finished is None:
-        return None
-    return GenerateResult(
-        finish_reason=request.finished,
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_cached_tokens=0,
-        num_generated_tokens=len(request.committed_token_ids),
-    )
+@contextmanager
+def _ended(trail: SessionTrail) -> Iterator[None]:
+    """Records the end of a session, unless the block has recorded one."""
+    state = SessionState.LEFT
+    try:
+        yield
+    except EndsEnginesError:
+        state = SessionState.REFUSED
+        raise
+    except PacelineError:
+        state = SessionState.FAILED
+        raise
+    finally:
+        if not trail.ended:
+            trail.end(state)
 
 
-def _ending(
-    request: SessionRequest,
-    num_generated: int,
-    result: GenerateResult | None,
-    record: SpeculationRecord | None,
-    *,
-    stopped: bool,
-) -> Ending:
-    num_prompt_tokens = len(request.prompt_token_ids)
-    if request.prompt_only and result is not None:
-        result = replace(result, finish_reason=FinishReason.LENGTH)
-    if result is None:
-        return Ending(
-            finish_reason=FinishReason.STOP,
-            num_prompt_tokens=num_prompt_tokens,
-            num_generated_tokens=num_generated,
-            speculation=record,
-        )
-    return Ending(
-        finish_reason=FinishReason.STOP if stopped else result.finish_reason,
-        num_prompt_tokens=num_prompt_tokens,
-        num_cached_tokens=result.num_cached_tokens,
-        num_generated_tokens=num_generated,
-        speculation=record,
-        timings=result.timings,
-    )
+class Stopwatch:
+    """Observes one session; starts running when built, and counts as waiting from entry to its first token."""
+
+    def __init__(self, metrics: ModelMetrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._started_s = clock()
+        self._last_s: float | None = None
+
+    def __enter__(self) -> Self:
+        self._metrics.num_requests_running.inc()
+        self._metrics.num_requests_waiting.inc()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.num_requests_running.dec()
+        if self._last_s is None:
+            self._metrics.num_requests_waiting.dec()
+
+    def tokens(self, num_tokens: int) -> None:
+        """Counts tokens that arrived now."""
+        if not num_tokens:
+            return
+        now_s = self._clock()
+        self._metrics.generation_tokens.inc(num_tokens)
+        if self._last_s is None:
+            self._metrics.num_requests_waiting.dec()
+            self._metrics.time_to_first_token.observe(now_s - self._started_s)
+        else:
+            for _ in range(num_tokens):
+                self._metrics.inter_token_latency.observe((now_s - self._last_s) / num_tokens)
+        self._last_s = now_s
+
+    def ended(self, ending: Ending) -> None:
+        """Counts a session that ended well."""
+        self._metrics.e2e_request_latency.observe(self._clock() - self._started_s)
+        self._metrics.request_prompt_tokens.observe(ending.num_prompt_tokens)
+        self._metrics.request_generation_tokens.observe(ending.num_generated_tokens)
+        self._metrics.request_success.labels(ending.finish_reason.value).inc()
+        if ending.speculation is not None:
+            self._metrics.speculation.add_session(
+                num_draft_tokens=ending.speculation.num_draft_tokens,
+                acceptance_histogram=ending.speculation.acceptance_histogram,
+            )

@@ -1,6 +1,6 @@
 """Renders chat messages with a checkpoint's own template, as transformers does.
 
-It knows Jinja and nothing else. Templates come with checkpoints, so they run in a sandbox.
+It knows only Jinja. Templates come with checkpoints, so they run in a sandbox.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from paceline.core.errors import ConfigError, InvalidRequestError
 
 Message = Mapping[str, Any]
-# Later models' name for a system that is not the platform; templates that do not know it would leave it out.
+# The role of system messages in newer APIs; templates that do not know it would drop the message.
 DEVELOPER, SYSTEM = "developer", "system"
+# Marks the end of a text in a rendered chat. The characters mean nothing in any text; the space behind them shows
+# whether the template trims texts.
+_MARK = "\ufdd4end-of-text\ufdd5"
+_MARK_AND_SPACE = f"{_MARK} "
 
 
 class ChatTemplate:
     """A compiled chat template together with the special tokens it may name.
 
     Attributes:
-        source: As it was written.
+        source: The Jinja source.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -59,8 +63,8 @@ class ChatTemplate:
         """
         variables = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            told = [self._with_known_role(message) for message in messages]
-            return self._template.render({**self._special_tokens, **variables, **extra, "messages": told})
+            known = [self._with_known_role(message) for message in messages]
+            return self._template.render({**self._special_tokens, **variables, **extra, "messages": known})
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError("messages", f"the chat template refuses them: {error}") from error
 
@@ -70,8 +74,35 @@ class ChatTemplate:
         return {**message, "role": SYSTEM}
 
 
+def with_end_marked(messages: Sequence[Message], field: str) -> list[Message]:
+    """Returns the messages of a chat whose last one is to be continued, with a mark at the end of its text.
+
+    Nothing of the template follows that text: `up_to_mark` cuts the rendered chat there, as transformers does.
+
+    Raises:
+        InvalidRequestError: The last message has no text.
+    """
+    *before, last = messages
+    if not isinstance(last.get("content"), str) or not last["content"]:
+        raise InvalidRequestError(f"{field}[{len(before)}].content", "must be a text, as continue_final_message is set")
+    return [*before, {**last, "content": last["content"] + _MARK_AND_SPACE}]
+
+
+def up_to_mark(rendered: str) -> str:
+    """Returns a rendered chat up to the end of its last message's text.
+
+    Raises:
+        InvalidRequestError: The template does not render that text.
+    """
+    end = rendered.rfind(_MARK)
+    if end < 0:
+        raise InvalidRequestError("continue_final_message", "the chat template does not render the last message")
+    cut = rendered[:end]
+    return cut if rendered.startswith(_MARK_AND_SPACE, end) else cut.rstrip()
+
+
 class _GenerationBlock(Extension):
-    """Understands `{% generation %}`, which marks the assistant's words for training and prints its body."""
+    """Supports `{% generation %}`, which marks the assistant's text for training and prints its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own convention
 

@@ -1,6 +1,6 @@
 """Text to token ids and back for one checkpoint folder, with the `tokenizers` library alone.
 
-It knows nothing of models, requests or networks; the limits that it enforces are handed in.
+It knows neither models nor requests nor networks; the limits that it enforces are passed in.
 """
 
 from __future__ import annotations
@@ -12,25 +12,16 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from paceline.checkpoints.vocabulary import vocab_hash
+from paceline.checkpoints.identity import vocab_hash
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.gateway.text.chat_template import ChatTemplate, Message
-from paceline.gateway.text.continued import up_to_mark, with_end_marked
+from paceline.gateway.text.chat_template import ChatTemplate, Message, up_to_mark, with_end_marked
 from paceline.gateway.text.detokenizer import Decodes
 from paceline.gateway.text.spellings import SpecialSpellings, token_ids
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
-NAMED_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "pad_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
+NAMED_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
 
 
 class TextCodec:
@@ -39,8 +30,7 @@ class TextCodec:
     Attributes:
         chat_template: How messages become a prompt; None if the folder holds no template.
         vocab_size: Ids that the tokenizer knows; the model's own vocabulary may be padded beyond it.
-        with_special_tokens: Decodes likewise, special tokens spelled out.
-        vocab_hash: What a verifier of the same model announces; empty for a tokenizer that came from no folder.
+        vocab_hash: The hash that a verifier of the same model announces; empty if the tokenizer came from no folder.
     """
 
     def __init__(
@@ -50,13 +40,13 @@ class TextCodec:
         vocab_hash: str = "",
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """Takes over a tokenizer; truncation and padding are switched off.
+        """Takes over a tokenizer, and switches its truncation and padding off.
 
         Args:
-            tokenizer: Whose.
-            chat_template: How messages become a prompt; None: in no way.
-            vocab_hash: What a verifier of the same model announces.
-            special_tokens: What chat templates may name, `bos_token` and the like.
+            tokenizer: The tokenizer.
+            chat_template: How messages become a prompt; None: chats are not served.
+            vocab_hash: The hash that a verifier of the same model announces.
+            special_tokens: Those that chat templates may name, `bos_token` and the like.
         """
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -68,14 +58,12 @@ class TextCodec:
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        self._visible = bytearray(self.vocab_size)
-        for token_id in vocab.values():
-            self._visible[token_id] = token_id not in added or not added[token_id].special
-        self.with_special_tokens = _WithSpecialTokens(tokenizer, frozenset(vocab.values()))
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._visible = frozenset(vocab.values()) - self._special.keys()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._added_ids = {spelling: token_id for token_id, spelling in self._added.items()}
-        # By the few sets of special tokens that readers of answers ask for.
-        self._showing: dict[tuple[str, ...], Decodes] = {}
+        # By the few sets of special tokens that readers of answers need.
+        self._showing: dict[tuple[str, ...] | None, Decodes] = {}
         self._spelling = _Spelling(json.loads(tokenizer.to_str()).get("decoder"))
         self._longest_token_bytes = max((len(self._spelling.to_bytes(piece)) for piece in vocab), default=1)
 
@@ -90,10 +78,10 @@ class TextCodec:
 
         Args:
             folder: The folder.
-            chat_template: A template's file instead of the folder's own; None: there is none.
+            chat_template: File of a template that replaces the folder's own; None: the folder's own is used.
 
         Raises:
-            ConfigError: The folder holds no tokenizer, or one that cannot be read; so it is with the template.
+            ConfigError: The folder holds no tokenizer, or the tokenizer or the template cannot be read.
         """
         path = folder / TOKENIZER_FILE
         if not path.is_file():
@@ -109,7 +97,7 @@ class TextCodec:
         return cls(tokenizer, template, vocab_hash(folder), special_tokens)
 
     def template(self, source: str) -> ChatTemplate:
-        """Returns another chat template, that names the special tokens of this tokenizer.
+        """Returns another chat template with the special tokens of this tokenizer.
 
         Raises:
             ConfigError: It has a syntax error.
@@ -119,16 +107,16 @@ class TextCodec:
     def encode(
         self, text: str, *, field: str, special_tokens: bool, context_len: int, keep_last: int | None = None
     ) -> tuple[int, ...]:
-        """Returns the token ids of a text; takes a time bounded by the context, and lets other threads run meanwhile.
+        """Returns the token ids of a text. Its time is bounded by the context, and other threads run meanwhile.
 
-        Special tokens spelled out in the text are special tokens: it is a whole prompt, and its writer's own.
+        Special tokens spelled out in the text become special tokens: the text is a whole prompt of its author.
 
         Args:
-            text: What to encode.
+            text: The text.
             field: Name of the request field, for the error.
             special_tokens: Whether the tokenizer adds its own (begin of text) tokens.
-            context_len: Texts that cannot fit into that many tokens are refused unread.
-            keep_last: How many of the last tokens to return, of however many; None: all, if the context holds them.
+            context_len: Texts that cannot fit into this number of tokens are refused unread.
+            keep_last: Number of last tokens to return, however long the text is; None: all, if the context holds them.
 
         Raises:
             InvalidRequestError: The text is too long, or is not Unicode text.
@@ -157,16 +145,16 @@ class TextCodec:
             messages: Each with `role` and `content`, and maybe `name`.
             extra: Further variables of the template.
             field: Name of the request field, for the error.
-            context_len: Chats that cannot fit into that many tokens are refused unread.
-            keep_last: As of `encode`.
-            template: How; None: by the model's own, which must be there.
+            context_len: Chats that cannot fit into this number of tokens are refused unread.
+            keep_last: As in `encode`.
+            template: The template to use; None: the model's own, which must exist.
             continue_last: Whether the prompt ends with the text of the last message.
 
         Raises:
             InvalidRequestError: The chat is too long, is not Unicode text, or the template refuses it.
         """
         template = template or self.chat_template
-        assert template is not None, "callers look whether there is one"
+        assert template is not None, "callers check that there is one"
         num_bytes = sum(utf8_len(f"{field}[{index}].content", each["content"]) for index, each in enumerate(messages))
         num_bytes += sum(_num_bytes(f"{field}[{index}]", _beside_content(each)) for index, each in enumerate(messages))
         num_bytes += _num_bytes("tools", extra.get("tools"))
@@ -194,22 +182,20 @@ class TextCodec:
 
     def is_visible(self, token_id: int) -> bool:
         """Tells whether a token has text: known to the tokenizer and not special."""
-        return token_id < self.vocab_size and bool(self._visible[token_id])
+        return token_id in self._visible
 
     def added_token_id(self, spelling: str) -> int | None:
         """Returns the token that was added to the vocabulary under this spelling; None: there is none."""
         return self._added_ids.get(spelling)
 
-    def showing(self, spellings: tuple[str, ...]) -> Decodes:
-        """Returns decoding in which these special tokens have their text, and others none."""
-        found = self._showing.get(spellings)
-        if found is None:
-            hidden = [token_id for token_id, spelled in self._added.items() if not self._visible[token_id]]
-            shown = {token_id for token_id in hidden if self._added[token_id] in spellings}
-            visible = {token_id for token_id in range(self.vocab_size) if self._visible[token_id]}
-            found = _WithSpecialTokens(self._tokenizer, frozenset(visible | shown)) if shown else self
-            self._showing[spellings] = found
-        return found
+    def showing(self, spellings: tuple[str, ...] | None) -> Decodes:
+        """Returns a decoder for which these special tokens have text, and others none; None: all of them have text."""
+        if spellings not in self._showing:
+            shown = {
+                token_id for token_id, spelled in self._special.items() if spellings is None or spelled in spellings
+            }
+            self._showing[spellings] = _Showing(self._tokenizer, self._visible | shown) if shown else self
+        return self._showing[spellings]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that one token stands for, special ones spelled out."""
@@ -221,23 +207,23 @@ class TextCodec:
         return self._spelling.to_bytes(piece)
 
 
-class _WithSpecialTokens:
-    """Decoding in which special tokens have the text that they are written as.
+class _Showing:
+    """Decodes tokens of which some are special and have the text that they are written as.
 
     Args:
-        tokenizer: Decodes.
-        known: All tokens that have text.
+        tokenizer: The tokenizer.
+        visible: All tokens that have text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, known: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, visible: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._known = known
+        self._visible = visible
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def is_visible(self, token_id: int) -> bool:
-        return token_id in self._known
+        return token_id in self._visible
 
 
 def _beside_content(message: Message) -> list[Any]:
@@ -257,7 +243,7 @@ def utf8_len(field: str, text: str) -> int:
     """Returns the bytes of a text in UTF-8.
 
     Raises:
-        InvalidRequestError: It has no such form, since it holds half of a surrogate pair.
+        InvalidRequestError: It has no such form, because it holds half of a surrogate pair.
     """
     try:
         return len(text.encode())
@@ -268,7 +254,7 @@ def utf8_len(field: str, text: str) -> int:
 
 
 class _Spelling:
-    """How a vocabulary spells bytes, read off the decoder of tokenizer.json."""
+    """How a vocabulary spells bytes, derived from the decoder of tokenizer.json."""
 
     def __init__(self, decoder: Mapping[str, Any] | None) -> None:
         parts = [] if decoder is None else decoder.get("decoders", [decoder])

@@ -1,8 +1,8 @@
 """Turns a stream of token ids into a stream of text whose pieces join to the text of the whole.
 
-Pure but for the codec it is given. It knows nothing of stop strings; those are searched in its output.
-`tokenizers.DecodeStream` is not enough: it holds bytes that never become a character for ever, decoding all of them
-again with each token, and raises where text follows a broken character of a byte-fallback vocabulary.
+Pure but for the codec. Stop strings are searched in its output.
+`tokenizers.DecodeStream` is not enough: it never releases bytes that do not become a character, decodes all of them
+again with each token, and raises an error where text follows a broken character of a byte-fallback vocabulary.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Decodes(Protocol):
 class Detokenizer:
     """Incremental decoder of one session.
 
-    Text is given out when it ends on a whole character. Each piece is the difference of two decodings that
-    start at the same earlier token, since some decoders treat the first token of a text in a special way.
+    Text is returned when it ends on a whole character. Each piece is the difference of two decodings that start at the
+    same earlier token, because some decoders treat the first token of a text in a special way.
     """
 
     def __init__(self, codec: Decodes, prompt_token_ids: Sequence[int] = ()) -> None:
-        """Starts after a prompt, whose last tokens are read as context only."""
+        """Starts after a prompt, whose last tokens serve as context only."""
         self._codec = codec
         context = [t for t in prompt_token_ids[-NUM_CONTEXT_TOKENS:] if codec.is_visible(t)]
         if codec.decode(context).endswith(REPLACEMENT):
@@ -76,14 +76,14 @@ class Detokenizer:
         return self._codec.decode(self._window[:end])[len(given) :]
 
     def _give(self, end: int, piece: str) -> None:
-        # A window that shows no text yet stays, as the next token would be taken for the first of a text.
+        # A window without text so far stays: otherwise the next token would be decoded as the first of a text.
         if piece:
             self._window = self._window[self._num_given :]
             end -= self._num_given
         self._num_given = end
 
     def _force(self) -> str:
-        """Gives out bytes that no later token can make a character of."""
+        """Returns bytes that no later token can complete to a character."""
         whole = self._difference(len(self._window))
         for end in range(len(self._window) - MAX_UNFINISHED_TOKENS, self._num_given, -1):
             piece = self._difference(end)

@@ -1,34 +1,34 @@
-"""Tells the special tokens of a chat template from their spellings in users' texts.
+"""Separates the special tokens of a chat template from their spellings in users' texts.
 
-Both become one prompt before anything is encoded, where `<|end|>` of the template and `<|end|>` that somebody wrote
-look alike. So the spellings in users' texts are swapped for marks before the template is rendered. Afterwards the
-template's own spellings are swapped for other marks, which a second tokenizer knows, and the users' come back; that
-tokenizer takes special tokens for text. Marks hold a random number that nobody else knows.
+Both become one prompt before it is encoded, in which `<|end|>` of the template and `<|end|>` that a user wrote look
+alike. So marks replace the spellings in users' texts before the template is rendered. Afterwards other marks, which a
+second tokenizer knows, replace the template's own spellings, and the users' are restored; that tokenizer treats special
+tokens as text. Marks hold a random number that nobody else knows.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from paceline.core.errors import InvalidRequestError
 
-# In one chat; a million of them take long to swap.
+# In one chat; replacing a million of them takes long.
 MAX_SPELLINGS = 10_000
 
 
 def token_ids(
     tokenizer: Tokenizer, text: str, field: str, *, special_tokens: bool, context_len: int, keep_last: int | None
 ) -> tuple[int, ...]:
-    """Returns the token ids of a text. In a batch, of one: a text by itself is encoded without letting others run.
+    """Returns the token ids of a text, or the last of them.
 
     Raises:
-        InvalidRequestError: There are more than the context holds, which are not listed, and the last alone are not
-            asked for.
+        InvalidRequestError: There are more than the context holds, and `keep_last` is None.
     """
+    # A batch, even of one text, is encoded without the lock of the interpreter.
     [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
     if keep_last is not None:
         return tuple(encoding.ids[-keep_last:])
@@ -38,7 +38,7 @@ def token_ids(
 
 
 class SpecialSpellings:
-    """The special tokens of one tokenizer, and what stands for them while a chat is made a prompt."""
+    """The special tokens of one tokenizer, and the marks that replace them while a chat becomes a prompt."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Copies the tokenizer."""
@@ -46,21 +46,15 @@ class SpecialSpellings:
         secret = secrets.token_hex(8)
         # Longest first: one may be part of another.
         self._spelled = sorted((token.content for token in special.values()), key=len, reverse=True)
-        # These characters are in no alphabet, and mean nothing to any text.
+        # These characters are in no alphabet, and have no meaning in any text.
         self._of_template = {token.content: f"\ufdd0{secret}.{number}\ufdd1" for number, token in special.items()}
         self._of_users = {token.content: f"\ufdd2{secret}.{number}\ufdd3" for number, token in special.items()}
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.add_tokens(
             [
-                AddedToken(
-                    self._of_template[token.content],
-                    single_word=False,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=False,
-                )
-                for token in special.values()
+                AddedToken(self._of_template[each.content], lstrip=each.lstrip, rstrip=each.rstrip, normalized=False)
+                for each in special.values()
             ]
         )
         self._id_of = {
@@ -68,7 +62,7 @@ class SpecialSpellings:
         }
 
     def marked(self, value: Any, field: str) -> Any:
-        """Returns strings, lists and objects with marks for all special tokens in strings; None if there are none.
+        """Returns a JSON value with marks for all special tokens in its strings; None if there are none.
 
         Raises:
             InvalidRequestError: There are too many.
@@ -106,7 +100,7 @@ class SpecialSpellings:
         return tuple(self._id_of.get(token_id, token_id) for token_id in ids)
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

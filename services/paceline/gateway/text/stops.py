@@ -1,4 +1,4 @@
-"""Finds stop strings in a stream of text, holding back no more than what may become one.
+"""Finds stop strings in a stream of text, and holds back only what may become one.
 
 Pure. The result does not depend on how the text is cut into pieces.
 """
@@ -6,21 +6,10 @@ Pure. The result does not depend on how the text is cut into pieces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from paceline.gateway.message.held_text import certain_len
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passed:
-    """Text that is certain not to belong to a stop string, and the stop string that ended it, if any."""
-
-    text: str
-    stop: str | None = None
 
 
 class StopMatcher:
-    """Matches several stop strings at once: the one complete first wins, the longest of several such."""
+    """Matches several stop strings at once: the first complete one wins, the longest of several at the same place."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Takes stop strings, none of them empty."""
@@ -28,19 +17,22 @@ class StopMatcher:
         self._stops = tuple(dict.fromkeys(stops))
         self._held = ""
 
-    def feed(self, text: str) -> Passed:
-        """Takes new text; after a stop string was found nothing may be fed."""
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Takes new text; returns what is certain not to belong to a stop string, and the stop string that ended it.
+
+        After a stop string was found nothing may be fed.
+        """
         if not self._stops:
-            return Passed(text=text)
+            return text, None
         text = self._held + text
         match = self._first_match(text)
         if match is not None:
             start, stop = match
             self._held = ""
-            return Passed(text=text[:start], stop=stop)
+            return text[:start], stop
         cut = certain_len(text, self._stops)
         self._held = text[cut:]
-        return Passed(text=text[:cut])
+        return text[:cut], None
 
     def flush(self) -> str:
         """Returns the text held back; the stream ended without completing a stop string."""
@@ -55,3 +47,17 @@ class StopMatcher:
             if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
                 best = (start + len(stop), start, stop)
         return None if best is None else best[1:]
+
+
+def certain_len(text: str, markers: tuple[str, ...]) -> int:
+    """Returns how much of a text, which holds no whole marker, cannot be the beginning of one."""
+    return min((_possible_start(text, marker) for marker in markers), default=len(text))
+
+
+def _possible_start(text: str, marker: str) -> int:
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return at
+        at = text.find(marker[0], at + 1)
+    return len(text)

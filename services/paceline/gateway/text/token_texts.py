@@ -1,8 +1,8 @@
 """Which text came from which token, for requests that ask how each token came about.
 
-Pure. Text lags behind tokens: half a character waits for the rest of it, and what may become a stop string waits for
-more. A token is given out once all of its text is, so that the texts given out join to the text of the answer and
-every token stands there once.
+Pure. Text lags behind tokens: half a character waits for the rest of it, and a possible stop string waits for more. A
+token is returned once all of its text is certain, so that the returned texts join to the text of the answer and every
+token appears once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class TokenText:
     """A token's part of the text.
 
     Attributes:
-        text: Empty for one that has none: a stop token or part of a stop string, unless these are asked for, or all but
-            the last of the tokens that share a character.
-        fate: How it came about; None: the verifier did not say.
+        text: Empty for a stop token or a part of a stop string, unless these are asked for, and for all but the last of
+            the tokens that share a character.
+        fate: How it came about; None: the verifier did not report it.
     """
 
     text: str
@@ -41,13 +41,13 @@ class TokenTexts:
         Args:
             fate: How it came about.
             decoded: Text that it completed.
-            passed: Text that has become certain with it; the oldest that was not.
+            passed: Text that has become certain with it; the oldest that was not certain before.
         """
         self._waiting.append(TokenText(text=decoded, fate=fate))
         self._num_certain += len(passed)
 
     def take(self, *, keep_last: bool) -> tuple[TokenText, ...]:
-        """Returns the tokens whose text is certain; the last one stays if more text may come of it."""
+        """Returns the tokens whose text is certain; the last one stays if it may get more text."""
         taken: list[TokenText] = []
         while len(self._waiting) > keep_last and len(self._waiting[0].text) <= self._num_certain:
             self._num_certain -= len(self._waiting[0].text)
@@ -55,11 +55,11 @@ class TokenTexts:
         return tuple(taken)
 
     def finish(self, decoded: str, passed: str) -> tuple[TokenText, ...]:
-        """Returns all that is left, cut where the answer ends.
+        """Returns all remaining tokens, cut where the answer ends.
 
         Args:
             decoded: Text that the detokenizer still held.
-            passed: Text that has become certain at last; what waits beyond it was part of a stop string.
+            passed: Text that has now become certain; text beyond it was part of a stop string.
         """
         if decoded:
             last = self._waiting.pop()

@@ -219,7 +219,7 @@ class SpeculationParams(google.protobuf.message.Message):
     max_draft_tokens: builtins.int
     """Most draft tokens verified for this session in one step; absent: the verifier decides."""
     acceptance: builtins.str
-    """Acceptance rule: "coupled", "rejection", "block", or "typical" where lossy rules are served; empty: the verifier's
+    """Acceptance rule: "coupled", "rejection", "block", or one that a verifier serves besides; empty: the verifier's
     default.
     """
     method: builtins.str

@@ -1,7 +1,7 @@
 """vLLM's engine as the verifier's: sessions go in as its requests, its outputs come back as committed tokens.
 
-It runs in the engine thread. vLLM computes in processes of its own, one step after another; `step` waits for the next
-one. An engine that dies there raises here, and one that hangs is seen by whoever watches the engine thread.
+It runs in the engine thread. vLLM computes in other processes, one step after another; `step` waits for the next one.
+If its engine dies, the call here raises; if it hangs, the watch on the engine thread sees it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from paceline.core.target_events import (
 from paceline.service.learned import Learned
 from paceline.verifier.vllm.results import (
     FINISH_REASONS,
+    add_scheduler,
     position_logprobs,
     speculation_record,
-    tell_scheduler,
     timings,
 )
 from paceline.verifier.vllm.sampling import check_under_vllm, counted_anew, vllm_sampling
 
 
 class Core(Protocol):
-    """What is used of vLLM's `LLMEngine`."""
+    """The part of vLLM's `LLMEngine` that is used here."""
 
     def add_request(self, request_id: str, prompt: Any, params: Any) -> str:
         """Takes a request in."""
         ...
 
     def abort_request(self, request_ids: list[str]) -> None:
-        """Ends requests; unknown ones are none."""
+        """Ends requests; unknown ones are ignored."""
         ...
 
     def has_unfinished_requests(self) -> bool:
-        """Whether outputs are to come."""
+        """Whether more outputs will come."""
         ...
 
     def step(self) -> Sequence[Any]:
@@ -56,20 +56,20 @@ class Core(Protocol):
 
 
 class LastStats:
-    """What vLLM's scheduler last said of itself; see `paceline.verifier.vllm.results.tell_scheduler`."""
+    """The latest statistics of vLLM's scheduler."""
 
     def __init__(self) -> None:
-        self._said: tuple[Any, Any] | None = None
+        self._latest: tuple[Any, Any] | None = None
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """Takes in what a step brought."""
+        """Takes in the statistics of a step."""
         if scheduler is not None:
-            self._said = scheduler, iteration
+            self._latest = scheduler, iteration
 
     def take(self) -> tuple[Any, Any] | None:
-        """What has come since the last call."""
-        said, self._said = self._said, None
-        return said
+        """Returns those that came since the last call."""
+        latest, self._latest = self._latest, None
+        return latest
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,11 +77,12 @@ class _Session:
     """A session from its submission to its last token.
 
     Attributes:
-        lossy: Whether penalties forget what it has generated elsewhere.
-        num_generated: Its tokens so far, those from elsewhere too.
-        num_steps: Steps that brought it tokens, and in `sum_of_batches` how many sessions got some in these.
-        called_up_s: Of a suspect: when its turn came; None before.
-        heard: Of a suspect: whether its gateway knows that.
+        lossy: Whether vLLM's penalties ignore tokens that were generated elsewhere.
+        num_generated: Its tokens so far, with those from elsewhere.
+        num_steps: Steps that brought it tokens.
+        sum_of_batches: Sessions that got tokens in these steps, summed over the steps.
+        called_up_s: When the turn of a suspect came; None before.
+        heard: Whether the gateway of a suspect knows that.
     """
 
     submit: Submit
@@ -99,19 +100,19 @@ class _Session:
 
 
 class VllmEngine:
-    """Drives vLLM for a `TargetHost`; see the module docstring.
+    """Drives vLLM for a `TargetHost`.
 
-    A suspect is handed to vLLM once its gateway has heard so, one at a time; the engine's death is laid on it alone
-    until it has got a token.
+    Suspects run one at a time. vLLM gets one once its gateway knows that; until it has a token, a death of the engine
+    is blamed on it alone.
 
     Args:
         core: vLLM's engine.
         make_params: Makes vLLM's `SamplingParams` of its fields.
-        identity: What the model is called.
+        identity: Of the model.
         refusals: Errors with which vLLM refuses a request.
         drafts: Whether vLLM speculates.
         max_num_seqs: Most sessions that vLLM runs at once.
-        stats: What vLLM's scheduler says of itself.
+        stats: Of vLLM's scheduler.
         clock: Seconds, the host's monotonic ones.
     """
 
@@ -135,7 +136,7 @@ class VllmEngine:
         self._max_num_seqs = max_num_seqs
         self._stats = stats
         self._clock = clock
-        # Those that vLLM has, by serial, and those that wait for their turn.
+        # Sessions that vLLM has, by serial, and suspects that wait for their turn.
         self._running: dict[int, _Session] = {}
         self._suspects: deque[_Session] = deque()
         self._outcomes: list[Outcome] = []
@@ -144,17 +145,17 @@ class VllmEngine:
         self._some_left = False
 
     def learned(self) -> Learned:
-        """Nothing: what is learned of steps and drafts is kept beside vLLM's worker."""
+        """Returns nothing: the helper beside vLLM's worker learns of steps and drafts."""
         return {}
 
     @property
     def at_stake(self) -> tuple[int, ...]:
-        """Serials of the sessions that a failure now is laid on."""
+        """Serials of the sessions that a failure now is blamed on."""
         first = [serial for serial, session in self._running.items() if _is_on_trial(session)]
         return tuple(first or self._running)
 
     def handle(self, event: TargetEvent) -> None:
-        """Takes in one event; those of drafters are not for this engine."""
+        """Takes in one event; those of drafters are ignored."""
         match event:
             case Submit():
                 self._submit(event)
@@ -171,13 +172,13 @@ class VllmEngine:
         return bool(self._running or self._suspects or self._outcomes or self._some_left)
 
     def patience_s(self) -> float:
-        """Seconds until a suspect is computed at the latest, if there is nothing else to do."""
+        """Seconds until a suspect must run, if there is nothing else to do."""
         if self._running or self._outcomes or self._some_left or not self._suspects:
             return 0.0
         return self._heard_in_s(self._suspects[0])
 
     def begin(self) -> TargetOutput | None:
-        """What need not wait for the step: refusals, and who is computed in it."""
+        """Reports what need not wait for the step: refusals, and which sessions run in it."""
         self._call_up()
         return self._output(StepReport()) if self._outcomes else None
 
@@ -189,7 +190,7 @@ class VllmEngine:
             for output in outputs:
                 self._take(output, len(outputs), report)
             report.num_decoding = len(outputs)
-            self._tell(report)
+            self._add_stats(report)
             report.num_rows = len(outputs) + sum(report.gammas) + report.num_prefill_rows
         report.seconds = self._clock() - began_s
         return self._output(report)
@@ -231,7 +232,7 @@ class VllmEngine:
             self._outcomes.append((serial, _runs(session)))
 
     def _call_up(self) -> None:
-        """Gives the next suspect to vLLM when its gateway has heard of it, or cannot be waited for any longer."""
+        """Gives the next suspect to vLLM once its gateway knows, or after the longest wait for that."""
         if not self._suspects or any(map(_is_on_trial, self._running.values())):
             return
         suspect = self._suspects[0]
@@ -253,7 +254,7 @@ class VllmEngine:
         self._suspects = deque(each for each in self._suspects if each.submit.serial != serial)
 
     def _take(self, output: Any, batch_size: int, report: StepReport) -> None:
-        """Hands on the new tokens of one session."""
+        """Takes in the new tokens of one session."""
         serial, answer = int(output.request_id), output.outputs[0]
         session = self._running[serial]
         if answer.finish_reason is not None:
@@ -272,10 +273,10 @@ class VllmEngine:
         session.sum_of_batches += batch_size
         self._outcomes.append((serial, _committed(session, output, offset)))
 
-    def _tell(self, report: StepReport) -> None:
-        said = self._stats.take()
-        if said is not None:
-            tell_scheduler(report, *said)
+    def _add_stats(self, report: StepReport) -> None:
+        stats = self._stats.take()
+        if stats is not None:
+            add_scheduler(report, *stats)
             self._kv_usage = report.kv_usage
 
     def _output(self, report: StepReport) -> TargetOutput:
@@ -288,7 +289,7 @@ class VllmEngine:
 
 
 def _is_on_trial(session: _Session) -> bool:
-    """Whether it is a suspect that vLLM has brought no token of."""
+    """Whether it is a suspect without a token from vLLM yet."""
     return session.submit.request.suspect and not session.has_new_tokens
 
 

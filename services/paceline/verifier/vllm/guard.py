@@ -1,7 +1,7 @@
-"""Ends vLLM's processes when the verifier that started them is gone, however it went: they would go on without it.
+"""Kills vLLM's processes when the verifier that started them has ended, however it ended.
 
-It is a process of its own, `python -m paceline.verifier.vllm.guard PID...`, and waits for the end of its standard
-input. Numbers of processes come again, so it holds on to the processes themselves.
+It runs as a separate process, `python -m paceline.verifier.vllm.guard PID...`, and waits for the end of its standard
+input. Process numbers are reused, so it holds handles of the processes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import suppress
 
 
 def start_guard(pids: Iterable[int]) -> subprocess.Popen[bytes]:
-    """Has these processes ended with this one; Linux only."""
+    """Starts a guard that kills these processes when this one ends; Linux only."""
     command = [sys.executable, "-m", "paceline.verifier.vllm.guard", *map(str, pids)]
-    # A session of its own: what ends the others there must not end it before them.
+    # In its own session, so that a signal to the group does not end it before the others.
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 

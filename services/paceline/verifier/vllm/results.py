@@ -1,4 +1,4 @@
-"""What vLLM says of a session, in our words; its objects are read by name, and nothing of it is imported."""
+"""Turns vLLM's results into ours; its objects are read by attribute name, and nothing of it is imported."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def position_logprobs(token_id: int, known: Mapping[int, Any], count: int) -> Po
 
     Args:
         token_id: The token chosen.
-        known: vLLM's `Logprob` by token: the token chosen, and the `count` best of all, which it may be one of.
-        count: How many best ones were asked for.
+        known: vLLM's `Logprob` by token: the chosen one and the `count` best, which may include it.
+        count: How many best ones were requested.
     """
     best = {each: entry for each, entry in known.items() if len(known) <= count or each != token_id}
     top = sorted(best.items(), key=lambda item: item[1].rank)[:count]
@@ -34,8 +34,8 @@ def speculation_record(counts: Any, *, num_steps: int, mean_batch_size: float, l
 
     Args:
         counts: vLLM's `RequestSpecDecodeMetrics`; None: it did not speculate.
-        num_steps: Steps that brought it tokens.
-        mean_batch_size: Sessions that got tokens in them.
+        num_steps: Steps that brought tokens.
+        mean_batch_size: Mean number of sessions that got tokens in them.
         lossy: See `paceline.verifier.vllm.sampling.counted_anew`.
     """
     histogram = () if counts is None else _without_end(counts.histogram)
@@ -52,7 +52,7 @@ def speculation_record(counts: Any, *, num_steps: int, mean_batch_size: float, l
 
 
 def timings(stats: Any, submitted_s: float) -> Timings:
-    """Where the time of a session went, by vLLM's `RequestStateStats`; its clock is the host's monotonic one, too."""
+    """Where the time of a session went, from vLLM's `RequestStateStats`; both use the host's monotonic clock."""
     spans_s = (
         stats.scheduled_ts - submitted_s,
         stats.first_token_ts - stats.scheduled_ts,
@@ -62,7 +62,7 @@ def timings(stats: Any, submitted_s: float) -> Timings:
     return Timings(queue_ns=queue_ns, prefill_ns=prefill_ns, decode_ns=decode_ns)
 
 
-def tell_scheduler(report: StepReport, scheduler: Any, iteration: Any) -> None:
+def add_scheduler(report: StepReport, scheduler: Any, iteration: Any) -> None:
     """Adds to a report what vLLM's scheduler did.
 
     Args:
@@ -85,11 +85,11 @@ def tell_scheduler(report: StepReport, scheduler: Any, iteration: Any) -> None:
 
 
 def _lengths(count: int, at_least: Sequence[int]) -> list[int]:
-    """So many lengths, longest first, of which `at_least[k]` are more than k."""
+    """Returns `count` lengths, longest first, of which `at_least[k]` exceed k."""
     return [sum(number > index for number in at_least) for index in range(count)]
 
 
 def _without_end(histogram: Sequence[int]) -> tuple[int, ...]:
-    """A histogram without the zeros behind its last entry."""
+    """Returns a histogram without trailing zeros."""
     longest = max((length for length, rounds in enumerate(histogram) if rounds), default=-1)
     return tuple(histogram[: longest + 1])

@@ -1,6 +1,6 @@
-"""From a request to vLLM's sampling parameters: what is not the same there is refused by name, never dropped.
+"""Turns a request into vLLM's sampling parameters; what vLLM does differently is refused by name, never dropped.
 
-It knows the names of vLLM's `SamplingParams` and imports nothing of it. Raw log probabilities, the order of processors
+It knows the names in vLLM's `SamplingParams` and imports nothing of it. Raw log probabilities, the order of processors
 and their meaning are the same in both engines (`paceline.core.processors`).
 """
 
@@ -14,13 +14,13 @@ from paceline.core.messages import GenerateRequest
 from paceline.core.params import REJECTION, SamplingParams
 from paceline.core.processors import GREEDY_BELOW
 
-# vLLM raises lower temperatures to the first, and takes none above the second.
+# vLLM raises lower temperatures to the first and refuses those above the second.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 _SEED_BYTES = 8
 
 
 def check_under_vllm(request: GenerateRequest, *, drafts: bool) -> None:
-    """Refuses what vLLM would compute otherwise than asked.
+    """Refuses what vLLM would not compute as requested.
 
     Args:
         request: A session's.
@@ -59,8 +59,8 @@ def check_under_vllm(request: GenerateRequest, *, drafts: bool) -> None:
 def vllm_sampling(request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
     """Fields of vLLM's `SamplingParams` by name; those left out have the defaults there.
 
-    What the session has committed is part of vLLM's prompt, and counts as generated here. Tokens that end a text are
-    all named, so that nothing depends on what vLLM finds in the checkpoint.
+    Committed tokens are part of vLLM's prompt but count as generated here. All tokens that end a text are named:
+    nothing depends on what vLLM finds in the checkpoint.
     """
     sampling = request.sampling
     num_committed = len(request.committed_token_ids)
@@ -91,10 +91,10 @@ def vllm_sampling(request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> d
 
 
 def counted_anew(request: GenerateRequest) -> bool:
-    """Whether vLLM forgets what a session has generated elsewhere where it counts: then its law is not the target's.
+    """Whether tokens generated elsewhere would count, but do not under vLLM: its law is then not the target's.
 
-    Presence and frequency penalties and bad words look at generated tokens, and to vLLM these are part of the prompt.
-    The repetition penalty looks at both.
+    Presence and frequency penalties and bad words look at generated tokens only, and to vLLM those from elsewhere are
+    part of the prompt. The repetition penalty looks at both.
     """
     sampling, committed = request.sampling, request.committed_token_ids
     if not committed:
@@ -106,11 +106,11 @@ def counted_anew(request: GenerateRequest) -> bool:
 
 
 def seed_after(seed: int, num_committed: int) -> int:
-    """The seed with which a session goes on after so many tokens: the same noise must not come a second time."""
+    """The seed with which a session continues after some tokens: it must not draw the same noise again."""
     if not num_committed:
         return seed
-    told = f"{seed} {num_committed}".encode()
-    return int.from_bytes(hashlib.blake2b(told, digest_size=_SEED_BYTES).digest(), "little")
+    start = f"{seed} {num_committed}".encode()
+    return int.from_bytes(hashlib.blake2b(start, digest_size=_SEED_BYTES).digest(), "little")
 
 
 def _greedy(sampling: SamplingParams) -> bool:

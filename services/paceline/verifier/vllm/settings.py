@@ -1,4 +1,4 @@
-"""Settings of a verifier under vLLM: what of ours means nothing there, what is passed on, what is ours to decide.
+"""Settings of a verifier under vLLM: which have no meaning there, which are passed on, which arguments are fixed.
 
 It imports nothing of vLLM.
 """
@@ -15,21 +15,20 @@ from typing import Any
 from paceline.checkpoints.json_file import parse_object
 from paceline.core.errors import ConfigError
 from paceline.core.params import DRAFT_MODEL, MAX_DRAFT_TOKENS, MAX_TOP_LOGPROBS
-from paceline.engine.process import parse_cpus
-from paceline.service.config import from_mapping, setting
+from paceline.service.config import from_mapping, parse_cpus, setting
 from paceline.verifier.config import NAME, VerifierConfig
 from paceline.vllm.settings import SECTION
 
 DEFAULT_DRAFT_TOKENS = 7
 PROPOSER = "paceline.vllm.Proposer"
-# Our settings that are nothing to vLLM, and what stands for them.
+# Our settings without a meaning under vLLM, and what to use instead.
 NOT_FOR_VLLM = {
     "num_kv_blocks": "--vllm-arg=--kv-cache-memory-bytes=...",
     "memory_utilization": "--vllm-arg=--gpu-memory-utilization=...",
     "max_num_batched_tokens": "--vllm-arg=--max-num-batched-tokens=...",
     "spare_cpus": "nothing; vLLM's threads stay where they are",
 }
-# vLLM's arguments that follow from our settings, and these.
+# vLLM's arguments that follow from our settings, and from which.
 DECIDED = {
     "model": "--model",
     "served_model_name": "--model-name",
@@ -45,14 +44,14 @@ DECIDED = {
     "max_logprobs": "what clients are promised",
     "otlp_traces_endpoint": "--otlp-traces-endpoint",
 }
-# What vLLM's CPU build keeps for KV where nobody says how much; it would take most of the machine's memory.
+# For KV in vLLM's CPU build, where no size is given; its default would take most of the machine's memory.
 CPU_KV_BYTES = 1 << 30
 MEMORY_STORE = "memory:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSpeculation:
-    """What `--speculative-config` may say under vLLM."""
+    """`--speculative-config` under vLLM."""
 
     method: str = setting(DRAFT_MODEL, help="Drafters of the tier draft.", choices=(DRAFT_MODEL,))
     model: Path | None = setting(None, help="Draft model, passed to drafters by `paceline up`.")
@@ -72,15 +71,15 @@ def num_draft_tokens(config: VerifierConfig) -> int:
     """
     found = parse_object(NAME, config.speculative_config)
     known = from_mapping(VllmSpeculation, found, f"{NAME} under --engine vllm: ")
-    # A store in this process's memory knows no drafters.
+    # No drafter can announce itself in this process's memory.
     return 0 if config.redis_url.startswith(MEMORY_STORE) else known.num_speculative_tokens
 
 
 def check_settings(config: VerifierConfig) -> None:
-    """Refuses settings of ours that mean nothing under vLLM.
+    """Refuses settings of ours that have no meaning under vLLM.
 
     Raises:
-        ConfigError: Names the first one, and what stands for it.
+        ConfigError: Names the first one, and what to use instead.
     """
     fields = {field.name: field.default for field in dataclasses.fields(VerifierConfig)}
     for name, instead in NOT_FOR_VLLM.items():
@@ -129,32 +128,32 @@ def _tier(config: VerifierConfig, num_tokens: int) -> dict[str, Any]:
 
 
 def process_environment(config: VerifierConfig, environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """Variables for vLLM's processes, which go before those of the environment.
+    """Variables for vLLM's processes; they override the environment.
 
     Args:
-        config: Settings; on a CPU each rank gets its part of `cpus`, and without these as many threads as there are.
-        environ: The environment; what users set for vLLM there stays.
+        config: Settings; on a CPU each rank gets its part of `cpus`, or else its part of `threads`.
+        environ: The environment; variables for vLLM that users have set there stay.
         num_ranks: Ranks that share the model on this host.
     """
     ours = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        # This process has threads of gRPC, and a copy of it would have their locks.
+        # This process has gRPC threads; a forked copy would inherit their locks.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
     if "VLLM_LOGGING_LEVEL" not in environ:
-        # What it says at INFO holds its whole configuration, the registry's password with it.
+        # At INFO it logs its whole configuration, with the registry's password.
         ours["VLLM_LOGGING_LEVEL"] = "WARNING"
     if config.cpus:
-        ours["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(_shared(sorted(parse_cpus(config.cpus)), num_ranks))
+        ours["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(_shared(sorted(parse_cpus("--cpus", config.cpus)), num_ranks))
     elif "VLLM_CPU_OMP_THREADS_BIND" not in environ:
         ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, config.threads // num_ranks))}
     return ours
 
 
 def _shared(cpus: list[int], num_ranks: int) -> list[str]:
-    """A list of CPUs for each rank; CPUs too few to be shared out are everybody's."""
+    """Returns the CPUs of each rank; if there are fewer CPUs than ranks, all ranks share them."""
     share = len(cpus) // num_ranks or len(cpus)
     parts = [cpus[rank * share : (rank + 1) * share] if len(cpus) >= num_ranks else cpus for rank in range(num_ranks)]
     return [",".join(map(str, part)) for part in parts]

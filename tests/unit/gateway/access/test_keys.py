@@ -42,8 +42,8 @@ def test_a_line_holds_a_name_a_hash_and_limits() -> None:
         (f"alice:{DIGEST}:0", "requests-per-minute must be a whole number from 1 to 100000, got '0'"),
         (f"alice:{DIGEST}:many", "got 'many'"),
         (f"alice:{DIGEST}:1:-1", "max-sessions must be"),
-        (f"bob:{OTHER}", "stands there twice"),
-        (f"eve:{DIGEST}", "stands there twice"),
+        (f"bob:{OTHER}", "appears twice"),
+        (f"eve:{DIGEST}", "appears twice"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(line: str, problem: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.errors import OverloadedError
 from paceline.gateway.access.keys import ApiKey
-from paceline.gateway.access.rate_limit import REST_S, WindowRateLimit
+from paceline.gateway.access.rate_limit import REST_S, RateLimit
 
 ALICE = ApiKey(name="alice", digest=bytes(32), requests_per_minute=2)
 BOB = replace(ALICE, name="bob")
@@ -25,7 +25,7 @@ def silent_server() -> Iterator[str]:
 
 
 async def test_a_key_over_its_limit_is_told_when_to_come_again_and_others_are_served() -> None:
-    limit = WindowRateLimit("memory://")
+    limit = RateLimit("memory://")
     await limit.count(ALICE)
     await limit.count(ALICE)
     with pytest.raises(OverloadedError, match="'alice' has had its 2 requests per minute") as caught:
@@ -35,7 +35,7 @@ async def test_a_key_over_its_limit_is_told_when_to_come_again_and_others_are_se
 
 
 async def test_a_key_without_a_limit_is_never_counted(silent_server: str, caplog: pytest.LogCaptureFixture) -> None:
-    limit = WindowRateLimit(silent_server)
+    limit = RateLimit(silent_server)
     await limit.count(replace(ALICE, requests_per_minute=None))
     assert not caplog.records
     await limit.close()
@@ -45,7 +45,7 @@ async def test_a_store_that_does_not_answer_stops_nobody_and_is_asked_again_late
     silent_server: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     now_s = 100.0
-    limit = WindowRateLimit(silent_server, timeout_s=0.02, clock=lambda: now_s)
+    limit = RateLimit(silent_server, timeout_s=0.02, clock=lambda: now_s)
     with caplog.at_level(logging.INFO):
         await limit.count(ALICE)
         # At rest the store is not asked: a deadline that has passed already would be noticed.
@@ -63,7 +63,7 @@ async def test_a_store_that_does_not_answer_stops_nobody_and_is_asked_again_late
 async def test_nobody_there_at_all_stops_nobody() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    limit = WindowRateLimit(f"redis://127.0.0.1:{port}", clock=lambda: 100.0)
+    limit = RateLimit(f"redis://127.0.0.1:{port}", clock=lambda: 100.0)
     for _ in range(5):
         await limit.count(ALICE)
     assert limit._rests_until_s == 100.0 + REST_S, "it was asked, and was not there"

@@ -13,6 +13,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import Tokenizer
 
 from paceline.core.errors import InvalidRequestError
+from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.grammars.calls import FAMILIES, calls_amid_text
 from paceline.gateway.grammars.partial import Opening
 from paceline.gateway.http.fields import UnknownFields
@@ -34,7 +35,7 @@ def tools(*strict: bool, parallel: bool = True) -> Toolbox:
         {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": each}}
         for name, each in zip("fg", strict, strict=False)
     ]
-    return Toolbox.read(given, "auto", parallel, UnknownFields(strict=False))
+    return read_toolbox(given, "auto", parallel, UnknownFields(strict=False))
 
 
 AMID = {
@@ -119,7 +120,7 @@ def test_calls_in_reasoning_are_no_calls(tokenizer: Tokenizer, vocabulary: LLTok
 
 def test_a_schema_that_cannot_be_compiled_is_refused_by_the_tools() -> None:
     given = [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}, "strict": True}}]
-    toolbox = Toolbox.read(given, "auto", True, UnknownFields(strict=False))
+    toolbox = read_toolbox(given, "auto", True, UnknownFields(strict=False))
     with pytest.raises(InvalidRequestError, match=r"tools: .*foo"):
         calls_amid_text(toolbox, HERMES, Opening(reasoning="", prompt_end="", token_of=lambda _: None))
 
@@ -127,7 +128,7 @@ def test_a_schema_that_cannot_be_compiled_is_refused_by_the_tools() -> None:
 def test_where_some_tools_are_allowed_no_other_is_called(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
     given = [{"type": "function", "function": {"name": name}} for name in "fg"]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": given[1:]}}
-    toolbox = Toolbox.read(given, choice, True, UnknownFields(strict=False))
+    toolbox = read_toolbox(given, choice, True, UnknownFields(strict=False))
     assert (toolbox.names, toolbox.bound, toolbox.enforced) == (["g"], True, False)
     grammar = calls_amid_text(toolbox, HERMES, opening(tokenizer))
     assert whole(tokenizer, vocabulary, grammar, '<tool_call>{"name": "g", "arguments": {"x": 1}}</tool_call>') is True
@@ -136,7 +137,7 @@ def test_where_some_tools_are_allowed_no_other_is_called(tokenizer: Tokenizer, v
 
 def toolbox_of(parameters: dict[str, Any]) -> Toolbox:
     function = {"name": "f", "parameters": parameters, "strict": True}
-    return Toolbox.read([{"type": "function", "function": function}], "auto", False, UnknownFields(strict=False))
+    return read_toolbox([{"type": "function", "function": function}], "auto", False, UnknownFields(strict=False))
 
 
 MANY_KINDS: dict[str, Any] = {

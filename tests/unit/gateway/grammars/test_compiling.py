@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import InvalidRequestError
+from paceline.gateway.api.openai.bodies import CompletionBody, parse_body
+from paceline.gateway.api.openai.structured import grammar_of
 from paceline.gateway.grammars.compiling import (
     grammar_of_choices,
     grammar_of_json_schema,
     grammar_of_lark,
     grammar_of_regex,
 )
-from paceline.gateway.grammars.structured import grammar_of
 from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.openai.bodies import CompletionBody, parse_body
 
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(400):
@@ -87,7 +87,7 @@ def test_whoever_asks_for_nothing_gets_none(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "excludes"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "excludes response_format"),
         ({"guided_grammar": "start: foo"}, "guided_grammar", 'unknown name: "foo"'),
-        ({"guided_json": "{"}, "guided_json", "no JSON"),
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name_and_place(fields: dict[str, Any], field: str, problem: str) -> None:

@@ -14,21 +14,16 @@ import pytest
 from paceline.core.errors import UnavailableError
 from paceline.core.messages import ModelIdentity
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.requests import ServedModel, SessionRequest
-from paceline.gateway.sessions.records import RecordWriter, SessionTrail, session_record
+from paceline.gateway.fleet.served_model import ServedModel
+from paceline.gateway.sessions.records import RecordWriter, session_record
+from paceline.gateway.sessions.request import SessionRequest
+from paceline.gateway.sessions.trail import SessionTrail
 from paceline.store.base import PutSession, Replica, SessionState, SessionWrite, Written
 from paceline.store.memory import MemoryStore
+from tests.support.clock import Clock
 
 IDENTITY = ModelIdentity(name="tiny", vocab_hash="h", vocab_size=100, context_len=64)
 PROMPT = (1, 2, 3)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class CountingStore(MemoryStore):

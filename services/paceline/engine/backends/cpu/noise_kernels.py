@@ -94,7 +94,7 @@ def _fill_bounds(
 
 @inlined
 def word_gumbel(word: Any) -> Any:
-    """Returns the variate that `core.noise.gumbel` makes of a random word."""
+    """Returns the Gumbel variate of a random word; see `core.noise`."""
     return -_log(-_log((np.float64(word) + 0.5) * 2.0**-32))
 
 

@@ -126,7 +126,7 @@ def first_of(scores: Floats, chunk_max: Floats, largest: float) -> int:
 
 @inlined
 def fixed_point_mass(log_ratio: float) -> Any:
-    """`core.processors.fixed_point_mass`, with its floor."""
+    """exp(log_ratio) in units of 2**-42, at least that of `MASS_FLOOR`."""
     shifted = exact_exp(max(log_ratio, MASS_FLOOR)) * _MASS_SCALE + _TWO_52
     return np.float64(shifted).view(np.uint64) - _TWO_52_BITS
 

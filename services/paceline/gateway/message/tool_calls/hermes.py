@@ -13,37 +13,19 @@ class HermesCalls(MarkedCalls):
 
     def __init__(self) -> None:
         super().__init__((BEGIN,))
-        self._call: JsonCall | None = None
-        self._blank = ""
+        self._call = JsonCall()
 
     def call(self) -> bool:
-        """Behind the marker: white space, then an object."""
-        if self._call is None:
-            bare = len(self.held) - len(self.held.lstrip())
-            self._blank += self.take(bare)
-            if not self.held and not self.final:
-                return False
-            self._call = JsonCall()
-        text, self.held = self.held, ""
-        self.found(self._call.feed(text))
-        if self.final and not self._call.over:
-            self.found(self._call.finish())
+        """Reads the object behind the marker; a missing end is forgiven."""
+        self.found(self.through(self._call))
         if not self._call.over:
             return False
-        self.held, failed = self._call.held, self._call.failed
-        blank, self._blank, self._call = self._blank, "", None
-        if failed:
-            self.held = blank + self.held
+        if self._call.failed:
             self.no_call()
         else:
             self.state = self._end
+        self._call = JsonCall()
         return True
 
     def _end(self) -> bool:
-        """Behind the object; a missing end is forgiven."""
-        self.skip_blank()
-        begins = self.begins(END)
-        if begins is not None:
-            self.take(len(END) if begins else 0)
-            self.state = self.content
-        return begins is not None
+        return self.pass_marker(END, self.content)

@@ -1,25 +1,67 @@
 """Reads one call written as a JSON object: `{"name": ..., "arguments": {...}}`, or with `parameters`.
 
-Once the name is read and the arguments have begun, they are given out as they come. An object that has its members in
-another order is read when it is whole. What turns out to be no call is given back untouched.
+Once the name is read and the arguments have begun, they are returned as they come. An object with its members in
+another order is read when it is complete. Text that turns out to be no call is returned unchanged.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from paceline.gateway.message.held_text import StatefulReader
 from paceline.gateway.message.parts import CallArguments, CallBegin
-from paceline.gateway.message.tool_calls.json_extent import Extent
+from paceline.gateway.message.reader import StatefulReader
 
 ARGUMENTS = ("arguments", "parameters")
 MAX_HEAD_CHARS = 1024
 _decoder = json.JSONDecoder()
 
 
+class Extent:
+    """Finds the end of a JSON object or array, or of one in Python's notation, in text that comes in pieces.
+
+    It looks at each character once and at brackets and quotes only, so what stands between may be no JSON at all.
+
+    Args:
+        depth: Brackets that are open already.
+        quotes: The quotes that strings are written in.
+    """
+
+    def __init__(self, depth: int = 0, quotes: str = '"') -> None:
+        self._depth = depth
+        self._outside = re.compile(rf"[\[\](){{}}{quotes}]")
+        self._inside = {quote: re.compile(rf"[\\{quote}]") for quote in quotes}
+        self._quote = ""
+        # Of the next piece, the rest of an escape that the last one broke off within.
+        self._skip = 0
+
+    def scan(self, text: str) -> int | None:
+        """Takes further text; returns how much of it belongs to the value if that ends in it, otherwise None."""
+        at, self._skip = self._skip, 0
+        while match := (self._inside[self._quote] if self._quote else self._outside).search(text, at):
+            at = match.end()
+            if self._closes(match[0]):
+                return at
+            if match[0] == "\\":
+                at += 1
+        self._skip = max(0, at - len(text))
+        return None
+
+    def _closes(self, found: str) -> bool:
+        """Notes a bracket or quote; tells whether it ends the value."""
+        if self._quote:
+            self._quote = "" if found == self._quote else self._quote
+        elif found in self._inside:
+            self._quote = found
+        else:
+            self._depth += 1 if found in "[{(" else -1
+            return self._depth <= 0
+        return False
+
+
 class _UnfinishedError(Exception):
-    """The text ends too early to say."""
+    """The text ends too early to tell."""
 
 
 class _OtherError(Exception):
@@ -27,16 +69,14 @@ class _OtherError(Exception):
 
 
 class JsonCall(StatefulReader):
-    """One call, from its opening bracket on.
+    """One call, white space before it included.
 
     Attributes:
-        over: Whether the object has ended; `held` is what follows it.
-        failed: Whether it is no call; `held` is all of its text.
+        failed: Whether it turned out to be no call; `held` is all of its text.
     """
 
     def __init__(self) -> None:
         super().__init__(self._head)
-        self.over = False
         self.failed = False
         self._extent = Extent()
         self._num_scanned = 0
@@ -76,7 +116,7 @@ class JsonCall(StatefulReader):
         return False
 
     def _further_members(self) -> bool:
-        """Members beside name and arguments, such as an id, say nothing that is used."""
+        """Members beside name and arguments, such as an id, are not used."""
         length = self._scan()
         if length is not None:
             self.take(length)
@@ -85,7 +125,8 @@ class JsonCall(StatefulReader):
         return False
 
     def _whole(self) -> bool:
-        length = self._scan() if self.held.startswith("{") else None
+        bare = self.held.lstrip()
+        length = self._scan() if bare.startswith("{") else None
         if length is not None:
             call = _call(self.held[:length])
             if call is None:
@@ -94,13 +135,13 @@ class JsonCall(StatefulReader):
                 self.take(length)
                 self.parts += call
             self._end()
-        elif self.final or not "{".startswith(self.held[:1]):
+        elif self.final or not "{".startswith(bare[:1]):
             self.failed = True
             self._end()
         return False
 
     def _scan(self) -> int | None:
-        """Looks at what is new; returns the length of all of the value if it has ended."""
+        """Looks at new text; returns the length of the whole value if it has ended."""
         length = self._extent.scan(self.held[self._num_scanned :])
         end = None if length is None else self._num_scanned + length
         self._num_scanned = len(self.held)
@@ -108,11 +149,7 @@ class JsonCall(StatefulReader):
 
     def _end(self) -> None:
         self.over = True
-        self.state = _rest
-
-
-def _rest() -> bool:
-    return False
+        self.state = lambda: False
 
 
 def _head(text: str) -> tuple[str, int]:

@@ -1,34 +1,32 @@
-"""Reads calls that are one JSON array of objects, or objects joined by something else than commas."""
+"""Reads calls that are one JSON array of objects, or objects joined by another separator, and calls of a named tool."""
 
 from __future__ import annotations
 
-from paceline.gateway.message.held_text import StatefulReader
-from paceline.gateway.message.parts import Content, Part
+from paceline.gateway.message.parts import CallArguments, CallBegin, Content
+from paceline.gateway.message.reader import StatefulReader
 from paceline.gateway.message.tool_calls.json_call import JsonCall
 
 
 class JsonList(StatefulReader):
-    """Calls from the beginning of a text; what is no call, and all that follows one, is content.
+    """Reads calls from the beginning of a text; other text, and all that follows it, is content.
 
     Args:
-        opening: What stands before the first; empty: nothing.
-        separator: What stands between two.
-        closing: What stands behind the last; empty: nothing.
+        opening: Marker before the first call; may be empty.
+        separator: Marker between two calls.
+        closing: Marker behind the last call; may be empty.
 
     Attributes:
-        over: Whether the last one has ended; `held` is what follows.
         num_calls: Calls found so far.
     """
 
     def __init__(self, opening: str = "[", separator: str = ",", closing: str = "]") -> None:
         super().__init__(self._open)
-        self.over = False
         self.num_calls = 0
         self._opening = opening
         self._separator = separator
         self._closing = closing
         self._call = JsonCall()
-        # Syntax that was taken before it was certain that a call follows it.
+        # Syntax that was taken before it was certain that a call follows.
         self._before = ""
 
     def _open(self) -> bool:
@@ -50,16 +48,12 @@ class JsonList(StatefulReader):
         return False
 
     def _in_call(self) -> bool:
-        text, self.held = self.held, ""
-        found: list[Part] = self._call.feed(text)
-        if self.final and not self._call.over:
-            found += self._call.finish()
+        found = self.through(self._call)
         if found:
             self._before = ""
         self.parts += found
         if not self._call.over:
             return False
-        self.held = self._call.held
         if self._call.failed:
             self._end()
         else:
@@ -86,27 +80,46 @@ class JsonList(StatefulReader):
         self._before += self.take(len(self.held) - len(bare))
 
     def _end(self) -> None:
-        """Gives back syntax that no call has followed, unless it is white space behind one."""
+        """Returns syntax that no call has followed as content, unless it is white space behind a call."""
         if not self.num_calls or self._before.strip():
             self.parts.append(Content(self._before))
         self.over = True
         self.state = self._nothing
 
     def _nothing(self) -> bool:
-        """All that follows is others' business."""
+        """Another reader takes what follows."""
         return False
 
 
 class ListOnly(JsonList):
-    """A text that is nothing but such calls; what follows them is content, but for white space between."""
+    """Reads a text of such calls alone; what follows them is content, except white space between."""
 
     def _nothing(self) -> bool:
         if self.num_calls:
             self.skip_blank()
         if self.held:
-            self.state = self._content
+            self.state = self.rest_is_content
         return bool(self.held)
 
-    def _content(self) -> bool:
-        self.parts.append(Content(self.take(len(self.held))))
+
+class NamedCall(StatefulReader):
+    """A text that is the arguments of one tool, as a grammar enforces them.
+
+    Args:
+        name: Of the tool.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(self._begin)
+        self._name = name
+
+    def _begin(self) -> bool:
+        self.skip_blank()
+        if self.held:
+            self.parts.append(CallBegin(self._name))
+            self.state = self._arguments
+        return bool(self.held)
+
+    def _arguments(self) -> bool:
+        self.parts.append(CallArguments(self.take_all()))
         return False

@@ -1,20 +1,21 @@
-"""Base of readers whose calls stand behind a marker, amid content."""
+"""Base of readers whose calls follow a marker within content."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 
-from paceline.gateway.message.held_text import StatefulReader, certain_len, first_marker
 from paceline.gateway.message.parts import CallBegin, Content, Part
+from paceline.gateway.message.reader import StatefulReader, first_marker
+from paceline.gateway.text.stops import certain_len
 
 
 class MarkedCalls(StatefulReader):
-    """Content up to a marker, then what `call` makes of the text, then content again.
+    """Reads content up to a marker, then a call with `call`, then content again.
 
     White space before a marker, and behind a call at the end of the text, is no content.
 
     Args:
-        markers: What calls begin with.
+        markers: The beginnings of calls.
     """
 
     def __init__(self, markers: tuple[str, ...]) -> None:
@@ -25,7 +26,7 @@ class MarkedCalls(StatefulReader):
 
     @abstractmethod
     def call(self) -> bool:
-        """State behind a marker, which is taken; goes on with `content` in the end."""
+        """State behind a marker, which is already taken; its last step returns to `content`."""
 
     def content(self) -> bool:
         """State outside of calls."""
@@ -48,12 +49,12 @@ class MarkedCalls(StatefulReader):
         return False
 
     def no_call(self) -> None:
-        """What follows the marker is no call: the marker, too, was content, and white space before it."""
+        """What follows the marker is no call: the marker and the white space before it are content, too."""
         self._give(self._blank_before + self._marker)
         self.state = self.content
 
     def found(self, parts: list[Part]) -> None:
-        """Takes parts that are no plain content."""
+        """Adds parts that a call consists of."""
         self._has_calls |= any(isinstance(each, CallBegin) for each in parts)
         self.parts += parts
 

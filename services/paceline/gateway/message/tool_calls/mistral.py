@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from paceline.gateway.message.parts import CallArguments, CallBegin
-from paceline.gateway.message.tool_calls.json_extent import Extent
+from paceline.gateway.message.tool_calls.json_call import Extent
 from paceline.gateway.message.tool_calls.json_list import JsonList
 from paceline.gateway.message.tool_calls.marked import MarkedCalls
 
@@ -20,14 +20,16 @@ class MistralCalls(MarkedCalls):
 
     def __init__(self) -> None:
         super().__init__((BEGIN,))
-        self._list: JsonList | None = None
+        self._list = JsonList()
         self._extent = Extent()
 
     def call(self) -> bool:
-        """Behind the marker: an array, or a name."""
+        """Reads what follows the marker: an array, or a name."""
         bare = self.held.lstrip()
-        if self._list is not None or bare.startswith("["):
-            return self._in_list()
+        if bare.startswith("["):
+            self._list = JsonList()
+            self.state = self._in_list
+            return True
         if not bare and not self.final:
             return False
         head = _HEAD.match(bare)
@@ -43,21 +45,13 @@ class MistralCalls(MarkedCalls):
         return False
 
     def _in_list(self) -> bool:
-        self._list = self._list or JsonList()
-        text, self.held = self.held, ""
-        parts = self._list.feed(text)
-        if self.final and not self._list.over:
-            parts += self._list.finish()
-        if self._list.over:
-            self.held = self._list.held
-            if self._list.num_calls:
-                self.state = self.content
-            else:
-                self.no_call()
+        parts = self.through(self._list)
+        if self._list.over and not self._list.num_calls:
+            self.no_call()
+        elif self._list.over:
+            self.state = self.content
         self.found(parts)
-        over = self._list.over
-        self._list = None if over else self._list
-        return over
+        return self._list.over
 
     def _arguments(self) -> bool:
         length = self._extent.scan(self.held)

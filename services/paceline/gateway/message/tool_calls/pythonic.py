@@ -7,12 +7,12 @@ import json
 import re
 from typing import Any
 
-from paceline.gateway.message.held_text import StatefulReader
-from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part
-from paceline.gateway.message.tool_calls.json_extent import Extent
+from paceline.gateway.message.parts import CallArguments, CallBegin, Part
+from paceline.gateway.message.reader import StatefulReader
+from paceline.gateway.message.tool_calls.json_call import Extent
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
-# Reading Python notation takes long, and what nests deeply ends its reader.
+# Parsing Python notation is slow, and deep nesting would exhaust the parser.
 MAX_CHARS = 64 * 1024
 MAX_DEPTH = 50
 _MAY_BEGIN = re.compile(r"\[\s*(?:$|[A-Za-z_][\w.]*\s*(?:\(|$))")
@@ -20,7 +20,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class PythonicCalls(StatefulReader):
-    """Reads them, when the list has ended."""
+    """Reads them once the list has ended."""
 
     def __init__(self) -> None:
         super().__init__(self._begin)
@@ -53,21 +53,17 @@ class PythonicCalls(StatefulReader):
                 self.state = self._end
                 return True
         self.held = self._before + self.held
-        self.state = self._content
+        self.state = self.rest_is_content
         return True
 
     def _end(self) -> bool:
-        self.skip_blank()
-        begins = self.begins(END)
-        if begins is not None:
-            self.take(len(END) if begins else 0)
-            self.skip_blank()
-            self.state = self._content
-        return begins is not None
+        return self.pass_marker(END, self._after)
 
-    def _content(self) -> bool:
-        self.parts.append(Content(self.take(len(self.held))))
-        return False
+    def _after(self) -> bool:
+        self.skip_blank()
+        if self.held:
+            self.state = self.rest_is_content
+        return bool(self.held)
 
 
 def _calls(text: str) -> list[Part] | None:
@@ -93,7 +89,7 @@ def _call(node: ast.expr) -> list[Part]:
 
 
 def _value(node: ast.expr, depth: int) -> Any:
-    """Returns a literal, in which JSON's own constants may stand, too."""
+    """Returns a literal, which may contain JSON's own constants as well."""
     if not depth:
         raise ValueError("nested too deeply")
     if isinstance(node, ast.List | ast.Tuple):

@@ -1,7 +1,7 @@
 r"""Calls as Qwen3-Coder writes them, in tags.
 
 `<tool_call>\n<function=name>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>`. Values are
-written bare: what they are, the tool's own schema says.
+written bare; the schema of the tool tells their types.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Qwen3CoderCalls(MarkedCalls):
     """Reads them.
 
     Args:
-        types: Types of the parameters, by tool and name; those not named are strings.
+        types: Types of the parameters by tool and name; all others are strings.
     """
 
     def __init__(self, types: Types) -> None:
@@ -38,18 +38,15 @@ class Qwen3CoderCalls(MarkedCalls):
         self._num_searched = 0
 
     def call(self) -> bool:
-        """Behind a marker, of which the outer one may be missing."""
+        """Reads the inner tag; the outer marker may be missing."""
         if self._marker == OUTER:
             bare = self.held.lstrip()
-            if bare.startswith(BEGIN):
-                self._marker += self.held[: len(self.held) - len(bare)] + BEGIN
-                self.held = bare[len(BEGIN) :]
-                self.state = self._name
-                return True
-            if BEGIN.startswith(bare) and not self.final:
+            if BEGIN.startswith(bare) and bare != BEGIN and not self.final:
                 return False
-            self.no_call()
-            return True
+            if not bare.startswith(BEGIN):
+                self.no_call()
+                return True
+            self._marker += self.take(len(self.held) - len(bare) + len(BEGIN))
         self.state = self._name
         return True
 
@@ -67,7 +64,7 @@ class Qwen3CoderCalls(MarkedCalls):
         return True
 
     def _tag(self) -> str | None:
-        """Takes a name up to the end of its tag; empty: there is none; None: it is not whole yet."""
+        """Takes a name up to the end of its tag; empty: there is none; None: it is not complete yet."""
         end = _TAG_END.search(self.held)
         if end is None and len(self.held) <= MAX_NAME_CHARS and not self.final:
             return None
@@ -79,7 +76,7 @@ class Qwen3CoderCalls(MarkedCalls):
         return name
 
     def _members(self) -> bool:
-        """Between parameters; what belongs nowhere ends the call and is content."""
+        """Between parameters; text that does not belong there ends the call and is content."""
         self.skip_blank()
         parameter, end = self.begins(PARAMETER), self.begins(END)
         if parameter:
@@ -114,7 +111,7 @@ class Qwen3CoderCalls(MarkedCalls):
             self.take(len(PARAMETER_END))
             self.state = self._members
         elif self.final:
-            # The answer breaks off; so does the string.
+            # The answer breaks off, and the string with it.
             written = self._member(self.take(len(self.held)), whole=False)
             self.state = self.content
         else:
@@ -132,16 +129,11 @@ class Qwen3CoderCalls(MarkedCalls):
         return key + _value(text.removesuffix("\n"), self._of_tool.get(self._parameter, "string"))
 
     def _end(self) -> bool:
-        self.skip_blank()
-        begins = self.begins(OUTER_END)
-        if begins is not None:
-            self.take(len(OUTER_END) if begins else 0)
-            self.state = self.content
-        return begins is not None
+        return self.pass_marker(OUTER_END, self.content)
 
 
 def _value(text: str, kind: str) -> str:
-    """Returns a value as JSON; what is not of its kind stays text."""
+    """Returns a value as JSON; a value that is not of its kind stays text."""
     if kind != "string":
         try:
             return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)

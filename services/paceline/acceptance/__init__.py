@@ -1,0 +1,1 @@
+"""Measures acceptance: how often a drafter of any kind guesses what a target writes."""

@@ -1,0 +1,176 @@
+"""The HTTP application: routes, health, models, metrics; errors become OpenAI's error object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+import paceline
+from paceline.core.errors import ModelNotFoundError, PacelineError
+from paceline.gateway.api.anthropic.endpoint import ERRORS, CountTokensEndpoint, MessagesDoor
+from paceline.gateway.api.console.feed import ConsoleFeed
+from paceline.gateway.api.console.pages import console_routes
+from paceline.gateway.api.endpoints.reading import BodyReader
+from paceline.gateway.api.openai.endpoint import CompletionEndpoint
+from paceline.gateway.api.openai.tokenizing import TokenizerEndpoint, detokenized, tokenized
+from paceline.gateway.api.openai.translated import TranslatedEndpoint
+from paceline.gateway.api.openapi import PATH, openapi_document
+from paceline.gateway.api.responses.endpoint import response_routes
+from paceline.gateway.api.responses.keeping import ResponseShelf
+from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.http.errors import HttpError, to_http
+from paceline.gateway.http.response import ErrorForm
+from paceline.gateway.sessions.readiness import readiness
+from paceline.gateway.sessions.sessions import Sessions
+from paceline.gateway.sessions.take_over import Resumption
+from paceline.obs.tracing import OFF, Tracer
+from paceline.service.supervision import Supervisor
+
+OWNER = "paceline"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+# What is refused before it comes to its endpoint is told in the words of its API, too.
+ERROR_FORMS: Mapping[str, ErrorForm] = dict.fromkeys((MESSAGES, COUNT_TOKENS), ERRORS)
+
+
+def create_app(
+    *,
+    sessions: Sessions,
+    fleet: Fleet,
+    resumption: Resumption,
+    registry: CollectorRegistry,
+    reader: BodyReader,
+    shelf: ResponseShelf,
+    started_s: int,
+    console: ConsoleFeed | None = None,
+    tracer: Tracer = OFF,
+    supervisor: Supervisor,
+) -> Starlette:
+    """Returns the application.
+
+    Args:
+        sessions: Runs what is asked for.
+        fleet: Names the models and tells how the fleet is.
+        resumption: Takes over sessions whose streams broke off.
+        registry: Metrics to show.
+        reader: Reads request bodies.
+        shelf: Keeps responses.
+        started_s: Unix time that models are shown with.
+        console: Figures of the console; None: it is not served.
+        tracer: Records spans of requests, if it does.
+        supervisor: Tells which background tasks fail.
+    """
+    endpoints = (sessions, resumption, reader, tracer)
+    routes = [
+        Route("/v1/completions", CompletionEndpoint(*endpoints, chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", CompletionEndpoint(*endpoints, chat=True), methods=["POST"]),
+        Route("/tokenize", TokenizerEndpoint(sessions, reader, tokenized), methods=["POST"]),
+        Route("/detokenize", TokenizerEndpoint(sessions, reader, detokenized), methods=["POST"]),
+        Route(MESSAGES, TranslatedEndpoint(sessions, reader, tracer, MessagesDoor()), methods=["POST"]),
+        Route(COUNT_TOKENS, CountTokensEndpoint(sessions, reader), methods=["POST"]),
+        *response_routes(sessions, resumption, reader, tracer, shelf),
+        *(console_routes(console) if console is not None else ()),
+        *_model_routes(fleet, started_s),
+        *_status_routes(sessions, fleet, registry, supervisor),
+    ]
+    return Starlette(routes=routes, exception_handlers={PacelineError: _on_error, HTTPException: _on_http_exception})
+
+
+def _status_routes(
+    sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, supervisor: Supervisor
+) -> list[BaseRoute]:
+    """How the gateway is."""
+
+    async def livez(_: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def health(_: Request) -> Response:
+        now = readiness(sessions, fleet, supervisor.failing)
+        return JSONResponse(now.report, status_code=200 if now.ready else 503)
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def load(_: Request) -> Response:
+        return JSONResponse({"server_load": sessions.num_running})
+
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": paceline.__version__})
+
+    return [
+        Route("/livez", livez),
+        Route("/health", health),
+        Route("/readyz", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/load", load),
+        Route("/version", version),
+        Route("/metrics", metrics),
+    ]
+
+
+def _model_routes(fleet: Fleet, started_s: int) -> list[BaseRoute]:
+    """What there is to ask for, and how."""
+    description = json.dumps(openapi_document()).encode()
+
+    async def describe(_: Request) -> Response:
+        return Response(description, media_type="application/json")
+
+    async def list_models(_: Request) -> Response:
+        models = [_model(fleet, name, started_s) for name in fleet.model_names]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def show_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in fleet.model_names:
+            raise ModelNotFoundError(f"model: {name[:80]!r} is not served here")
+        return JSONResponse(_model(fleet, name, started_s))
+
+    return [
+        Route(PATH, describe),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", show_model),
+    ]
+
+
+def _model(fleet: Fleet, name: str, started_s: int) -> dict[str, Any]:
+    identity = fleet.identity(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": started_s,
+        "owned_by": OWNER,
+        "max_model_len": None if identity is None else identity.context_len,
+        "exact": None if identity is None else identity.exact,
+    }
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    del request
+    return _response(to_http(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Answers unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    described = HttpError(
+        status=error.status_code,
+        type="invalid_request_error",
+        message=f"{request.method} {request.url.path}: {error.detail}",
+    )
+    return _response(described, dict(error.headers or {}))
+
+
+def _response(described: HttpError, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        described.to_bytes(),
+        status_code=described.status,
+        headers={**(headers or {}), **described.headers()},
+        media_type="application/json",
+    )

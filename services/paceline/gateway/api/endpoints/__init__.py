@@ -1,0 +1,1 @@
+"""What endpoints of all APIs stand on: reading bodies, answering, tracing."""

@@ -1,0 +1,141 @@
+"""The request span: what a client asked for and got, by the GenAI conventions; its sessions' spans hang below it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+
+from paceline.core.params import MAX_SEED, SamplingParams
+from paceline.gateway.sessions.output import Ending, Event
+from paceline.gateway.sessions.request import SessionRequest
+from paceline.obs import attributes as names
+from paceline.obs.tracing import Attributes, Span, Tracer, ended, fail, start_span
+
+
+class RequestTrace:
+    """One call of a client, made by `traced_request`.
+
+    Args:
+        span: Its span.
+        operation: `chat` or `text_completion`.
+    """
+
+    def __init__(self, span: Span, operation: str) -> None:
+        self.span = span
+        self._started_s = time.monotonic()
+        self._operation = operation
+        self._first_s: float | None = None
+        self._samples_per_prompt = 1
+        self._num_sessions = 0
+        self._num_watched = 0
+        self._endings: dict[int, Ending] = {}
+        self._failed = False
+
+    def asked(self, sessions: Sequence[SessionRequest], response_id: str, samples_per_prompt: int = 1) -> None:
+        """The request was understood: these are its sessions, samples of the same prompt side by side."""
+        if not self.span.is_recording():
+            return
+        self._num_sessions, self._samples_per_prompt = len(sessions), samples_per_prompt
+        model = sessions[0].model.identity.name
+        self.span.update_name(f"{self._operation} {model}")
+        self.span.set_attributes(
+            {
+                names.GEN_AI_REQUEST_MODEL: model,
+                names.GEN_AI_RESPONSE_MODEL: model,
+                names.GEN_AI_RESPONSE_ID: response_id,
+                names.GEN_AI_USAGE_INPUT_TOKENS: sum(
+                    len(each.prompt_token_ids) for each in sessions[::samples_per_prompt]
+                ),
+                **_asked_for(sessions[0].sampling),
+            }
+        )
+        if len(sessions) > 1:
+            self.span.set_attribute(names.GEN_AI_REQUEST_CHOICE_COUNT, len(sessions))
+
+    def watch(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        """Returns the events of the next session, whose ending and first tokens are noted where they are recorded."""
+        if not self.span.is_recording():
+            return events
+        self._num_watched += 1
+        return self._watched(self._num_watched - 1, events)
+
+    async def _watched(self, index: int, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        async with aclosing(events) as stream:
+            async for event in stream:
+                if isinstance(event, Ending):
+                    self._endings[index] = event
+                elif self._first_s is None and event.token_ids:
+                    self._first_s = time.monotonic()
+                yield event
+
+    def fail(self, error: BaseException) -> None:
+        """The client is told of an error."""
+        self._failed = True
+        fail(self.span, error)
+
+    def over(self, *, in_peace: bool) -> None:
+        """The call is over; the HTTP door ends in peace when its client has left, too."""
+        if not self.span.is_recording():
+            return
+        self.span.set_attributes(self._answered())
+        if in_peace and not self._failed and len(self._endings) < self._num_sessions:
+            self.span.set_attribute(names.CANCELLED, True)
+
+    def _answered(self) -> Attributes:
+        answered: dict[str, str | int | float | Sequence[str]] = {}
+        if self._endings:
+            ended = [self._endings[index] for index in sorted(self._endings)]
+            first_samples = range(0, self._num_sessions, self._samples_per_prompt)
+            answered[names.GEN_AI_RESPONSE_FINISH_REASONS] = [each.finish_reason.value for each in ended]
+            answered[names.GEN_AI_USAGE_OUTPUT_TOKENS] = sum(each.num_generated_tokens for each in ended)
+            # A prompt counts once, however many samples it has.
+            answered[names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] = sum(
+                self._endings[index].num_cached_tokens for index in first_samples if index in self._endings
+            )
+        if self._first_s is not None:
+            answered[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = self._first_s - self._started_s
+        return answered
+
+
+@contextmanager
+def traced_request(tracer: Tracer, operation: str, traceparent: str, request_id: str = "") -> Iterator[RequestTrace]:
+    """Starts the span of a client's call, and ends it with the block, saying how the request went.
+
+    Args:
+        tracer: Records the span, if it does.
+        operation: `chat` or `text_completion`.
+        traceparent: Trace context of the client; empty: none.
+        request_id: The client's name for the request; empty: none.
+    """
+    attributes = {
+        names.GEN_AI_OPERATION_NAME: operation,
+        names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+        names.GEN_AI_OUTPUT_TYPE: "text",
+        **({names.REQUEST_ID: request_id} if request_id else {}),
+    }
+    with ended(start_span(tracer, operation, parent=traceparent, attributes=attributes)) as span:
+        trace = RequestTrace(span, operation)
+        in_peace = False
+        try:
+            yield trace
+            in_peace = True
+        finally:
+            trace.over(in_peace=in_peace)
+
+
+def _asked_for(sampling: SamplingParams) -> Attributes:
+    # OTLP's whole numbers have a sign; a seed's upper half goes out as the negative one that asks for the same.
+    seed = sampling.seed if sampling.seed <= MAX_SEED >> 1 else sampling.seed - MAX_SEED - 1
+    asked: dict[str, int | float] = {
+        names.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_tokens,
+        names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
+        names.GEN_AI_REQUEST_TOP_P: sampling.top_p,
+        names.GEN_AI_REQUEST_SEED: seed,
+    }
+    optional = {
+        names.GEN_AI_REQUEST_TOP_K: sampling.top_k,
+        names.GEN_AI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
+        names.GEN_AI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+    }
+    return {**asked, **{name: value for name, value in optional.items() if value}}

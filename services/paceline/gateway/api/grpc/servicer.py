@@ -1,0 +1,198 @@
+"""The gRPC face of the gateway: decodes, hands over to the sessions, encodes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.messages import SpeculationRecord
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.access.callers import current_caller
+from paceline.gateway.api.endpoints.reading import MAX_INLINE_BYTES
+from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
+from paceline.gateway.api.endpoints.workers import Workers
+from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.fleet.served_model import ServedModel
+from paceline.gateway.grammars.compiling import grammar_of_lark
+from paceline.gateway.sessions.output import Ending, Piece
+from paceline.gateway.sessions.request import (
+    DEFAULT_MAX_TOKENS,
+    SessionRequest,
+    check_judged,
+    check_prompt,
+    check_salt,
+    check_stops,
+    encode_text,
+    new_seed,
+    room_for_output,
+    tokens_kept,
+)
+from paceline.gateway.sessions.sessions import Sessions
+from paceline.gateway.sessions.take_over import Resumption
+from paceline.obs.attributes import OFFSET, TEXT_COMPLETION
+from paceline.obs.tracing import OFF, Tracer, incoming
+from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
+from paceline.wire import (
+    identity_to_pb,
+    position_logprobs_to_pb,
+    sampling_from_pb,
+    speculation_from_pb,
+    speculation_record_to_pb,
+    timings_to_pb,
+)
+
+SERVICE_NAME = "paceline.rpc.v1.Gateway"
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
+    """Serves `paceline.rpc.v1.Gateway`."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        fleet: Fleet,
+        resumption: Resumption,
+        workers: Workers,
+        grammar_workers: Workers,
+        tracer: Tracer = OFF,
+    ) -> None:
+        self._sessions = sessions
+        self._workers = workers
+        self._grammar_workers = grammar_workers
+        self._tracer = tracer
+        self._fleet = fleet
+        self._resumption = resumption
+
+    async def Generate(
+        self, request: gateway_pb2.GatewayGenerateRequest, context: Any
+    ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
+        """Streams one completion; a client that sets a deadline is not made to wait beyond it for its turn."""
+        with traced_request(self._tracer, TEXT_COMPLETION, incoming(context)) as trace:
+            with self._sessions.errors_counted():
+                session = replace(await self._read(request), max_wait_s=context.time_remaining(), span=trace.span)
+                # Or the stream would hold a prompt of megabytes to its end.
+                del request
+            with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
+                async with aclosing(self._stream(session, trace)) as responses:
+                    async for response in responses:
+                        yield response
+
+    async def Resume(
+        self, request: gateway_pb2.ResumeRequest, context: Any
+    ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
+        """Streams what is left of a completion, in the trace that it began in unless the client names another."""
+        # A gateway that has no place for the session must not take it from whoever runs it.
+        with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
+            session = await self._resumption.claim(
+                request.session_id, request.offset, request.digest, current_caller().name
+            )
+            traceparent = incoming(context) or session.traceparent
+            with traced_request(self._tracer, TEXT_COMPLETION, traceparent) as trace:
+                trace.span.set_attribute(OFFSET, request.offset)
+                async with aclosing(self._stream(replace(session, span=trace.span), trace)) as responses:
+                    async for response in responses:
+                        yield response
+
+    async def _stream(
+        self, session: SessionRequest, trace: RequestTrace
+    ) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
+        trace.asked([session], session.session_id)
+        # At once, so that a client knows what to resume even if it never gets a token from here.
+        yield gateway_pb2.GatewayGenerateResponse(session_id=session.session_id)
+        async with aclosing(trace.watch(self._sessions.run(session))) as events:
+            async for event in events:
+                yield _response(session.session_id, event)
+
+    async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Any) -> gateway_pb2.ListModelsResponse:
+        """Names the models that a verifier serves at the moment."""
+        del request, context
+        identities = [self._fleet.identity(name) for name in self._fleet.own_names]
+        return gateway_pb2.ListModelsResponse(
+            models=[identity_to_pb(identity) for identity in identities if identity is not None]
+        )
+
+    async def _read(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
+        if request.sampling.grammar:
+            return await self._grammar_workers.run(partial(self._session, request))
+        if request.ByteSize() <= MAX_INLINE_BYTES:
+            return self._session(request)
+        return await self._workers.run(partial(self._session, request))
+
+    def _session(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
+        model = self._sessions.model(request.model)
+        prompt_token_ids = _prompt(request, model)
+        speculation = SpeculationParams()
+        if request.HasField("speculation"):
+            speculation = speculation_from_pb(request.speculation)
+        return SessionRequest(
+            model=model,
+            session_id=f"grpc-{uuid.uuid4().hex}",
+            prompt_token_ids=prompt_token_ids,
+            sampling=_sampling(request, model, len(prompt_token_ids)),
+            speculation=speculation,
+            stops=check_stops(request.stop),
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
+            cache_salt=check_salt(request.cache_salt),
+            priority=request.priority,
+            api_key=current_caller().name,
+        )
+
+
+def _prompt(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel) -> tuple[int, ...]:
+    field = request.WhichOneof("input")
+    if field is None:
+        raise InvalidRequestError("prompt", "is required")
+    asked = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+    keep_last = tokens_kept(model, asked, request.sampling.max_tokens or None)
+    if field == "prompt":
+        return encode_text(model, request.prompt, field="prompt", keep_last=keep_last)
+    return check_prompt(model, request.prompt_token_ids.ids, field="prompt_token_ids", keep_last=keep_last)
+
+
+def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, prompt_len: int) -> SamplingParams:
+    if not request.HasField("sampling"):
+        room = room_for_output(model, prompt_len, None, unasked=DEFAULT_MAX_TOKENS, field="max_tokens")
+        return SamplingParams(max_tokens=room, seed=new_seed(), **model.defaults.sampling)
+    given = request.sampling
+    named = {field.name for field, _ in given.ListFields()}
+    own = {name: value for name, value in model.defaults.sampling.items() if name not in named}
+    sampling = replace(sampling_from_pb(given), **own)
+    if sampling.grammar:
+        grammar = grammar_of_lark(sampling.grammar, field="sampling.grammar")
+        sampling = replace(sampling, grammar=grammar)
+    if not given.HasField("seed"):
+        sampling = replace(sampling, seed=new_seed())
+    room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")
+    if sampling.prompt_logprobs is not None:
+        check_judged(prompt_len, sampling.prompt_logprobs, field="sampling.prompt_logprobs")
+    sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
+    return sampling
+
+
+def _response(session_id: str, event: Piece | Ending) -> gateway_pb2.GatewayGenerateResponse:
+    if isinstance(event, Piece):
+        return gateway_pb2.GatewayGenerateResponse(
+            session_id=session_id,
+            text=event.text,
+            token_ids=event.token_ids,
+            offset=event.offset,
+            logprobs=map(position_logprobs_to_pb, event.logprobs),
+            prompt_logprobs=map(position_logprobs_to_pb, event.prompt_logprobs),
+        )
+    record = event.speculation or SpeculationRecord()
+    return gateway_pb2.GatewayGenerateResponse(
+        session_id=session_id,
+        result=gateway_pb2.GatewayGenerateResult(
+            finish_reason=event.finish_reason.value,
+            num_prompt_tokens=event.num_prompt_tokens,
+            num_generated_tokens=event.num_generated_tokens,
+            speculation=speculation_record_to_pb(record),
+            timings=timings_to_pb(event.timings),
+        ),
+    )

@@ -1,0 +1,339 @@
+"""Builds the response objects of the OpenAI API, whole and in chunks.
+
+Pure: it is told ids and times. It knows events of sessions and the tokenizer, no transport.
+"""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.core.messages import FinishReason, PositionLogprobs, SpeculationRecord
+from paceline.gateway.message.growing import Message
+from paceline.gateway.message.parts import Part
+from paceline.gateway.sessions.output import Ending, Piece, sum_of_records
+from paceline.gateway.sessions.request import SessionRequest
+from paceline.gateway.text.codec import TextCodec
+from paceline.gateway.text.token_texts import TokenText
+
+Json = dict[str, Any]
+
+# JSON has no infinity; vLLM writes this for a token that cannot be.
+LEAST_LOGPROB = -9999.0
+# A token, and how likely it was; None: nothing says, as nothing stands before it.
+Judged = tuple[int, PositionLogprobs | None]
+
+
+TOOL_CALLS = "tool_calls"
+
+
+class CharacterCount:
+    """Counts the characters of a text that comes in bytes; what breaks off within one waits for the rest of it."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+        self.num_whole = 0
+
+    def add(self, data: bytes) -> None:
+        """Takes further bytes."""
+        self.num_whole += len(self._decoder.decode(data))
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceState:
+    """One choice as it grows."""
+
+    request: SessionRequest
+    texts: list[str] = field(default_factory=list)
+    judged: list[Judged] = field(default_factory=list)
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    begun: bool = False
+    tokens: list[TokenText] = field(default_factory=list)
+    num_generated_tokens: int = 0
+    characters: CharacterCount = field(default_factory=CharacterCount)
+    ending: Ending | None = None
+    message: Message | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended, as OpenAI says it; it has ended."""
+        assert self.ending is not None
+        calls = self.message is not None and self.message.calls and self.ending.finish_reason is FinishReason.STOP
+        return TOOL_CALLS if calls else self.ending.finish_reason.value
+
+    def read(self, piece: Piece) -> list[Part]:
+        """Returns what the text of a piece is made of; `message` is there."""
+        assert self.message is not None
+        self.message.read(piece.known_text)
+        return self.message.read(piece.text)
+
+    def begin(self, piece: Piece) -> tuple[str, list[Judged]]:
+        """Takes in a piece; returns the text and the tokens of the prompt, where the answer begins with them."""
+        if self.begun:
+            return "", []
+        self.begun, self.prompt_logprobs = True, piece.prompt_logprobs
+        request = self.request
+        if request.echo is None or request.resumed:
+            return "", []
+        first: list[Judged] = [] if request.sampling.logprobs is None else [(request.prompt_token_ids[0], None)]
+        return request.echo, [*first, *((each.token_id, each) for each in piece.prompt_logprobs if first)]
+
+
+class Answer:
+    """The response to one request; feed it events and take chunks, or the whole at the end."""
+
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        request_id: str,
+        created_s: int,
+        model_name: str,
+        requests: Sequence[SessionRequest],
+        samples_per_prompt: int,
+    ) -> None:
+        """Starts with choices as far as the client has them, in the order of the sessions: samples side by side."""
+        self._chat = chat
+        self._samples_per_prompt = samples_per_prompt
+        self._head: Json = {"id": request_id, "created": created_s, "model": model_name}
+        self._choices = [
+            ChoiceState(
+                request=each,
+                num_generated_tokens=each.offset,
+                message=None if each.form is None else Message(each.form, each.session_id),
+            )
+            for each in requests
+        ]
+
+    def add_piece(self, index: int, piece: Piece) -> None:
+        """Takes a piece of a choice for the whole."""
+        choice = self._choices[index]
+        echo, judged = choice.begin(piece)
+        if choice.message is None:
+            choice.texts.append(echo + piece.text)
+        else:
+            choice.read(piece)
+        choice.judged += judged + _judged(piece)
+        choice.token_ids += piece.token_ids
+        choice.tokens += piece.tokens
+        choice.num_generated_tokens += len(piece.token_ids)
+
+    def add_ending(self, index: int, ending: Ending) -> Json:
+        """Takes the end of a choice; returns what it adds to the message."""
+        choice = self._choices[index]
+        choice.ending = ending
+        return {} if choice.message is None else choice.message.delta(choice.message.finish())
+
+    def opening_chunks(self) -> list[Json]:
+        """Returns what a stream begins with: for a chat, who speaks; a stream that goes on has said it."""
+        if not self._chat or any(choice.request.resumed for choice in self._choices):
+            return []
+        return [
+            self._chunk(index, {"role": "assistant", "content": ""}, None, None) for index in range(len(self._choices))
+        ]
+
+    def piece_chunk(self, index: int, piece: Piece) -> Json | None:
+        """Returns the chunk of a piece; None if there is nothing to show."""
+        choice = self._choices[index]
+        choice.num_generated_tokens += len(piece.token_ids)
+        first = not choice.begun
+        echo, judged = choice.begin(piece)
+        text, logprobs = echo + piece.text, self._logprobs(choice, judged + _judged(piece))
+        delta = {"content": text} if text else {}
+        if choice.message is not None:
+            delta = choice.message.delta(choice.read(piece))
+        shows_ids = choice.request.return_token_ids and bool(piece.token_ids)
+        if not delta and not piece.tokens and logprobs is None and not shows_ids:
+            return None
+        chunk = self._chunk(index, delta or {"content": ""}, logprobs, None)
+        chunk["choices"][0] |= _fates(choice, piece.tokens) | _token_ids(choice, piece.token_ids)
+        if first:
+            self._add_prompt(chunk["choices"][0], chunk, choice)
+        return chunk
+
+    def ending_chunk(self, index: int, ending: Ending) -> Json:
+        """Returns the last chunk of a choice, with its speculation record."""
+        rest = self.add_ending(index, ending)
+        chunk = self._chunk(index, rest, None, self._choices[index].finish_reason)
+        chunk["metrics"] = metrics(ending.speculation)
+        return chunk
+
+    def usage_chunk(self) -> Json:
+        """Returns the last chunk of a stream that asked for usage."""
+        return {
+            **self._head,
+            "object": self._object_name(chunk=True),
+            "choices": [],
+            "usage": self.usage(),
+            "metrics": self._metrics(),
+        }
+
+    def whole(self) -> Json:
+        """Returns the response in one piece; all choices have ended."""
+        whole: Json = {
+            **self._head,
+            "object": self._object_name(chunk=False),
+            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)],
+            "usage": self.usage(),
+            "metrics": self._metrics(),
+        }
+        for shown, choice in zip(whole["choices"], self._choices, strict=True):
+            self._add_prompt(shown, whole, choice)
+        return whole
+
+    def _add_prompt(self, shown: Json, answer: Json, choice: ChoiceState) -> None:
+        """Adds what was asked of the prompt: to each choice, or for a chat, which has one prompt, to the answer."""
+        request = choice.request
+        place = answer if self._chat else shown
+        if request.return_token_ids and not request.resumed:
+            place["prompt_token_ids"] = list(request.prompt_token_ids)
+        if choice.ending is not None and request.sampling.prompt_logprobs is not None:
+            codec = request.model.codec
+            place["prompt_logprobs"] = [None, *(_by_token_id(codec, each) for each in choice.prompt_logprobs)]
+
+    def usage(self) -> Json:
+        """Returns the token counts; a prompt counts once, however many samples it has."""
+        prompts = self._choices[:: self._samples_per_prompt]
+        num_prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in prompts)
+        num_generated = sum(choice.num_generated_tokens for choice in self._choices)
+        num_cached = sum(c.ending.num_cached_tokens for c in prompts if c.ending is not None)
+        num_reasoning = sum(c.ending.num_reasoning_tokens for c in self._choices if c.ending is not None)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt_tokens + num_generated,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        }
+
+    def _metrics(self) -> Json:
+        records = [choice.ending.speculation for choice in self._choices if choice.ending is not None]
+        return metrics(sum_of_records(records))
+
+    def _object_name(self, *, chunk: bool) -> str:
+        if not self._chat:
+            return "text_completion"
+        return "chat.completion.chunk" if chunk else "chat.completion"
+
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
+        body = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
+        choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._head, "object": self._object_name(chunk=True), "choices": [choice]}
+
+    def _whole_choice(self, index: int, choice: ChoiceState) -> Json:
+        assert choice.ending is not None
+        text = "".join(choice.texts)
+        said = {"content": text} if choice.message is None else choice.message.whole()
+        body: Json = {"message": {"role": "assistant", **said}} if self._chat else {"text": text}
+        return {
+            "index": index,
+            **body,
+            "logprobs": self._logprobs(choice, choice.judged),
+            "finish_reason": choice.finish_reason,
+            **_fates(choice, choice.tokens),
+            **_token_ids(choice, choice.token_ids),
+        }
+
+    def _logprobs(self, choice: ChoiceState, judged: Sequence[Judged]) -> Json | None:
+        if not judged:
+            return None
+        codec = choice.request.model.codec
+        if self._chat:
+            return {"content": [_chat_position(codec, each) for _, each in judged if each is not None]}
+        return _completion_logprobs(codec, choice, judged)
+
+
+def metrics(record: SpeculationRecord | None) -> Json:
+    """Returns the `metrics` object of a response: vLLM's record of speculation, and ours beside it."""
+    if record is None:
+        return {"speculative_decoding": None}
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": record.mean_acceptance_length,
+            "draft_acceptance_rate": record.draft_acceptance_rate,
+            "acceptance_histogram": list(record.acceptance_histogram),
+            "num_spec_steps": record.num_spec_steps,
+            "num_accepted_draft_tokens": record.num_accepted_draft_tokens,
+            "num_draft_tokens": record.num_draft_tokens,
+            "num_steps": record.num_steps,
+            "mean_batch_size": record.mean_batch_size,
+            "num_hits": record.num_hits,
+            "num_misses": record.num_misses,
+            "lossy": record.lossy,
+            "exact": not record.law_only,
+        }
+    }
+
+
+def _fates(choice: ChoiceState, tokens: Sequence[TokenText]) -> Json:
+    """Returns how tokens came about, as a field of a choice, where that was asked for."""
+    if not choice.request.token_fates:
+        return {}
+    return {
+        "token_fates": [
+            {"text": token.text, "fate": None if token.fate is None else token.fate.value} for token in tokens
+        ]
+    }
+
+
+def _token_ids(choice: ChoiceState, token_ids: Sequence[int]) -> Json:
+    """Returns generated tokens, as a field of a choice, where that was asked for."""
+    return {"token_ids": list(token_ids)} if choice.request.return_token_ids else {}
+
+
+def _judged(piece: Piece) -> list[Judged]:
+    return [(each.token_id, each) for each in piece.logprobs]
+
+
+def _by_token_id(codec: TextCodec, position: PositionLogprobs) -> Json:
+    """Returns the alternatives at a position of the prompt, and the token that stands there, by their ids."""
+    ranked = [(*each, rank) for rank, each in enumerate(position.top, 1)]
+    return {
+        str(token_id): {
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "rank": rank,
+            "decoded_token": codec.token_bytes(token_id).decode(errors="replace"),
+        }
+        for token_id, logprob, rank in ((position.token_id, position.logprob, position.rank), *ranked)
+    }
+
+
+def _chat_position(codec: TextCodec, position: PositionLogprobs) -> Json:
+    top = [_chat_token(codec, token_id, logprob) for token_id, logprob in position.top]
+    return {**_chat_token(codec, position.token_id, position.logprob), "top_logprobs": top}
+
+
+def _chat_token(codec: TextCodec, token_id: int, logprob: float) -> Json:
+    spelled = codec.token_bytes(token_id)
+    return {
+        "token": spelled.decode(errors="replace"),
+        "logprob": max(logprob, LEAST_LOGPROB),
+        "bytes": list(spelled),
+    }
+
+
+def _completion_logprobs(codec: TextCodec, choice: ChoiceState, judged: Sequence[Judged]) -> Json:
+    spelled = [codec.token_bytes(token_id) for token_id, _ in judged]
+    offsets: list[int] = []
+    for (token_id, _), data in zip(judged, spelled, strict=True):
+        # Where the character begins that the token is part of; special tokens stand in no text.
+        offsets.append(choice.characters.num_whole)
+        if codec.is_visible(token_id):
+            choice.characters.add(data)
+    return {
+        "tokens": [data.decode(errors="replace") for data in spelled],
+        "token_logprobs": [None if each is None else max(each.logprob, LEAST_LOGPROB) for _, each in judged],
+        "top_logprobs": [None if each is None else _top_by_text(codec, each) for _, each in judged],
+        "text_offset": offsets,
+    }
+
+
+def _top_by_text(codec: TextCodec, position: PositionLogprobs) -> dict[str, float]:
+    """Returns the alternatives by their text, the chosen token among them; of equal texts the best stays."""
+    best: dict[str, float] = {}
+    for token_id, logprob in (*position.top, (position.token_id, position.logprob)):
+        best.setdefault(codec.token_bytes(token_id).decode(errors="replace"), max(logprob, LEAST_LOGPROB))
+    return best

@@ -1,0 +1,298 @@
+"""The request bodies of the OpenAI API, and of vLLM's tokenizer: which fields there are.
+
+It knows JSON values only: no models, no tokens. `paceline.gateway.api.openai.choices` makes sessions of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, SkipValidation
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.params import (
+    ACCEPTANCE_RULES,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_DRAFT_TOKENS,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_METHOD_CHARS,
+    MAX_PRIORITY,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    METHODS,
+    NAME_PATTERN,
+)
+from paceline.gateway.api.openai.tools import AllowedChoice, NamedTool, Tool, ToolCall
+from paceline.gateway.http.fields import Fields, TextFields, UnknownFields, read_fields
+from paceline.gateway.message.tools import MAX_TOOLS
+from paceline.gateway.sessions.request import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_CHOICES,
+    MAX_SALT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_TEMPLATE_CHARACTERS,
+)
+
+BodyT = TypeVar("BodyT", bound="CommonBody")
+
+# Fields that change nothing about the tokens; clients send them for book-keeping.
+NO_EFFECT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+# Fields that would change the answer in ways not served here; with these values they ask for nothing.
+NOT_SERVED: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": ("",),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "regex": (),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+# Of these, what chats have.
+OF_CHATS = frozenset({"parallel_tool_calls", "reasoning_effort", "tool_choice", "tools"})
+MAX_EFFORT_CHARACTERS = 32
+# More than these are refused before they are looked at one by one.
+_LIMITS = {
+    "logit_bias": MAX_LOGIT_BIAS_ENTRIES,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+}
+# Variables of a chat template that the server sets.
+TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_Text = Annotated[str, Field(min_length=1)]
+_TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_SOME = Field(min_length=1, max_length=MAX_CHOICES)
+_Prompt = _Text | _TokenIds | Annotated[list[_Text], _SOME] | Annotated[list[_TokenIds], _SOME]
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)]
+# Of variables of a chat template that a request brings.
+TEMPLATE_LIMITS: Mapping[str, Any] = {"propertyNames": {"not": {"enum": sorted(TEMPLATE_NAMES)}}}
+
+
+def _told(default: Any = ..., **limits: Any) -> Any:
+    """Returns a field whose limits are described here and checked, for both doors, where sessions are made."""
+    return Field(default, json_schema_extra=limits)
+
+
+class StreamOptions(Fields):
+    """What a stream carries besides text.
+
+    Places are asked for, as widely used clients take every line of a stream for data.
+    """
+
+    include_usage: bool = False
+    include_event_ids: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class SpeculationBody(Fields):
+    """What the request asks of speculation; our own field."""
+
+    enabled: bool = True
+    max_draft_tokens: int | None = _told(None, minimum=0, maximum=MAX_DRAFT_TOKENS)
+    acceptance: str = _told(
+        "", maxLength=MAX_METHOD_CHARS, pattern=rf"^({NAME_PATTERN})?$", examples=[*ACCEPTANCE_RULES]
+    )
+    method: str = _told(
+        "", maxLength=MAX_METHOD_CHARS, pattern=rf"^({NAME_PATTERN}(\+{NAME_PATTERN})*)?$", examples=[*METHODS]
+    )
+    token_fates: bool = False
+
+
+class SharedBody(Fields):
+    """Fields that bodies of all APIs have."""
+
+    model: str = ""
+    # Where these are absent, the model's own hold: see `paceline.gateway.fleet.generation_config`.
+    temperature: float | None = _told(None, minimum=0, maximum=100)
+    top_p: float | None = _told(None, exclusiveMinimum=0, maximum=1)
+    top_k: int | None = _told(None, minimum=-1, maximum=2**32 - 1)
+    priority: int = _told(0, minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+    cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
+    seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)
+    stream: bool = False
+    speculation: SpeculationBody = SpeculationBody()
+
+
+class CommonBody(SharedBody):
+    """Fields of both completion endpoints."""
+
+    no_effect = NO_EFFECT
+    not_served = NOT_SERVED
+    objects = {"stream_options": StreamOptions, "speculation": SpeculationBody}  # noqa: RUF012 - a class variable
+
+    n: int = Field(default=1, ge=1, json_schema_extra={"maximum": MAX_CHOICES})
+    max_tokens: int | None = _told(None, minimum=1)
+    min_p: float | None = _told(None, minimum=0, maximum=1)
+    repetition_penalty: float | None = _told(None, minimum=0.01, maximum=100)
+    presence_penalty: float = _told(0.0, minimum=-2, maximum=2)
+    frequency_penalty: float = _told(0.0, minimum=-2, maximum=2)
+    logit_bias: dict[str, float] = _told(
+        {},
+        maxProperties=MAX_LOGIT_BIAS_ENTRIES,
+        propertyNames={"pattern": "^[0-9]{1,20}$"},
+        additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+    )
+    min_tokens: int = _told(0, minimum=0)
+    stop: SkipValidation[Stop | Stops | None] = None
+    stop_token_ids: list[_TokenId] = _told([], maxItems=MAX_STOP_TOKEN_IDS)
+    allowed_token_ids: _TokenIds | None = _told(None, maxItems=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: list[_BadWord] = _told([], maxItems=MAX_BAD_WORDS)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    response_format: dict[str, Any] | None = _told(
+        None, properties={"type": {"enum": ["text", "json_object", "json_schema"]}}, required=["type"]
+    )
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: SkipValidation[dict[str, Any] | str | None] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = _told(None, minItems=1)
+    guided_grammar: str | None = None
+    truncate_prompt_tokens: int | None = _told(
+        None, anyOf=[{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]
+    )
+    prompt_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+    return_token_ids: bool = False
+    stream_options: StreamOptions | None = None
+
+
+class CompletionBody(CommonBody):
+    """Body of /v1/completions."""
+
+    prompt: SkipValidation[_Prompt]
+    max_tokens: int | None = _told(None, minimum=0)
+    echo: bool = False
+    logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+
+
+class TextPart(TextFields):
+    """A part of a message."""
+
+    not_served = dict.fromkeys(("image_url", "input_audio", "audio_url", "video_url", "file"), ())
+
+    type: Literal["text"]
+
+
+class ChatMessage(Fields):
+    """One message of a chat; `content` is text or a list of text parts, each read by itself."""
+
+    no_effect = frozenset({"annotations"})
+    not_served = {"audio": (), "function_call": ()}  # noqa: RUF012
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: SkipValidation[str | list[TextPart] | None] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[SkipValidation[ToolCall]] = []  # noqa: RUF012 - pydantic copies it
+    tool_call_id: str | None = None
+
+
+class ChatFields(Fields):
+    """What becomes the prompt of a chat; each of `messages` is read by itself."""
+
+    messages: list[SkipValidation[ChatMessage]] = _told(minItems=1)
+    tools: list[SkipValidation[Tool]] = _told([], maxItems=MAX_TOOLS)
+    # Where it is absent: unless the last message is to be gone on with.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = _told(None, maxLength=MAX_TEMPLATE_CHARACTERS)
+    chat_template_kwargs: dict[str, Any] = _told({}, **TEMPLATE_LIMITS)
+
+
+class ChatBody(CommonBody, ChatFields):
+    """Body of /v1/chat/completions."""
+
+    not_served: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **{name: values for name, values in NOT_SERVED.items() if name not in OF_CHATS},
+        "echo": (False,),
+    }
+
+    tool_choice: SkipValidation[Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None] = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = _told(None, maxLength=MAX_EFFORT_CHARACTERS)
+    max_completion_tokens: int | None = _told(None, minimum=1)
+    logprobs: bool = False
+    top_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+
+
+class TokenizeTextBody(Fields):
+    """Body of /tokenize with a prompt."""
+
+    not_served = {"return_token_strs": (False,)}  # noqa: RUF012
+
+    model: str = ""
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class TokenizeChatBody(ChatFields):
+    """Body of /tokenize with messages."""
+
+    not_served = {  # noqa: RUF012
+        "add_special_tokens": (False,),
+        "return_token_strs": (False,),
+    }
+
+    model: str = ""
+
+
+class DetokenizeBody(Fields):
+    """Body of /detokenize."""
+
+    model: str = ""
+    tokens: SkipValidation[list[_TokenId]]
+
+
+def parse_body(body_class: type[BodyT], fields: Mapping[str, Any], unknown: UnknownFields) -> BodyT:
+    """Returns the request.
+
+    Raises:
+        InvalidRequestError: Names the first field that is missing, not served or of the wrong type.
+    """
+    for name, limit in _LIMITS.items():
+        value = fields.get(name)
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise InvalidRequestError(name, f"has {len(value)} entries, at most {limit} are allowed")
+    body = read_fields(body_class, fields, unknown)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options", "is only allowed with stream: true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs", "is not available with stream: true")
+    return body

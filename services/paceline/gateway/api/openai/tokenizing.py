@@ -1,0 +1,92 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes.
+
+They run no session: a tokenizer and a chat template do all of it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.params import check_token_ids
+from paceline.gateway.api.endpoints.reading import BodyReader
+from paceline.gateway.api.openai.bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from paceline.gateway.api.openai.choices import chat_tokens, is_token_list
+from paceline.gateway.api.openai.tools import read_toolbox
+from paceline.gateway.http.fields import UnknownFields, read_fields
+from paceline.gateway.http.response import Exchange, request_id
+from paceline.gateway.sessions.sessions import Sessions
+
+Json = dict[str, Any]
+
+
+class TokenizerEndpoint:
+    """One of the two.
+
+    Args:
+        sessions: Knows the models.
+        reader: Reads bodies.
+        answer: `tokenized` or `detokenized`.
+    """
+
+    def __init__(
+        self, sessions: Sessions, reader: BodyReader, answer: Callable[[Sessions, Json, UnknownFields], Json]
+    ) -> None:
+        self._sessions = sessions
+        self._reader = reader
+        self._answer = partial(answer, sessions)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; errors become error objects, nothing is raised to the server."""
+        request = Request(scope, receive)
+        exchange = Exchange(send, given_id=request_id(request.headers), own_id=f"tok-{uuid.uuid4().hex}")
+        try:
+            with self._sessions.errors_counted():
+                answer = await self._reader.read(request, exchange, self._answer)
+            await exchange.whole(answer)
+        except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
+            await exchange.fail(error)
+
+
+def tokenized(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:
+    """Returns the tokens of a prompt, or of a chat by the model's template.
+
+    Raises:
+        InvalidRequestError: A field is wrong, or there are more tokens than the context holds.
+    """
+    if fields.get("messages") is not None and fields.get("prompt") is None:
+        chat = read_fields(TokenizeChatBody, fields, unknown)
+        model = sessions.model(chat.model)
+        tools = read_toolbox(chat.tools, None, True, unknown).tools
+        token_ids = chat_tokens(chat, model, unknown, tools=tools)
+    else:
+        text = read_fields(TokenizeTextBody, fields, unknown)
+        model = sessions.model(text.model)
+        token_ids = model.codec.encode(
+            text.prompt, field="prompt", special_tokens=text.add_special_tokens, context_len=model.context_len
+        )
+    return {"count": len(token_ids), "max_model_len": model.context_len, "tokens": token_ids, "token_strs": None}
+
+
+def detokenized(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:
+    """Returns the text of tokens, special ones spelled out.
+
+    Raises:
+        InvalidRequestError: A field is wrong, or there are more tokens than the context holds.
+    """
+    body = read_fields(DetokenizeBody, fields, unknown)
+    model = sessions.model(body.model)
+    if body.tokens != [] and not is_token_list(body.tokens):
+        raise InvalidRequestError("tokens", "must be a list of token ids")
+    if len(body.tokens) > model.context_len:
+        raise InvalidRequestError(
+            "tokens", f"has {len(body.tokens)} entries, the context holds {model.context_len} tokens"
+        )
+    check_token_ids("tokens", body.tokens, model.identity.vocab_size)
+    return {"prompt": model.codec.decode(body.tokens, special_tokens=True)}

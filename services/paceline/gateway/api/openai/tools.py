@@ -1,0 +1,149 @@
+"""The tools of a chat, as clients name them in OpenAI's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, SkipValidation
+
+from paceline.core.errors import InvalidRequestError
+from paceline.gateway.http.fields import Fields, UnknownFields, read_fields
+from paceline.gateway.message.tools import MAX_TOOLS, Json, Toolbox
+
+MAX_NAME_CHARACTERS = 256
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+class ToolFunction(Fields):
+    """What a tool is called, and what it takes: a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class Tool(Fields):
+    """A tool that the model may call."""
+
+    objects = {"function": ToolFunction}  # noqa: RUF012 - a class variable
+
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class CalledFunction(Fields):
+    """What was called, with arguments as JSON text."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Fields):
+    """A call in an earlier message."""
+
+    no_effect = frozenset({"index"})
+    objects = {"function": CalledFunction}  # noqa: RUF012 - a class variable
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class NamedFunction(Fields):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Fields):
+    """Which of the tools the model may call, and whether it has to call one."""
+
+    mode: Literal["auto", "required"]
+    tools: list[SkipValidation[NamedTool]]
+
+
+class AllowedChoice(Fields):
+    """The choice of some tools; the model is told of no others."""
+
+    objects = {"allowed_tools": AllowedTools}  # noqa: RUF012 - a class variable
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def read_toolbox(tools: Sequence[Any], choice: Any, parallel: bool, unknown: UnknownFields) -> Toolbox:
+    """Returns the tools of a body, with what it says about calling them.
+
+    Args:
+        tools: The field `tools`.
+        choice: The field `tool_choice`.
+        parallel: The field `parallel_tool_calls`.
+        unknown: Collects fields that nobody here knows.
+
+    Raises:
+        InvalidRequestError: A field is wrong, or the tool to call is not among the tools.
+    """
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError("tools", f"has {len(tools)} entries, at most {MAX_TOOLS} are allowed")
+    given = [read_fields(Tool, each, unknown, f"tools[{at}]") for at, each in enumerate(tools)]
+    allowed = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+    if allowed:
+        given, choice = _allowed(given, choice, unknown)
+    listed = tuple(map(_listed, given))
+    choice = ("auto" if listed else "none") if choice is None else choice
+    enforced = choice not in ("none", "auto")
+    if enforced and not listed:
+        raise InvalidRequestError("tool_choice", "needs tools")
+    return Toolbox(
+        tools=listed,
+        parsed=bool(listed) and choice != "none",
+        enforced=enforced,
+        named=_named(choice, listed) if enforced else "",
+        parallel=parallel,
+        strict=tuple(each.function.strict for each in given),
+        chosen=allowed,
+    )
+
+
+def _listed(tool: Tool) -> Json:
+    """Returns a tool as chat templates get it."""
+    function = tool.function
+    described = {} if function.description is None else {"description": function.description}
+    parameters = dict(NO_PARAMETERS) if function.parameters is None else function.parameters
+    return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
+
+
+def _allowed(tools: Sequence[Tool], choice: Any, unknown: UnknownFields) -> tuple[list[Tool], str]:
+    """Returns the tools that a choice allows, and what it says of calling them."""
+    allowed = read_fields(AllowedChoice, choice, unknown, "tool_choice").allowed_tools
+    field = "tool_choice.allowed_tools.tools"
+    names = [
+        read_fields(NamedTool, each, unknown, f"{field}[{at}]").function.name for at, each in enumerate(allowed.tools)
+    ]
+    offered = {each.function.name for each in tools}
+    for at, name in enumerate(names):
+        if name not in offered:
+            raise InvalidRequestError(f"{field}[{at}].function.name", f"{name[:80]!r} is none of the tools")
+    return [each for each in tools if each.function.name in names], allowed.mode
+
+
+def _named(choice: Any, tools: Sequence[Json]) -> str:
+    """Returns the tool that a choice names; empty: any."""
+    if choice == "required":
+        return ""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequestError("tool_choice", "must be none, auto, required, allowed_tools, or name a function")
+    if all(each["function"]["name"] != name for each in tools):
+        raise InvalidRequestError("tool_choice.function.name", f"{name[:80]!r} is none of the tools")
+    return name

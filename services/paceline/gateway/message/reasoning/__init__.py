@@ -1,1 +1,0 @@
-"""Readers of reasoning, a module for each way in which models set it apart."""

@@ -1,0 +1,56 @@
+"""Whether a gateway can serve: at least one of its models has a verifier, whose tokens are the gateway's own.
+
+It knows neither HTTP nor gRPC. Whether the process lives is another question, which any answer at all settles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import UnavailableError
+from paceline.core.messages import DRAFTER, VERIFIER
+from paceline.gateway.fleet.fleet import Fleet
+from paceline.gateway.sessions.sessions import Sessions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """What health checks get.
+
+    Attributes:
+        ready: Whether new requests can be served.
+        report: The state of the gateway and its fleet. `status` is `ok`, `degraded` if something is wrong that does not
+            stop requests, or the reason that requests are refused.
+    """
+
+    ready: bool
+    report: dict[str, object]
+
+
+def readiness(sessions: Sessions, fleet: Fleet, failing: Sequence[str]) -> Readiness:
+    """Returns the present state; a dead registry or a failing task is shown, but does not stop the gateway."""
+    problems: dict[str, str] = {}
+    for name in fleet.own_names:
+        try:
+            fleet.model(name)
+        except UnavailableError as error:
+            problems[name] = str(error)
+    served = len(problems) < len(fleet.own_names)
+    if sessions.draining:
+        status = "draining"
+    elif not served:
+        status = "no verifier"
+    else:
+        status = "degraded" if problems or fleet.store_error or failing else "ok"
+    roles = [replica.role for replica in fleet.replicas if not replica.draining]
+    report: dict[str, object] = {
+        "status": status,
+        "store": fleet.store_error or "ok",
+        "tasks": ", ".join(failing) or "ok",
+        "models": problems or "ok",
+        "verifiers": roles.count(VERIFIER),
+        "drafters": roles.count(DRAFTER),
+        "sessions": sessions.num_running,
+    }
+    return Readiness(ready=served and not sessions.draining, report=report)

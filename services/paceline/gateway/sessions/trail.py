@@ -1,0 +1,180 @@
+"""One session as the store is to know it, and whether it ends the engines that run it. Pure.
+
+An engine that dies names the sessions of its last step; a process that dies names none, and others may have killed it.
+So the first death is only a suspicion, against every session that was computed or may have been. Until it has a token,
+a suspect runs in steps of its own, and its gateway learns of it before the first of them; a second death is then proof.
+A session that has brought tokens before has been through an engine: it is allowed one death more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.core.errors import EngineDiedError, PacelineError, PeerLostError
+from paceline.core.messages import SpeculationRecord, law_only
+from paceline.store.base import AdvanceSession, PutSession, Replica, SessionRecord, SessionState, SessionWrite
+
+# Engines in a row that may die without a token of the session before it is not run again.
+MOST_DEATHS = 2
+# Between the names of several arithmetics.
+AND = " + "
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """The evidence against one session.
+
+    Attributes:
+        num_deaths: Engines in a row that died while they ran it, without a token of it.
+        has_tokens: Whether an engine ever computed a token of it.
+    """
+
+    num_deaths: int = 0
+    has_tokens: bool = False
+
+    def after(self, error: PacelineError, *, ran: bool, unheard: bool = False, progressed: bool = False) -> Suspicion:
+        """Returns the evidence after one more attempt.
+
+        Args:
+            error: What ended it.
+            ran: Whether the verifier had reported that its engine computes the session.
+            unheard: Whether the verifier had accepted the session and vanished before its first message.
+            progressed: Whether the attempt brought a token.
+        """
+        known = Suspicion(has_tokens=True) if progressed else self
+        died = isinstance(error, EngineDiedError)
+        # A session that is no suspect may be computed before the process can report it.
+        lost = isinstance(error, PeerLostError) and (ran or (unheard and not known.suspect))
+        return replace(known, num_deaths=known.num_deaths + 1) if died or lost else known
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it must run alone, because engines died with it."""
+        return self.num_deaths > self.has_tokens
+
+    @property
+    def guilty(self) -> bool:
+        """Whether it must not be run again."""
+        return self.num_deaths >= MOST_DEATHS + self.has_tokens
+
+
+class SessionTrail:
+    """One session as the store is to know it; it does not write to the store itself.
+
+    Attributes:
+        record: As of now, except `committed_len`, which follows from the log.
+        token_ids: Prompt and committed tokens.
+        suspicion: Whether it ends the engines that run it.
+        speculation: What speculation did for it here, as far as verifiers reported it; not part of the record.
+    """
+
+    def __init__(
+        self,
+        record: SessionRecord,
+        token_ids: Sequence[int],
+        on_change: Callable[[SessionTrail], None],
+        on_taken_over: Callable[[], None],
+        *,
+        keeps_tokens: bool = True,
+    ) -> None:
+        self.record = record
+        self.token_ids = list(token_ids)
+        self.suspicion = Suspicion(record.engine_deaths, has_tokens=len(token_ids) > record.prompt_len)
+        self.speculation: SpeculationRecord | None = None
+        self._keeps_tokens = keeps_tokens
+        self.on_taken_over = on_taken_over
+        self._on_change = on_change
+        # Tokens that the store has; None: it needs the whole record.
+        self._logged_len: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the session has ended."""
+        return self.record.state is not SessionState.RUNNING
+
+    @property
+    def committed_token_ids(self) -> tuple[int, ...]:
+        """Generated tokens so far."""
+        return tuple(self.token_ids[self.record.prompt_len :])
+
+    @property
+    def mixed(self) -> bool:
+        """Whether verifiers of different arithmetic have computed it."""
+        return AND in self.record.arithmetic
+
+    @property
+    def law_only(self) -> bool:
+        """Whether a verifier took part that promises only the law of a text, not its tokens."""
+        return any(map(law_only, self.record.arithmetic.split(AND)))
+
+    def may_go_to(self, verifier: Replica) -> bool:
+        """Whether a verifier may continue it: its weights are those that the session began with.
+
+        A session that promises the same tokens needs the same arithmetic as well; any other is marked as mixed.
+        """
+        identity, record = verifier.identity, self.record
+        if identity is None or not record.weights_hash:
+            return identity is not None
+        same_bits = not self._keeps_tokens or identity.arithmetic in record.arithmetic.split(AND)
+        return identity.weights_hash == record.weights_hash and same_bits
+
+    def failed(self, error: PacelineError, *, ran: bool, unheard: bool, progressed: bool) -> None:
+        """An attempt to run it has failed; see `Suspicion.after`."""
+        self.suspicion = self.suspicion.after(error, ran=ran, unheard=unheard, progressed=progressed)
+        self.record = replace(self.record, engine_deaths=self.suspicion.num_deaths)
+
+    def placed(self, epoch: int, verifier: Replica) -> None:
+        """The session starts, or starts anew, on a verifier."""
+        self.record = replace(
+            self.record,
+            epoch=epoch,
+            verifier_id=verifier.replica_id,
+            weights_hash=verifier.identity.weights_hash if verifier.identity else "",
+            arithmetic=self._arithmetic_with(verifier),
+        )
+        self._logged_len = None
+        self._on_change(self)
+
+    def _arithmetic_with(self, verifier: Replica) -> str:
+        mine, known = verifier.identity.arithmetic if verifier.identity else "", self.record.arithmetic
+        if not self.committed_token_ids or mine in known.split(AND):
+            return known if self.committed_token_ids else mine
+        return f"{known}{AND}{mine}"
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Tokens were committed."""
+        self.token_ids += token_ids
+        self._on_change(self)
+
+    def end(self, state: SessionState) -> None:
+        """The session ended."""
+        self.record = replace(self.record, state=state)
+        self._on_change(self)
+
+    def next_write(self, ttl_s: float) -> SessionWrite:
+        """Returns the write that brings the store up to date."""
+        record = self.record
+        if self._logged_len is None:
+            whole = replace(record, committed_len=len(self.token_ids) - record.prompt_len)
+            return PutSession(record=whole, token_ids=tuple(self.token_ids), ttl_s=ttl_s)
+        return AdvanceSession(
+            session_id=record.session_id,
+            epoch=record.epoch,
+            owner=record.owner,
+            base_len=self._logged_len,
+            token_ids=tuple(self.token_ids[self._logged_len :]),
+            state=record.state,
+        )
+
+    def wrote(self, write: SessionWrite) -> None:
+        """The store has made a write; the session may have progressed since, even to another verifier."""
+        if isinstance(write, AdvanceSession):
+            if self._logged_len is not None:
+                self._logged_len = write.base_len + len(write.token_ids)
+        elif write.record.epoch == self.record.epoch:
+            self._logged_len = len(write.token_ids)
+
+    def lost(self) -> None:
+        """The store no longer has the record."""
+        self._logged_len = None

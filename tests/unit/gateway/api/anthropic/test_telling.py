@@ -1,0 +1,25 @@
+"""An answer as Anthropic's API tells it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.core.messages import FinishReason
+from paceline.gateway.api.anthropic.telling import MessageTelling
+from paceline.gateway.message.form import MessageForm
+from paceline.gateway.message.growing import Message
+from paceline.gateway.sessions.output import Ending
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": 1', "[1]"])
+def test_arguments_that_are_no_object_of_json_leave_the_answer_one(arguments: str) -> None:
+    message = Message(MessageForm(enforced=True, named="f"), "session")
+    telling = MessageTelling("msg_1", "m", 3, message)
+    telling.further(message.read(arguments))
+    telling.further(message.finish())
+    telling.ending(Ending(finish_reason=FinishReason.STOP, num_prompt_tokens=3, num_generated_tokens=1))
+    [block] = telling.whole()["content"]
+    assert block["input"] == {"INVALID_JSON": arguments}
+    assert json.dumps(telling.whole(), allow_nan=False)

@@ -1,0 +1,43 @@
+"""What an answer says of its tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.core.messages import PositionLogprobs
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.api.openai.answers import Answer
+from paceline.gateway.fleet.served_model import ServedModel
+from paceline.gateway.sessions.output import Piece
+from paceline.gateway.sessions.request import SessionRequest
+from paceline.gateway.text.codec import TextCodec
+from tests.support import tiny_tokenizer
+from tests.support.scripted_fleet import EOS, identity
+
+
+@pytest.mark.parametrize("step_len", [1, 2, 99])
+def test_offsets_of_tokens_that_share_a_character_point_to_its_beginning(tmp_path: Path, step_len: int) -> None:
+    codec = TextCodec.from_folder(tiny_tokenizer.save_folder(tmp_path))
+    byte_of = {codec.token_bytes(token_id): token_id for token_id in range(codec.vocab_size)}
+    text = "a😀bé"
+    ids = [byte_of[bytes([byte])] for byte in text.encode()]
+    # A special token in the midst stands in no text.
+    ids.insert(5, EOS)
+    request = SessionRequest(
+        model=ServedModel(identity=identity(codec), codec=codec),
+        session_id="s",
+        prompt_token_ids=(5,),
+        sampling=SamplingParams(max_tokens=99),
+        speculation=SpeculationParams(),
+    )
+    answer = Answer(chat=False, request_id="r", created_s=0, model_name="m", requests=[request], samples_per_prompt=1)
+    offsets: list[int] = []
+    for at in range(0, len(ids), step_len):
+        logprobs = tuple(PositionLogprobs(token_id=each, logprob=-1.0, top=()) for each in ids[at : at + step_len])
+        chunk = answer.piece_chunk(0, Piece(text="", token_ids=tuple(ids[at : at + step_len]), logprobs=logprobs))
+        assert chunk is not None
+        offsets += chunk["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 1, 1, 2, 2, 3, 3]
+    assert [text[offset] for offset in offsets] == list("a😀😀😀😀bbéé")

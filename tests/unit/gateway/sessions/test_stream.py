@@ -1,0 +1,150 @@
+"""The text of a session does not depend on how speculation grouped its tokens into steps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.messages import ModelIdentity, TokenFate
+from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.fleet.served_model import ServedModel
+from paceline.gateway.sessions.answer import TextStream
+from paceline.gateway.sessions.request import SessionRequest
+from paceline.gateway.text.codec import TextCodec
+from paceline.gateway.text.token_texts import TokenText
+from tests.support import tiny_tokenizer
+
+EOS = 1
+CODEC = TextCodec(tiny_tokenizer.train(), None)
+MODEL = ServedModel(
+    identity=ModelIdentity(
+        name="tiny", vocab_hash="v", vocab_size=CODEC.vocab_size, context_len=64, eos_token_ids=(EOS,)
+    ),
+    codec=CODEC,
+)
+TOKEN_IDS = st.lists(st.integers(2, CODEC.vocab_size - 1) | st.integers(66, 70), max_size=25)
+STOPS = st.lists(st.text(alphabet="abcde the", min_size=1, max_size=3), max_size=2)
+
+
+def started(
+    stops: list[str],
+    *,
+    min_tokens: int = 0,
+    token_fates: bool = False,
+    stop_token_ids: tuple[int, ...] = (),
+    **of_text: bool,
+) -> TextStream:
+    sampling = SamplingParams(max_tokens=64, min_tokens=min_tokens, stop_token_ids=stop_token_ids)
+    request = SessionRequest(
+        model=MODEL,
+        session_id="s",
+        prompt_token_ids=(5,),
+        sampling=sampling,
+        speculation=SpeculationParams(),
+        stops=tuple(stops),
+        token_fates=token_fates,
+        **of_text,
+    )
+    return TextStream(request)
+
+
+def run(token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: int = 0) -> tuple[str, int]:
+    """Returns text and number of tokens of an answer whose steps have these sizes, then size 1."""
+    stream, text, num_tokens, at = started(stops, min_tokens=min_tokens), "", 0, 0
+    for size in [*sizes, *[1] * len(token_ids)]:
+        fed = stream.feed(token_ids[at : at + size])
+        text, num_tokens, at = text + fed.text, num_tokens + fed.num_tokens, at + size
+        if fed.stopped:
+            return text, num_tokens
+    return text + stream.finish().text, num_tokens
+
+
+@given(token_ids=TOKEN_IDS, sizes=st.lists(st.integers(1, 9), max_size=9), stops=STOPS)
+def test_text_and_number_of_tokens_do_not_depend_on_the_steps(
+    token_ids: list[int], sizes: list[int], stops: list[str]
+) -> None:
+    assert run(token_ids, sizes, stops) == run(token_ids, [], stops)
+    assert run(token_ids, sizes, stops, min_tokens=5) == run(token_ids, [], stops, min_tokens=5)
+
+
+@given(token_ids=TOKEN_IDS)
+def test_without_stop_strings_the_text_is_that_of_the_tokens(token_ids: list[int]) -> None:
+    assert run([*token_ids, EOS], [], []) == (CODEC.decode(token_ids), len(token_ids) + 1)
+
+
+def told(token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: int) -> tuple[str, list[TokenText], int]:
+    """Returns text, tokens with their fates, and number of tokens of the same answer where fates are asked for."""
+    fates = [list(TokenFate)[token_id % 4] for token_id in token_ids]
+    stream, at = started(stops, min_tokens=min_tokens, token_fates=True), 0
+    text, tokens, num_tokens = "", [], 0
+    for size in [*sizes, *[1] * len(token_ids)]:
+        fed = stream.feed(token_ids[at : at + size], fates[at : at + size])
+        assert "".join(token.text for token in fed.tokens) == fed.text
+        text, num_tokens, at = text + fed.text, num_tokens + fed.num_tokens, at + size
+        tokens += fed.tokens
+        if fed.stopped:
+            return text, tokens, num_tokens
+    rest = stream.finish()
+    return text + rest.text, [*tokens, *rest.tokens], num_tokens
+
+
+@given(
+    token_ids=TOKEN_IDS,
+    sizes=st.lists(st.integers(1, 9), max_size=9),
+    stops=STOPS,
+    min_tokens=st.sampled_from([0, 5]),
+)
+def test_fates_are_one_a_token_in_order_and_their_texts_join_to_the_same_text(
+    token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: int
+) -> None:
+    text, tokens, num_tokens = told(token_ids, sizes, stops, min_tokens)
+    assert (text, num_tokens) == run(token_ids, sizes, stops, min_tokens)
+    assert "".join(token.text for token in tokens) == text
+    assert [token.fate for token in tokens] == [list(TokenFate)[each % 4] for each in token_ids[:num_tokens]]
+
+
+def spelled(text: str) -> list[int]:
+    """Tokens of one byte each."""
+    ids = {CODEC.token_bytes(token_id): token_id for token_id in reversed(range(CODEC.vocab_size))}
+    return [ids[bytes([byte])] for byte in text.encode()]
+
+
+def test_the_stop_string_is_part_of_the_text_where_it_is_asked_for() -> None:
+    stream = started(["cd"], include_stop_str_in_output=True, token_fates=True)
+    fed = [stream.feed([token_id], [TokenFate.PLAIN]) for token_id in spelled("abcd")]
+    assert ("".join(each.text for each in fed), fed[-1].stopped) == ("abcd", True)
+    assert [token.text for each in fed for token in each.tokens] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
+def test_a_stop_token_has_text_where_it_is_asked_for(include: bool, text: str) -> None:
+    token_ids = spelled("abc")
+    stream = started([], stop_token_ids=(token_ids[-1],), include_stop_str_in_output=include)
+    assert stream.feed(token_ids).text + stream.finish().text == text
+
+
+def test_special_tokens_are_spelled_out_where_they_are_asked_for_but_the_last() -> None:
+    token_ids = [*spelled("a"), 0, *spelled("b"), EOS]
+    for skipped, ending, text in (
+        (True, False, "ab"),
+        (False, False, "a<|begin|>b"),
+        (False, True, "a<|begin|>b<|end|>"),
+    ):
+        stream = started([], skip_special_tokens=skipped, include_stop_str_in_output=ending)
+        assert stream.feed(token_ids).text + stream.finish().text == text
+
+
+def test_a_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
+    _, tokens, _ = told(spelled("a\U0001f600b"), [], [], 0)
+    assert [token.text for token in tokens] == ["a", "", "", "", "\U0001f600", "b"]
+
+
+def test_tokens_of_a_stop_string_have_no_text() -> None:
+    _, tokens, _ = told(spelled("abcde"), [], ["cd"], 0)
+    assert [token.text for token in tokens] == ["a", "b", "", ""]
+
+
+def test_half_a_character_at_the_end_belongs_to_the_last_token() -> None:
+    _, tokens, _ = told(spelled("a\U0001f600")[:-1], [], [], 0)
+    assert [token.text for token in tokens] == ["a", "", "", "\ufffd"]

@@ -1,0 +1,81 @@
+"""What a verifier refuses, however idle it is; each refusal names the field and the limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.core.acceptance_rules import Rules
+from paceline.core.errors import InvalidRequestError
+from paceline.core.messages import GenerateRequest, ModelIdentity
+from paceline.core.params import DRAFT_MODEL, NGRAM, REJECTION, SamplingParams, SpeculationParams
+from paceline.verifier.served import MAX_SALT_CHARS, ServedEngine, TargetStepper
+
+EOS, STOP = 7, 8
+IDENTITY = ModelIdentity(
+    name="m", vocab_hash="v", vocab_size=64, context_len=100, eos_token_ids=(EOS,), methods=(NGRAM,)
+)
+SAMPLING = SamplingParams(max_tokens=10, stop_token_ids=(STOP,))
+FINE = GenerateRequest(
+    session_id="s",
+    epoch=1,
+    prompt_token_ids=(1, 2, 3),
+    committed_token_ids=(4, 5),
+    sampling=SAMPLING,
+    speculation=SpeculationParams(),
+)
+
+
+def never_made() -> TargetStepper:
+    raise AssertionError("no engine is needed")
+
+
+def check(request: GenerateRequest, *methods: str, rules: Rules | None = None) -> None:
+    identity = replace(IDENTITY, methods=methods or IDENTITY.methods)
+    ServedEngine(identity=identity, rules=rules or Rules(), make=never_made).check(request)
+
+
+def test_what_can_be_served_passes() -> None:
+    check(FINE)
+    check(replace(FINE, committed_token_ids=(4, EOS), sampling=replace(SAMPLING, ignore_eos=True)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"committed_token_ids": (4, EOS)}, "committed_token_ids.*ends the text"),
+        ({"committed_token_ids": (STOP, 4)}, "committed_token_ids.*ends the text"),
+        ({"committed_token_ids": (4,) * 10}, "committed_token_ids.*fewer than max_tokens"),
+        ({"committed_token_ids": (64,)}, "committed_token_ids.*64"),
+        ({"prompt_token_ids": (1, 64)}, "prompt_token_ids.*64"),
+        ({"prompt_token_ids": (1,) * 91, "committed_token_ids": ()}, "91 prompt tokens.*context of 100"),
+        ({"cache_salt": "x" * (MAX_SALT_CHARS + 1)}, f"cache_salt.*{MAX_SALT_CHARS}"),
+        ({"speculation": SpeculationParams(method="medusa")}, "speculation.method.*medusa is not served"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check(replace(FINE, **changes))
+
+
+@pytest.mark.parametrize(
+    ("methods", "asked", "rules"),
+    [
+        ((NGRAM,), SpeculationParams(acceptance=REJECTION), Rules()),
+        ((DRAFT_MODEL, NGRAM), SpeculationParams(method=NGRAM), Rules(default=REJECTION)),
+    ],
+)
+def test_a_rule_for_chains_needs_a_method_that_draws_them(
+    methods: tuple[str, ...], asked: SpeculationParams, rules: Rules
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        check(replace(FINE, speculation=asked), *methods, rules=rules)
+    wanted = "speculation.acceptance: rejection needs the method draft_model or eagle3, and here it is ngram"
+    assert str(refused.value) == wanted
+
+
+def test_a_rule_that_is_not_served_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match=r"speculation\.acceptance: typical is not served here"):
+        check(replace(FINE, speculation=SpeculationParams(acceptance="typical")))
