@@ -58,7 +58,7 @@ async def _measure_load(
     asks = asks_of(REQUESTS_PER_STREAM * streams, arguments.max_tokens, temperature)
 
     async def measure_fresh(tier: bool) -> BatchResult:
-        async with bench_fleet(**widened_target("98m"), **({} if tier else {"drafter": False})) as fleet:
+        async with bench_fleet(**widened_target("98m"), drafter=tier) as fleet:
             return await run_batch(fleet.gateway_url, asks, streams, f"{streams} streams")
 
     return await take_turns([True, False], measure_fresh, rounds=arguments.pairs, title=f"{streams} streams")

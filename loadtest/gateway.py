@@ -124,7 +124,7 @@ def main() -> None:
 @asynccontextmanager
 async def _fleet(model: Path | None, *verifier_arg: str) -> AsyncIterator[tuple[LocalFleet, Ways]]:
     """A fleet without drafters, each tier on CPUs of its own."""
-    named = {} if model is None else {"model": model, "draft_model": DEMO_DRAFTER}
+    named: dict[str, Any] = {} if model is None else {"model": model, "draft_model": DEMO_DRAFTER}
     first, *others = available_cpus()
     # A message for each token, so that what one costs is seen.
     flags = (f"--cpus={first}", "--stream-interval-s=0", *verifier_arg)

@@ -15,6 +15,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -51,7 +52,7 @@ def main() -> None:
 
 async def measure(options: argparse.Namespace) -> bool:
     """Runs the bench; True when goodput holds and nothing broke off."""
-    limits = {
+    limits: dict[str, Any] = {
         "verifier_arg": (f"--max-num-seqs={NUM_PLACES}",),
         "gateway_arg": (f"--max-wait-s={options.max_wait_s}", "--max-sessions=4096"),
     }

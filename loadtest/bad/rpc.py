@@ -29,7 +29,7 @@ RARELY = 0.002
 OUTSIDE = 2**31
 Maker = Callable[[random.Random, Target], Parts]
 
-_BAD_SAMPLING = {
+_BAD_SAMPLING: Mapping[str, Sequence[Any]] = {
     "max_tokens": [0, 2**32 - 1],
     "temperature": [float("nan"), -1.0],
     "top_p": [2.0],
@@ -41,7 +41,7 @@ _BAD_SAMPLING = {
     "logit_bias": [[common_pb2.LogitBias(token_id=1, bias=1e9)], [common_pb2.LogitBias(token_id=OUTSIDE)]],
     "logprobs": [21],
 }
-_BAD_SPECULATION = {
+_BAD_SPECULATION: Mapping[str, Sequence[Any]] = {
     "max_draft_tokens": [65],
     "acceptance": ["Lossy!", "x" * 100_000],
     "method": ["magic trick", "ngram+" * 100],
