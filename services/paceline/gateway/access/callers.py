@@ -11,7 +11,7 @@ class Caller:
     """Who sent a request.
 
     Attributes:
-        name: The API key's name; empty where nobody needs a key.
+        name: The API key's name; empty if the gateway asks for none.
         max_sessions: Most sessions of this caller at once; None: no limit of its own.
         num_keys: Callers that could exist, this one included.
     """

@@ -120,7 +120,7 @@ async def guarded(
     """Asks callers for API keys while a block runs, and keeps the keys fresh; yields None without a file of keys.
 
     Args:
-        keys_file: The keys; None: nobody needs one.
+        keys_file: The keys; None: callers need none.
         redis_url: Where requests are counted.
         on_refused: Called with the reason for every request that is refused.
         supervisor: Runs the task that rereads the file.

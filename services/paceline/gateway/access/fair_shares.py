@@ -1,7 +1,7 @@
 """Bounded things that callers share, such as places for sessions, bytes being read or calls.
 
-A caller may hold all of a thing while nobody else could want it, and a share of it otherwise. It knows neither HTTP nor
-gRPC, nor what is held.
+A caller may hold all of a thing while no other caller could want it, and a share of it otherwise. The module knows
+neither HTTP nor gRPC, nor what is held.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class RateLimit:
         """Counts one request; free for keys without a limit.
 
         Raises:
-            OverloadedError: The key has had its requests of the last minute; says when to come again.
+            OverloadedError: The key has used up its requests of the last minute; names the wait.
         """
         left_alone = self._rests_until_s is not None and self._clock() < self._rests_until_s
         if key.requests_per_minute is None or left_alone:

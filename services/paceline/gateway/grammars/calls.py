@@ -56,7 +56,7 @@ def calls_amid_text(toolbox: Toolbox, family: str, opening: Opening) -> str:
     writes = FAMILIES[family]
     _check_names(toolbox, writes)
     parts = [{"name": name, "json_schema": {**_GUIDANCE, **schema}} for name, schema in writes.schemas(toolbox)]
-    return joined(lambda opening: [*opening.rules("said"), *writes.rules(toolbox, opening)], parts, opening, "tools")
+    return joined(lambda opening: [*opening.rules("answer"), *writes.rules(toolbox, opening)], parts, opening, "tools")
 
 
 def _check_names(toolbox: Toolbox, writes: Family) -> None:
@@ -133,14 +133,14 @@ def _mistral(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
 
 
 def _amid_text(call: str, toolbox: Toolbox) -> str:
-    several = "said: ({})* WITHOUT_CALL"
-    one = "said: WITHOUT_CALL | {} GAP"
+    several = "answer: ({})* WITHOUT_CALL"
+    one = "answer: WITHOUT_CALL | {} GAP"
     return (several if toolbox.parallel else one).format(call)
 
 
 def _llama3(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
     further = f" (GAP {_literal(';')} GAP call)*" if toolbox.parallel else ""
-    yield f"said: OTHER | GAP tag? GAP call{further} GAP"
+    yield f"answer: OTHER | GAP tag? GAP call{further} GAP"
     yield r'OTHER: /(.|\n)*/ & ~/\s*\{\s*"name"(.|\n)*/'
     yield opening.marker("tag", llama3_json.BEGIN)
     yield _calls(toolbox, "parameters")
@@ -184,7 +184,7 @@ def _bare_value(argument: Json, reference: str) -> str:
 
 def _pythonic(toolbox: Toolbox, opening: Opening) -> Iterator[str]:
     further = f" ({_literal(', ')} call)*" if toolbox.parallel else ""
-    yield f'said: OTHER | first_call{further} "]" GAP list_end? GAP'
+    yield f'answer: OTHER | first_call{further} "]" GAP list_end? GAP'
     yield rf"OTHER: /(.|\n)*/ & ~/{_LIST}[A-Za-z_][\w.]*\s*\((.|\n)*/"
     yield opening.marker("list_end", pythonic.END)
     yield "first_call: " + " | ".join(f"head_{at} rest_{at}" for at in range(len(toolbox.names)))

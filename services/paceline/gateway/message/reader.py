@@ -68,7 +68,7 @@ class StatefulReader:
         return None if not self.final and marker.startswith(self.held) else False
 
     def pass_marker(self, marker: str, then: State) -> bool:
-        """Takes a marker that may be missing, and white space before it; then goes on with another state."""
+        """Takes a marker that may be missing, and white space before it; then another state follows."""
         self.skip_blank()
         begins = self.begins(marker)
         if begins is not None:
@@ -92,6 +92,6 @@ class StatefulReader:
 
 
 def first_marker(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
-    """Returns where the first marker stands in a text, and which; None: there is none."""
+    """Returns where the first marker of a text is, and which it is; None: there is none."""
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found, default=None, key=lambda each: (each[0], -len(each[1])))

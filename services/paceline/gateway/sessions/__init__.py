@@ -1,1 +1,1 @@
-"""The one path of all doors: sessions, their records, and who goes on with them."""
+"""The path of every session, whichever door it came through: placement, text, records, takeover."""

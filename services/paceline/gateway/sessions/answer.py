@@ -166,30 +166,26 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int], fates: Sequence[TokenFate] = ()) -> Fed:
         """Takes the tokens of one step, and their fates if these are known: one per token, or none."""
-        fed = self._taken(token_ids, fates)
-        if self._reasoning is not None:
-            self._reasoning.take(token_ids[: fed.num_tokens])
-        return fed
-
-    def _taken(self, token_ids: Sequence[int], fates: Sequence[TokenFate]) -> Fed:
-        if not self._one_by_one:
-            self._num_tokens += len(token_ids)
-            return Fed(text=self._text_of(token_ids), num_tokens=len(token_ids))
         pieces: list[str] = []
-        for index, token_id in enumerate(token_ids):
-            self._num_tokens += 1
-            decoded = self._text_of((token_id,))
+        num_tokens, stopped = 0, False
+        for group in [(each,) for each in token_ids] if self._one_by_one else [token_ids]:
+            num_tokens += len(group)
+            self._num_tokens += len(group)
+            decoded = self._detokenizer.feed([each for each in group if each not in self._hidden_ids])
             text, stopped = self._pass(decoded)
             pieces.append(text)
             if self._token_texts is not None:
-                self._token_texts.add(fates[index] if fates else None, decoded, text)
+                self._token_texts.add(fates[num_tokens - 1] if fates else None, decoded, text)
             if stopped:
-                tokens = () if self._token_texts is None else self._token_texts.finish("", "")
-                return self._fed("".join(pieces), tokens, num_tokens=index + 1, stopped=True)
-        tokens = ()
-        if self._token_texts is not None:
+                break
+        if self._reasoning is not None:
+            self._reasoning.take(token_ids[:num_tokens])
+        tokens: tuple[TokenText, ...] = ()
+        if self._token_texts is not None and stopped:
+            tokens = self._token_texts.finish("", "")
+        elif self._token_texts is not None:
             tokens = self._token_texts.take(keep_last=self._detokenizer.holds_text)
-        return self._fed("".join(pieces), tokens, num_tokens=len(token_ids))
+        return self._fed("".join(pieces), tokens, num_tokens=num_tokens, stopped=stopped)
 
     def finish(self) -> Fed:
         """Returns what was held back; the verifier has ended the session."""
@@ -204,9 +200,6 @@ class TextStream:
         # If the request asks for tokens, text waits for the end of its token.
         shown = text if self._token_texts is None else "".join(each.text for each in tokens)
         return Fed(text=shown, num_tokens=num_tokens, stopped=stopped, tokens=tokens)
-
-    def _text_of(self, token_ids: Sequence[int]) -> str:
-        return self._detokenizer.feed([t for t in token_ids if t not in self._hidden_ids])
 
     def _pass(self, text: str) -> tuple[str, bool]:
         # Like stop tokens, stop strings have no effect before min_tokens tokens.

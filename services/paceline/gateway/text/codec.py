@@ -198,7 +198,7 @@ class TextCodec:
         return self._showing[spellings]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that one token stands for, special ones spelled out."""
+        """Returns the bytes of one token, special ones spelled out."""
         if token_id in self._added:
             return self._added[token_id].encode()
         piece = self._tokenizer.id_to_token(token_id)

@@ -68,7 +68,7 @@ def writer(store: CountingStore) -> RecordWriter:
     return RecordWriter(store, ttl_s=60, owner="g1", clock=lambda: store.now_s)
 
 
-def verifier(name: str, **identity: str) -> Replica:
+def verifier(name: str, **identity: Any) -> Replica:
     return Replica(replica_id=name, role="verifier", address=f"{name}:1", identity=replace(IDENTITY, **identity))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.core.errors import InvalidRequestError
+from paceline.gateway.api.openai.bodies import CommonBody
 from paceline.gateway.grammars.compiling import (
     grammar_of_choices,
     grammar_of_json_schema,
@@ -21,18 +22,7 @@ _FORMATS = ("text", "json_object", "json_schema")
 _Wanted = list[tuple[str, Callable[[], str]]]
 
 
-class FormFields(Protocol):
-    """The fields of a body that ask for a form."""
-
-    response_format: dict[str, Any] | None
-    structured_outputs: dict[str, Any] | None
-    guided_json: Any
-    guided_regex: Any
-    guided_choice: Any
-    guided_grammar: Any
-
-
-def grammar_of(body: FormFields) -> str:
+def grammar_of(body: CommonBody) -> str:
     """Returns the grammar that an answer must follow; empty: none. May take up to a second.
 
     Raises:
@@ -46,7 +36,7 @@ def grammar_of(body: FormFields) -> str:
     return wanted[0][1]()
 
 
-def _response_format(body: FormFields) -> _Wanted:
+def _response_format(body: CommonBody) -> _Wanted:
     given = body.response_format
     if given is None:
         return []
@@ -65,7 +55,7 @@ def _response_format(body: FormFields) -> _Wanted:
     return [(field, partial(grammar_of_json_schema, schema, field=field, exact=wrapper.get("strict") is not False))]
 
 
-def _structured_outputs(body: FormFields) -> _Wanted:
+def _structured_outputs(body: CommonBody) -> _Wanted:
     given = {name: value for name, value in (body.structured_outputs or {}).items() if value is not None}
     pattern = given.pop("whitespace_pattern", None)
     if pattern is not None and not isinstance(pattern, str):
@@ -80,7 +70,7 @@ def _structured_outputs(body: FormFields) -> _Wanted:
     ]
 
 
-def _guided(body: FormFields) -> _Wanted:
+def _guided(body: CommonBody) -> _Wanted:
     return [
         (f"guided_{name}", _maker(name, f"guided_{name}", value, None))
         for name in ("json", "regex", "choice", "grammar")

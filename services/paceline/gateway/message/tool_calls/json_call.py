@@ -22,7 +22,7 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\[\s\S])*")\s*,\s*"(?:arg
 class Extent:
     """Finds the end of a JSON object or array, or of one in Python's notation, in text that comes in pieces.
 
-    It looks at each character once and at brackets and quotes only, so what stands between may be no JSON at all.
+    It looks at each character once and at brackets and quotes only, so the text between need not be JSON.
 
     Args:
         depth: Brackets that are open already.
