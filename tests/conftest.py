@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # What the verifiers of one test learn must not reach those of another.
 os.environ["PACELINE_LEARNED_DIR"] = "none"
+# There is a worker for each core, and threads beyond that would spin while they wait for one another.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 settings.register_profile("paceline", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("paceline")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from anthropic import AsyncAnthropic, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
 
 from paceline.gateway.api.anthropic.bodies import CountBody
@@ -15,7 +15,10 @@ from paceline.gateway.api.anthropic.requests import prompt_of
 from paceline.gateway.http.fields import UnknownFields, read_fields
 from tests.integration.test_tool_calls import CALLS, PARSERS, THOUGHT, says
 from tests.support.demo_gateway import demo_gateway
-from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, scripted_fleet
+from tests.support.scripted_fleet import MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet
+
+pytestmark = SHARES_A_GATEWAY
+GATEWAY = PARSERS
 
 USER: Any = {"role": "user", "content": "hello"}
 TOOL: Any = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}}}
@@ -26,13 +29,7 @@ def client_of(url: str) -> AsyncAnthropic:
     return AsyncAnthropic(base_url=url, api_key="none", max_retries=0, http_client=http)
 
 
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
-    async with scripted_fleet(tmp_path, **PARSERS) as started:
-        yield started
-
-
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def anthropic(fleet: ScriptedFleet) -> AsyncIterator[AsyncAnthropic]:
     async with client_of(f"http://{fleet.addresses.http}") as client:
         yield client
@@ -155,7 +152,7 @@ async def test_a_thread_is_refused_so_that_the_client_sends_the_whole_conversati
     assert fleet.verifier.requests == []
 
 
-def test_effort_and_thinking_are_told_to_the_template() -> None:
+async def test_effort_and_thinking_are_told_to_the_template() -> None:
     unknown = UnknownFields(strict=True)
     fields = {"messages": [USER], "output_config": {"effort": "low"}, "thinking": {"type": "disabled"}}
     chat = prompt_of(read_fields(CountBody, fields, unknown), unknown)

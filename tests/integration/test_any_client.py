@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,14 @@ from openai import BadRequestError
 
 import paceline
 from paceline.gateway.api.openai.bodies import ChatBody, CompletionBody
-from tests.support.scripted_fleet import CONTEXT_LEN, MODEL, Script, ScriptedFleet, scripted_fleet
+from tests.support.scripted_fleet import CONTEXT_LEN, MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet, scripted_fleet
+
+pytestmark = SHARES_A_GATEWAY
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 IGNORED, REQUEST_ID = "x-paceline-ignored-fields", "x-request-id"
 USER: Any = {"role": "user", "content": "hello"}
 PROMPT = {"prompt": "x", "max_tokens": 3, "seed": 0}
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[ScriptedFleet]:
-    async with scripted_fleet(tmp_path) as started:
-        yield started
 
 
 async def counted(fleet: ScriptedFleet) -> dict[str, float]:
@@ -33,31 +28,31 @@ async def counted(fleet: ScriptedFleet) -> dict[str, float]:
     return {name.split('"')[1]: float(count) for name, count in counts if count != "0.0"}
 
 
-async def test_a_message_of_ours_goes_back_in_as_the_official_client_got_it(fleet: ScriptedFleet) -> None:
-    first = await fleet.openai.chat.completions.create(model=MODEL, messages=[USER], max_tokens=5, seed=0)
+async def test_a_message_of_ours_goes_back_in_as_the_official_client_got_it(fresh_fleet: ScriptedFleet) -> None:
+    first = await fresh_fleet.openai.chat.completions.create(model=MODEL, messages=[USER], max_tokens=5, seed=0)
     answered: Any = first.choices[0].message.model_dump()
     assert answered["refusal"] is None
-    whole = await fleet.openai.chat.completions.with_raw_response.create(
+    whole = await fresh_fleet.openai.chat.completions.with_raw_response.create(
         model=MODEL, messages=[USER, {**answered, "reasoning_content": None, "name": None}, USER], max_tokens=5, seed=0
     )
     assert IGNORED not in whole.headers
     plain: Any = {"role": "assistant", "content": answered["content"]}
-    await fleet.openai.chat.completions.create(model=MODEL, messages=[USER, plain, USER], max_tokens=5, seed=0)
-    _, replayed, rewritten = fleet.verifier.requests
+    await fresh_fleet.openai.chat.completions.create(model=MODEL, messages=[USER, plain, USER], max_tokens=5, seed=0)
+    _, replayed, rewritten = fresh_fleet.verifier.requests
     assert replayed.prompt_token_ids == rewritten.prompt_token_ids
-    assert await counted(fleet) == {}
+    assert await counted(fresh_fleet) == {}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_unknown_fields_are_ignored_named_and_counted(fleet: ScriptedFleet, streamed: bool) -> None:
+async def test_unknown_fields_are_ignored_named_and_counted(fresh_fleet: ScriptedFleet, streamed: bool) -> None:
     unknown = {"thinking": 1, "colour": {"a": [1]}, "speculation": {"mood": 1}}
-    answer = await fleet.http.post(COMPLETIONS, json={**PROMPT, **unknown, "stream": streamed})
+    answer = await fresh_fleet.http.post(COMPLETIONS, json={**PROMPT, **unknown, "stream": streamed})
     assert answer.status_code == 200
     assert answer.headers[IGNORED] == "thinking, colour, speculation.mood"
-    assert await counted(fleet) == {"thinking": 1, "other": 2}
-    plain = await fleet.http.post(COMPLETIONS, json=PROMPT)
+    assert await counted(fresh_fleet) == {"thinking": 1, "other": 2}
+    plain = await fresh_fleet.http.post(COMPLETIONS, json=PROMPT)
     assert IGNORED not in plain.headers
-    first, second = fleet.verifier.requests
+    first, second = fresh_fleet.verifier.requests
     assert (first.prompt_token_ids, first.sampling) == (second.prompt_token_ids, second.sampling)
 
 
@@ -66,13 +61,13 @@ async def test_a_refused_request_names_ignored_fields_too(fleet: ScriptedFleet) 
     assert (answer.status_code, answer.headers[IGNORED]) == (400, "colour")
 
 
-async def test_a_hundred_thousand_unknown_fields_make_a_short_header_and_one_label(fleet: ScriptedFleet) -> None:
+async def test_a_hundred_thousand_unknown_fields_make_a_short_header_and_one_label(fresh_fleet: ScriptedFleet) -> None:
     unknown = {f"field-{index}\r\nset-cookie: a=b": None if index % 2 else 1 for index in range(90_000)}
-    answer = await fleet.http.post(COMPLETIONS, json={**PROMPT, **unknown})
+    answer = await fresh_fleet.http.post(COMPLETIONS, json={**PROMPT, **unknown})
     assert answer.status_code == 200
     assert answer.headers[IGNORED].endswith("field-38??set-cookie:?a=b, 44980 more")
     assert "set-cookie" not in answer.headers
-    assert await counted(fleet) == {"other": 45_000}
+    assert await counted(fresh_fleet) == {"other": 45_000}
 
 
 async def test_what_would_change_the_answer_is_refused_by_name(fleet: ScriptedFleet) -> None:
@@ -184,6 +179,6 @@ async def test_small_doors_say_version_load_and_health(fleet: ScriptedFleet) -> 
         assert (await fleet.http.get("/load")).json() == {"server_load": 1}
 
 
-def test_no_field_is_known_and_unknown_at_once() -> None:
+async def test_no_field_is_known_and_unknown_at_once() -> None:
     for kind in (CompletionBody, ChatBody):
         assert not set(kind.model_fields) & (kind.no_effect | set(kind.not_served))

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from paceline.cluster.checkpoints import DEMO_TARGET
+from paceline.cluster.local import LocalFleet
+from paceline.cluster.spec import FleetSpec
 from paceline.core.errors import ConfigError
 from paceline.drafter.config import DrafterConfig
 from paceline.service.config import load
@@ -91,30 +93,26 @@ async def test_a_speculative_config_that_is_not_served_is_refused(tiny_pair):
         assert problem in await refusal("verifier", tiny_pair[0], "--speculative-config", config)
 
 
-def last_line(*argv: str) -> str:
-    """What a process says that cannot start."""
-    command = [sys.executable, "-m", *argv]
-    environ = {**os.environ, "PYTHONPATH": "services"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ, check=False)
-    assert ended.returncode == 2, ended.stderr
-    assert "Traceback" not in ended.stderr
-    return ended.stderr.strip().splitlines()[-1]
-
-
-def test_a_refusal_ends_the_process_in_one_line(tmp_path):
-    assert "nowhere" in last_line("paceline.verifier", "--model", str(tmp_path / "nowhere"))
-
-
-def test_a_draft_model_for_another_vocabulary_is_refused_before_anything_starts(tiny_pair, tmp_path):
+async def test_a_draft_model_for_another_vocabulary_is_refused_before_anything_starts(tiny_pair, tmp_path):
     stranger = changed(tiny_pair[1], tmp_path / "stranger")
     tokenizer = json.loads((stranger / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     first, second = list(vocab)[:2]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (stranger / "tokenizer.json").write_text(json.dumps(tokenizer))
-    line = last_line(
-        "paceline", "up", "--model", str(tiny_pair[0]), "--draft-model", str(stranger), "--redis-port", "0"
-    )
+    argv = ["--model", str(tiny_pair[0]), "--draft-model", str(stranger), "--redis-port", "0"]
+    with pytest.raises(ConfigError) as refused:
+        await LocalFleet(load(FleetSpec, argv, {}, "up", ""), environ=os.environ).__aenter__()
+    line = str(refused.value)
     assert "vocabular" in line
     assert Path(tiny_pair[0]).name in line
     assert stranger.name in line
+
+
+def test_a_refusal_ends_the_process_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "paceline.verifier", "--model", str(tmp_path / "nowhere")]
+    environ = {**os.environ, "PYTHONPATH": "services"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "nowhere" in ended.stderr.strip().splitlines()[-1]

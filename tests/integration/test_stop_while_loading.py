@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # The first process of a container ignores SIGTERM unless it has asked for it; this one is made to.
 LOADING = """
 import asyncio, signal
 from pathlib import Path
+
+import pytest
 from prometheus_client import CollectorRegistry
 from paceline.model_service import serve_model
 from paceline.verifier.config import VerifierConfig
@@ -34,6 +38,7 @@ asyncio.run(serve_model(Loading(), config, **service))
 """
 
 
+@pytest.mark.full
 def test_a_service_that_loads_goes_when_it_is_told_to() -> None:
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "services")}
     with subprocess.Popen([sys.executable, "-c", LOADING], stdout=subprocess.PIPE, text=True, env=environ) as process:

@@ -25,10 +25,10 @@ from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
-    HeardOf,
     LinkChanged,
     Paired,
     Submit,
+    SuspectAnnounced,
     TargetEvent,
     TargetOutput,
 )
@@ -220,7 +220,7 @@ class TargetHost:
         known = self._under_way.get(request.session_id)
         if known is not None:
             with suppress(UnavailableError):
-                self.engine.post(HeardOf(session_id=request.session_id, serial=known.serial), always=True)
+                self.engine.post(SuspectAnnounced(session_id=request.session_id, serial=known.serial), always=True)
 
     def _admit(self, request: GenerateRequest) -> None:
         if self._draining:

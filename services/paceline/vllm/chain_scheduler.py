@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from paceline.core.calibration import Calibration, Calibrations
+from paceline.core.calibration import Calibrations, CalibrationStore
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
@@ -19,10 +19,12 @@ from paceline.core.params import TIER_METHODS
 from paceline.core.step_drafts import StepDrafts
 from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
-from paceline.core.tree import Node, NodeState
 from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
 from paceline.vllm.step_message import RowTokens, StepMessage
+
+# What the calibration of drafters is kept as.
+CALIBRATION = "calibration"
 
 
 class Matchmaker(Protocol):
@@ -74,7 +76,8 @@ class ChainScheduler:
         self._sessions: dict[str, ChainSession] = {}
         # Of the step that is over: its rows, and those of them that take guesses in the next one.
         self._rows: list[ChainSession] = []
-        self._calibrations: dict[str, Calibration] = {}
+        # By address; all of them are kept as one: drafters have other addresses after a restart.
+        self._calibrations: CalibrationStore[str] = CalibrationStore(lambda _: CALIBRATION)
         self._learned: Mapping[str, Any] = {}
         self._committed_s = 0.0
 
@@ -124,7 +127,7 @@ class ChainScheduler:
         elif row.token_ids:
             self._commit_tokens(session, row, batch_size)
         session.reads = row.reads
-        self._tier.tell(session, now_s)
+        self._tier.update(session, now_s)
         return session
 
     def _open(self, row: RowTokens) -> ChainSession:
@@ -153,22 +156,11 @@ class ChainScheduler:
             raise ValueError(f"session {row.session} has {session.committed_len} tokens, not {row.base_len}")
         verified, session.verifies = session.verifies[: row.num_verified], ()
         pruning = session.commit(row.token_ids)
-        accepted = [node for node in verified if node.state is NodeState.COMMITTED]
+        accepted = self.report.count_pruned(verified, pruning)
         session.tally.count(
             num_draft_tokens=len(verified), num_accepted=len(accepted), hit=pruning.hit, batch_size=batch_size
         )
-        self._count(verified, accepted, [*pruning.matched, *pruning.dead], hit=pruning.hit)
-
-    def _count(self, verified: Sequence[Node], accepted: Sequence[Node], gone: Sequence[Node], *, hit: bool) -> None:
-        report = self.report
-        report.gammas.append(len(verified))
-        report.unverified_by.update(node.first_source for node in gone if node not in verified)
-        if verified:
-            report.accepted.append(len(accepted))
-            report.verified_by.update(node.first_source for node in verified)
-            report.accepted_by.update(node.first_source for node in accepted)
-            report.num_hits += hit
-            report.num_misses += not hit
+        self.report.count_round(verified, accepted, hit=pruning.hit)
 
     def _close(self, session: ChainSession | None) -> None:
         if session is None:
@@ -240,11 +232,10 @@ class ChainScheduler:
         """What a successor may begin with."""
         if not self._clock.knows:
             return dict(self._learned)
-        calibrations = [each.learned() for each in self._calibrations.values()]
         return {
             "plain": self._clock.learned(),
             "policy": self._policy.learned(),
-            "calibration": calibrations[-1] if calibrations else self._learned.get("calibration"),
+            CALIBRATION: self._calibrations.learned().get(CALIBRATION, self._learned.get(CALIBRATION)),
         }
 
     def resume(self, learned: Mapping[str, Any]) -> None:
@@ -255,20 +246,14 @@ class ChainScheduler:
         """
         if not learned:
             return
-        if learned["calibration"] is not None:
-            Calibration().resume(learned["calibration"])
+        if learned[CALIBRATION] is not None:
+            self._calibrations.resume({CALIBRATION: learned[CALIBRATION]})
         self._clock.resume(learned["plain"])
         self._policy.resume(learned["policy"])
         self._learned = dict(learned)
 
     def _calibrations_for(self, address: str) -> Calibrations:
-        """Drafters are told apart by their addresses; a new one is taken to be like the last."""
-        known = self._calibrations.get(address)
-        if known is None:
-            known = self._calibrations[address] = Calibration()
-            if self._learned.get("calibration") is not None:
-                known.resume(self._learned["calibration"])
-        return Calibrations(dict.fromkeys(TIER_METHODS, known))
+        return Calibrations(dict.fromkeys(TIER_METHODS, self._calibrations.of(address)))
 
     def _id(self, number: int) -> str:
         return f"{self._name}/{number}"

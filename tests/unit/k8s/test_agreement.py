@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
@@ -30,18 +29,18 @@ def settings_of(rendered: Rendered, tier: str) -> dict[str, str]:
     return {name: value for name, value in rendered.variables(tier).items() if name.startswith(PREFIX)}
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_every_variable_is_a_setting_of_the_service(rendered: Rendered, tier: str) -> None:
-    extra = set() if tier == "gateway" else DRAIN_VARIABLES
-    assert set(settings_of(rendered, tier)) - extra <= known_variables(tier)
+def test_every_variable_is_a_setting_of_the_service(rendered: Rendered) -> None:
+    for tier in TIERS:
+        extra = set() if tier == "gateway" else DRAIN_VARIABLES
+        assert set(settings_of(rendered, tier)) - extra <= known_variables(tier)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_a_service_starts_from_its_variables_alone(rendered: Rendered, tier: str) -> None:
-    config: Any = load(CONFIG_OF[tier], [], settings_of(rendered, tier), "paceline", "")
-    assert config.replica_id == f"{RELEASE}-{tier}-0"
-    if tier == "verifier":
-        speculation_from(config.speculative_config)
+def test_a_service_starts_from_its_variables_alone(rendered: Rendered) -> None:
+    for tier in TIERS:
+        config: Any = load(CONFIG_OF[tier], [], settings_of(rendered, tier), "paceline", "")
+        assert config.replica_id == f"{RELEASE}-{tier}-0"
+        if tier == "verifier":
+            speculation_from(config.speculative_config)
 
 
 def test_settings_arrive_as_they_were_written(everything: Rendered) -> None:
@@ -52,24 +51,24 @@ def test_settings_arrive_as_they_were_written(everything: Rendered) -> None:
     assert verifier.announce == "[10.1.2.3]:8101"
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_containers_open_the_ports_that_the_service_listens_on(rendered: Rendered, tier: str) -> None:
-    config: Any = load(CONFIG_OF[tier], [], settings_of(rendered, tier), "paceline", "")
-    if tier == "gateway":
-        expected = {"http": config.port, "grpc": config.grpc_port}
-    else:
-        expected = {"grpc": config.port, "metrics": config.metrics_port, "health": config.health_port}
-        assert config.announce.endswith(f":{config.port}")
-    assert rendered.ports(tier) == expected
+def test_containers_open_the_ports_that_the_service_listens_on(rendered: Rendered) -> None:
+    for tier in TIERS:
+        config: Any = load(CONFIG_OF[tier], [], settings_of(rendered, tier), "paceline", "")
+        if tier == "gateway":
+            expected = {"http": config.port, "grpc": config.grpc_port}
+        else:
+            expected = {"grpc": config.port, "metrics": config.metrics_port, "health": config.health_port}
+            assert config.announce.endswith(f":{config.port}")
+        assert rendered.ports(tier) == expected
 
 
-@pytest.mark.parametrize("tier", ["verifier", "drafter"])
-def test_models_are_probed_by_grpc_where_health_needs_no_certificate(rendered: Rendered, tier: str) -> None:
-    container = rendered.container(tier)
-    ready = {"port": rendered.ports(tier)["health"]}
-    assert [container[kind]["grpc"] for kind in ("startupProbe", "readinessProbe")] == [ready, ready]
-    # Who is not ready is not dead.
-    assert container["livenessProbe"]["grpc"] == {**ready, "service": LIVENESS}
+def test_models_are_probed_by_grpc_where_health_needs_no_certificate(rendered: Rendered) -> None:
+    for tier in ("verifier", "drafter"):
+        container = rendered.container(tier)
+        ready = {"port": rendered.ports(tier)["health"]}
+        assert [container[kind]["grpc"] for kind in ("startupProbe", "readinessProbe")] == [ready, ready]
+        # Who is not ready is not dead.
+        assert container["livenessProbe"]["grpc"] == {**ready, "service": LIVENESS}
 
 
 def test_gateways_are_probed_at_their_http_door_which_answers_whoever_is_at_it(rendered: Rendered) -> None:
@@ -108,15 +107,15 @@ def test_policies_name_ports_of_the_pods_they_guard(rendered: Rendered) -> None:
         assert "health" not in opened
 
 
-@pytest.mark.parametrize("tier", ["verifier", "drafter"])
-def test_a_pod_drains_itself_and_has_time_for_it(rendered: Rendered, tier: str) -> None:
-    program, subcommand, *flags = rendered.container(tier)["lifecycle"]["preStop"]["exec"]["command"]
-    variables = settings_of(rendered, tier)
-    drain = load(DrainConfig, flags, variables, "paceline drain", "")
-    assert (program, subcommand, drain.replica) == ("paceline", "drain", f"{RELEASE}-{tier}-0")
-    assert drain.redis_url == variables["PACELINE_REDIS_URL"]
-    needed_s = drain.timeout_s + float(variables.get("PACELINE_GRACE_S", 0))
-    assert rendered.pod(tier)["spec"]["terminationGracePeriodSeconds"] > needed_s
+def test_a_pod_drains_itself_and_has_time_for_it(rendered: Rendered) -> None:
+    for tier in ("verifier", "drafter"):
+        program, subcommand, *flags = rendered.container(tier)["lifecycle"]["preStop"]["exec"]["command"]
+        variables = settings_of(rendered, tier)
+        drain = load(DrainConfig, flags, variables, "paceline drain", "")
+        assert (program, subcommand, drain.replica) == ("paceline", "drain", f"{RELEASE}-{tier}-0")
+        assert drain.redis_url == variables["PACELINE_REDIS_URL"]
+        needed_s = drain.timeout_s + float(variables.get("PACELINE_GRACE_S", 0))
+        assert rendered.pod(tier)["spec"]["terminationGracePeriodSeconds"] > needed_s
 
 
 def test_a_gateway_has_time_to_end_its_streams(rendered: Rendered) -> None:

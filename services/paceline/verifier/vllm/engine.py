@@ -13,13 +13,13 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateResult, ModelIdentity
-from paceline.core.suspects_turn import HEARD_S
+from paceline.core.suspects_turn import heard_in_s
 from paceline.core.target_events import (
     Cancel,
-    HeardOf,
     Outcome,
     StepReport,
     Submit,
+    SuspectAnnounced,
     TargetEvent,
     TargetOutput,
     TracedStart,
@@ -141,7 +141,7 @@ class VllmEngine:
                 self._submit(event)
             case Cancel():
                 self._cancel(event.serial)
-            case HeardOf():
+            case SuspectAnnounced():
                 for session in self._suspects:
                     session.heard = session.heard or session.submit.serial == event.serial
             case _:
@@ -155,7 +155,7 @@ class VllmEngine:
         """Seconds until a suspect must run, if there is nothing else to do."""
         if self._running or self._outcomes or self._some_left or not self._suspects:
             return 0.0
-        return self._heard_in_s(self._suspects[0])
+        return heard_in_s(self._suspects[0], self._clock())
 
     def begin(self) -> TargetOutput | None:
         """Reports what need not wait for the step: refusals, and which sessions run in it."""
@@ -219,13 +219,8 @@ class VllmEngine:
         if suspect.called_up_s is None:
             suspect.called_up_s = self._clock()
             self._outcomes.append((suspect.submit.serial, _runs(suspect)))
-        if self._heard_in_s(suspect) <= 0.0:
+        if heard_in_s(suspect, self._clock()) <= 0.0:
             self._hand_over(self._suspects.popleft())
-
-    def _heard_in_s(self, suspect: _Session) -> float:
-        if suspect.heard or suspect.called_up_s is None:
-            return 0.0
-        return max(0.0, HEARD_S - (self._clock() - suspect.called_up_s))
 
     def _cancel(self, serial: int) -> None:
         if self._running.pop(serial, None) is not None:

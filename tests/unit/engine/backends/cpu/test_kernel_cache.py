@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numba
+import pytest
 
 import paceline
 from paceline.engine.backends.cpu.kernel_cache import SOURCES, cache_folder, take_shipped
@@ -57,6 +58,7 @@ def test_an_empty_cache_begins_with_the_kernels_that_an_image_brings(tmp_path):
     assert list(folder.parent.iterdir()) == [folder]
 
 
+@pytest.mark.full
 def test_help_writes_nothing_beside_the_sources(tmp_path):
     def contents() -> set[Path]:
         return {path for path in PACKAGE.rglob("*") if path.suffix != ".pyc" and path.name != "__pycache__"}
