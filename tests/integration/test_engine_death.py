@@ -141,8 +141,8 @@ async def test_a_suspect_is_not_computed_before_its_gateway_was_told(
 ) -> None:
     monkeypatch.setattr(suspects_turn, "HEARD_S", 60.0)
     async with running_verifier(tiny_pair[0], poison=Poison()) as (stub, host), watched(host):
-        tell, told = host._tell_heard_of, asyncio.Event()
-        monkeypatch.setattr(host, "_tell_heard_of", lambda _: told.set())
+        tell, told = host._confirm_running, asyncio.Event()
+        monkeypatch.setattr(host, "_confirm_running", lambda _: told.set())
         request = ask("suspect", DIES, suspect=True)
         suspect = Stream(stub, request)
         assert (await suspect.next()).running
@@ -161,7 +161,7 @@ async def test_a_suspect_whose_gateway_does_not_take_the_message_is_computed_all
 ) -> None:
     monkeypatch.setattr(suspects_turn, "HEARD_S", 0.05)
     async with running_verifier(tiny_pair[0]) as (stub, host):
-        monkeypatch.setattr(host, "_tell_heard_of", lambda _: None)
+        monkeypatch.setattr(host, "_confirm_running", lambda _: None)
         assert await Stream(stub, ask("suspect", max_tokens=4, suspect=True)).end() is None
 
 
