@@ -3,7 +3,7 @@
 The verifier runs with the fixed policy: every round verifies the best 8 nodes, whatever that does to speed. Two fleets:
 
 * chains (a drafter that gives a node one child): the acceptance rate per checked position. A round that accepts k of g
-  chained tokens has checked min(k + 1, g) positions, k of them right; what lies behind a wrong guess was not checked.
+  chained tokens has checked min(k + 1, g) positions, k of them right; nothing behind a wrong guess was checked.
 * trees of at most 8 nodes: the mean acceptance length, 1 + accepted / rounds.
 
 Prompts are cut from standard library files that the pair never saw.
@@ -12,12 +12,11 @@ Prompts are cut from standard library files that the pair never saw.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 
+from loadtest.bench import Table, bench_parser, report, run
 from loadtest.client import BatchResult, asks_of, run_batch
-from loadtest.flags import bench_parser
-from loadtest.fleet import bench_fleet, machine
+from loadtest.fleet import bench_fleet
 
 LEAST_ACCEPTANCE_RATE = 0.70
 LEAST_ACCEPTANCE_LENGTH = 3.0
@@ -32,31 +31,28 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40, help="number of prompts (default 40)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt (default 128)")
     parser.add_argument("--concurrency", type=int, default=1, help="requests at a time (default 1)")
-    raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
+    run(parser, measure)
 
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Runs all cases and prints them; True when both greedy figures are met."""
     rows: dict[str, dict[str, float]] = {}
-    model = ""
-    print(f"{'case':24} {'checked':>8} {'length':>7} {'gamma':>6} {'batch':>6} {'tokens/s':>9}")
+    model, table = "", Table()
     for shape, drafter_arg in SHAPES.items():
         fleet = bench_fleet(speculative_config=json.dumps(SPECULATIVE_CONFIG), drafter_arg=drafter_arg)
         async with fleet:
             model = fleet.model_name
             for temperature in (0.0, 1.0):
-                title = f"{shape}, temperature {temperature:g}"
                 asks = asks_of(arguments.prompts, arguments.max_tokens, temperature)
-                result = await run_batch(fleet.gateway_url, asks, arguments.concurrency, title)
-                row = rows[f"{shape}_t{temperature:g}"] = _row(result)
-                print(f"{title:24} " + "{:8.3f} {:7.2f} {:6.2f} {:6.2f} {:9.1f}".format(*row.values()))
+                title = f"{shape}_t{temperature:g}"
+                rows[title] = _row(await run_batch(fleet.gateway_url, asks, arguments.concurrency, title))
+                table.add({"case": title, **rows[title]})
     ok = (
         rows["chain_t0"]["acceptance_rate"] >= LEAST_ACCEPTANCE_RATE
         and rows["tree_t0"]["mean_acceptance_length"] >= LEAST_ACCEPTANCE_LENGTH
     )
     settings = {"prompts": arguments.prompts, "max_tokens": arguments.max_tokens, "nodes": NODES}
-    print(json.dumps({"bench": "acceptance", "machine": machine(), "model": model, **settings, **rows, "ok": ok}))
-    return ok
+    return report("acceptance", model=model, **settings, **rows, ok=ok)
 
 
 def _row(result: BatchResult) -> dict[str, float]:

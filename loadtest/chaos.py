@@ -5,24 +5,21 @@
     make chaos ARGS='--seed 7 --streams 16'           another course of events, a smaller load
 
 First the streams run undisturbed; then again, each as often as time allows, while faults happen to verifiers,
-drafters, gateways and the store in turn. There are more streams than places: clients are told to come again. They are
-`ResumingClient`s and their like over HTTP, know all gateways, and go on at another one when a stream breaks off. Some
-prompts fill the model's whole context. Nothing may be lost, doubled or changed, each request that was
-taken gets its answer, and a poisonous request is refused before it has ended a third engine. The same seed
-gives the same faults. Printed are the faults, what became of the streams, and how long they paused around kills.
+drafters, gateways and the store in turn. There are more streams than places: some clients are refused and come again.
+They are `ResumingClient`s, over gRPC and over HTTP, know all gateways, and go on at another one when a stream breaks
+off. Some prompts fill the model's whole context. Nothing may be lost, doubled or changed, each request that was taken
+gets its answer, and a poisonous request is refused before it has ended a third engine. The same seed gives the same
+faults. Printed are the faults, what became of the streams, and how long they paused around kills.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
-import os
 import random
 import resource
 import statistics
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -34,53 +31,34 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from loadtest.faults import (
-    FAULTS,
-    KILL,
-    POISONER,
-    VALKEY,
-    Disturbance,
-    Fault,
-    Poisoned,
-    Site,
-    planned,
-)
+from loadtest.bench import bench_parser, report, run, show
+from loadtest.faults import FAULTS, KILL, POISONER, VALKEY, Disturbance, Fault, Poisoned, Site, planned
 from loadtest.faulty.orders import FOLDER_VARIABLE
-from loadtest.flags import bench_parser
-from loadtest.fleet import DEMO_PAIR, machine
+from loadtest.fleet import DEMO_PAIR, bench_fleet
 from loadtest.histories import History, Kind, Verdict, judge, judge_one
 from loadtest.proxy import DelayProxy
 from loadtest.resuming_http import ResumingHttpClient
-from loadtest.steadfast import (
-    Answer,
-    Request,
-    keep_running,
-    long_request,
-    mixed_requests,
-    over_grpc,
-    over_http,
-    run_each,
-)
+from loadtest.steadfast import Answer, Request, keep_running, long_request, mixed_requests, over, run_each
 from loadtest.store_faults import UNWRITABLE_S
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
-from paceline.cluster.spec import FREE_PORTS, Endpoint, FleetSpec
+from paceline.cluster.spec import Endpoint
 from paceline.cluster.supervisor import BackOff
 from paceline.store.opening import open_store
 
 # Longest time without a token: on two cores a verifier takes 10 to 20 s to start, and contexts are computed anew.
 PATIENCE_S = 120.0
-# Over HTTP nobody pings: a gateway that is silent for longer is taken for gone.
+# Nobody pings over HTTP: a gateway that is silent for longer is taken for gone.
 SILENCE_S = 60.0
 # A stream that paused less around a kill had nothing to do with it.
 AFFECTED_S = 0.25
-# Services restart soon: what is tested is losing them, not waiting for them.
+# Services restart soon: the test is of losing them, not of waiting for them.
 BACK_OFF = BackOff(first_s=0.2, most_s=0.5)
 # What all gateways together have for a stream.
 PLACES_A_STREAM = 0.8
 # Longest time until each kind of fault has happened.
 MOST_S = 240.0
-# Of so many streams one has a prompt that fills the context.
+# One stream of that many has a prompt that fills the context.
 STREAMS_A_LONG_ONE = 12
 CONTEXT_LEN = 2048
 # An engine that makes no step for that long is taken for hung.
@@ -100,7 +78,7 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="kinds (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="of the course of events (default 1)")
     parser.add_argument("--logs", type=Path, help="folder for the services' logs (default: a temporary one)")
-    raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
+    run(parser, measure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +100,10 @@ class Outcome:
 
 async def measure(options: argparse.Namespace) -> bool:
     """Runs undisturbed and disturbed; True when nothing was lost, doubled, changed or left without an answer."""
-    return report(options, await run(options))
+    return print_report(options, await disturb(options))
 
 
-async def run(options: argparse.Namespace) -> Outcome:
+async def disturb(options: argparse.Namespace) -> Outcome:
     """Starts a fleet, runs the streams undisturbed and disturbed, and compares."""
     chance = random.Random(options.seed)
     requests = mixed_requests(options.streams, options.max_tokens)
@@ -133,11 +111,14 @@ async def run(options: argparse.Namespace) -> Outcome:
         requests[index] = long_request(index, options.max_tokens, CONTEXT_LEN)
     places = max(1, math.ceil(PLACES_A_STREAM * options.streams / options.replicas))
     settings: dict[str, Any] = {"num_verifiers": options.verifiers, "gateway_arg": (f"--max-sessions={places}",)}
-    async with disturbed_fleet(options.replicas, options.logs, **settings) as site, _doors(site.fleet) as doors:
-        grpc_client, answers = doors
+    async with (
+        disturbed_fleet(options.replicas, chance, options.logs, **settings) as site,
+        _clients(site.fleet) as clients,
+    ):
+        answers = [over(client) for client in clients]
         reference = await _undisturbed(answers[0], requests)
         plan = planned(options.faults, _names(site.fleet), chance, num_rounds=None if options.seconds else 1)
-        disturbance = Disturbance(site, plan, chance)
+        disturbance = Disturbance(site, plan)
         histories = await _disturbed(answers, requests, disturbance, options)
         return Outcome(
             histories=histories,
@@ -145,14 +126,15 @@ async def run(options: argparse.Namespace) -> Outcome:
             verdict=judge(histories, reference),
             poisoned=site.poisoned,
             faults=disturbance.done,
-            num_resumed=grpc_client.num_resumed + sum(each.num(Kind.RESUMED) for each in histories),
+            num_resumed=sum(client.num_resumed for client in clients),
         )
 
 
 @asynccontextmanager
-async def _doors(fleet: LocalFleet) -> AsyncIterator[tuple[ResumingClient, list[Answer]]]:
+async def _clients(fleet: LocalFleet) -> AsyncIterator[tuple[ResumingClient, ResumingClient]]:
+    """One for each door."""
     gateways = fleet.endpoints_of("gateway")
-    # A stream that waits for its turn is silent; gateways that are frozen are found out by the pings of gRPC.
+    # A stream that waits for its turn is silent; the pings of gRPC find gateways that are frozen.
     grpc_client = ResumingClient(
         [each.second_address for each in gateways], patience_s=PATIENCE_S, silence_s=PATIENCE_S
     )
@@ -160,20 +142,25 @@ async def _doors(fleet: LocalFleet) -> AsyncIterator[tuple[ResumingClient, list[
         [f"http://{each.address}" for each in gateways], patience_s=PATIENCE_S, silence_s=SILENCE_S
     )
     async with grpc_client, http_client:
-        yield grpc_client, [over_grpc(grpc_client), over_http(http_client)]
+        yield grpc_client, http_client
 
 
 @asynccontextmanager
-async def disturbed_fleet(num_replicas: int, logs: Path | None = None, **settings: Any) -> AsyncIterator[Site]:
+async def disturbed_fleet(
+    num_replicas: int, chance: random.Random, logs: Path | None = None, **settings: Any
+) -> AsyncIterator[Site]:
     """A fleet of the demo pair that can go wrong, all but gateways behind proxies.
 
     Args:
         num_replicas: Of each tier.
+        chance: For its faults.
         logs: Folder for logs; None: a temporary one, where the disk of the first of each tier is full of them.
         settings: Other fields of `FleetSpec`.
     """
     proxies: dict[str, DelayProxy] = {}
-    _allow_connections()
+    # Crowds of connections take as many files as the system grants.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     with ExitStack() as open_proxies, tempfile.TemporaryDirectory() as folder:
 
         def through_a_proxy(endpoint: Endpoint) -> str:
@@ -183,27 +170,19 @@ async def disturbed_fleet(num_replicas: int, logs: Path | None = None, **setting
 
         for role in FAULTY if logs is None else ():
             (Path(folder) / f"{role}-0.log").symlink_to("/dev/full")
-        fleet = LocalFleet(
-            _spec(num_replicas, Path(folder) if logs is None else logs, settings),
-            environ={**os.environ, FOLDER_VARIABLE: folder},
-            back_off=BACK_OFF,
-            announce=through_a_proxy,
-            modules=FAULTY,
+        fleet = bench_fleet(
+            environ={FOLDER_VARIABLE: folder},
+            launcher={"back_off": BACK_OFF, "announce": through_a_proxy, "modules": FAULTY},
+            **{**_defaults(num_replicas, Path(folder) if logs is None else logs), **settings},
         )
         async with AsyncExitStack() as opened:
             await opened.enter_async_context(fleet)
             store = await opened.enter_async_context(open_store(fleet.redis_url))
-            yield Site(fleet=fleet, store=store, proxies=proxies, orders=Path(folder))
+            yield Site(fleet=fleet, store=store, proxies=proxies, orders=Path(folder), chance=chance)
 
 
-def _allow_connections() -> None:
-    """Crowds of connections take as many files as the system grants."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _spec(num_replicas: int, log_dir: Path, settings: dict[str, Any]) -> FleetSpec:
-    defaults: dict[str, Any] = {
+def _defaults(num_replicas: int, log_dir: Path) -> dict[str, Any]:
+    return {
         **DEMO_PAIR,
         # The same arithmetic on every machine, and the quickest where bfloat16 is emulated.
         "dtype": "float32",
@@ -215,7 +194,6 @@ def _spec(num_replicas: int, log_dir: Path, settings: dict[str, Any]) -> FleetSp
         "log_dir": log_dir,
         "grace_s": 5.0,
     }
-    return FleetSpec(**{**FREE_PORTS, **defaults, **settings})
 
 
 def _names(fleet: LocalFleet) -> dict[str, list[str]]:
@@ -237,72 +215,58 @@ async def _undisturbed(answer: Answer, requests: Sequence[Request]) -> list[Hist
 async def _disturbed(
     answers: Sequence[Answer], requests: Sequence[Request], disturbance: Disturbance, options: argparse.Namespace
 ) -> list[History]:
-    faults = asyncio.Event()
     with tqdm(desc="disturbed", unit="stream") as bar:
 
-        async def disturb() -> None:
-            try:
-                seconds = options.seconds or MOST_S
-                await disturbance.go_on(options.every, seconds, lambda it: bar.set_postfix_str(_words(it)))
-            finally:
-                faults.set()
+        def on_fault(fault: Fault) -> None:
+            bar.set_postfix_str(f"{fault.kind} {fault.name}")
 
-        disturbing = asyncio.create_task(disturb())
-        histories = await keep_running(answers, requests, faults.is_set, lambda _: bar.update())
+        seconds = options.seconds or MOST_S
+        disturbing = asyncio.create_task(disturbance.go_on(options.every, seconds, on_fault))
+        histories = await keep_running(answers, requests, disturbing.done, lambda _: bar.update())
         await disturbing
     return histories
 
 
-def _words(fault: Fault) -> str:
-    return f"{fault.kind} {fault.name}"
-
-
-def report(options: argparse.Namespace, outcome: Outcome) -> bool:
+def print_report(options: argparse.Namespace, outcome: Outcome) -> bool:
     """Prints what happened and the figures; True when there was no harm."""
     histories, faults = outcome.histories, outcome.faults
     counts = Counter((fault.kind, fault.role) for fault in faults)
-    seconds = faults[-1].at_s - faults[0].at_s if faults else 0.0
-    sys.stdout.write(f"{len(faults)} faults in {seconds:.0f} s:\n")
-    for (kind, role), count in sorted(counts.items()):
-        sys.stdout.write(f"  {kind:12} {role:9} {count:3}\n")
+    show({"fault": kind, "tier": role, "times": count} for (kind, role), count in sorted(counts.items()))
     pauses = {role: _pauses(histories, faults, role) for role in ("verifier", "gateway", "drafter", VALKEY)}
-    sys.stdout.write(f"pauses of streams around kills, where above {AFFECTED_S:g} s (p50, p99, streams):\n")
-    for role, values in pauses.items():
-        if values:
-            p50, p99 = np.quantile(values, (0.5, 0.99))
-            sys.stdout.write(f"  {role:9} {p50:6.2f} s {p99:6.2f} s {len(values):5}\n")
-        else:
-            sys.stdout.write(f"  {role:9} none\n")
+    print(f"pauses of streams around kills, where above {AFFECTED_S:g} s:")
+    show({"tier": role, "streams": len(each), **_quantiles(each, "pause")} for role, each in pauses.items())
     for each in outcome.poisoned:
         last = each.history.events[-1]
-        sys.stdout.write(f"poisonous ({each.kind}): ended {each.num_engines} engines; {last.kind}: {last.why}\n")
+        print(f"poisonous ({each.kind}): ended {each.num_engines} engines; {last.kind}: {last.why}")
     for history in histories:
         accuse(history, outcome.reference[history.index], faults)
-    every = sorted(value for values in pauses.values() for value in values)
-    figures = {
-        "bench": "chaos",
-        "machine": machine(),
-        "seed": options.seed,
-        "batch_size": options.streams,
-        "seconds": round(seconds),
-        "faults": len(faults),
-        "kinds": len({fault.kind for fault in faults}),
-        "kills": sum(fault.kind == KILL for fault in faults),
-        "streams": len(histories),
-        "doors": dict(Counter(history.door for history in histories)),
-        "tokens": sum(len(history.token_ids) for history in histories),
-        "characters": sum(len(history.text) for history in histories),
-        "resumed": outcome.num_resumed,
-        "refused": sum(history.num(Kind.REFUSED) for history in histories),
+    return report(
+        "chaos",
+        seed=options.seed,
+        batch_size=options.streams,
+        seconds=round(faults[-1].at_s - faults[0].at_s if faults else 0.0),
+        faults=len(faults),
+        kinds=len({fault.kind for fault in faults}),
+        kills=sum(fault.kind == KILL for fault in faults),
+        streams=len(histories),
+        doors=dict(Counter(history.door for history in histories)),
+        tokens=sum(len(history.token_ids) for history in histories),
+        characters=sum(len(history.text) for history in histories),
+        resumed=outcome.num_resumed,
+        refused=sum(event.kind is Kind.REFUSED for history in histories for event in history.events),
         **asdict(outcome.verdict),
-        "poisonous": [each.num_engines for each in outcome.poisoned],
-        "poison_contained": all(each.contained for each in outcome.poisoned),
-        "recovery_p50_s": round(statistics.median(every), 3) if every else 0.0,
-        "recovery_p99_s": round(float(np.quantile(every, 0.99)), 3) if every else 0.0,
-        "ok": outcome.ok,
+        poisonous=[each.num_engines for each in outcome.poisoned],
+        poison_contained=all(each.contained for each in outcome.poisoned),
+        **_quantiles([pause for each in pauses.values() for pause in each], "recovery"),
+        ok=outcome.ok,
+    )
+
+
+def _quantiles(values: Sequence[float], name: str) -> dict[str, float]:
+    return {
+        f"{name}_p50_s": round(statistics.median(values), 3) if values else 0.0,
+        f"{name}_p99_s": round(float(np.quantile(values, 0.99)), 3) if values else 0.0,
     }
-    print(json.dumps(figures))
-    return outcome.ok
 
 
 def accuse(history: History, wanted: History, faults: Sequence[Fault]) -> None:
@@ -312,18 +276,18 @@ def accuse(history: History, wanted: History, faults: Sequence[Fault]) -> None:
         return
     begin_s, end_s = history.events[0].at_s, history.events[-1].at_s
     wrong = {name: count for name, count in asdict(verdict).items() if count}
-    sys.stdout.write(f"guilty: request {history.index} over {history.door}, {wrong}\n")
+    print(f"guilty: request {history.index} over {history.door}, {wrong}")
     num_tokens = num_chars = 0
     for event in history.events:
         num_tokens += len(event.token_ids)
         num_chars += len(event.text)
         if event.kind is not Kind.PIECE:
             have = f"{num_tokens} tokens, {num_chars} characters"
-            sys.stdout.write(f"  {event.at_s - begin_s:7.3f} s {event.kind:8} with {have}: {event.why[:200]}\n")
-    sys.stdout.write(f"  got    {history.text!r}\n  wanted {wanted.text!r}\n")
+            print(f"  {event.at_s - begin_s:7.3f} s {event.kind:8} with {have}: {event.why[:200]}")
+    print(f"  got    {history.text!r}\n  wanted {wanted.text!r}")
     for fault in faults:
         if begin_s - UNWRITABLE_S <= fault.at_s <= end_s:
-            sys.stdout.write(f"  {fault.at_s - begin_s:7.3f} s {_words(fault)}\n")
+            print(f"  {fault.at_s - begin_s:7.3f} s {fault.kind} {fault.name}")
 
 
 def _pauses(histories: Sequence[History], faults: Sequence[Fault], role: str) -> list[float]:

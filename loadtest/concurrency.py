@@ -2,12 +2,11 @@
 
 A verifier on one core and its drafter on the other, as on machines of their own; nothing is tuned between the loads.
 At every load three ways take turns: plain (speculation disabled by the requests), speculative, and a fleet that has no
-drafter at all and the same one core for its verifier, so that what speculation costs when it is merely configured can
-be seen; every other round in the opposite order, as machines drift. Requests of half to one and a half times
---max-tokens keep so many streams busy: of equal length, plain ones would start and end in lockstep, as no traffic does.
-Their prompts are cached. Tokens/s over all streams while all are busy, medians of the rounds. Ratios are medians of
-ratios within a round, and met within their standard error; rounds go on until these are known to one percent or lie
-three standard errors from what is asked of them, on either side, or there were --most-rounds.
+drafter at all and the same one core for its verifier, which shows what speculation costs when it is merely configured.
+Requests of half to one and a half times --max-tokens keep all streams busy: plain ones of equal length would start and
+end in lockstep, as no traffic does. Their prompts are cached. Tokens/s over all streams while all are busy, medians of
+the rounds. Ratios are medians of ratios within a round, and met within their standard error; rounds go on until these
+are known to one percent or lie three standard errors from their goals, on either side, or there were --most-rounds.
 
 With --small the target is the demo pair's as shipped, whose steps take 3 ms: there everything around the step counts.
 
@@ -17,32 +16,32 @@ With --small the target is the demo pair's as shipped, whose steps take 3 ms: th
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
-import json
 import os
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.client import Ask, BatchResult, joined, run_batch, same_texts
-from loadtest.flags import add_round_flags, bench_parser
-from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
+from loadtest.bench import Table, add_round_flags, bench_parser, report, run
+from loadtest.client import BatchResult, joined, run_batch, same_texts
+from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, widened_target
+from loadtest.prompts import unseen_prompts
+from loadtest.streams import Ask
 from loadtest.trial import Trial, rounded_error, take_turns
-from paceline.checkpoints.corpus import unseen_prompts
 
 PLAIN, SPECULATIVE, NO_DRAFTER = "plain", "speculative", "no drafter"
 LOADS = (1, 2, 4, 8, 16, 32, 64)
-# Never slower, anywhere; and faster by this much up to so many streams.
+# Never slower, anywhere; and faster by this much up to that number of streams.
 LEAST, LEAST_AT_FEW, FEW = 0.98, 1.2, 4
 NUM_PROMPTS = 64
 REQUESTS_PER_STREAM = 4
+# Where a way's requests go, and what they ask of speculation.
+Ways = Mapping[str, tuple[str, Mapping[str, bool]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +61,17 @@ class Row:
 
     @property
     def least(self) -> float:
-        """What is asked of both ratios."""
+        """The goal of both ratios."""
         return LEAST_AT_FEW if self.streams <= FEW else LEAST
 
     @property
     def is_known(self) -> bool:
-        """Whether another round would say little."""
+        """Whether another round would change little."""
         return all(self.trial(base).is_known(self.least) for base in (PLAIN, NO_DRAFTER))
 
     def figures(self) -> dict[str, Any]:
         """What goes into the table and the last line."""
         speculative = joined(self.results[SPECULATIVE])
-        steps = max(1, speculative.total("num_steps"))
         to_plain, to_none = self.trial(PLAIN), self.trial(NO_DRAFTER)
         same = same_texts(itertools.chain.from_iterable(self.results.values()))
         return {
@@ -82,13 +80,13 @@ class Row:
             "ratio": round(to_plain.ratio, 3),
             "to_no_drafter": round(to_none.ratio, 3),
             "error": rounded_error(to_plain, to_none),
-            "rounds": to_plain.num_rounds,
+            "rounds": len(to_plain.ratios),
             "batch": {
                 way: round(statistics.median(each.mean_batch_size for each in results), 1)
                 for way, results in self.results.items()
             },
-            "gamma": round(speculative.total("num_draft_tokens") / steps, 2),
-            "tokens_per_step": round(1 + speculative.total("num_accepted_draft_tokens") / steps, 2),
+            "gamma": round(speculative.per("num_draft_tokens", "num_steps"), 2),
+            "tokens_per_step": round(1 + speculative.per("num_accepted_draft_tokens", "num_steps"), 2),
             "same_texts": same,
             "ok": to_plain.meets(least=self.least) and to_none.meets(least=self.least) and same,
         }
@@ -103,81 +101,60 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="the demo target as shipped, not widened to 98 M")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default 0)")
     parser.add_argument("--plot", type=Path, default=None, help="SVG file to draw")
-    raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
+    run(parser, measure)
 
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measures all loads and prints the table; True when every ratio is met."""
     settings = DEMO_PAIR if arguments.small else widened_target("98m")
     core = ("--cpus", str(min(os.sched_getaffinity(0))))
-    rows: list[Row] = []
-    async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(bench_fleet(**settings, **OWN_HARDWARE))
-        alone = await stack.enter_async_context(
-            bench_fleet(**settings, drafter=False, verifier_threads=1, verifier_arg=core)
-        )
-        ways = {
+    table, rows = Table(), []
+    async with (
+        bench_fleet(**settings, **OWN_HARDWARE) as fleet,
+        bench_fleet(**settings, drafter=False, verifier_threads=1, verifier_arg=core) as alone,
+    ):
+        ways: Ways = {
             PLAIN: (fleet.gateway_url, {"enabled": False}),
             SPECULATIVE: (fleet.gateway_url, {"enabled": True}),
             NO_DRAFTER: (alone.gateway_url, {"enabled": False}),
         }
-        await _warm_up(ways)
+        for way in ways:
+            # Fills the prefix caches.
+            await _run(ways, way, [replace(ask, max_tokens=2) for ask in _asks(NUM_PROMPTS, 2, 0.0)], 8)
         for streams in tqdm(arguments.streams, desc="loads", unit="load", leave=False):
-            rows.append(await _row(ways, streams, arguments))
-            print(_line(rows[-1].figures()), flush=True)
-    figures = [row.figures() for row in rows]
-    ok = all(each["ok"] for each in figures)
+            rows.append((await _row(ways, streams, arguments)).figures())
+            table.add(rows[-1])
     if arguments.plot is not None:
-        draw(figures, arguments.plot)
-    print(f"tokens/s, {arguments.max_tokens} tokens a request on average, temperature {arguments.temperature:g}; "
-          f"batch: sessions in a step, gamma: draft tokens of each; {machine()}")  # fmt: skip
-    target = "demo" if arguments.small else "98m"
-    print(json.dumps({"bench": "concurrency", "target": target, "machine": machine(), "loads": figures, "ok": ok}))
-    return ok
-
-
-def _line(row: dict[str, Any]) -> str:
-    rates = "  ".join(f"{way} {rate:7.1f}" for way, rate in row["tokens_per_s"].items())
-    return (
-        f"{row['streams']:3} streams  {rates}  ratio {row['ratio']:5.2f}  to no drafter {row['to_no_drafter']:5.2f}  "
-        f"batch {row['batch'][SPECULATIVE]:4.1f}  gamma {row['gamma']:5.2f}  "
-        f"tokens a step {row['tokens_per_step']:5.2f}  "
-        f"{row['rounds']} rounds, error {'-' if row['error'] is None else row['error']}"
+        draw(rows, arguments.plot)
+    print(
+        f"tokens/s, {arguments.max_tokens} tokens a request on average, temperature {arguments.temperature:g}; "
+        "batch: sessions in a step, gamma: draft tokens of each"
     )
-
-
-async def _warm_up(ways: dict[str, tuple[str, dict[str, bool]]]) -> None:
-    """Fills the prefix caches of both fleets."""
-    asks = [replace(ask, max_tokens=2) for ask in _asks(NUM_PROMPTS, 2, 0.0)]
-    for url, speculation in ways.values():
-        await run_batch(url, [replace(ask, speculation=speculation) for ask in asks], 8, "warming up")
+    target = "demo" if arguments.small else "98m"
+    return report("concurrency", target=target, loads=rows, ok=all(row["ok"] for row in rows))
 
 
 def _asks(count: int, max_tokens: int, temperature: float) -> list[Ask]:
     prompts = itertools.islice(itertools.cycle(unseen_prompts(NUM_PROMPTS)), count)
     lengths = random.Random(0)
+    low, high = max_tokens // 2, max_tokens + max_tokens // 2
     return [
-        Ask(
-            prompt=prompt,
-            max_tokens=lengths.randint(max_tokens // 2, max_tokens + max_tokens // 2),
-            temperature=temperature,
-            seed=seed,
-        )
+        Ask(prompt=prompt, max_tokens=lengths.randint(low, high), temperature=temperature, seed=seed)
         for seed, prompt in enumerate(prompts)
     ]
 
 
-async def _row(ways: dict[str, tuple[str, dict[str, bool]]], streams: int, arguments: argparse.Namespace) -> Row:
+async def _run(ways: Ways, way: str, asks: Sequence[Ask], streams: int) -> BatchResult:
+    url, speculation = ways[way]
+    batch = [replace(ask, speculation=speculation) for ask in asks]
+    return await run_batch(url, batch, streams, f"{way}, {streams} streams")
+
+
+async def _row(ways: Ways, streams: int, arguments: argparse.Namespace) -> Row:
     asks = _asks(max(8, REQUESTS_PER_STREAM * streams), arguments.max_tokens, arguments.temperature)
-
-    async def measure_way(way: str) -> BatchResult:
-        url, speculation = ways[way]
-        batch = [replace(ask, speculation=speculation) for ask in asks]
-        return await run_batch(url, batch, streams, f"{way}, {streams} streams")
-
     results = await take_turns(
         list(ways),
-        measure_way,
+        lambda way: _run(ways, way, asks, streams),
         rounds=arguments.rounds,
         most_rounds=arguments.most_rounds,
         is_known=lambda results: Row(streams, results).is_known,
@@ -196,14 +173,14 @@ def draw(figures: Sequence[dict[str, Any]], path: Path) -> None:
     streams = [row["streams"] for row in figures]
     figure, left = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
     left.axhline(1.0, color="0.7", linewidth=1)
-    left.plot(streams, [row["ratio"] for row in figures], "o-", color="tab:blue", label="speed-up over plain")
+    left.plot(streams, [row["ratio"] for row in figures], "o-", color="tab:blue")
     left.set_xscale("log", base=2)
     left.set_xticks(streams, [str(count) for count in streams])
     left.set_xlabel("streams")
     left.set_ylabel("tokens/s over plain decoding", color="tab:blue")
     left.set_ylim(bottom=0)
     right = left.twinx()
-    right.plot(streams, [row["gamma"] for row in figures], "s--", color="tab:orange", label="gamma")
+    right.plot(streams, [row["gamma"] for row in figures], "s--", color="tab:orange")
     right.set_ylabel("draft tokens per session and step", color="tab:orange")
     right.set_ylim(bottom=0)
     figure.savefig(path)

@@ -1,35 +1,29 @@
 """The controller against three oracles on the same load: `make bench NAME=controller`.
 
 Replays a load that ramps from 1 session to 64 and back (or one made from a public trace) through the real controller
-in a world whose truth is known (see `loadtest/replay.py`), then through
+in a world whose truth is known (see `loadtest/replay.py`), and then through
 
   clairvoyant   knows the target's tokens: verifies nothing in vain
   optimum       knows true probabilities and step times, and changes its mind for nothing
   best fixed    the best fixed gamma of each load in hindsight
 
 and prints regret against the optimum, wasted rows, switches a minute and the calibration error. Step times are those
-of this machine's engine when --profile is given, else of the reference machine.
-
-Arrival traces: the hour-long traces of Azure's LLM services (AzureLLMInferenceTrace_conv.csv in the public repository
-Azure/AzurePublicDataset); give the CSV, plain or gzipped, as --trace.
+of the reference machine.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import json
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.flags import bench_parser
-from loadtest.fleet import machine
+from loadtest.bench import bench_parser, report, show
 from loadtest.replay import Optimum, Policy, RealPolicy, Replay, ReplayResult, World
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.step_time import StepCost, StepTimes
+from paceline.planning.arrivals import read_arrivals
 
 # A 98 M model on one core of the reference machine: seconds by rows.
 REFERENCE = StepCost(
@@ -41,6 +35,8 @@ CAP = 12
 GAMMAS = (0, 1, 2, 3, 4, 6, 8, 12)
 MOST_REGRET = 0.05
 LEAST_OF_FIXED = 0.98
+# How long a token of a traced answer is taken to last.
+SECONDS_A_TOKEN = 0.03
 
 Load = Sequence[tuple[float, int]]
 
@@ -50,25 +46,23 @@ def main() -> None:
     parser = bench_parser("controller", __doc__)
     parser.add_argument("--seconds", type=float, default=12.0, help="time at each load of the ramp (default 12)")
     parser.add_argument("--seed", type=int, default=0, help="of the world (default 0)")
-    parser.add_argument("--trace", type=Path, default=None, help="arrivals from a CSV with a TIMESTAMP column")
+    parser.add_argument("--trace", type=Path, default=None, help="trace of arrivals, as of paceline plan --trace")
     arguments = parser.parse_args()
     load = ramp(arguments.seconds) if arguments.trace is None else traced(arguments.trace, 14 * arguments.seconds)
     raise SystemExit(0 if compare(World(cost=REFERENCE, seed=arguments.seed), load) else 1)
 
 
 def ramp(seconds: float) -> Load:
-    """1, 2, 4, ... 64, ... 2, 1 sessions for so many seconds each."""
+    """1, 2, 4, ... 64, ... 2, 1 sessions, each for that number of seconds."""
     counts = [*LOADS, *LOADS[-2::-1]]
     return [*((index * seconds, count) for index, count in enumerate(counts)), (len(counts) * seconds, 1)]
 
 
 def traced(path: Path, seconds: float) -> Load:
     """Sessions under way in a trace of arrivals, scaled to `seconds` and to 64 sessions at most."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        rows = list(csv.DictReader(lines))
-    arrivals = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
-    spans = [(at, at + 0.03 * int(row["GeneratedTokens"])) for at, row in zip(arrivals, rows, strict=True)]
-    first, last = arrivals[0], arrivals[-1]
+    requests = read_arrivals(path)
+    spans = [(each.at_s, each.at_s + SECONDS_A_TOKEN * each.num_output_tokens) for each in requests]
+    first, last = requests[0].at_s, requests[-1].at_s
     ticks = [first + (last - first) * index / 200 for index in range(200)]
     counts = [sum(start <= tick < end for start, end in spans) for tick in ticks]
     peak = max(counts)
@@ -88,9 +82,14 @@ def compare(world: World, load: Load) -> bool:
         name: Replay(world, make(), load).run()
         for name, make in tqdm(policies.items(), desc="replaying", unit="policy", leave=False)
     }
+    rows, buckets = [], _buckets(results["controller"])
+    for name, result in results.items():
+        rates = {f"at {load}": round(_rate(result, counts), 1) for load, counts in buckets.items()}
+        rows.append({"tokens/s": name, **rates, "acceptance": round(result.accepted / max(1, result.verified), 2)})
+    show(rows)
     figures = _figures(results)
-    _show(results, figures)
-    return bool(figures["ok"])
+    print(f"limits: regret {MOST_REGRET:.0%} of the optimum, {LEAST_OF_FIXED} of the best fixed gamma of each load")
+    return report("controller", **figures)
 
 
 def _fixed(gamma: int) -> Callable[[], Policy]:
@@ -110,18 +109,16 @@ def _buckets(result: ReplayResult) -> dict[int, list[int]]:
     return buckets
 
 
-def _figures(results: dict[str, ReplayResult]) -> dict[str, object]:
+def _figures(results: dict[str, ReplayResult]) -> dict[str, Any]:
     ours, optimum = results["controller"], results["optimum"]
-    best_fixed = {
-        load: max(_rate(results[f"gamma {gamma}"], counts) for gamma in GAMMAS)
+    against_fixed = {
+        load: _rate(ours, counts) / max(_rate(results[f"gamma {gamma}"], counts) for gamma in GAMMAS)
         for load, counts in _buckets(ours).items()
     }
-    against_fixed = {load: _rate(ours, counts) / best_fixed[load] for load, counts in _buckets(ours).items()}
     # Time is weighted as the load gives it: what the optimum would have done in the same seconds.
     ideal = sum(_rate(optimum, [count]) * seconds for count, seconds in ours.seconds.items())
     regret = 1.0 - sum(ours.tokens.values()) / ideal
     return {
-        "bench": "controller",
         "regret": round(regret, 4),
         "against_best_fixed": {load: round(ratio, 3) for load, ratio in against_fixed.items()},
         "of_clairvoyant": round(ours.tokens_per_s / results["clairvoyant"].tokens_per_s, 3),
@@ -130,14 +127,3 @@ def _figures(results: dict[str, ReplayResult]) -> dict[str, object]:
         "calibration_error": round(ours.calibration_error, 4),
         "ok": regret < MOST_REGRET and min(against_fixed.values()) >= LEAST_OF_FIXED,
     }
-
-
-def _show(results: dict[str, ReplayResult], figures: dict[str, object]) -> None:
-    buckets = _buckets(results["controller"])
-    print(f"{'tokens/s at sessions':24}" + "".join(f"{load:>9}" for load in buckets))
-    for name, result in results.items():
-        rates = "".join(f"{_rate(result, counts):9.1f}" for counts in buckets.values())
-        print(f"{name:24}{rates}   acceptance {result.accepted / max(1, result.verified):.2f}")
-    print(f"\nregret {figures['regret']:.1%} of the optimum (limit {MOST_REGRET:.0%}); of the best fixed gamma of each "
-          f"load {figures['against_best_fixed']} (limit {LEAST_OF_FIXED}); replayed on {machine()}")  # fmt: skip
-    print(json.dumps(figures))

@@ -8,23 +8,20 @@ vLLM's CPU build serves the demo target, widened, in bf16 on this machine's core
                 idle priority, as `paceline up` starts it
 
 at 1, 8 and 32 streams, greedily and at temperature 0.8. Every round measures every side, each in a process of its own,
-every other round in the opposite order; ratios are made within a round and their median counts. Asked of the tier is
+every other round in the opposite order; ratios are made within a round and their median counts. The tier's goals:
 
   greedy, 1 stream     1.0 of the best of vLLM's own drafts, and 2.5 times plain on vLLM's cores
   greedy, 8 streams    0.9 of the best of all others
   greedy, 32 streams   0.98 of plain on vLLM's cores
   temperature 0.8      0.97 of plain on vLLM's cores
 
-A ratio is met within its standard error. vLLM is set up in the user's cache folder the first time (minutes). A part,
-in 3 minutes: --streams 1 --temperature 0 --draft-lengths 7 --rounds 1. The last line is one JSON object; the exit
-status is 0 when all that was measured is met.
+A ratio is met within its standard error. The first run sets vLLM up in the user's cache folder (minutes). A part, in 3
+minutes: --streams 1 --temperature 0 --draft-lengths 7 --rounds 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import os
 import signal
 import statistics
@@ -35,19 +32,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.flags import bench_parser
-from loadtest.fleet import lone_drafter, machine, widened_target
-from loadtest.peers import PeerFigure
-from loadtest.peers.bench import encoded_prompts
+from loadtest.bench import bench_parser, report, run, show
+from loadtest.fleet import lone_drafter, say, widened_target
 from loadtest.peers.environments import environment
 from loadtest.peers.inside.protocol import Case, Job
 from loadtest.peers.processes import CommandFailedError
-from loadtest.peers.run import run_job
+from loadtest.peers.run import VLLM, PeerFigure, encoded_prompts, run_job
 from loadtest.trial import Trial, rounded_error, take_turns
 from paceline.cluster.checkpoints import DEMO_DRAFTER, WIDENED_SIZES
 from paceline.cluster.spec import available_cpus
 
-ENVIRONMENT, ENGINE = "vllm-test", "vllm"
+ENVIRONMENT = "vllm-test"
 MAX_TOKENS = 128
 LEAST_PROMPTS = 8
 # The first start of a side compiles its kernels.
@@ -75,7 +70,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is asked of the tier: a ratio to the fastest of some sides."""
+    """A goal of the tier: a ratio to the fastest of some sides."""
 
     least: float
     base: str
@@ -95,23 +90,39 @@ Speeds = Mapping[str, Sequence[float]]
 
 
 def main() -> None:
-    """Parses the command line and runs the bench; exit status 1 when something that is asked is not met."""
-    arguments = _parser().parse_args()
+    """Parses the command line and runs the bench; exit status 1 when a goal is missed."""
+    parser = bench_parser("engines", __doc__)
+    parser.add_argument("--target", choices=list(WIDENED_SIZES), default="98m", help="size of the target (default 98m)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="(default 1 8 32)")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8], help="(default 0 0.8)")
+    parser.add_argument(
+        "--draft-lengths", type=int, nargs="+", default=[3, 5, 7], help="of vLLM's own drafts (default 3 5 7)"
+    )
+    parser.add_argument("--passes", type=int, default=1, help="over the prompts, the median counts (default 1)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default 3)")
     # Through the clean-ups that stop vLLM and the drafter.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    run(parser, measure)
+
+
+async def measure(arguments: argparse.Namespace) -> bool:
+    """Measures all sides and prints the table; True when every goal is met."""
     cores = available_cpus()
     if len(cores) < 2:
         raise SystemExit("two cores are needed: one of them is the drafter's")
     try:
-        python = environment(ENVIRONMENT, os.environ, lambda line: print(line, file=sys.stderr))
-        results = asyncio.run(measure(python, sides_of(cores, arguments.draft_lengths), arguments))
+        python = environment(ENVIRONMENT, os.environ, say)
+        results = await _results(python, sides_of(cores, arguments.draft_lengths), arguments)
     except CommandFailedError as error:
         raise SystemExit(f"engines: {error}") from None
-    rows = [row_of(load, speeds_at(load, results)) for load in _loads(arguments)]
-    print_table(rows, arguments)
+    loads = [Load(streams, temperature) for temperature in arguments.temperature for streams in arguments.streams]
+    rows = [row_of(load, speeds_at(load, results)) for load in loads]
+    places = [{"streams": row["streams"], "temperature": row["temperature"]} for row in rows]
+    show(place | row["tokens_per_s"] for place, row in zip(places, rows, strict=True))
+    show(place | asked for place, row in zip(places, rows, strict=True) for asked in row["asked"])
+    print(f"decode tokens/s while all streams decoded, bf16, {MAX_TOKENS} new tokens")
     ok = all(asked["met"] for row in rows for asked in row["asked"])
-    print(json.dumps({"bench": "engines", "machine": machine(), "target": arguments.target, "cases": rows, "ok": ok}))
-    raise SystemExit(0 if ok else 1)
+    return report("engines", target=arguments.target, cases=rows, ok=ok)
 
 
 def sides_of(cores: Sequence[int], draft_lengths: Sequence[int]) -> list[Side]:
@@ -125,7 +136,7 @@ def sides_of(cores: Sequence[int], draft_lengths: Sequence[int]) -> list[Side]:
     ]
 
 
-async def measure(
+async def _results(
     python: Path, sides: Sequence[Side], arguments: argparse.Namespace
 ) -> dict[Side, list[list[PeerFigure]]]:
     """Figures of all sides, a list a round.
@@ -133,42 +144,42 @@ async def measure(
     Raises:
         CommandFailedError: vLLM failed; a table with holes would compare nothing.
     """
-    target = widened_target(arguments.target)["model"]
+    target = str(widened_target(arguments.target)["model"])
     prompts = encoded_prompts(DEMO_DRAFTER, max(map(_num_prompts, arguments.streams)))
     with tempfile.TemporaryDirectory() as learned_dir:
 
-        def job_of(side: Side, temperature: float, drafters: Sequence[str]) -> Job:
-            return Job(
-                target=str(target),
-                draft=str(DEMO_DRAFTER),
-                draft_length=side.draft_length,
-                prompts=prompts,
-                max_new_tokens=MAX_TOKENS,
-                passes=arguments.passes,
-                cores=side.cores,
-                cases=[Case(streams=each, num_prompts=_num_prompts(each)) for each in arguments.streams],
-                drafters=drafters,
-                drafter_cores=side.drafter_cores,
-                learned_dir=learned_dir,
-                temperature=temperature,
-            )
+        def figures_of(side: Side, drafters: Sequence[str]) -> list[PeerFigure]:
+            jobs = [
+                Job(
+                    target=target,
+                    draft=str(DEMO_DRAFTER),
+                    draft_length=side.draft_length,
+                    prompts=prompts,
+                    max_new_tokens=MAX_TOKENS,
+                    passes=arguments.passes,
+                    cores=side.cores,
+                    cases=[Case(streams=each, num_prompts=_num_prompts(each)) for each in arguments.streams],
+                    drafters=drafters,
+                    drafter_cores=side.drafter_cores,
+                    learned_dir=learned_dir,
+                    temperature=temperature,
+                )
+                for temperature in arguments.temperature
+            ]
+            return [figure for job in jobs for figure in _figures(python, job)]
 
         async def measure_side(side: Side) -> list[PeerFigure]:
-            figures: list[PeerFigure] = []
-            for temperature in arguments.temperature:
-                if side.drafter_cores:
-                    async with lone_drafter(DEMO_DRAFTER, side.drafter_cores) as address:
-                        figures += _figures(python, job_of(side, temperature, [address]))
-                else:
-                    figures += _figures(python, job_of(side, temperature, []))
-            return figures
+            if not side.drafter_cores:
+                return figures_of(side, [])
+            async with lone_drafter(DEMO_DRAFTER, side.drafter_cores) as address:
+                return figures_of(side, [address])
 
         return await take_turns(sides, measure_side, rounds=arguments.rounds, title="engines")
 
 
 def _figures(python: Path, job: Job) -> list[PeerFigure]:
     # Blocks the loop: nothing else is to run here, and a signal that ends the bench ends this at once.
-    figures = run_job(ENGINE, python, job, os.environ, QUIET_S, lambda _: None)
+    figures = run_job(VLLM, python, job, QUIET_S)
     for figure in figures:
         if figure.error:
             raise CommandFailedError(f"{figure.mode}, {figure.streams} streams: {figure.error}")
@@ -194,7 +205,7 @@ def speeds_at(load: Load, results: Mapping[Side, Sequence[Sequence[PeerFigure]]]
 
 
 def goals_of(load: Load, names: Sequence[str]) -> list[Goal]:
-    """What is asked of the tier at a load, by the names of all sides."""
+    """The tier's goals at a load, by the names of all sides."""
     own = [name for name in names if name.startswith("own")]
     others = [name for name in names if name != TIER]
     if load.temperature > 0:
@@ -207,7 +218,7 @@ def goals_of(load: Load, names: Sequence[str]) -> list[Goal]:
 
 
 def row_of(load: Load, speeds: Speeds) -> dict[str, Any]:
-    """Figures of a load, and what is asked there with what is kept of it."""
+    """Figures of a load, and the goals there with what is reached of them."""
     asked = []
     for goal in goals_of(load, list(speeds)):
         best = max(goal.sides, key=lambda name: statistics.median(speeds[name]))
@@ -228,40 +239,3 @@ def row_of(load: Load, speeds: Speeds) -> dict[str, Any]:
         "tokens_per_s": {name: round(statistics.median(each), 1) for name, each in speeds.items()},
         "asked": asked,
     }
-
-
-def print_table(rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> None:
-    """Prints a line a side and a column a load, and under it what is asked."""
-    loads = [f"{row['streams']} at {row['temperature']:g}" for row in rows]
-    print(f"{'':22}" + "".join(f"{load:>12}" for load in loads))
-    for name in rows[0]["tokens_per_s"]:
-        print(f"{name:22}" + "".join(f"{row['tokens_per_s'][name]:12.1f}" for row in rows))
-    for load, row in zip(loads, rows, strict=True):
-        for asked in row["asked"]:
-            mark = "met" if asked["met"] else "NOT MET"
-            error = "" if asked["error"] is None else f" +- {asked['error']:.3f}"
-            print(
-                f"{load}: tier {asked['ratio']:.2f}{error} of {asked['of']} ({asked['side']}), "
-                f"asked {asked['least']:.2f}: {mark}"
-            )
-    print(
-        f"decode tokens/s while all streams decoded, at streams and temperature; medians of {arguments.rounds} rounds; "
-        f"demo target widened to {WIDENED_SIZES[arguments.target]}, bf16, {MAX_TOKENS} new tokens; {machine()}"
-    )
-
-
-def _loads(arguments: argparse.Namespace) -> list[Load]:
-    return [Load(streams, temperature) for temperature in arguments.temperature for streams in arguments.streams]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("engines", __doc__)
-    parser.add_argument("--target", choices=list(WIDENED_SIZES), default="98m", help="size of the target (default 98m)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="(default 1 8 32)")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8], help="(default 0 0.8)")
-    parser.add_argument(
-        "--draft-lengths", type=int, nargs="+", default=[3, 5, 7], help="of vLLM's own drafts (default 3 5 7)"
-    )
-    parser.add_argument("--passes", type=int, default=1, help="over the prompts, the median counts (default 1)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default 3)")
-    return parser

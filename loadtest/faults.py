@@ -1,7 +1,7 @@
 """What can go wrong in a fleet of processes, as things that are done to it one after another; seeded, so repeatable.
 
-A fault names its tier and what was done; whatever it stops it starts again by itself. What needs the inside of a
-process is ordered of services that can go wrong (`loadtest.faulty`).
+A fault names its tier and what was done; whatever it stops it starts again by itself. Faults inside a process are
+ordered from services that can go wrong (`loadtest.faulty`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from loadtest.faulty import orders
 from loadtest.histories import History
 from loadtest.proxy import DelayProxy
-from loadtest.steadfast import over_grpc, run_one
+from loadtest.steadfast import over, run_one
 from loadtest.store_faults import fail_over, fill, make_read_only
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.local import LocalFleet
@@ -34,12 +34,12 @@ VALKEY = "valkey"
 # Not a process: who sends poisonous requests, one at a time.
 POISONER = "poisoner"
 WRONG_ANSWERS = (orders.INTERNAL, orders.GARBAGE, orders.NONSENSE, orders.GAP, orders.HALF)
-# How long a frozen process stands, a mark to drain lasts, a network is bad, in seconds.
+# Seconds that a mark to drain lasts, or a bad network, or what was ordered.
 LASTS_S = 3.0
 # Longer than entries live in the registry, so that a frozen replica is taken for dead and comes back.
 FREEZE_S = (1.0, 7.0)
 SLOW_ROUND_TRIP_S = 0.1
-# A store that is slow takes most of what its clients grant it.
+# A store that is slow takes most of the time that its clients allow.
 SLOW_STORE_S = 0.8
 # Connections without a request, at each door of a gateway.
 NUM_IDLE_CONNECTIONS = 800
@@ -61,9 +61,9 @@ class Fault:
     at_s: float = 0.0
 
     def num_verifiers_needed(self, num_verifiers: int) -> int:
-        """How many verifiers of so many are to be there when it begins.
+        """How many of the verifiers must be there when it begins.
 
-        What is tested is going on, not standing still; and a session that meets one dead engine after another without
+        The test is of going on, not of standing still; and a session that meets one dead engine after another without
         a token is rightly taken for the cause.
         """
         if self.role == POISONER or self.kind == orders.HANG:
@@ -98,9 +98,9 @@ class Poisoned:
 
     @property
     def contained(self) -> bool:
-        """Whether its client was told that it ends engines, before it had ended more than it may."""
-        told = self.history.error.startswith(EndsEnginesError.__name__)
-        return told and self.num_engines <= MOST_ENGINES
+        """Whether its client learned that it ends engines, before it had ended more than it may."""
+        refused = self.history.error.startswith(EndsEnginesError.__name__)
+        return refused and self.num_engines <= MOST_ENGINES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,7 @@ class Site:
         store: The fleet's own, for marks to drain.
         proxies: By the name of the replica behind each.
         orders: Folder through which services are ordered to go wrong.
+        chance: Draws what a fault leaves open.
         poisoned: Poisonous requests so far.
     """
 
@@ -119,30 +120,28 @@ class Site:
     store: Store
     proxies: Mapping[str, DelayProxy]
     orders: Path
+    chance: random.Random
     poisoned: list[Poisoned] = field(default_factory=list)
 
 
-async def _kill(site: Site, name: str, chance: random.Random) -> None:
-    del chance
+async def _kill(site: Site, name: str) -> None:
     site.fleet.kill(name)
 
 
-async def _restart(site: Site, name: str, chance: random.Random) -> None:
+async def _restart(site: Site, name: str) -> None:
     """As a rolling restart does it."""
-    del chance
     site.fleet.terminate(name)
 
 
-async def _freeze(site: Site, name: str, chance: random.Random) -> None:
+async def _freeze(site: Site, name: str) -> None:
     site.fleet.pause(name)
     try:
-        await asyncio.sleep(chance.uniform(*FREEZE_S))
+        await asyncio.sleep(site.chance.uniform(*FREEZE_S))
     finally:
         site.fleet.resume(name)
 
 
-async def _drain(site: Site, name: str, chance: random.Random) -> None:
-    del chance
+async def _drain(site: Site, name: str) -> None:
     # A store that is away has no marks; the fault does not happen then.
     with suppress(UnavailableError):
         await site.store.drain(name)
@@ -150,20 +149,17 @@ async def _drain(site: Site, name: str, chance: random.Random) -> None:
         await site.store.drain(name, draining=False)
 
 
-async def _cut(site: Site, name: str, chance: random.Random) -> None:
-    del chance
+async def _cut(site: Site, name: str) -> None:
     site.proxies[name].cut()
 
 
-async def _half_open(site: Site, name: str, chance: random.Random) -> None:
-    """Nothing passes, and nobody is told."""
-    del chance
+async def _half_open(site: Site, name: str) -> None:
+    """Nothing passes, and neither end notices."""
     with site.proxies[name].held():
         await asyncio.sleep(LASTS_S)
 
 
-async def _slow(site: Site, name: str, chance: random.Random) -> None:
-    del chance
+async def _slow(site: Site, name: str) -> None:
     proxy = site.proxies[name]
     proxy.set_round_trip(SLOW_STORE_S if name == VALKEY else SLOW_ROUND_TRIP_S)
     try:
@@ -173,24 +169,20 @@ async def _slow(site: Site, name: str, chance: random.Random) -> None:
 
 
 async def _until_well(site: Site, name: str) -> None:
-    """Waits for a process that is starting up: nothing would be seen of what is done to it."""
+    """Waits for a process that is starting up, on which a fault would have no effect."""
     with suppress(TimeoutError):
         async with asyncio.timeout(WELL_WITHIN_S):
-            while not await site.fleet.is_well(name):  # noqa: ASYNC110 - processes tell by being asked
+            while not await site.fleet.is_well(name):  # noqa: ASYNC110 - only polling shows it
                 await asyncio.sleep(POLL_S)
 
 
-async def _ordered(kind: str, site: Site, name: str, chance: random.Random) -> None:
-    del chance
+async def _ordered(kind: str, site: Site, name: str) -> None:
     await _until_well(site, name)
     orders.order(site.orders, name, kind, LASTS_S)
     await asyncio.sleep(LASTS_S)
 
 
-async def _to_the_store(
-    fault: Callable[[tuple[str, int]], Awaitable[None]], site: Site, name: str, chance: random.Random
-) -> None:
-    del chance
+async def _to_the_store(fault: Callable[[tuple[str, int]], Awaitable[None]], site: Site, name: str) -> None:
     endpoint = site.fleet.endpoint(name)
     await _until_well(site, name)
     # One that dies of another fault meanwhile begins anew and well.
@@ -198,13 +190,12 @@ async def _to_the_store(
         await fault((endpoint.host, endpoint.port))
 
 
-async def _fail_over(site: Site, name: str, chance: random.Random) -> None:
-    await _to_the_store(partial(fail_over, proxy=site.proxies[name]), site, name, chance)
+async def _fail_over(site: Site, name: str) -> None:
+    await _to_the_store(partial(fail_over, proxy=site.proxies[name]), site, name)
 
 
-async def _crowd(site: Site, name: str, chance: random.Random) -> None:
+async def _crowd(site: Site, name: str) -> None:
     """Connections without a key and without a request, more than a gateway takes."""
-    del chance
     endpoint = site.fleet.endpoint(name)
     async with AsyncExitStack() as opened:
         for port in (endpoint.port, endpoint.second_port):
@@ -216,19 +207,17 @@ async def _crowd(site: Site, name: str, chance: random.Random) -> None:
         await asyncio.sleep(LASTS_S)
 
 
-async def _poison(kind: str, site: Site, name: str, chance: random.Random) -> None:
-    """A request that ends every engine that computes it, through a client that goes on as long as it may."""
+async def _poison(kind: str, site: Site, name: str) -> None:
+    """A request that ends every engine that computes it, from a client that goes on as long as it may."""
     del name
+    ids = [*orders.POISON[kind], *(site.chance.randrange(10, 4000) for _ in range(20))]
     request = gateway_pb2.GatewayGenerateRequest(
-        prompt_token_ids=gateway_pb2.TokenIds(
-            ids=[*orders.POISON[kind], *(chance.randrange(10, 4000) for _ in range(20))]
-        ),
-        sampling=common_pb2.SamplingParams(max_tokens=8, seed=1),
+        prompt_token_ids=gateway_pb2.TokenIds(ids=ids), sampling=common_pb2.SamplingParams(max_tokens=8, seed=1)
     )
     deaths_before = orders.num_deaths(site.orders)
     gateways = [endpoint.second_address for endpoint in site.fleet.endpoints_of("gateway")]
     async with ResumingClient(gateways, patience_s=POISON_PATIENCE_S) as client:
-        history = await run_one(over_grpc(client), request, index=0)
+        history = await run_one(over(client), request, index=0)
     num_engines = orders.num_deaths(site.orders) - deaths_before
     site.poisoned.append(Poisoned(kind=kind, history=history, num_engines=num_engines))
 
@@ -236,7 +225,7 @@ async def _poison(kind: str, site: Site, name: str, chance: random.Random) -> No
 _SERVICES = ("verifier", "drafter", "gateway")
 _BEHIND_PROXIES = ("verifier", "drafter", VALKEY)
 # What is done, to which roles.
-FAULTS: dict[str, tuple[Callable[[Site, str, random.Random], Awaitable[None]], tuple[str, ...]]] = {
+FAULTS: dict[str, tuple[Callable[[Site, str], Awaitable[None]], tuple[str, ...]]] = {
     KILL: (_kill, (*_SERVICES, VALKEY)),
     "restart": (_restart, _SERVICES),
     "freeze": (_freeze, (*_SERVICES, VALKEY)),
@@ -266,7 +255,7 @@ def planned(
         kinds: Of `FAULTS`.
         names: Processes by role.
         chance: Draws the order of each round.
-        num_rounds: How often each kind happens, kills apart; None: for ever.
+        num_rounds: How often each kind happens, kills apart; None: without end.
     """
     turns = dict.fromkeys(names, 0)
     at = dict.fromkeys(FAULTS, 0)
@@ -290,20 +279,19 @@ def _round(kinds: Sequence[str], chance: random.Random) -> Iterator[str]:
 
 
 class Disturbance:
-    """Does faults to a fleet while a block runs, one every so many seconds; what they stopped runs again afterwards."""
+    """Does faults to a fleet while a block runs, at an even pace; what they stopped runs again afterwards."""
 
-    def __init__(self, site: Site, plan: Iterator[Fault], chance: random.Random) -> None:
+    def __init__(self, site: Site, plan: Iterator[Fault]) -> None:
         self.done: list[Fault] = []
         self._site = site
         self._plan = plan
-        self._chance = chance
         self._under_way: set[asyncio.Task[None]] = set()
         self._busy: dict[str, Fault] = {}
         # The next of the plan, and those that had to wait.
         self._waiting: list[Fault] = []
 
     async def go_on(self, every_s: float, seconds: float, on_fault: Callable[[Fault], None]) -> None:
-        """Does a fault every `every_s` seconds, for so many seconds or to the end of the plan; waits for the last."""
+        """Does a fault every `every_s` seconds, until the time or the plan is over; waits for the last one."""
         verifiers = [endpoint.name for endpoint in self._site.fleet.endpoints_of("verifier")]
         ends_s = time.perf_counter() + seconds
         while time.perf_counter() + every_s <= ends_s and self._has_more():
@@ -315,7 +303,7 @@ class Disturbance:
         await asyncio.gather(*self._under_way)
 
     def _has_more(self) -> bool:
-        """Whether something is left to do; as many faults as there are kinds are looked ahead at."""
+        """Whether something is left to do; looks ahead as many faults as there are kinds."""
         self._waiting += itertools.islice(self._plan, max(0, len(FAULTS) - len(self._waiting)))
         return bool(self._waiting)
 
@@ -324,7 +312,7 @@ class Disturbance:
         too_few = False
         for index, fault in enumerate(self._waiting):
             needed = fault.num_verifiers_needed(num_verifiers)
-            # Whoever waits for verifiers is not overtaken by what takes more of them away.
+            # A fault that waits for verifiers is not overtaken by one that takes more of them away.
             too_few |= needed > num_well
             waits = (too_few and needed) or fault.name in self._busy or self._spoils(fault)
             if not waits:
@@ -332,7 +320,7 @@ class Disturbance:
         return None
 
     def _spoils(self, fault: Fault) -> bool:
-        """Whether it and a fault under way are not to be together: deaths are hidden that are to be counted."""
+        """Whether it would hide deaths that a fault under way counts, or the other way about."""
         if fault.role == POISONER:
             return any(each.hides_deaths for each in self._busy.values())
         return fault.hides_deaths and POISONER in self._busy
@@ -348,6 +336,6 @@ class Disturbance:
 
     async def _do(self, fault: Fault) -> None:
         try:
-            await FAULTS[fault.kind][0](self._site, fault.name, self._chance)
+            await FAULTS[fault.kind][0](self._site, fault.name)
         finally:
             del self._busy[fault.name]

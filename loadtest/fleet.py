@@ -1,4 +1,4 @@
-"""Fleets for benches: real processes on free ports, logs kept when something goes wrong."""
+"""Fleets for benches: real processes on free ports, with their logs kept when something goes wrong."""
 
 from __future__ import annotations
 
@@ -21,14 +21,33 @@ DEMO_PAIR: dict[str, Any] = {"model": DEMO_TARGET, "draft_model": DEMO_DRAFTER}
 OWN_HARDWARE: dict[str, Any] = {"verifier_threads": 1, "lend": False}
 
 
-def bench_fleet(**settings: Any) -> LocalFleet:
-    """A fleet with the given `FleetSpec` settings, on free ports unless these are given too."""
-    return LocalFleet(FleetSpec(**{**FREE_PORTS, **settings}), environ=os.environ, say=_say)
+def bench_fleet(
+    *, environ: dict[str, str] | None = None, launcher: dict[str, Any] | None = None, **settings: Any
+) -> LocalFleet:
+    """A fleet with the given `FleetSpec` settings, on free ports unless these are given too.
+
+    Args:
+        environ: Added to this process's environment.
+        launcher: Further arguments of `LocalFleet`.
+        settings: Of `FleetSpec`.
+    """
+    spec = FleetSpec(**{**FREE_PORTS, **settings})
+    return LocalFleet(spec, environ={**os.environ, **(environ or {})}, say=say, **(launcher or {}))
+
+
+def widened_target(preset: str) -> dict[str, Any]:
+    """`FleetSpec` settings of the demo pair with its target widened to `98m` or `400m`, made once in the cache."""
+    return {**DEMO_PAIR, "model": widened_demo_target(os.environ, say, preset)}
+
+
+def say(line: str) -> None:
+    """Writes a line of progress to stderr."""
+    sys.stderr.write(f"{line}\n")
 
 
 @asynccontextmanager
 async def lone_drafter(checkpoint: Path, cpus: Sequence[int]) -> AsyncIterator[str]:
-    """A drafter without a fleet or a registry, at idle priority as `paceline up` starts one; its address.
+    """A drafter without a fleet or a registry, at idle priority as `paceline up` starts one; yields its address.
 
     Args:
         checkpoint: Of the draft model.
@@ -40,7 +59,7 @@ async def lone_drafter(checkpoint: Path, cpus: Sequence[int]) -> AsyncIterator[s
     spec = FleetSpec(**FREE_PORTS)
     endpoint = next(each for each in plan_endpoints(spec) if each.role == "drafter")
     share = CpuShare(num_threads=len(cpus), cpus=tuple(cpus), lends=True)
-    supervisor = Supervisor(_say)
+    supervisor = Supervisor(say)
     with tempfile.TemporaryDirectory(prefix="paceline-") as logs:
         launch = Launch(spec=spec, redis_url="memory://", log_dir=Path(logs), environ=os.environ)
         child = launch.model(endpoint, checkpoint, share)
@@ -49,23 +68,3 @@ async def lone_drafter(checkpoint: Path, cpus: Sequence[int]) -> AsyncIterator[s
             yield endpoint.address
         finally:
             await supervisor.stop(spec.grace_s)
-
-
-def machine() -> str:
-    """This machine in a few words, for the figures' line."""
-    model = "unknown CPU"
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{os.cpu_count()} cores, {model}"
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-
-
-def widened_target(preset: str) -> dict[str, Any]:
-    """`FleetSpec` settings of the demo pair with its target widened to `98m` or `400m`, made once in the cache."""
-    return {**DEMO_PAIR, "model": widened_demo_target(os.environ, _say, preset)}

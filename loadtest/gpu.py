@@ -10,7 +10,6 @@ during verification.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -20,10 +19,10 @@ from statistics import median
 import numpy as np
 import torch
 
-from loadtest.flags import bench_parser
+from loadtest.bench import Table, bench_parser, report
 from loadtest.gpu_models import SHAPES, ImposedDecoder, RandomModel, mix
 from paceline.core.draft_policy import FixedGamma
-from paceline.core.draft_scheduler import DraftLimits, VerifierSaid
+from paceline.core.draft_scheduler import DraftLimits, VerifierMessages
 from paceline.core.messages import CommittedTokens, GenerateRequest, ModelIdentity, SpeculationRecord
 from paceline.core.pages import BLOCK_SIZE
 from paceline.core.params import SamplingParams, SpeculationParams
@@ -40,9 +39,6 @@ VERIFY_ROWS = 8
 MAX_BATCHED_TOKENS = 256
 MAX_LOGIT_DISTANCE = 0.1
 MODES = ("eager", "static", "graphs")
-
-
-# Steps
 
 
 def decode_batch(sessions: int, rows_each: int, context: int, vocab_size: int) -> Batch:
@@ -82,38 +78,32 @@ def measure_steps(model: RandomModel, arguments: argparse.Namespace) -> tuple[li
     decoders = {mode: model.decoder(mode) for mode in MODES}
     gigabytes = decoders["eager"].weight_bytes / 1e9
     print(f"\n{model.shape.name}, {gigabytes:.2f} GB of bf16 weights a step, {arguments.context} tokens of context")
-    columns = "".join(f"{mode + ' ms':>11} {'GB/s':>7}" for mode in MODES)
-    print(f"{'rows':>5} {'sessions':>9} {columns}   (GB/s: weights over the time of the whole step)")
+    print("GB/s: weights over the time of the whole step")
     cases = [(rows, 1) for rows in arguments.rows]
     cases += [(rows // VERIFY_ROWS, VERIFY_ROWS) for rows in arguments.rows if rows >= VERIFY_ROWS]
     most = max(sessions * (-(-arguments.context // BLOCK_SIZE) + each) for sessions, each in cases)
     cache = decoders["eager"].new_cache(most)
-    table: list[dict[str, object]] = []
-    same = True
+    table, rows, same = Table(), list[dict[str, object]](), True
     for sessions, rows_each in cases:
         batch = decode_batch(sessions, rows_each, arguments.context, model.shape.vocab_size)
         seconds = {mode: step_seconds(decoders[mode], batch, cache, arguments.repeats) for mode in MODES}
-        line = "".join(f"{seconds[mode] * 1e3:11.3f} {gigabytes / seconds[mode]:7.0f}" for mode in MODES)
-        print(f"{batch.num_rows:5} {sessions:9} {line}", flush=True)
         same = same and _distance(decoders, batch, cache) < MAX_LOGIT_DISTANCE
         milliseconds = {f"{mode}_ms": round(seconds[mode] * 1e3, 4) for mode in MODES}
-        table.append({"rows": batch.num_rows, "sessions": sessions, **milliseconds})
+        rows.append({"rows": batch.num_rows, "sessions": sessions, **milliseconds})
+        table.add(rows[-1] | {f"{mode} GB/s": round(gigabytes / seconds[mode]) for mode in MODES})
     backend = decoders["graphs"].backend
     assert isinstance(backend, TorchBackend), "other back ends record nothing"
     graphs = backend.graphs
     recorded = graphs is not None and graphs.num_recorded > 0 and not graphs.failed
     if not (same and recorded):
         print(f"NOT OK: logits of graphs and eager steps agree: {same}; all steps were recorded: {recorded}")
-    return table, same and recorded
+    return rows, same and recorded
 
 
 def _distance(decoders: dict[str, Decoder], batch: Batch, cache: KVCache) -> float:
     """Relative distance of the logits of a graph from those of an eager step."""
     expected, found = (decoders[mode].forward(batch, cache).cpu() for mode in ("eager", "graphs"))
     return float((found - expected).norm() / expected.norm())
-
-
-# Rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +189,7 @@ class TurnTaking:
                 self._records.append(committed.result.speculation)
         for commits in output.to_drafters.values():
             if drafter is not None:
-                drafter.handle(VerifierSaid(link=0, messages=commits))
+                drafter.handle(VerifierMessages(link=0, messages=commits))
 
 
 def _identity(decoder: Decoder, name: str) -> ModelIdentity:
@@ -232,28 +222,21 @@ def measure_rounds(
         f"\nwhole engines on one device in turns, acceptance IMPOSED at {arguments.acceptance:g} a draft token, "
         f"chains of {arguments.gamma}, prompts of {arguments.context}, {arguments.tokens} tokens a session, greedy"
     )
-    print(f"{'sessions':>9} {'plain tok/s':>12} {'speculative':>12} {'ratio':>6} {'accepted/round':>15} {'rate':>6}")
     target_decoder = ImposedDecoder(target.decoder("graphs"), 1.0)
     draft_decoder = ImposedDecoder(drafter.decoder("graphs"), arguments.acceptance)
-    table: list[dict[str, float]] = []
-    same = True
+    table, rows, same = Table(), list[dict[str, float]](), True
     for sessions in arguments.sessions:
-        plain, speculative = (
-            _second_run(TurnTaking(target_decoder, each, arguments, sessions)) for each in (None, draft_decoder)
-        )
+        engines = [TurnTaking(target_decoder, each, arguments, sessions) for each in (None, draft_decoder)]
+        for each in engines:
+            # Records the graphs.
+            each.run("warm-up")
+        plain, speculative = (each.run("measured") for each in engines)
         same = same and plain.texts == speculative.texts
-        row = _round_row(sessions, plain, speculative)
-        print("{:9} {:12.1f} {:12.1f} {:6.2f} {:15.2f} {:6.3f}".format(*row.values()), flush=True)
-        table.append(row)
+        rows.append(_round_row(sessions, plain, speculative))
+        table.add(rows[-1])
     if not same:
         print("NOT OK: speculative texts differ from plain ones")
-    return table, same
-
-
-def _second_run(engines: TurnTaking) -> Run:
-    """The first one records the graphs."""
-    engines.run("warm-up")
-    return engines.run("measured")
+    return rows, same
 
 
 def _round_row(sessions: int, plain: Run, speculative: Run) -> dict[str, float]:
@@ -269,14 +252,12 @@ def _round_row(sessions: int, plain: Run, speculative: Run) -> dict[str, float]:
     }
 
 
-# The bench
-
-
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line and runs the bench."""
     parser = bench_parser("gpu", __doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="8b", help="sizes of both models (default 8b)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only to try out this script")
@@ -287,12 +268,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gamma", type=int, default=4, help="draft tokens a round (default 4)")
     parser.add_argument("--acceptance", type=float, default=0.8, help="IMPOSED probability of a match (default 0.8)")
     parser.add_argument("--repeats", type=int, default=20, help="steps behind each median (default 20)")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line and runs the bench."""
-    arguments = _parse(argv)
+    arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.stderr.write(
             f"gpu: needs a CUDA device (with 48 GB for the shape 8b) and a torch built for CUDA; torch here is "
@@ -311,18 +287,16 @@ def measure(arguments: argparse.Namespace) -> bool:
     target_steps, target_ok = measure_steps(target, arguments)
     draft_steps, draft_ok = measure_steps(drafter, arguments)
     rounds, texts_ok = measure_rounds(target, drafter, arguments)
-    figures = {
-        "bench": "gpu",
-        "device": place,
-        "torch": torch.__version__,
-        "shape": arguments.shape,
-        "context": arguments.context,
-        "imposed_acceptance": arguments.acceptance,
-        "gamma": arguments.gamma,
-        "target_steps": target_steps,
-        "draft_steps": draft_steps,
-        "rounds": rounds,
-    }
-    ok = target_ok and draft_ok and texts_ok
-    print(json.dumps({**figures, "ok": ok}))
-    return ok
+    return report(
+        "gpu",
+        device=place,
+        torch=torch.__version__,
+        shape=arguments.shape,
+        context=arguments.context,
+        imposed_acceptance=arguments.acceptance,
+        gamma=arguments.gamma,
+        target_steps=target_steps,
+        draft_steps=draft_steps,
+        rounds=rounds,
+        ok=target_ok and draft_ok and texts_ok,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from paceline.engine.rope import RopeFrequencies
 WEIGHT_STD = 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a model of random weights."""
 
@@ -38,42 +38,17 @@ class ModelShape:
     context_len: int = 131072
 
 
-# Of meta-llama/Llama-3.1-8B and meta-llama/Llama-3.2-1B.
-TARGET_8B = ModelShape(
-    name="8B-shaped target",
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    tied_head=False,
-)
-DRAFTER_1B = ModelShape(
-    name="1B-shaped drafter",
-    num_layers=16,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    vocab_size=128256,
-    tied_head=True,
-)
-TINY_TARGET = ModelShape(
-    name="tiny target",
-    num_layers=2,
-    hidden_size=64,
-    intermediate_size=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=512,
-    tied_head=False,
-)
-TINY_DRAFTER = replace(TINY_TARGET, name="tiny drafter", num_layers=1, tied_head=True)
-SHAPES = {"8b": (TARGET_8B, DRAFTER_1B), "tiny": (TINY_TARGET, TINY_DRAFTER)}
+# Target and drafter: of meta-llama/Llama-3.1-8B and meta-llama/Llama-3.2-1B, and tiny ones.
+SHAPES = {
+    "8b": (
+        ModelShape("8B-shaped target", 32, 4096, 14336, 32, 8, 128, 128256, tied_head=False),
+        ModelShape("1B-shaped drafter", 16, 2048, 8192, 32, 8, 64, 128256, tied_head=True),
+    ),
+    "tiny": (
+        ModelShape("tiny target", 2, 64, 128, 4, 2, 16, 512, tied_head=False),
+        ModelShape("tiny drafter", 1, 64, 128, 4, 2, 16, 512, tied_head=True),
+    ),
+}
 
 
 class RandomModel:
@@ -153,7 +128,7 @@ class RandomModel:
 
 
 class ImposedDecoder(Decoder):
-    """A decoder of which one logit a row is raised once its forward pass is over.
+    """A decoder that raises one logit a row once its forward pass is over.
 
     Args:
         inner: Does the work.
@@ -168,7 +143,7 @@ class ImposedDecoder(Decoder):
         self._logit = math.log(self.config.vocab_size) + 0.5 + math.log(max(odds, 1e-3))
 
     def forward(self, batch: Batch, cache: KVCache, layers: Layers = None) -> torch.Tensor:
-        """See `Decoder`; the logits come on the host."""
+        """Runs the step and raises the logits, which come on the host."""
         logits = super().forward(batch, cache, layers).cpu()
         rows = batch.logit_rows
         named = mix(batch.token_ids[rows], batch.positions[rows], 1) % self.config.vocab_size

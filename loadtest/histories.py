@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
 
@@ -13,11 +13,10 @@ HTTP = "http"
 
 
 class Kind(StrEnum):
-    """What happened to a client."""
+    """What happened to a client: it asked anew, had no place and was not begun, got something, has all, or nothing."""
 
     ASKED = "asked"
     REFUSED = "refused"
-    RESUMED = "resumed"
     PIECE = "piece"
     ENDED = "ended"
     FAILED = "failed"
@@ -28,11 +27,9 @@ class Event:
     """One thing that happened to a client.
 
     Attributes:
-        kind: What.
         at_s: When, in monotonic seconds.
         token_ids: New tokens; a door may bring text alone.
         text: New text.
-        offset: Tokens before these, as the door counts them; None: it does not tell.
         why: How it ended, or what made it fail.
     """
 
@@ -40,7 +37,6 @@ class Event:
     at_s: float
     token_ids: tuple[int, ...] = ()
     text: str = ""
-    offset: int | None = None
     why: str = ""
 
 
@@ -62,34 +58,9 @@ class History:
     prefill_s: float = 0.0
     clock: Callable[[], float] = time.perf_counter
 
-    def asked(self) -> None:
-        """The request goes out as a new one."""
-        self._add(Kind.ASKED)
-
-    def refused(self, why: str) -> None:
-        """There is no place for it now; it was not begun."""
-        self._add(Kind.REFUSED, why=why)
-
-    def resumed(self, why: str) -> None:
-        """Its stream broke off, and is asked to go on."""
-        self._add(Kind.RESUMED, why=why)
-
-    def piece(self, token_ids: Sequence[int] = (), text: str = "", offset: int | None = None) -> None:
-        """Something new has come."""
-        self._add(Kind.PIECE, token_ids=tuple(token_ids), text=text, offset=offset)
-
-    def ended(self, why: str = "") -> None:
-        """It has its whole answer."""
-        self._add(Kind.ENDED, why=why)
-
-    def failed(self, why: str) -> None:
-        """It was told that there will be no answer."""
-        self._add(Kind.FAILED, why=why)
-
-    def _add(
-        self, kind: Kind, token_ids: tuple[int, ...] = (), text: str = "", offset: int | None = None, why: str = ""
-    ) -> None:
-        self.events.append(Event(kind=kind, at_s=self.clock(), token_ids=token_ids, text=text, offset=offset, why=why))
+    def note(self, kind: Kind, why: str = "", *, token_ids: Iterable[int] = (), text: str = "") -> None:
+        """Adds what happens now."""
+        self.events.append(Event(kind=kind, at_s=self.clock(), token_ids=tuple(token_ids), text=text, why=why))
 
     @property
     def pieces(self) -> list[Event]:
@@ -107,24 +78,24 @@ class History:
         return "".join(event.text for event in self.pieces)
 
     @property
+    def last(self) -> Kind | None:
+        """What happened last; None: nothing yet."""
+        return self.events[-1].kind if self.events else None
+
+    @property
     def error(self) -> str:
         """Why it failed; empty: it did not."""
-        return self.events[-1].why if self.events and self.events[-1].kind is Kind.FAILED else ""
+        return self.events[-1].why if self.last is Kind.FAILED else ""
 
     @property
     def whole(self) -> bool:
         """Whether the answer has come to its end."""
-        return bool(self.events) and self.events[-1].kind is Kind.ENDED
+        return self.last is Kind.ENDED
 
     @property
     def never_begun(self) -> bool:
-        """Whether it was refused to the last, and nobody owes it an answer."""
-        begun = (Kind.PIECE, Kind.RESUMED)
-        return bool(self.events) and self.events[-1].kind is Kind.REFUSED and not self.num(*begun)
-
-    def num(self, *kinds: Kind) -> int:
-        """How many events are of these kinds."""
-        return sum(event.kind in kinds for event in self.events)
+        """Whether it was refused to the last, so that nobody owes it an answer."""
+        return self.last is Kind.REFUSED and not self.pieces
 
     def pause_after(self, at_s: float, within_s: float = 0.25) -> float | None:
         """The longest gap between pieces that began at most `within_s` after a time; None if it did not run then."""
@@ -158,30 +129,21 @@ class Verdict:
 
     def __add__(self, other: Verdict) -> Verdict:
         """Returns both together."""
-        return Verdict(
-            lost=self.lost + other.lost,
-            doubled=self.doubled + other.doubled,
-            changed=self.changed + other.changed,
-            unanswered=self.unanswered + other.unanswered,
-            disordered=self.disordered + other.disordered,
-        )
+        return Verdict(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
 def judge(histories: Iterable[History], reference: Sequence[History]) -> Verdict:
-    """Holds histories against what undisturbed requests brought.
+    """Compares histories with those of undisturbed requests.
 
     Args:
         histories: Of clients that have given up or come to their end.
         reference: By the index of the request, each whole.
     """
-    verdict = Verdict()
-    for history in histories:
-        verdict += judge_one(history, reference[history.index])
-    return verdict
+    return sum((judge_one(history, reference[history.index]) for history in histories), Verdict())
 
 
 def judge_one(history: History, wanted: History) -> Verdict:
-    """Holds one history against an undisturbed one of the same request."""
+    """Compares one history with an undisturbed one of the same request."""
     owed = not (history.whole or history.never_begun)
     verdict = Verdict(unanswered=int(owed), disordered=int(not in_order(history)))
     if history.token_ids or not history.text:
@@ -193,7 +155,7 @@ def judge_one(history: History, wanted: History) -> Verdict:
 
 
 def _compared(got: Sequence[object], wanted: Sequence[object], *, whole: bool) -> Verdict:
-    """Tells how one sequence differs from another; of one that is not whole only what has come counts."""
+    """How one sequence differs from another; of one that is not whole only what has come counts."""
     same = _num_same(got, wanted)
     if not whole:
         return Verdict(changed=len(got) - same)
@@ -210,15 +172,12 @@ def _num_same(a: Sequence[object], b: Sequence[object]) -> int:
 
 
 def in_order(history: History) -> bool:
-    """Whether events follow one another as they can, and pieces in their order."""
-    asked, over, num_tokens, at_s = False, False, 0, float("-inf")
+    """Whether events follow one another as they can."""
+    asked, over, at_s = False, False, float("-inf")
     for event in history.events:
         if over or event.at_s < at_s or (not asked and event.kind is not Kind.ASKED):
             return False
-        if event.offset is not None and event.offset != num_tokens:
-            return False
         asked = event.kind is not Kind.REFUSED
         over = event.kind in (Kind.ENDED, Kind.FAILED)
-        num_tokens += len(event.token_ids)
         at_s = event.at_s
     return True

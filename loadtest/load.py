@@ -13,33 +13,32 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
 from tqdm import tqdm
 
-from loadtest.fleet import machine
-from loadtest.traffic.config import ADAPTIVE, MAX, LoadConfig
-from loadtest.traffic.figures import (
-    Window,
-    bucket_figures,
-    buckets_of,
-    comparison,
-    different_texts,
-    mode_figures,
-)
-from loadtest.traffic.fleets import doors_of
+from loadtest.bench import machine
+from loadtest.client import replay
+from loadtest.fleet import bench_fleet, say
+from loadtest.prompts import Prompts, open_prompts
+from loadtest.streams import Ask, Door, GrpcDoor, HttpDoor
+from loadtest.traffic.config import ADAPTIVE, HTTP, MAX, OFF, ON, LoadConfig
+from loadtest.traffic.figures import Window, bucket_figures, buckets_of, comparison, different_texts, mode_figures
 from loadtest.traffic.highest import TriedRate, highest_rate
-from loadtest.traffic.plan import Request, Source, requests_of, windows_of
-from loadtest.traffic.prompts import Prompts, open_prompts
+from loadtest.traffic.plan import Source, requests_of, windows_of
 from loadtest.traffic.report import summary, write_reports
-from loadtest.traffic.sending import Door, replay
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.errors import PacelineError
 from paceline.service.config import exit_with_error, parse
 
 PROG = "load"
 WARM_RATE_SHARE = 0.5
+# Nobody is refused: a replay measures how long requests take, not how many are turned away.
+UNBOUNDED = ("--max-sessions=100000", "--max-wait-s=86400")
+# Usage in every event says how many tokens each brings.
+COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 def main() -> None:
@@ -62,15 +61,14 @@ async def measure(config: LoadConfig) -> dict[str, Any]:
         PacelineError: The trace, the prompts or the fleets make it impossible.
     """
     source = Source(config)
-    prompts = open_prompts(
+    prompts, described = open_prompts(
         config.prompts, config.model or DEMO_TARGET, max_tokens=config.max_prompt_tokens, seed=config.seed
     )
     figures: dict[str, Any] = {}
-    async with doors_of(config, config.modes) as doors:
+    async with _doors(config) as doors:
         rate, trials = await _rate(config, source, prompts, doors)
-        plan = {**source.described(rate), "prompts": prompts.described, "temperature": config.temperature}
-        requests = requests_of(source.arrivals(rate), prompts, config)
-        windows = windows_of(requests, config.duration_s, config.window_s)
+        plan = {**source.described(rate), "prompts": described}
+        windows = windows_of(requests_of(source.arrivals(rate), prompts, config), config.duration_s, config.window_s)
         await _warm_up(config, source, prompts, doors, rate)
         async for runs in run_windows(doors, windows):
             done = windows[: len(runs[config.modes[0]])]
@@ -79,10 +77,44 @@ async def measure(config: LoadConfig) -> dict[str, Any]:
     return figures
 
 
+@asynccontextmanager
+async def _doors(config: LoadConfig) -> AsyncIterator[Mapping[str, Door]]:
+    """Starts a fleet for each mode, or takes the gateway that is named, and yields the mode's door."""
+    async with AsyncExitStack() as stack:
+        doors = {}
+        for mode in config.modes:
+            address = config.url
+            if not address:
+                fleet = await stack.enter_async_context(bench_fleet(**settings_of(config, mode)))
+                address = fleet.gateway_url if config.door == HTTP else fleet.endpoint("gateway").second_address
+            doors[mode] = open_door(config.door, address)
+            stack.push_async_callback(doors[mode].close)
+        yield doors
+
+
+def settings_of(config: LoadConfig, mode: str) -> dict[str, Any]:
+    """Returns the `FleetSpec` settings of a mode's fleet; fleets are alike but for what the mode is about."""
+    settings: dict[str, Any] = {name: getattr(config, name) for name in ("dtype", "lend", "model", "draft_model")}
+    settings |= {"gateway_arg": UNBOUNDED, "verifier_arg": ("--max-queue=100000",)}
+    if mode == ON:
+        settings["speculative_config"] = json.dumps({"policy": "fixed", "num_speculative_tokens": config.gamma})
+    return settings
+
+
+def open_door(kind: str, address: str) -> Door:
+    """Returns a door: of a URL for HTTP, of host and port for gRPC."""
+    return HttpDoor(address, more=COUNTED) if kind == HTTP else GrpcDoor(address)
+
+
+def asked_in(mode: str, requests: Sequence[Ask]) -> list[Ask]:
+    """Returns requests as a mode sends them."""
+    return [replace(each, speculation={"enabled": False} if mode == OFF else None) for each in requests]
+
+
 async def _rate(
     config: LoadConfig, source: Source, prompts: Prompts, doors: Mapping[str, Door]
 ) -> tuple[float, list[TriedRate]]:
-    """Returns the rate of the replay, and the trials that found it; adaptive speculation is what is served."""
+    """Returns the rate of the replay, and the trials that found it; they use adaptive speculation, as is served."""
     if config.rate == MAX:
         door = doors.get(ADAPTIVE) or next(iter(doors.values()))
         trials = await highest_rate(door, source, prompts, config)
@@ -99,12 +131,12 @@ async def _warm_up(
     warm = replace(config, seed=config.seed + 1_000)
     arrivals = [each for each in source.arrivals(rate * WARM_RATE_SHARE) if each.at_s < config.warmup_s]
     for mode, door in doors.items():
-        sys.stderr.write(f"warming up: {mode}\n")
-        await replay(door, requests_of(arrivals, prompts, warm))
+        say(f"warming up: {mode}")
+        await replay(door, asked_in(mode, requests_of(arrivals, prompts, warm)))
 
 
 async def run_windows(
-    doors: Mapping[str, Door], windows: Sequence[Sequence[Request]]
+    doors: Mapping[str, Door], windows: Sequence[Sequence[Ask]]
 ) -> AsyncIterator[Mapping[str, Sequence[Window]]]:
     """Runs every window in every mode, one after another, in an order that turns with the windows.
 
@@ -113,13 +145,12 @@ async def run_windows(
     """
     modes = list(doors)
     runs: dict[str, list[Window]] = {mode: [] for mode in modes}
-    total = len(modes) * sum(map(len, windows))
-    with tqdm(total=total, unit="request", mininterval=1.0) as bar:
+    with tqdm(total=len(modes) * sum(map(len, windows)), unit="request", mininterval=1.0) as bar:
         for number, window in enumerate(windows):
             first = number % len(modes)
             for mode in modes[first:] + modes[:first]:
                 bar.set_description(f"{mode}, window {number + 1} of {len(windows)}")
-                runs[mode].append(await replay(doors[mode], window, lambda _: bar.update()))
+                runs[mode].append(await replay(doors[mode], asked_in(mode, window), lambda _: bar.update()))
             yield runs
 
 
@@ -128,15 +159,16 @@ def figures_of(
     plan: Mapping[str, Any],
     trials: Sequence[TriedRate],
     runs: Mapping[str, Sequence[Window]],
-    windows: Sequence[Sequence[Request]],
+    windows: Sequence[Sequence[Ask]],
 ) -> dict[str, Any]:
     """Returns everything that the reports say; `checks` is what must hold."""
     buckets = buckets_of(windows, config.slot_s)
     modes = {mode: mode_figures(of) for mode, of in runs.items()}
     compared = comparison(runs, buckets, config.seed)
+    num_different = different_texts(runs)
     checks = {
         "no_errors": not any(figures["errors"] for figures in modes.values()),
-        "same_texts": different_texts(runs) == 0,
+        "same_texts": not num_different,
     }
     if "ok" in compared:
         checks["adaptive_best_or_within_limit"] = compared["ok"]
@@ -151,7 +183,7 @@ def figures_of(
         "modes": modes,
         "buckets": bucket_figures(runs, buckets),
         "comparison": compared,
-        "different_texts": different_texts(runs),
+        "different_texts": num_different,
         "checks": checks,
         "ok": all(checks.values()),
     }

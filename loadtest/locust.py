@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import json
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.fleet import bench_fleet, machine
+from loadtest.bench import report
+from loadtest.fleet import bench_fleet
 from loadtest.shapes import SHAPES
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.service.config import exit_with_error, parse, setting
 
 PROG = "locust"
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+# Where `loadtest` lies, for the path of the process.
+ROOT = str(LOCUSTFILE.parents[1])
 DOORS = ("http", "grpc")
 KINDS = ("E2E", "TTFT", "ITL")
 # Locust starts, waits for running requests and writes its reports beside the run itself.
@@ -51,16 +53,9 @@ def main() -> None:
     except PacelineError as error:
         exit_with_error(PROG, error)
     problems = missing_or_failed(rows)
-    figures = {
-        "bench": "locust",
-        "machine": machine(),
-        "requests": {door: int(rows.get(("E2E", door), {}).get("Request Count", 0)) for door in DOORS},
-        "problems": problems,
-        "report": f"{config.out}.html",
-        "ok": not problems,
-    }
-    print(json.dumps(figures))
-    raise SystemExit(0 if not problems else 1)
+    requests = {door: int(rows.get(("E2E", door), {}).get("Request Count", 0)) for door in DOORS}
+    ok = report("locust", requests=requests, problems=problems, report=f"{config.out}.html", ok=not problems)
+    raise SystemExit(0 if ok else 1)
 
 
 async def measure(config: LocustConfig) -> dict[tuple[str, str], dict[str, str]]:
@@ -91,7 +86,7 @@ async def run_locust(config: LocustConfig, url: str, grpc_address: str) -> dict[
         *("--prompt", config.prompt),
         *("--html", f"{config.out}.html", "--csv", str(config.out), "--stop-timeout", "30"),
         *("--loglevel", "WARNING"),
-        env=_environ(),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))},
         stdout=asyncio.subprocess.DEVNULL,
     )
     try:
@@ -105,13 +100,6 @@ async def run_locust(config: LocustConfig, url: str, grpc_address: str) -> dict[
     if not stats.is_file():
         raise UnavailableError(f"Locust ended with status {process.returncode} and left no figures")
     return read_rows(stats)
-
-
-def _environ() -> Mapping[str, str]:
-    """The environment with this repository's root on the path, where `loadtest` lies."""
-    root = str(LOCUSTFILE.parents[1])
-    path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": root if path is None else f"{root}{os.pathsep}{path}"}
 
 
 def read_rows(stats: Path) -> dict[tuple[str, str], dict[str, str]]:

@@ -2,7 +2,7 @@
 
 Each user sends one request after another and reads it token by token. Besides Locust's own rows, one for the whole
 request, there are rows of type TTFT (to the first token), ITL (a token after the first; tokens that come at once share
-their wait) and E2E. Open-loop truth is not Locust's trade: see `python -m loadtest load`.
+their wait) and E2E. Locust is not open loop: for that see `python -m loadtest load`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-# Locust has patched the standard library by now; gRPC must be told before any channel is made.
+# Locust has patched the standard library by now; gRPC must know before any channel is made.
 import grpc.experimental.gevent
 
 grpc.experimental.gevent.init_gevent()
@@ -24,9 +24,9 @@ import grpc  # noqa: E402
 from locust.argument_parser import LocustArgumentParser  # noqa: E402
 from locust.env import Environment  # noqa: E402
 
+from loadtest.prompts import unseen_prompts  # noqa: E402
 from loadtest.shapes import SHAPES, num_users  # noqa: E402
 from locust import FastHttpUser, LoadTestShape, User, between, events, task  # noqa: E402
-from paceline.checkpoints.corpus import unseen_prompts  # noqa: E402
 from paceline.rpc.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc  # noqa: E402
 
 TIMEOUT_S = 120.0
@@ -36,12 +36,16 @@ CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_pro
 
 
 def _flags(parser: LocustArgumentParser) -> None:
-    parser.add_argument("--grpc-address", default="127.0.0.1:8001", env_var="PACELINE_GRPC_ADDRESS", help="gRPC door")
-    parser.add_argument("--max-tokens", type=int, default=48, env_var="PACELINE_MAX_TOKENS", help="tokens a request")
-    parser.add_argument("--prompt", default="", env_var="PACELINE_PROMPT", help="of all requests; else unseen source")
+    for name, default, about in (
+        ("grpc-address", "127.0.0.1:8001", "gRPC door"),
+        ("max-tokens", 48, "tokens a request"),
+        ("prompt", "", "of all requests; without it unseen source"),
+        ("most-users", 8, "most users at once"),
+        ("seconds", 60.0, "length of the run"),
+    ):
+        variable = f"PACELINE_{name.upper().replace('-', '_')}"
+        parser.add_argument(f"--{name}", type=type(default), default=default, env_var=variable, help=about)
     parser.add_argument("--shape", choices=SHAPES, default="steady", env_var="PACELINE_SHAPE", help="users over time")
-    parser.add_argument("--most-users", type=int, default=8, env_var="PACELINE_MOST_USERS", help="most users at once")
-    parser.add_argument("--seconds", type=float, default=60.0, env_var="PACELINE_SECONDS", help="length of the run")
 
 
 events.init_command_line_parser.add_listener(_flags)
@@ -76,7 +80,7 @@ class Stopwatch:
         self._pieces: list[tuple[float, int]] = []
 
     def tokens(self, count: int) -> None:
-        """So many tokens have just come."""
+        """Notes that tokens have just come."""
         if count:
             self._pieces.append((time.perf_counter(), count))
 
@@ -141,7 +145,7 @@ def _counts(response: Any) -> Iterator[int]:
     if response.status_code != 200:
         raise ValueError(f"status {response.status_code}: {response.text[:200]}")
     total = 0
-    # By line: reads of a fixed size wait until so much has come, and overstate the time to the first token.
+    # By line: reads of a fixed size wait until all of it has come, and overstate the time to the first token.
     while line := response.stream.readline(b"\n"):
         if not line.startswith(b"data: {"):
             continue

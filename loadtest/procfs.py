@@ -1,4 +1,4 @@
-"""What the kernel says of a process, memory, CPU time, open files, and where it lets it run."""
+"""What the kernel says of a process: memory, CPU time, children, environment, and where it lets it run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ def keep_to(pid: int, cpus: Collection[int]) -> None:
         # One may have ended since it was listed.
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cpus)
-
-
-def num_open_files(pid: int) -> int:
-    """Returns how many file descriptors a process holds, sockets included."""
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def children_of(pid: int) -> list[int]:

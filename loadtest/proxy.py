@@ -1,8 +1,8 @@
 """A TCP proxy that adds a round trip, for benches: threads, because an event loop's sleeps are too coarse for it.
 
 Each direction of a connection has a reader, which stamps what it receives with the time it is due, and a writer, which
-sleeps until then. So order is kept, and a delay slows nothing down but the message itself. It can also cut what passes
-through, or hold it back without a word. It knows nothing of what passes.
+sleeps until then. So order is kept, and a delay slows nothing down but the message itself. It can also cut connections,
+or hold everything back without closing them. It does not look at the bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Self
 CHUNK_BYTES = 256 * 1024
 # Chunks under way in one direction; beyond that the sender is held back, as by a full window.
 MAX_CHUNKS = 4096
-# The kernel may wake a sleeper so much late; the rest of a wait is spun away.
+# The kernel may wake a sleeper that much too late; the last part of a wait is spun away.
 SPIN_S = 0.0001
 CONNECT_TIMEOUT_S = 5.0
 
@@ -76,7 +76,7 @@ class DelayProxy:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Lets nothing pass while a block runs, and tells nobody: connections stay open, later ones are taken."""
+        """Lets nothing pass while a block runs: connections stay open, and later ones are taken."""
         self._flowing.clear()
         try:
             yield

@@ -1,7 +1,7 @@
 """A verifier, its drafter and their load as a replay: the real controller, and a world whose truth is known.
 
-Everything a policy meets is a function of the seed alone: the target's tokens, the drafter's guesses and what they
-say of themselves, the time a step takes. Coupled verification makes the token streams of all policies equal, so the
+Everything a policy meets is a function of the seed alone: the target's tokens, the drafter's guesses and their
+confidence, the time a step takes. Coupled verification makes the token streams of all policies equal, so the
 replay is exact: two policies at the same position of a session see the same draft tree.
 """
 
@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from paceline.core.calibration import Calibration, SessionOffset
-from paceline.core.demand import Demand
 from paceline.core.draft_policy import DraftPolicy
+from paceline.core.drafter_worth import Demand
 from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.step_time import StepCost, StepMode
@@ -25,13 +25,13 @@ from paceline.core.tree import DraftTree, Node, best_first, walk
 from paceline.planning.guesses import RIGHT, STRIDE, DrawnGuesses, philox
 
 DEPTH = 10
-# Of a tree that a miss emptied, so much is drafted again before the next step.
+# Levels that are drafted again before the next step after a miss has emptied the tree.
 DEPTH_AFTER_MISS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World(DrawnGuesses):
-    """The truth that no policy is told: what the drafter guesses, and what steps take.
+    """The truth that no policy sees: what the drafter guesses, and what steps take.
 
     Args:
         cost: Seconds of a plain step by rows.
@@ -64,20 +64,18 @@ class ReplayedSession:
 
 
 class Policy(Protocol):
-    """What picks the nodes of a replayed step."""
+    """What picks the nodes of a replayed step.
+
+    Its `mode` says whether drafters work during the coming step; of the optimum, during this one.
+    """
+
+    mode: StepMode
 
     def nodes(self, sessions: Sequence[ReplayedSession]) -> Sequence[Sequence[Node]]:
         """The nodes of each session."""
-        ...
-
-    @property
-    def mode(self) -> StepMode:
-        """Whether drafters work during the coming step; of the optimum, during this one."""
-        ...
 
     def observe(self, rows: int, guesses: int, mode: StepMode, seconds: float) -> None:
         """Learns from a step."""
-        ...
 
 
 class RealPolicy:
@@ -89,7 +87,7 @@ class RealPolicy:
         self.mode = StepMode.PLAIN
 
     def nodes(self, sessions: Sequence[ReplayedSession]) -> Sequence[Sequence[Node]]:
-        """See `Policy`."""
+        """What the policy allocates."""
         demands = [Demand(tree=each.tree, cap=self._cap, answered=each.drafted, usual=each.usual) for each in sessions]
         allocation = self._policy.allocate(demands)
         for session, price in zip(sessions, allocation.prices, strict=True):
@@ -98,7 +96,7 @@ class RealPolicy:
         return allocation.nodes
 
     def observe(self, rows: int, guesses: int, mode: StepMode, seconds: float) -> None:
-        """See `Policy`."""
+        """Passes it on."""
         self._policy.observe(rows=rows, guesses=guesses, mode=mode, seconds=seconds)
 
 
@@ -115,7 +113,7 @@ class Optimum:
         self.mode = StepMode.DRAFTING
 
     def nodes(self, sessions: Sequence[ReplayedSession]) -> Sequence[Sequence[Node]]:
-        """See `Policy`; also settles whether this very step counts as one with drafters at work."""
+        """The best nodes; also settles whether this very step counts as one with drafters at work."""
         ranked = sorted(
             (
                 (-self._survival(node, each.number), node.position - each.committed_len, index, node)
@@ -148,7 +146,7 @@ class Optimum:
         return survival
 
     def observe(self, rows: int, guesses: int, mode: StepMode, seconds: float) -> None:
-        """See `Policy`; there is nothing that it does not know."""
+        """Learns nothing: it knows everything."""
 
 
 MAX_CONSIDERED = 24

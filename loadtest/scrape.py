@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,7 +33,7 @@ async def scrape(address: str) -> dict[str, float]:
 
 
 async def sessions_left(fleet: LocalFleet) -> dict[str, int]:
-    """Returns the sessions that the services of a fleet still count, by service; an empty one when there are none."""
+    """Returns the sessions that the services of a fleet still count, by service; empty when there are none."""
     async with httpx.AsyncClient(trust_env=False) as client:
         health = (await client.get(f"{fleet.gateway_url}/health")).json()
     verifier = await scrape(fleet.endpoint("verifier").second_address)
@@ -48,20 +47,10 @@ async def sessions_left(fleet: LocalFleet) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items() if count}
 
 
-@dataclass(slots=True)
-class MeanOf:
-    """Mean of a histogram over the time between scrapes; several stretches add up."""
-
-    name: str
-    total: float = 0.0
-    count: float = 0.0
-
-    def add(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Takes in one stretch."""
-        self.total += after.get(f"{self.name}_sum", 0.0) - before.get(f"{self.name}_sum", 0.0)
-        self.count += after.get(f"{self.name}_count", 0.0) - before.get(f"{self.name}_count", 0.0)
-
-    @property
-    def value(self) -> float:
-        """The mean; 0 when nothing was observed."""
-        return self.total / self.count if self.count else 0.0
+def mean_between(histogram: str, scrapes: list[tuple[Mapping[str, float], Mapping[str, float]]]) -> float:
+    """Mean of a histogram over stretches, each between two scrapes; 0 when nothing was observed."""
+    total, count = (
+        sum(after.get(name, 0.0) - before.get(name, 0.0) for before, after in scrapes)
+        for name in (f"{histogram}_sum", f"{histogram}_count")
+    )
+    return total / count if count else 0.0

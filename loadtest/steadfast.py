@@ -7,13 +7,12 @@ import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
 
 from tokenizers import Tokenizer
 
-from loadtest.histories import GRPC, HTTP, History
+from loadtest.histories import GRPC, HTTP, History, Kind
+from loadtest.prompts import unseen_prompts
 from loadtest.resuming_http import ResumingHttpClient
-from paceline.checkpoints.corpus import unseen_prompts
 from paceline.client.resuming import ResumingClient
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.errors import OverloadedError, PacelineError
@@ -22,7 +21,7 @@ from paceline.rpc.v1 import common_pb2, gateway_pb2
 
 Request = gateway_pb2.GatewayGenerateRequest
 NUM_PROMPTS = 40
-# Yields for every piece, and tells a history of it.
+# Notes everything in a history, and yields after every piece.
 Answer = Callable[[Request, History], AsyncGenerator[None, None]]
 
 
@@ -57,53 +56,20 @@ def _request(prompt: str, index: int, max_tokens: int, method: str) -> Request:
     return Request(prompt=prompt, sampling=sampling, speculation=speculation)
 
 
-def http_body(request: Request) -> dict[str, Any]:
-    """The same request as the HTTP door takes it."""
-    sampling = request.sampling
-    ids = list(request.prompt_token_ids.ids)
-    return {
-        "prompt": ids or request.prompt,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "ignore_eos": sampling.ignore_eos,
-        "seed": sampling.seed,
-        "speculation": {"acceptance": request.speculation.acceptance, "method": request.speculation.method},
-    }
+def over(client: ResumingClient) -> Answer:
+    """Answers that come through a client."""
+    return partial(_over, client)
 
 
-def over_grpc(client: ResumingClient) -> Answer:
-    """Answers come from the gRPC door."""
-    return partial(_over_grpc, client)
-
-
-async def _over_grpc(client: ResumingClient, request: Request, history: History) -> AsyncGenerator[None, None]:
-    history.door = GRPC
+async def _over(client: ResumingClient, request: Request, history: History) -> AsyncGenerator[None, None]:
+    history.door = HTTP if isinstance(client, ResumingHttpClient) else GRPC
     async with aclosing(client.stream(request)) as pieces:
         async for piece in pieces:
             if piece.token_ids or piece.text:
-                history.piece(piece.token_ids, piece.text)
+                history.note(Kind.PIECE, token_ids=piece.token_ids, text=piece.text)
             if piece.HasField("result"):
                 history.prefill_s = piece.result.timings.prefill_ns / 1e9
-                history.ended(piece.result.finish_reason)
-            yield
-
-
-def over_http(client: ResumingHttpClient) -> Answer:
-    """Answers come from the HTTP door."""
-    return partial(_over_http, client)
-
-
-async def _over_http(client: ResumingHttpClient, request: Request, history: History) -> AsyncGenerator[None, None]:
-    history.door = HTTP
-    async with aclosing(client.stream(http_body(request), history.resumed)) as pieces:
-        async for piece in pieces:
-            if piece.text:
-                history.piece(text=piece.text)
-            if piece.finish_reason:
-                history.ended(piece.finish_reason)
+                history.note(Kind.ENDED, piece.result.finish_reason)
             yield
 
 
@@ -114,19 +80,19 @@ async def run_one(
     on_piece: Callable[[History], None] = lambda _: None,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> History:
-    """Runs a request to its end; where there is no place for it, it comes again when it is told to."""
+    """Runs a request to its end; one that finds no place comes again when the answer says."""
     history = History(index=index)
     while not history.events or (history.never_begun and not gives_up()):
-        history.asked()
+        history.note(Kind.ASKED)
         try:
             async with aclosing(answer(request, history)) as pieces:
                 async for _ in pieces:
                     on_piece(history)
         except OverloadedError as error:
-            history.refused(str(error))
+            history.note(Kind.REFUSED, str(error))
             await asyncio.sleep(error.retry_after_s * random.uniform(0.5, 1.0))
         except PacelineError as error:
-            history.failed(f"{type(error).__name__}: {error}")
+            history.note(Kind.FAILED, f"{type(error).__name__}: {error}")
     return history
 
 
@@ -151,9 +117,9 @@ async def keep_running(
 
     Args:
         answers: Doors, which requests take in turn.
-        requests: What to ask.
+        requests: What to ask; each runs once at least.
         is_over: Whether no new request is to begin.
-        on_end: Told of each history that has come to its end.
+        on_end: Called with each history that has come to its end.
     """
 
     async def again(index: int) -> list[History]:

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from loadtest.client import Ask, run_batch
-from loadtest.flags import bench_parser
-from loadtest.fleet import bench_fleet, machine, widened_target
+from loadtest.bench import bench_parser, report, run, show
+from loadtest.client import asks_of, run_batch
+from loadtest.fleet import bench_fleet, widened_target
 from loadtest.trial import Trial, rounded_error, take_turns
-from paceline.checkpoints.corpus import unseen_prompts
-from paceline.cluster.local import LocalFleet
 
 MOST = 1.4
 STEP, LINEARS = "step", "linears"
@@ -37,19 +35,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="steps of a round (default 128)")
     parser.add_argument(WORKER, type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, default=None, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.linears_of is not None:
-        os.sched_setaffinity(0, {arguments.core})
-        print(time_linears(arguments.linears_of, arguments.max_tokens))
-        raise SystemExit(0)
-    raise SystemExit(0 if asyncio.run(measure(arguments.rounds, arguments.max_tokens)) else 1)
+    run(parser, measure)
 
 
 def time_linears(folder: Path, count: int) -> float:
     """Median seconds of all linear layers of a target at one row, on this process's core."""
     import torch
 
-    from paceline.engine.backends.llama_backend import LlamaBackend
+    from paceline.engine.backends.interface import LlamaBackend
     from paceline.engine.loading import load_decoder
 
     decoder = load_decoder(folder, num_threads=1)
@@ -68,40 +61,33 @@ def time_linears(folder: Path, count: int) -> float:
     return statistics.median(seconds[10:])
 
 
-async def measure(rounds: int, max_tokens: int) -> bool:
+async def measure(arguments: argparse.Namespace) -> bool:
     """Runs both in turn and prints them; True when the ratio is met."""
+    if arguments.linears_of is not None:
+        os.sched_setaffinity(0, {arguments.core})
+        print(time_linears(arguments.linears_of, arguments.max_tokens))
+        return True
     settings = widened_target("98m")
     core = str(min(os.sched_getaffinity(0)))
     own_core = ("--cpus", core, "--threads", "1")
+    ask = replace(asks_of(1, arguments.max_tokens)[0], speculation={"enabled": False})
     async with bench_fleet(**settings, drafter=False, verifier_threads=1, verifier_arg=own_core) as fleet:
-        ask = Ask(prompt=unseen_prompts(1)[0], max_tokens=max_tokens, speculation={"enabled": False})
         await run_batch(fleet.gateway_url, [ask], 1, "warming up")
 
         async def measure_side(side: str) -> float:
-            if side == STEP:
-                return await _time_steps(fleet, ask)
-            return await _linears(settings["model"], core, max_tokens)
+            if side == LINEARS:
+                return await _linears(settings["model"], core, arguments.max_tokens)
+            result = await run_batch(fleet.gateway_url, [ask], 1, "decoding")
+            return statistics.median(result.completions[0].gaps_s)
 
-        seconds = await take_turns([STEP, LINEARS], measure_side, rounds=rounds, title="step and linears")
-    return _report(seconds)
-
-
-def _report(seconds: Mapping[str, Sequence[float]]) -> bool:
-    step_ms, linears_ms = (1e3 * statistics.median(seconds[side]) for side in (STEP, LINEARS))
+        seconds = await take_turns([STEP, LINEARS], measure_side, rounds=arguments.rounds, title="step and linears")
+    step_ms, linears_ms = (round(1e3 * statistics.median(seconds[side]), 3) for side in (STEP, LINEARS))
     trial = Trial.of(seconds[STEP], seconds[LINEARS])
-    ok = trial.meets(most=MOST)
-    print(f"step in the running verifier {step_ms:7.2f} ms")
-    print(f"its packed linears alone     {linears_ms:7.2f} ms")
-    print(f"ratio                        {trial.ratio:7.2f}  (at most {MOST}); batch size 1, one core; {machine()}")
-    figures = {"bench": "step", "machine": machine(), "batch_size": 1, "step_ms": round(step_ms, 3)}
-    ratio = {"ratio": round(trial.ratio, 3), "error": rounded_error(trial), "most": MOST}
-    print(json.dumps({**figures, "linears_ms": round(linears_ms, 3), **ratio, "ok": ok}))
-    return ok
-
-
-async def _time_steps(fleet: LocalFleet, ask: Ask) -> float:
-    result = await run_batch(fleet.gateway_url, [ask], 1, "decoding")
-    return statistics.median(result.completions[0].gaps_s)
+    figures: dict[str, Any] = {"step_ms": step_ms, "linears_ms": linears_ms, "ratio": round(trial.ratio, 3)}
+    figures |= {"error": rounded_error(trial), "most": MOST}
+    show([figures])
+    print("batch size 1, one core")
+    return report("step", batch_size=1, **figures, ok=trial.meets(most=MOST))
 
 
 async def _linears(target: Path, core: str, count: int) -> float:

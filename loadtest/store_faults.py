@@ -72,7 +72,7 @@ async def _take_over(heir: Address, master: Address, proxy: DelayProxy) -> None:
     async with asyncio.timeout(SYNCED_WITHIN_S), _connected(heir) as redis:
         await _until_there(redis)
         await redis.replicaof(master[0], str(master[1]))
-        while (await redis.info("replication")).get("master_link_status") != "up":  # noqa: ASYNC110 - nobody tells
+        while (await redis.info("replication")).get("master_link_status") != "up":  # noqa: ASYNC110 - only polling shows it
             await asyncio.sleep(POLL_S)
         await redis.replicaof("NO", "ONE")
     proxy.set_upstream(heir)
@@ -80,12 +80,10 @@ async def _take_over(heir: Address, master: Address, proxy: DelayProxy) -> None:
 
 async def _until_there(redis: Redis) -> None:
     while True:
-        try:
+        with suppress(RedisError):
             await redis.ping()
-        except RedisError:
-            await asyncio.sleep(POLL_S)
-        else:
             return
+        await asyncio.sleep(POLL_S)
 
 
 @asynccontextmanager

@@ -11,21 +11,20 @@ Goals: 1.3 with the grammar alone at either batch size, and never below 0.98.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from typing import Any
 
 import jsonschema_rs
 from tokenizers import Tokenizer
 
-from loadtest.client import Ask, BatchResult, run_batch, same_texts
-from loadtest.flags import add_round_flags, bench_parser
-from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, machine, widened_target
+from loadtest.bench import add_round_flags, bench_parser, report, run, show
+from loadtest.client import BatchResult, run_batch, same_texts
+from loadtest.fleet import DEMO_PAIR, OWN_HARDWARE, bench_fleet, widened_target
+from loadtest.streams import Ask
 from loadtest.trial import Trial, rounded_error, take_turns
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.grammar import OutputGrammar
@@ -33,7 +32,7 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.identity import model_identity
 from paceline.gateway.grammars.compiling import grammar_of_json_schema
 
-# Sides: what a request says of speculation. Each "with" is compared with the "without" of its kind.
+# What requests of a side ask of speculation. Each "with" is compared with the "without" of its kind.
 SIDES: dict[str, dict[str, Any]] = {
     "tier, with": {"method": "draft_model+ngram+grammar"},
     "tier, without": {"method": "draft_model+ngram"},
@@ -44,24 +43,15 @@ KINDS = ("tier", "alone")
 GOAL, LEAST = 1.3, 0.98
 BATCH_SIZES = (1, 8)
 NUM_KEYS = 12
-WORDS = (
-    "status",
-    "position",
-    "language",
-    "identifier",
-    "created",
-    "visible",
-    "priority",
-    "category",
-    "version",
-    "owner",
-)
+WORDS = ("status", "position", "language", "identifier", "created", "visible", "priority", "category", "version")
 KINDS_OF_VALUE: tuple[Mapping[str, Any], ...] = (
     {"type": "boolean"},
     {"type": "integer", "minimum": 0, "maximum": 999},
     {"enum": ["active", "inactive", "unknown"]},
     {"type": "string", "maxLength": 8},
 )
+# Results by batch size and side, one a round.
+_Results = Mapping[tuple[int, str], Sequence[BatchResult]]
 
 
 def main() -> None:
@@ -72,7 +62,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8")
     parser.add_argument("--target", choices=("98m", "demo"), default="98m", help="the target (default 98m)")
     add_round_flags(parser, 2, 4)
-    raise SystemExit(0 if asyncio.run(measure(parser.parse_args())) else 1)
+    run(parser, measure)
 
 
 def schema_of(number: int) -> dict[str, Any]:
@@ -101,8 +91,8 @@ def asks_of(arguments: argparse.Namespace, side: str) -> list[Ask]:
 async def measure(arguments: argparse.Namespace) -> bool:
     """Runs all rounds and prints the table; True when answers are as they must be and nothing got slower."""
     models = DEMO_PAIR if arguments.target == "demo" else widened_target(arguments.target)
-    async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(bench_fleet(**models, **OWN_HARDWARE))
+    places = [(batch_size, kind) for batch_size in BATCH_SIZES for kind in KINDS]
+    async with bench_fleet(**models, **OWN_HARDWARE) as fleet:
 
         async def turn(at: tuple[int, str]) -> BatchResult:
             batch_size, side = at
@@ -115,33 +105,26 @@ async def measure(arguments: argparse.Namespace) -> bool:
             turn,
             rounds=arguments.rounds,
             most_rounds=arguments.most_rounds,
-            is_known=lambda found: all(_trial(found, size, kind).is_known() for size in BATCH_SIZES for kind in KINDS),
+            is_known=lambda found: all(_trial(found, *place).is_known() for place in places),
             title="sides",
         )
-    rows = [_row(results, batch_size, kind) for batch_size in BATCH_SIZES for kind in KINDS]
+    rows = [_row(results, *place) for place in places]
     same = same_texts(each for found in results.values() for each in found)
     texts = results[1, "alone, without"][0].texts
-    num_finished = _num_valid(texts)
-    mask_us = mask_times_us(texts)
-    for row in rows:
-        print(_line(row))
-    print(
-        f"{num_finished} of {len(texts)} answers ended by themselves, all valid; the others were cut off. "
-        f"Mask {mask_us['median']:.1f} us a token, at most {mask_us['most']:.0f}"
-    )
-    ok = same and all(row["ok"] for row in rows)
+    num_finished, mask_us = _num_valid(texts), mask_times_us(texts)
+    show(rows)
+    print(f"{num_finished} of {len(texts)} answers ended by themselves, all valid; the others were cut off; {mask_us=}")
     given = {name: getattr(arguments, name) for name in ("prompts", "max_tokens", "temperature", "target")}
-    figures = {"same_texts": same, "num_finished": num_finished, "mask_us": mask_us, "ok": ok}
-    print(json.dumps({"bench": "structured", "machine": machine(), **given, "rows": rows, **figures}))
-    return ok
-
-
-_Results = Mapping[tuple[int, str], Sequence[BatchResult]]
+    ok = same and all(row["ok"] for row in rows)
+    figures = {"same_texts": same, "num_finished": num_finished, "mask_us": mask_us}
+    return report("structured", **given, rows=rows, **figures, ok=ok)
 
 
 def _trial(results: _Results, batch_size: int, kind: str) -> Trial:
-    speeds = {way: [each.tokens_per_s for each in results[batch_size, f"{kind}, {way}"]] for way in ("with", "without")}
-    return Trial.of(speeds["with"], speeds["without"])
+    with_grammar, without = (
+        [each.tokens_per_s for each in results[batch_size, f"{kind}, {way}"]] for way in ("with", "without")
+    )
+    return Trial.of(with_grammar, without)
 
 
 def _row(results: _Results, batch_size: int, kind: str) -> dict[str, Any]:
@@ -153,16 +136,9 @@ def _row(results: _Results, batch_size: int, kind: str) -> dict[str, Any]:
         "acceptance_length": round(found[0].mean_acceptance_length, 2),
         "ratio": round(trial.ratio, 3),
         "error": rounded_error(trial),
-        "rounds": trial.num_rounds,
+        "rounds": len(trial.ratios),
         "ok": trial.meets(least=GOAL if kind == "alone" else LEAST),
     }
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return (
-        "batch size {batch_size}  {kind:5}  tokens/s {tokens_per_s:7.1f}  acceptance length {acceptance_length:5.2f}  "
-        "with over without {ratio:5.3f} +- {error}"
-    ).format(**row)
 
 
 def _num_valid(texts: Sequence[str]) -> int:
@@ -185,15 +161,13 @@ def _num_valid(texts: Sequence[str]) -> int:
 def mask_times_us(texts: Sequence[str]) -> dict[str, float]:
     """Microseconds for what may follow each token of these answers."""
     identity = model_identity(DEMO_TARGET)
-    grammars = Grammars(DEMO_TARGET, identity.vocab_size, identity.eos_token_ids)
+    ends = identity.eos_token_ids
+    grammars = Grammars(DEMO_TARGET, identity.vocab_size, ends)
     tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
     times: list[float] = []
     for number, text in enumerate(texts):
         state = grammars.compile(grammar_of_json_schema(schema_of(number)))
-        ends = frozenset(identity.eos_token_ids)
-        grammar = OutputGrammar(
-            state, vocab_size=identity.vocab_size, stop_ids=ends, eos_token_ids=identity.eos_token_ids
-        )
+        grammar = OutputGrammar(state, vocab_size=identity.vocab_size, stop_ids=frozenset(ends), eos_token_ids=ends)
         for token_id in tokenizer.encode(text, add_special_tokens=False).ids:
             started_s = time.perf_counter()
             grammar.after()
@@ -202,8 +176,5 @@ def mask_times_us(texts: Sequence[str]) -> dict[str, float]:
                 # What was cut off within a character is written as another one.
                 break
             grammar.push((token_id,))
-    return {
-        "median": round(statistics.median(times), 1),
-        "mean": round(statistics.fmean(times), 1),
-        "most": round(max(times), 1),
-    }
+    means = {"median": statistics.median(times), "mean": statistics.fmean(times), "most": max(times)}
+    return {name: round(value, 1) for name, value in means.items()}

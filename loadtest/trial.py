@@ -1,7 +1,7 @@
 """Sides measured by turns, and the ratio of one to another.
 
 Machines drift by a tenth between two rounds. So every round measures every side, every other one in the opposite order,
-and ratios are made within a round. Rounds go on until what is asked is known.
+and ratios are made within a round. Rounds go on until the answer is known.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-# Standard error at which a ratio is known; and how many of them from what is asked it is as good as known.
+# Standard error at which a ratio is known; and how many such errors away from its goal it is known well enough.
 PRECISION, FAR = 0.01, 3.0
 
 Side = TypeVar("Side", bound=Hashable)
@@ -38,14 +38,9 @@ class Trial:
         return statistics.median(self.ratios)
 
     @property
-    def num_rounds(self) -> int:
-        """How many rounds there were."""
-        return len(self.ratios)
-
-    @property
     def error(self) -> float | None:
-        """Standard error of the rounds' mean; one round tells nothing of it."""
-        return statistics.stdev(self.ratios) / math.sqrt(self.num_rounds) if self.num_rounds > 1 else None
+        """Standard error of the rounds' mean; None after one round."""
+        return statistics.stdev(self.ratios) / math.sqrt(len(self.ratios)) if len(self.ratios) > 1 else None
 
     def meets(self, *, least: float = -math.inf, most: float = math.inf) -> bool:
         """Whether the ratio keeps a goal; one met within its standard error is met."""
@@ -53,7 +48,7 @@ class Trial:
         return least - slack <= self.ratio <= most + slack
 
     def is_known(self, goal: float | None = None) -> bool:
-        """Whether another round would say little of the ratio, or of the side of the goal on which it lies."""
+        """Whether another round would change little: the ratio is precise, or lies far from the goal."""
         if self.error is None:
             return False
         is_far = goal is not None and abs(self.ratio - goal) > FAR * self.error
@@ -82,7 +77,7 @@ async def take_turns(
         measure: Runs one side's turn.
         rounds: The least.
         most_rounds: The most, where it is more than `rounds`.
-        is_known: Whether another round would say little after these results.
+        is_known: Whether another round would change little after these results.
         title: Of the progress bar.
     """
     results: dict[Side, list[Result]] = {side: [] for side in sides}

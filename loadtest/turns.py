@@ -6,16 +6,16 @@ fleet, started by the launcher of its own tree, and all of them stay up, so that
 Every round decodes the same prompts with each side, every other one in the opposite order. Rounds go on until the
 ratios to the first side are known to one percent or there were --most-rounds.
 
-Before anything is measured, the services are asked which sources they run: what was not started from its own tree ends
-the bench. Two fleets of the same code differ by up to a tenth in tokens/s (name a side twice to see by how much here):
-steps for the same text say more than speed. In the table:
+Before anything is measured, the bench checks which sources the services run, and ends if a fleet was not started from
+its own tree. Two fleets of the same code differ by up to a tenth in tokens/s (name a side twice to see by how much
+here): steps for the same text say more than speed. In the table:
 
 * tokens_per_s: decoding only at one stream, all output over the whole time at more; ratio: over the first side's of the
   same round, median; error: its standard error
 * steps: of all texts of a round; drafted: those among them that verified guesses; gamma: draft tokens of these;
   length: 1 + accepted / these; step_ms: of the verifier, prompts included
 
-The bench is met when all sides say the same texts.
+The bench is met when all sides give the same texts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -38,16 +38,18 @@ from typing import Any
 
 import httpx
 
-from loadtest.client import asks_of, run_batch, same_texts
-from loadtest.flags import add_round_flags, bench_parser
-from loadtest.fleet import machine
-from loadtest.measured import Measured, Turn, settled_turn
+from loadtest.bench import add_round_flags, bench_parser, report, run, show
+from loadtest.client import BatchResult, asks_of, joined, run_batch, same_texts
 from loadtest.procfs import children_of, environment_of
 from loadtest.proxy import DelayProxy
-from loadtest.trial import rounded_error, take_turns
+from loadtest.scrape import mean_between, scrape
+from loadtest.streams import Ask
+from loadtest.trial import Trial, rounded_error, take_turns
 from paceline.cluster.valkey import free_port
 
 HOST = "127.0.0.1"
+# Tokens decoded untimed after each change: the verifier has to learn how long answers take now.
+SETTLE_TOKENS = 96
 # The first fleet of a tree compiles its kernels.
 START_TIMEOUT_S, STOP_TIMEOUT_S, POLL_S = 300.0, 30.0, 0.5
 PORTS = (
@@ -71,14 +73,22 @@ class Side:
         return f"http://{HOST}:{self.ports['gateway-port']}"
 
     @property
-    def metrics(self) -> str:
-        """Where its verifier tells its metrics."""
-        return f"{HOST}:{self.ports['verifier-metrics-port']}"
-
-    @property
     def title(self) -> str:
         """Name in the table."""
         return " ".join((self.tree.name, *self.flags))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one turn gave, and the verifier's metrics around it."""
+
+    result: BatchResult
+    tokens_per_s: float
+    scrapes: tuple[Mapping[str, float], Mapping[str, float]]
+
+
+# Turns by round trip (ms) and number of the side, one a round.
+Turns = Mapping[tuple[float, int], Sequence[Turn]]
 
 
 def main() -> None:
@@ -93,45 +103,70 @@ def main() -> None:
     parser.add_argument(
         "--round-trips-ms", type=float, nargs="+", default=[0.0], help="between the tiers, injected (default 0)"
     )
-    arguments = parser.parse_args()
-    if len(arguments.sides) < 2:
-        parser.error("at least two sides are needed, such as '. ../before'")
-    raise SystemExit(0 if asyncio.run(measure(arguments)) else 1)
+    run(parser, measure)
 
 
 async def measure(arguments: argparse.Namespace) -> bool:
     """Starts all fleets, runs all rounds and prints the table; True when the texts are the same."""
+    if len(arguments.sides) < 2:
+        raise SystemExit("turns: at least two sides are needed, such as '. ../before'")
     asks = asks_of(arguments.prompts, arguments.max_tokens, arguments.temperature)
     trips = list(dict.fromkeys(arguments.round_trips_ms))
     async with AsyncExitStack() as stack:
         sides = [await stack.enter_async_context(_fleet(side)) for side in arguments.sides]
         for side in sides:
             await run_batch(side.url, [replace(ask, max_tokens=1) for ask in asks], 1, "prompts")
-
-        async def measure_one(at: tuple[float, int]) -> Turn:
-            trip, side = at[0], sides[at[1]]
-            side.proxy.set_round_trip(trip / 1e3)
-            return await settled_turn(side.url, side.metrics, asks, arguments.streams, f"{trip:g} ms, {side.title}")
-
         turns = await take_turns(
             [(trip, index) for trip in trips for index in range(len(sides))],
-            measure_one,
+            lambda at: _turn(sides[at[1]], at[0], asks, arguments.streams),
             rounds=arguments.rounds,
             most_rounds=arguments.most_rounds,
-            is_known=_is_known,
+            is_known=lambda turns: all(_trial(turns, at).is_known() for at in turns if at[1]),
             title="sides",
         )
     rows = [
-        {"side": side.title, "round_trip_ms": trip, **_row(Measured(turns[trip, index]), Measured(turns[trip, 0]))}
+        {"side": side.title, "round_trip_ms": trip, **_row(turns, (trip, index))}
         for index, side in enumerate(sides)
         for trip in trips
     ]
     same = same_texts(turn.result for each in turns.values() for turn in each)
-    _print_table(rows, arguments, same=same)
-    print(
-        json.dumps({"bench": "turns", "machine": machine(), "batch_size": arguments.streams, "rows": rows, "ok": same})
-    )
-    return same
+    show(rows)
+    print("all texts equal" if same else "TEXTS DIFFER")
+    return report("turns", batch_size=arguments.streams, rows=rows, ok=same)
+
+
+async def _turn(side: Side, trip_ms: float, asks: Sequence[Ask], streams: int) -> Turn:
+    """Lets the fleet settle, then times the requests."""
+    side.proxy.set_round_trip(trip_ms / 1e3)
+    title, metrics = f"{trip_ms:g} ms, {side.title}", f"{HOST}:{side.ports['verifier-metrics-port']}"
+    await run_batch(side.url, [replace(asks[0], max_tokens=SETTLE_TOKENS)], 1, f"{title}, settling")
+    before = await scrape(metrics)
+    result = await run_batch(side.url, asks, streams, title)
+    speed = result.decode_tokens_per_s if streams == 1 else result.tokens_per_s
+    return Turn(result=result, tokens_per_s=speed, scrapes=(before, await scrape(metrics)))
+
+
+def _trial(turns: Turns, at: tuple[float, int]) -> Trial:
+    """A side over the first one at the same round trip."""
+    mine, first = ([turn.tokens_per_s for turn in turns[at[0], index]] for index in (at[1], 0))
+    return Trial.of(mine, first)
+
+
+def _row(turns: Turns, at: tuple[float, int]) -> dict[str, Any]:
+    done, trial = joined(turn.result for turn in turns[at]), _trial(turns, at)
+    rounds = len(trial.ratios)
+    step_s = mean_between("paceline:step_seconds", [turn.scrapes for turn in turns[at]])
+    return {
+        "tokens_per_s": round(statistics.median(turn.tokens_per_s for turn in turns[at]), 1),
+        "ratio": round(trial.ratio, 3),
+        "error": rounded_error(trial),
+        "steps": round(done.total("num_steps") / rounds, 1),
+        "drafted": round(done.total("num_spec_steps") / rounds, 1),
+        "gamma": round(done.mean_gamma, 2),
+        "length": round(done.mean_acceptance_length, 2),
+        "step_ms": round(1e3 * step_s, 2),
+        "rounds": rounds,
+    }
 
 
 def _parse(side: str) -> tuple[Path, list[str]]:
@@ -217,32 +252,3 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-
-
-def _is_known(turns: Mapping[tuple[float, int], Sequence[Turn]]) -> bool:
-    return all(Measured(its).over(Measured(turns[trip, 0])).is_known() for (trip, index), its in turns.items() if index)
-
-
-def _row(side: Measured, first: Measured) -> dict[str, Any]:
-    done, trial = side.completions, side.over(first)
-    return {
-        "tokens_per_s": round(side.tokens_per_s, 1),
-        "ratio": round(trial.ratio, 3),
-        "error": rounded_error(trial),
-        "steps": round(done.total("num_steps") / trial.num_rounds, 1),
-        "drafted": round(done.total("num_spec_steps") / trial.num_rounds, 1),
-        "gamma": round(done.mean_gamma, 2),
-        "length": round(done.mean_acceptance_length, 2),
-        "step_ms": round(side.mean_ms("paceline:step_seconds"), 2),
-        "rounds": trial.num_rounds,
-    }
-
-
-def _print_table(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace, *, same: bool) -> None:
-    print(f"{machine()}; {arguments.streams} at a time, temperature {arguments.temperature:g}")
-    width = max(len(str(row["side"])) for row in rows) + 2
-    print("side".ljust(width) + "".join(f"{name:>14}" for name in list(rows[0])[1:]))
-    for row in rows:
-        cells = ("-" if value is None else f"{value:g}" for value in list(row.values())[1:])
-        print(str(row["side"]).ljust(width) + "".join(f"{cell:>14}" for cell in cells))
-    print("all texts equal" if same else "TEXTS DIFFER")

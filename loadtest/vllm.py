@@ -1,8 +1,8 @@
 """vLLM's load client, unmodified, against our gateway: `make bench NAME=vllm`.
 
 `vllm bench serve` sends prompts that the pair never saw, reads `/metrics` before and after, and prints our acceptance
-beside its latencies. What it prints is shown as it is; its accepted tokens must be those of the gateway's counters.
-It is set up in the user's cache folder the first time (minutes). The last line is one JSON object.
+beside its latencies. Its output is shown as it is; its accepted tokens must be those of the gateway's counters. The
+first run sets it up in the user's cache folder (minutes).
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.flags import bench_parser
-from loadtest.fleet import bench_fleet, machine
+from loadtest.bench import bench_parser, report, run
+from loadtest.fleet import bench_fleet, say
 from loadtest.peers.environments import child_environ, environment
 from loadtest.peers.processes import run_command
+from loadtest.prompts import unseen_prompts
 from loadtest.scrape import scrape
-from paceline.checkpoints.corpus import unseen_prompts
 from paceline.cluster.checkpoints import DEMO_TARGET
 
 QUIET_S = 900.0
@@ -35,36 +34,30 @@ def main() -> None:
     parser.add_argument("--max-concurrency", type=int, default=4, help="at once (default 4)")
     parser.add_argument("--dtype", default="auto", help="of both models (default auto)")
     parser.add_argument("--lend", action=argparse.BooleanOptionalAction, default=True, help="see paceline up --help")
-    arguments = parser.parse_args()
-    python = environment("vllm-bench", os.environ, lambda line: print(line, file=sys.stderr))
-    vllm = python.with_name("vllm")
-    settings = {"dtype": arguments.dtype, "lend": arguments.lend}
-    ok = asyncio.run(measure(vllm, settings, arguments.num_prompts, arguments.max_concurrency))
-    raise SystemExit(0 if ok else 1)
+    run(parser, measure)
 
 
-async def measure(vllm: Path, settings: Mapping[str, object], num_prompts: int, max_concurrency: int) -> bool:
+async def measure(arguments: argparse.Namespace) -> bool:
     """Runs it against a fleet; True when it reports the acceptance that our counters have."""
+    vllm = environment("vllm-bench", os.environ, say).with_name("vllm")
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
-        lines = [json.dumps({"prompt": prompt}) for prompt in unseen_prompts(num_prompts)]
+        lines = [json.dumps({"prompt": prompt}) for prompt in unseen_prompts(arguments.num_prompts)]
         prompts.write_text("\n".join(lines), encoding="utf-8")
-        async with bench_fleet(**settings) as fleet:
-            command = command_line(vllm, fleet.gateway_url, fleet.model_name, prompts, max_concurrency)
+        async with bench_fleet(dtype=arguments.dtype, lend=arguments.lend) as fleet:
+            command = command_line(vllm, fleet.gateway_url, fleet.model_name, prompts, arguments)
             model, said = fleet.model_name, await asyncio.to_thread(_run, command)
             ours = await scrape(fleet.gateway_url.removeprefix("http://"))
     reported = number_after("Accepted tokens:", said)
     counted = int(ours["vllm:spec_decode_num_accepted_tokens_total"])
     # The request by which it makes sure that the server is there comes before its first look.
     ok = reported is not None and counted - OUTPUT_LEN <= reported <= counted
-    rate = number_after("Acceptance rate (%):", said)
-    row = {"accepted_reported": reported, "accepted_counted": counted, "acceptance_percent": rate, "ok": ok}
-    print(json.dumps({"bench": "vllm", "machine": machine(), "model": model, **row}))
-    return ok
+    figures = {"accepted_reported": reported, "accepted_counted": counted}
+    return report("vllm", model=model, **figures, acceptance_percent=number_after("Acceptance rate (%):", said), ok=ok)
 
 
-def command_line(vllm: Path, url: str, model: str, prompts: Path, max_concurrency: int) -> list[str | Path]:
-    """The client's command; all of it is in its own help."""
+def command_line(vllm: Path, url: str, model: str, prompts: Path, arguments: argparse.Namespace) -> list[str | Path]:
+    """The client's command; its own help explains all of it."""
     options: dict[str, str | Path] = {
         "--base-url": url,
         "--model": model,
@@ -72,8 +65,8 @@ def command_line(vllm: Path, url: str, model: str, prompts: Path, max_concurrenc
         "--dataset-name": "custom",
         "--dataset-path": prompts,
         "--custom-output-len": str(OUTPUT_LEN),
-        "--num-prompts": str(len(prompts.read_text(encoding="utf-8").splitlines())),
-        "--max-concurrency": str(max_concurrency),
+        "--num-prompts": str(arguments.num_prompts),
+        "--max-concurrency": str(arguments.max_concurrency),
         "--temperature": "0",
     }
     flat: list[str | Path] = [word for option in options.items() for word in option]

@@ -17,7 +17,6 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import LlamaConfig, PreTrainedModel
 
-from paceline.acceptance.models import logits_of, moved, new_model
 from paceline.checkpoints.corpus import SourceFile, load_corpus
 from training.batches import TokenStore, encode_documents, load_store, save_store
 from training.distill import DistillConfig, make_drafter
@@ -29,6 +28,8 @@ from training.loop import (
     has_checkpoint,
     has_fast_bfloat16,
     load_checkpoint,
+    moved,
+    new_model,
     pick_device,
     precision,
     save_checkpoint,
@@ -117,7 +118,7 @@ def prepare(config: TargetConfig) -> tuple[TokenStore, TokenStore]:
 
 def next_token_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats over ids `[batch, sequence + 1]`."""
-    logits = logits_of(model, ids[:, :-1])
+    logits: torch.Tensor = model(input_ids=ids[:, :-1], use_cache=False).logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 CHECKPOINT_NAME = "checkpoint.pt"
 
@@ -80,6 +81,17 @@ class MixedOptimizer:
         """Restore what `state_dict` gave."""
         self._muon.load_state_dict(state["muon"])
         self._adamw.load_state_dict(state["adamw"])
+
+
+def new_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A float32 model with random weights."""
+    build = cast(Any, AutoModelForCausalLM).from_config
+    return cast(PreTrainedModel, build(config, dtype=torch.float32))
+
+
+def moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The same model, on the device."""
+    return nn.Module.to(model, device)
 
 
 def pick_device() -> torch.device:

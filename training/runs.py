@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from paceline.acceptance.models import Chooser, continue_rows, hidden_states, load_model, load_tokenizer, moved
+from paceline.acceptance.models import Chooser, continue_rows, hidden_states, load_model, load_tokenizer
 from paceline.checkpoints.corpus import load_corpus
 from paceline.service.config import setting
 from training.batches import TokenStore, encode_documents
@@ -26,6 +26,7 @@ from training.loop import (
     Schedule,
     has_fast_bfloat16,
     load_checkpoint,
+    moved,
     pick_device,
     precision,
     require_checkpoint,

@@ -8,25 +8,42 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from loadtest.bad.kinds import Kind, Target, junk, posted
+from loadtest.bad.kinds import Kind, junk, posted
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 COUNT = f"{MESSAGES}/count_tokens"
-# Grammars that take all of the time that one may take, one after another: seldom, or nothing else would be measured.
-SELDOM = 0.004
+# Grammars that take all of the time that one may take, one after another: rare, or nothing else would be measured.
+RARELY = 0.004
 MAX_DEPTH = 4
+# Fields of every body of an endpoint.
+FIELDS: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    RESPONSES: {"max_output_tokens": 1, "store": False},
+    MESSAGES: {"max_tokens": 1},
+    COUNT: {"max_tokens": 1},
+}
 Json = Any
 
 _USER = {"role": "user", "content": "x"}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _SCHEMA, "strict": True}}
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def _text(text: str, kind: str = "text") -> list[Json]:
+    return [{"type": kind, "text": text}]
+
+
+def _tool(**function: Json) -> Json:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+_TOOL = _tool(description="d", parameters=_SCHEMA, strict=True)
 _TURNS = (
     [_USER],
-    [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    [{"role": "system", "content": "s"}, {"role": "user", "content": _text("x")}],
     [_USER, {"role": "assistant", "content": "y", "reasoning_content": "z"}, _USER],
     [_USER, {"role": "assistant", "content": None, "tool_calls": [_CALL]}, _USER],
     [_USER, {"role": "tool", "tool_call_id": "c", "content": "1"}, _USER],
@@ -38,51 +55,41 @@ _FORMS = (
     {"guided_regex": "[ab]{1,9}"},
     {"guided_grammar": 'start: "a" | "b"'},
     {"tools": [_TOOL], "tool_choice": "required", "parallel_tool_calls": False},
-    {"tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-    {"tools": [_TOOL, {"type": "function", "function": {"name": "g"}}], "tool_choice": "auto"},
+    {"tools": [_TOOL, _tool(name="g")], "tool_choice": "auto"},
 )
 _ITEMS = [
-    {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
-    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "z"}]},
+    {"role": "user", "content": _text("x", "input_text")},
+    {"type": "reasoning", "content": _text("z", "reasoning_text")},
     {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-    {"type": "function_call_output", "call_id": "c", "output": [{"type": "output_text", "text": "1"}]},
-    {"role": "user", "content": "x"},
+    {"type": "function_call_output", "call_id": "c", "output": _text("1", "output_text")},
 ]
-_RESPONSES: tuple[Json, ...] = (
+_RESPONSES: Sequence[Json] = (
     {"input": "x", "instructions": "i", "metadata": {"a": "b"}, "reasoning": {"effort": "low"}},
     {"input": _ITEMS, "store": False},
     {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA}], "tool_choice": "required"},
     {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": _SCHEMA}}},
     {"input": "x", "previous_response_id": "resp_0"},
 )
-_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "1"}]}
 _TOOL_USE = [
     _USER,
-    {"role": "assistant", "content": [{"type": "thinking", "thinking": "z"}, {"type": "text", "text": "y"}]},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "z"}, *_text("y")]},
     {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
-    {"role": "user", "content": [_RESULT]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": _text("1")}]},
 ]
-_MESSAGES: tuple[Json, ...] = (
-    {"messages": [_USER], "system": [{"type": "text", "text": "s"}], "stop_sequences": ["q"]},
+_MESSAGES: Sequence[Json] = (
+    {"messages": [_USER], "system": _text("s"), "stop_sequences": ["q"]},
     {"messages": _TOOL_USE, "thinking": {"type": "enabled", "budget_tokens": 1024}},
-    {"messages": [_USER], "tools": [{"name": "f", "input_schema": _SCHEMA}], "tool_choice": {"type": "any"}},
     {"messages": [_USER], "tools": [{"name": "f", "input_schema": _SCHEMA, "strict": True}]},
+    {"messages": [_USER], "tools": [{"name": "f", "input_schema": _SCHEMA}], "tool_choice": {"type": "any"}},
 )
-_WRONG_CHATS: tuple[Json, ...] = (
-    {"tools": [{"type": "magic"}]},
-    {"tools": [{"type": "function", "function": {"name": ""}}]},
-    {"tools": [{"type": "function", "function": {"name": "f" * 257}}]},
-    {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+_WRONG_CHATS: Sequence[Json] = (
+    *({"tools": [tool]} for tool in ({"type": "magic"}, _tool(name=""), _tool(name="f" * 257), _tool(parameters=[]))),
     {"tools": [_TOOL] * 1025},
     {"tools": [_TOOL], "tool_choice": "perhaps"},
     {"tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+    {"tools": [_tool(parameters={"type": "x"})], "tool_choice": "required"},
     {"tool_choice": "required"},
-    {
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
-        "tool_choice": "required",
-    },
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/$defs/none"}}}},
-    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
     {"structured_outputs": {"regex": "a", "choice": ["b"]}},
     {"structured_outputs": {"choice": [""]}},
     {"structured_outputs": {"grammar": "start: other"}},
@@ -91,7 +98,7 @@ _WRONG_CHATS: tuple[Json, ...] = (
     {"messages": [{"role": "assistant", "tool_calls": [{"id": 5}]}]},
     {"messages": [_USER] * 5000},
 )
-_WRONG_RESPONSES: tuple[Json, ...] = (
+_WRONG_RESPONSES: Sequence[Json] = (
     {"input": 5},
     {"input": [{"type": "computer_call"}]},
     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
@@ -101,46 +108,32 @@ _WRONG_RESPONSES: tuple[Json, ...] = (
     {"input": "x", "text": {"format": {"type": "yaml"}}},
     {"input": "x", "max_output_tokens": 0},
 )
-_WRONG_MESSAGES: tuple[Json, ...] = (
+_WRONG_MESSAGES: Sequence[Json] = (
     {"messages": []},
-    {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-    {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-    {"messages": [_USER], "tools": [{"name": "f"}]},
-    {"messages": [_USER], "tools": [{"type": "bash_20250124", "name": "bash"}]},
+    *({"messages": [{"role": "user", "content": [{"type": kind}]}]} for kind in ("image", "tool_result")),
+    *({"messages": [_USER], "tools": [tool]} for tool in ({"name": "f"}, {"type": "bash_20250124", "name": "bash"})),
     {"messages": [_USER], "tool_choice": {"type": "any"}},
     {"messages": [_USER], "system": 5},
     {"messages": [_USER], "max_tokens": 0},
+)
+_WORDS = (
+    *("type", "object", "array", "string", "properties", "items", "anyOf", "$ref", "#", "enum", "pattern", "name"),
+    *("(a+)+$", "content", "text", "function"),
 )
 
 
 def _any_json(chance: random.Random, depth: int = 0) -> Json:
     """Returns any value, or a schema of a kind that is hard to follow."""
     if depth < MAX_DEPTH and chance.random() < 0.4:
-        some = range(chance.randint(0, 4))
-        if chance.random() < 0.5:
-            return [_any_json(chance, depth + 1) for _ in some]
-        return {_word(chance): _any_json(chance, depth + 1) for _ in some}
+        values = [_any_json(chance, depth + 1) for _ in range(chance.randint(0, 4))]
+        return values if chance.random() < 0.5 else {_word(chance): value for value in values}
     return chance.choice(
         (None, True, 0, -1, 2**63, 1e300, "", "x", "\0", "\ud800", _word(chance), "x" * 3000, [], {}, _deep(chance))
     )
 
 
 def _word(chance: random.Random) -> str:
-    words = (
-        "type",
-        "object",
-        "array",
-        "string",
-        "properties",
-        "items",
-        "anyOf",
-        "$ref",
-        "#",
-        "enum",
-        "pattern",
-        "name",
-    )
-    return chance.choice((*words, "(a+)+$", "content", "text", "function", junk(chance, 8).hex()))
+    return chance.choice((*_WORDS, junk(chance, 8).hex()))
 
 
 def _deep(chance: random.Random) -> Json:
@@ -150,19 +143,47 @@ def _deep(chance: random.Random) -> Json:
     return value
 
 
-def _schema(chance: random.Random) -> Json:
-    kinds: tuple[Json, ...] = (
+def _any_schema(chance: random.Random) -> Json:
+    patterns = ("(a+)+b", "(?=a)", "[", "a{1,9999}", "\\p{L}+", "(.*a){20}")
+    schemas: tuple[Json, ...] = (
         _any_json(chance),
         _deep(chance),
         {"$ref": "#"},
         {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
         {"enum": [junk(chance, 16).hex() for _ in range(chance.randint(1, 2000))]},
-        {"type": "string", "pattern": chance.choice(("(a+)+b", "(?=a)", "[", "a{1,9999}", "\\p{L}+", "(.*a){20}"))},
+        {"type": "string", "pattern": chance.choice(patterns)},
         {"properties": {f"k{at}": _any_json(chance, 3) for at in range(chance.randint(1, 200))}},
         {"type": "array", "minItems": chance.choice((1, 1000, 10**9))},
         {"type": "string", "maxLength": chance.choice((0, 1000, 10**9))},
     )
-    return chance.choice(kinds)
+    schema = chance.choice(schemas)
+    json_schema = {"schema": schema, "strict": chance.random() < 0.5}
+    forms: tuple[Json, ...] = (
+        {"response_format": {"type": "json_schema", "json_schema": json_schema}},
+        {"structured_outputs": {"json": schema}},
+        {"guided_json": schema},
+        {"tools": [_tool(parameters=schema, strict=True)], "tool_choice": chance.choice(("required", "auto"))},
+    )
+    return chance.choice(forms)
+
+
+def _any_grammar(chance: random.Random) -> Json:
+    texts = (
+        junk(chance).hex(),
+        junk(chance).decode("latin-1"),
+        "start: " + "x " * chance.randint(1, 500),
+        "start: start start",
+        "start: /" + "(a|" * chance.randint(1, 200) + "b" + ")" * 200 + "/",
+        "(" * chance.randint(1, 300) + "a" + ")*" * 300,
+        '{"grammars": ' + json.dumps(_any_json(chance)) + "}",
+        "root ::= " + "[a-z]" * chance.randint(1, 200),
+    )
+    return {chance.choice(("guided_regex", "guided_grammar")): chance.choice(texts)}
+
+
+def _hard(chance: random.Random) -> Json:
+    prime = chance.choice((999_983, 999_979, 999_961, 999_959))
+    return {"guided_json": {"type": "integer", "multipleOf": prime + 2 * chance.randrange(1000)}}
 
 
 def _exchanged(value: Json, chance: random.Random, *, within: bool = False) -> Json:
@@ -176,82 +197,32 @@ def _exchanged(value: Json, chance: random.Random, *, within: bool = False) -> J
     return {**value, name: _exchanged(value[name], chance, within=True)}
 
 
-def _chat(body: Json, **more: Json) -> bytes:
-    return json.dumps({"messages": [_USER], "max_tokens": 1, **more, **body}).encode()
-
-
-def _response(body: Json) -> bytes:
-    return json.dumps({"max_output_tokens": 1, "store": False, **body}).encode()
-
-
-def _message(body: Json) -> bytes:
-    return json.dumps({"max_tokens": 1, **body}).encode()
-
-
-def _of_schema(chance: random.Random) -> bytes:
-    schema = _schema(chance)
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
-    forms: tuple[Json, ...] = (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": schema, "strict": chance.random() < 0.5},
-            }
-        },
-        {"structured_outputs": {"json": schema}},
-        {"guided_json": schema},
-        {"tools": [tool], "tool_choice": chance.choice(("required", "auto"))},
+def _kind(name: str, path: str, make: Callable[[random.Random], Json], *right: int, weight: float = 1.0) -> Kind:
+    return Kind(
+        name=name,
+        make=lambda chance, _: posted(path, json.dumps({**FIELDS[path], **make(chance)}).encode()),
+        right=frozenset(map(str, right)),
+        weight=weight,
     )
-    return _chat(chance.choice(forms))
 
 
-def _of_text(chance: random.Random) -> bytes:
-    text = chance.choice(
-        (
-            junk(chance).hex(),
-            junk(chance).decode("latin-1"),
-            "start: " + "x " * chance.randint(1, 500),
-            "start: start start",
-            "start: /" + "(a|" * chance.randint(1, 200) + "b" + ")" * 200 + "/",
-            "(" * chance.randint(1, 300) + "a" + ")*" * 300,
-            '{"grammars": ' + json.dumps(_any_json(chance)) + "}",
-            "root ::= " + "[a-z]" * chance.randint(1, 200),
-        )
-    )
-    return _chat({chance.choice(("guided_regex", "guided_grammar")): text})
+def _wrong(name: str, path: str, bodies: Sequence[Json]) -> Kind:
+    return _kind(f"wrong {name}", path, lambda chance: chance.choice(bodies), 400)
 
 
-def _hard(chance: random.Random) -> bytes:
-    prime = chance.choice((999_983, 999_979, 999_961, 999_959))
-    return _chat({"guided_json": {"type": "integer", "multipleOf": prime + 2 * chance.randrange(1000)}})
-
-
-def _kind(name: str, path: str, make: Callable[[random.Random], bytes], *right: int, weight: float = 1.0) -> Kind:
-    def made(chance: random.Random, target: Target) -> tuple[bytes, ...]:
-        del target
-        return posted(path, make(chance))
-
-    return Kind(name=name, make=made, right=frozenset(map(str, right)), weight=weight)
-
-
-def _chat_turn(chance: random.Random) -> Json:
-    return {"messages": chance.choice(_TURNS), **chance.choice(_FORMS)}
+def _changed(name: str, path: str, bodies: Sequence[Json], *right: int) -> Kind:
+    return _kind(f"changed {name}", path, lambda chance: _exchanged(chance.choice(bodies), chance), *right)
 
 
 KINDS = (
-    _kind("wrong chat", CHAT, lambda chance: _chat(chance.choice(_WRONG_CHATS)), 400),
-    _kind("wrong response", RESPONSES, lambda chance: _response(chance.choice(_WRONG_RESPONSES)), 400),
-    _kind("wrong message", MESSAGES, lambda chance: _message(chance.choice(_WRONG_MESSAGES)), 400),
-    _kind("changed chat", CHAT, lambda chance: _chat(_exchanged(_chat_turn(chance), chance)), 200, 400),
-    _kind(
-        "changed response",
-        RESPONSES,
-        lambda chance: _response(_exchanged(chance.choice(_RESPONSES), chance)),
-        *(200, 400, 404),
-    ),
-    _kind("changed message", MESSAGES, lambda chance: _message(_exchanged(chance.choice(_MESSAGES), chance)), 200, 400),
-    _kind("changed count", COUNT, lambda chance: _message(_exchanged(chance.choice(_MESSAGES), chance)), 200, 400),
-    _kind("any schema", CHAT, _of_schema, 200, 400),
-    _kind("any grammar", CHAT, _of_text, 200, 400),
-    _kind("hard grammar", CHAT, _hard, 200, 400, weight=SELDOM),
+    _wrong("chat", CHAT, _WRONG_CHATS),
+    _wrong("response", RESPONSES, _WRONG_RESPONSES),
+    _wrong("message", MESSAGES, _WRONG_MESSAGES),
+    _changed("chat", CHAT, [{"messages": turns, **form} for turns in _TURNS for form in _FORMS], 200, 400),
+    _changed("response", RESPONSES, _RESPONSES, 200, 400, 404),
+    _changed("message", MESSAGES, _MESSAGES, 200, 400),
+    _changed("count", COUNT, _MESSAGES, 200, 400),
+    _kind("any schema", CHAT, _any_schema, 200, 400),
+    _kind("any grammar", CHAT, _any_grammar, 200, 400),
+    _kind("hard grammar", CHAT, _hard, 200, 400, weight=RARELY),
 )

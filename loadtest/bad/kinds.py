@@ -1,10 +1,13 @@
-"""What a kind of badness is, and the seeded stream of messages of all kinds of a door. Pure: it sends nothing."""
+"""Kinds of bad messages, and the seeded stream of messages of all kinds of a door. Pure: it sends nothing."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+# What is sent: an HTTP request, or the messages of a call in order.
+Parts = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,7 @@ class Kind:
     """
 
     name: str
-    make: Callable[[random.Random, Target], tuple[bytes, ...]]
+    make: Callable[[random.Random, Target], Parts]
     right: frozenset[str]
     method: str = ""
     weight: float = 1.0
@@ -42,11 +45,11 @@ class Bad:
     """One bad message, or several that make one bad call."""
 
     kind: Kind
-    parts: tuple[bytes, ...]
+    parts: Parts
 
 
 def bad_messages(kinds: Sequence[Kind], target: Target, seed: int, count: int) -> Iterator[Bad]:
-    """Yields so many bad messages of these kinds; each depends on seed and number alone."""
+    """Yields `count` bad messages of these kinds; each depends on seed and number alone."""
     weights = [kind.weight for kind in kinds]
     for number in range(count):
         chance = random.Random(f"{seed} {number}")
@@ -59,7 +62,7 @@ def junk(chance: random.Random, longest: int = 64) -> bytes:
     return chance.randbytes(chance.randint(1, longest))
 
 
-def posted(path: str, body: bytes, method: str = "POST") -> tuple[bytes, ...]:
+def posted(path: str, body: bytes, method: str = "POST") -> Parts:
     """Returns an HTTP request with a body of JSON."""
     head = (
         f"{method} {path} HTTP/1.1\r\nhost: fleet\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"

@@ -1,4 +1,4 @@
-"""A drafter that floods its verifiers with guesses nobody asked for, when it is ordered to."""
+"""A drafter that floods its verifiers with unwanted guesses, when it is ordered to."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _flooding(draft: Callable[..., Any], floods: Callable[[], bool]) -> Callable
     return run
 
 
-def _flood(told: Any, numbers: itertools.count[int]) -> drafter_pb2.DraftResponse:
+def _flood(answered: Any, numbers: itertools.count[int]) -> drafter_pb2.DraftResponse:
     """More nodes of the same sessions, children of the last committed token."""
     return drafter_pb2.DraftResponse(
         nodes=[
@@ -54,7 +54,7 @@ def _flood(told: Any, numbers: itertools.count[int]) -> drafter_pb2.DraftRespons
                 token_ids=range(NODES),
                 confidences=[255] * NODES,
             )
-            for each in told
+            for each in answered
         ]
     )
 

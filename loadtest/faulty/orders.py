@@ -1,4 +1,4 @@
-"""How a bench tells a process to go wrong for a while: a datagram to a socket of the process, named after its replica.
+"""How a bench orders a process to go wrong for a while: a datagram to a socket of the process, named after its replica.
 
 A process that dies takes its orders with it; the next one of that name begins well.
 """
@@ -11,11 +11,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# Names the folder of the sockets, and of what processes leave there.
+# Names the folder of the sockets and of the file of deaths.
 FOLDER_VARIABLE = "LOADTEST_ORDERS"
 DEATHS_FILE = "deaths"
 MAX_ORDER_BYTES = 1024
@@ -30,28 +30,23 @@ FLOOD = "flood"
 CLOCK = "clock"
 # How far it jumps.
 JUMP_S = 3600.0
-# A prompt with such a row of tokens, which no text brings about, ends every engine that computes it: without an order.
+# A prompt with such a row of tokens, which no text has, ends every engine that computes it, without an order.
 POISON = {"raise": (2, 2, 2, 2), "abort": (3, 3, 3, 3)}
 
 
 class Orders:
-    """What a process is ordered to do, and until when; safe from any thread.
+    """What a process is ordered to do, and until when; safe from any thread."""
 
-    Args:
-        clock: Monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._until_s: Mapping[str, float] = {}
 
     def take(self, kind: str, seconds: float) -> None:
         """Takes an order in."""
-        self._until_s = {**self._until_s, kind: self._clock() + seconds}
+        self._until_s = {**self._until_s, kind: time.monotonic() + seconds}
 
     def holds(self, kind: str) -> bool:
         """Whether the process is to do so now."""
-        return self._clock() < self._until_s.get(kind, 0.0)
+        return time.monotonic() < self._until_s.get(kind, 0.0)
 
 
 def obey(argv: Sequence[str]) -> Orders:
@@ -67,13 +62,13 @@ def obey(argv: Sequence[str]) -> Orders:
 
 
 def order(folder: Path, name: str, kind: str, seconds: float) -> None:
-    """Tells a process to go wrong for so many seconds; one that is not there does not hear it."""
+    """Orders a process to go wrong for some seconds; one that is not there does not get the order."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, suppress(OSError):
         sender.sendto(json.dumps([kind, seconds]).encode(), str(_path(folder, name)))
 
 
 def note_death(kind: str) -> None:
-    """Leaves word that this process is about to die of a poisonous request."""
+    """Notes in a file that this process is about to die of a poisonous request."""
     with (Path(os.environ[FOLDER_VARIABLE]) / DEATHS_FILE).open("a", encoding="utf-8") as deaths:
         deaths.write(f"{kind} {os.getpid()}\n")
 

@@ -26,7 +26,7 @@ NO_TOKEN = 2**31
 
 
 class PoisonedError(Exception):
-    """What the engine meets in a poisonous request."""
+    """Ends an engine that computes a poisonous request."""
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
 def _faulty_forward(forward: Callable[..., Any], orders: Orders) -> Callable[..., Any]:
     def run(batch: Batch, *args: Any, **kwargs: Any) -> Any:
         if orders.holds(HANG):
-            # For good: it is to be seen from outside.
+            # For good: only from outside can it be seen.
             threading.Event().wait()
         logits = forward(batch, *args, **kwargs)
         if _holds(batch, POISON["raise"]):

@@ -1,134 +1,49 @@
 """Peers side by side on the demo pair: `make bench NAME=peers`.
 
-OpenVINO GenAI, llama.cpp, vLLM and transformers decode the same prompts greedily, plain and with the draft model as
-their own draft model, on the same cores in bf16; then our engine in one process as they are, and our fleet over HTTP:
-as `paceline up` starts it, and with the drafter inside the verifier, where both take turns as theirs do. Each peer is
-set up in the user's cache folder the first time (minutes; llama.cpp is compiled), and one that cannot be is left out
-with its reason. The last line is one JSON object; the exit status is 0 when no peer is faster than the fleet.
+OpenVINO GenAI and vLLM decode the same prompts greedily, plain and with the draft model as their own draft model, on
+the same cores in bf16; then our engine in one process as they are, and our fleet over HTTP: as `paceline up` starts it,
+and with the drafter inside the verifier, where both take turns as theirs do. The first run sets each peer up in the
+user's cache folder (minutes); one that cannot be set up is left out with its reason. In the table
+
+  decode, total   tokens/s while all streams decoded, and with prefill and stragglers
+  differ          texts that are not those of the same peer's plain run at 1 stream
+
+Figures and ratios are medians of the rounds, ratios within a round. The exit status is 0 when no peer is faster than
+the fleet.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
+import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from loadtest.flags import bench_parser
-from loadtest.fleet import machine
-from loadtest.peers.ours import measure_ours, median_figures, median_verdict, verdict
-from loadtest.peers.run import OUR_ENGINE, PEERS, PeerBench, PeerFigure, measure_peers
-from paceline.checkpoints.corpus import unseen_prompts
+from loadtest.bench import bench_parser, report, run, show
+from loadtest.client import BatchResult, asks_of, run_batch
+from loadtest.fleet import bench_fleet, say
+from loadtest.peers.run import OUR_ENGINE, PEERS, PeerBench, PeerFigure, encoded_prompts, measure_peers
+from loadtest.streams import Ask
+from loadtest.trial import Trial
 from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
-from paceline.verifier.config import DEFAULT_DRAFT_TOKENS
+from paceline.verifier.config import DEFAULT_DRAFT_TOKENS, DEFAULT_METHODS, IN_VERIFIER
 
-HEADINGS = f"{'peer':16} {'mode':7} {'streams':>7} {'gamma':>5} {'decode/s':>9} {'total/s':>9} {'differ':>7}"
+FLEET, FLEET_IN_TURN = "paceline", "paceline in turn"
+OUR_FLEETS = (FLEET, FLEET_IN_TURN)
+# Figures of a case, one a round, by peer, mode, streams and draft length.
+Rounds = Mapping[tuple[str, str, int, int | None], Sequence[PeerFigure]]
 
 
 def main() -> None:
     """Parses the command line and runs the bench; exit status 1 when a peer is faster."""
-    arguments = _parser().parse_args()
-    # Through the clean-ups that stop a peer, or an installation, and its children.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    lengths = {1: arguments.draft_lengths}
-    if arguments.batch_draft_length:
-        lengths[8] = [arguments.batch_draft_length]
-    target = arguments.target or widened_demo_target(os.environ, lambda line: print(line, file=sys.stderr))
-    prompts = encoded_prompts(arguments.draft, max(arguments.least_prompts, *arguments.streams, *lengths))
-    bench = PeerBench(
-        target=target,
-        draft=arguments.draft,
-        prompts=prompts,
-        max_new_tokens=arguments.max_tokens,
-        plain=arguments.streams,
-        drafted=lengths,
-        least_prompts=arguments.least_prompts,
-        passes=arguments.passes,
-    )
-    rounds = [_measure(arguments.peers, bench) for _ in range(arguments.rounds)]
-    found = median_verdict([verdict(each.ours, each.engine, each.peers) for each in rounds])
-    everything = median_figures([[*each.peers, *each.engine, *each.ours] for each in rounds])
-    print_table(everything)
-    for streams, ratio in found["to_best_peer"].items():
-        against = "the best peer with its draft model" if streams == "1" else "the best peer's plain decoding"
-        print(f"our fleet, speculating, over {against}, {streams} streams: {ratio}")
-    for name, how in (("engine_to_best_peer", "both plain"), ("speculating_engine_to_best_peer", "ours speculating")):
-        for streams, ratio in found[name].items():
-            print(f"our engine alone over the best peer's, {how}, {streams} streams: {ratio}")
-    mean_prompt = sum(map(len, prompts)) / len(prompts)
-    print(
-        f"decode/s: tokens/s while all streams decoded; total/s: prefill and stragglers counted; differ: texts that "
-        f"are not those of its own plain run at 1 stream\n{target.name}, drafter {arguments.draft.name}, greedy, "
-        f"prompts of {mean_prompt:.0f} tokens, {arguments.max_tokens} new, median of {arguments.passes}; "
-        f"{arguments.rounds} rounds, of which figures and ratios are medians; {machine()}"
-    )
-    rows = [figure.row() for figure in everything]
-    print(json.dumps({"bench": "peers", "machine": machine(), "model": target.name, "figures": rows, **found}))
-    raise SystemExit(0 if found["ok"] else 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Round:
-    """Everything measured once, one after the other."""
-
-    peers: Sequence[PeerFigure]
-    engine: Sequence[PeerFigure]
-    ours: Sequence[PeerFigure]
-
-
-def _measure(names: Sequence[str], bench: PeerBench) -> _Round:
-    drafted = {streams: [DEFAULT_DRAFT_TOKENS] for streams in bench.plain}
-    return _Round(
-        peers=measure_peers(names, bench),
-        engine=measure_peers([OUR_ENGINE], replace(bench, drafted=drafted)),
-        ours=measure_ours(bench),
-    )
-
-
-def encoded_prompts(checkpoint: Path, count: int) -> list[list[int]]:
-    """Returns unseen prompts as token ids of the checkpoint's tokenizer."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    return [list(tokenizer.encode(prompt).ids) for prompt in unseen_prompts(count)]
-
-
-def print_table(figures: Sequence[PeerFigure]) -> None:
-    """Prints a line per figure, under a line per peer that says what it is."""
-    print(HEADINGS)
-    told: set[str] = set()
-    for figure in figures:
-        if figure.version and figure.peer not in told:
-            told.add(figure.peer)
-            print(f"{figure.peer} {figure.version}, {figure.precision}")
-        gamma = "-" if figure.draft_length is None else str(figure.draft_length)
-        start = f"{figure.peer:16} {figure.mode:7} {figure.streams or '-':>7} {gamma:>5}"
-        if figure.error:
-            print(f"{start} {figure.error}")
-        else:
-            differ = num_different(figure, figures)
-            print(
-                f"{start} {figure.decode_tokens_per_s:9.1f} {figure.total_tokens_per_s:9.1f} "
-                f"{'-' if differ is None else differ:>7}"
-            )
-
-
-def num_different(figure: PeerFigure, figures: Sequence[PeerFigure]) -> int | None:
-    """Counts the texts that are not those of the same peer's plain run at 1 stream, of the prompts both had."""
-    plain = [each for each in figures if (each.peer, each.mode, each.streams) == (figure.peer, "plain", 1)]
-    if not plain or plain[0].error:
-        return None
-    pairs = zip(plain[0].token_ids, figure.token_ids, strict=False)
-    return sum(list(theirs) != list(ours) for theirs, ours in pairs)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = bench_parser("peers", __doc__)
-    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS), help="(default: all)")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="(default: all)")
     parser.add_argument("--target", type=Path, help="checkpoint folder (default: the demo target widened to 98 M)")
     parser.add_argument(
         "--draft", type=Path, default=DEMO_DRAFTER, help="checkpoint folder (default: the demo drafter)"
@@ -146,4 +61,171 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=1, help="of everything, for machines whose speed drifts (default: 1)"
     )
-    return parser
+    # Through the clean-ups that stop a peer, or an installation, and its children.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    run(parser, measure)
+
+
+async def measure(arguments: argparse.Namespace) -> bool:
+    """Measures everything once a round, and prints the table; True when no peer is faster than the fleet."""
+    lengths = {1: arguments.draft_lengths}
+    if arguments.batch_draft_length:
+        lengths[8] = [arguments.batch_draft_length]
+    target = arguments.target or widened_demo_target(os.environ, say)
+    bench = PeerBench(
+        target=target,
+        draft=arguments.draft,
+        prompts=encoded_prompts(arguments.draft, max(arguments.least_prompts, *arguments.streams, *lengths)),
+        max_new_tokens=arguments.max_tokens,
+        plain=arguments.streams,
+        drafted=lengths,
+        least_prompts=arguments.least_prompts,
+        passes=arguments.passes,
+    )
+    drafting = replace(bench, drafted={streams: [DEFAULT_DRAFT_TOKENS] for streams in bench.plain})
+    rounds = [
+        # Blocks the loop: nothing else is to run here, and a signal that ends the bench ends this at once.
+        [*measure_peers(arguments.peers, bench), *measure_peers([OUR_ENGINE], drafting), *await measure_ours(bench)]
+        for _ in range(arguments.rounds)
+    ]
+    by_case = cases_of(rounds)
+    rows = [median_figure(case).row() for case in by_case.values()]
+    show(
+        {
+            "peer": row["peer"],
+            "mode": row["mode"],
+            "streams": row["streams"],
+            "gamma": row.get("draft_length"),
+            "decode": row["decode_tokens_per_s"],
+            "total": row["total_tokens_per_s"],
+            "differ": num_different(case[0], rounds[0]),
+            "version": row["version"],
+            "error": row.get("error"),
+        }
+        for row, case in zip(rows, by_case.values(), strict=True)
+    )
+    trials = ratios(by_case)
+    found = {name: {at: round(trial.ratio, 3) for at, trial in each.items()} for name, each in trials.items()}
+    show({"ratio": name, **each} for name, each in found.items() if each)
+    fleet = trials["to_best_peer"]
+    ok = bool(fleet) and all(trial.meets(least=1.0) for trial in fleet.values())
+    return report("peers", model=target.name, figures=rows, **found, ok=ok)
+
+
+async def measure_ours(bench: PeerBench) -> list[PeerFigure]:
+    """Measures the whole fleet at the numbers of streams of the bench.
+
+    As `paceline up` starts it, plain and speculating; and speculating with the drafter inside the verifier, where both
+    models run on all cores in turn, as they do in every peer.
+    """
+    inside = json.dumps({"method": DEFAULT_METHODS, "placement": IN_VERIFIER, "model": str(bench.draft)})
+    async with bench_fleet(model=bench.target, draft_model=bench.draft) as fleet:
+        figures = await _figures(FLEET, fleet.gateway_url, ("plain", "draft"), bench)
+    async with bench_fleet(model=bench.target, drafter=False, speculative_config=inside) as fleet:
+        return figures + await _figures(FLEET_IN_TURN, fleet.gateway_url, ("draft",), bench)
+
+
+async def _figures(name: str, url: str, modes: Sequence[str], bench: PeerBench) -> list[PeerFigure]:
+    figures: list[PeerFigure] = []
+    for streams, mode in itertools.product(bench.plain, modes):
+        asks = [
+            replace(each, speculation={"enabled": mode == "draft"})
+            for each in asks_of(bench.num_prompts(streams), bench.max_new_tokens)
+        ]
+        title = f"{name}, {mode}, {streams} streams"
+        passes = [await _waves(url, asks, streams, title) for _ in range(bench.passes + 1)]
+        # The first pass fills the prefix cache and lets the controller meet the load.
+        decode, total = zip(*map(_speeds, passes[1:]), strict=True)
+        figures.append(
+            PeerFigure(
+                peer=name,
+                precision="bfloat16",
+                mode=mode,
+                streams=streams,
+                decode_tokens_per_s=statistics.median(decode),
+                total_tokens_per_s=statistics.median(total),
+                num_tokens=sum(wave.num_tokens for wave in passes[0]),
+            )
+        )
+    return figures
+
+
+async def _waves(url: str, asks: Sequence[Ask], streams: int, title: str) -> list[BatchResult]:
+    starts = range(0, len(asks), streams)
+    return [await run_batch(url, asks[start : start + streams], streams, title) for start in starts]
+
+
+def _speeds(waves: Sequence[BatchResult]) -> tuple[float, float]:
+    """Tokens/s while all streams decoded, and over all: as the peers' are counted."""
+    tokens = seconds = 0.0
+    for wave in waves:
+        first_s = max(each.pieces[0][0] for each in wave.completions)
+        last_s = min(each.pieces[-1][0] for each in wave.completions)
+        tokens += sum(each.tokens_until(last_s) - each.tokens_until(first_s) for each in wave.completions)
+        seconds += last_s - first_s
+    return tokens / seconds, sum(wave.num_tokens for wave in waves) / sum(wave.seconds for wave in waves)
+
+
+def cases_of(rounds: Sequence[Sequence[PeerFigure]]) -> Rounds:
+    """Returns the figures of all rounds by their case."""
+    by_case: dict[tuple[str, str, int, int | None], list[PeerFigure]] = {}
+    for figure in itertools.chain.from_iterable(rounds):
+        by_case.setdefault((figure.peer, figure.mode, figure.streams, figure.draft_length), []).append(figure)
+    return by_case
+
+
+def median_figure(case: Sequence[PeerFigure]) -> PeerFigure:
+    """The first figure of a case with the median speeds of all rounds in which there is one."""
+    measured = [each for each in case if not each.error]
+    if not measured:
+        return case[0]
+    return replace(
+        measured[0],
+        decode_tokens_per_s=statistics.median(each.decode_tokens_per_s for each in measured),
+        total_tokens_per_s=statistics.median(each.total_tokens_per_s for each in measured),
+    )
+
+
+def ratios(cases: Rounds) -> dict[str, dict[str, Trial]]:
+    """Ours over the best peer by the number of streams; peers have neither server nor client on the same cores.
+
+    The whole fleet as served (with speculation on, by the better placement of the drafter) is compared with a peer's
+    best at 1 stream, and with its plain figure at more; so is our engine alone, in one process as the peers are, and it
+    is compared plain with plain as well.
+    """
+
+    def best(peers: Sequence[str], streams: int, *modes: str) -> list[float]:
+        """Speeds of the fastest case, round by round; none where there is none without an error."""
+        fitting = [
+            [each.decode_tokens_per_s for each in case]
+            for (peer, mode, at, _), case in cases.items()
+            if peer in peers and at == streams and mode in modes and not any(each.error for each in case)
+        ]
+        return max(fitting, key=statistics.median, default=[])
+
+    trials: dict[str, dict[str, Trial]] = {
+        "to_best_peer": {},
+        "engine_to_best_peer": {},
+        "speculating_engine_to_best_peer": {},
+    }
+    for streams in sorted({at for peer, _, at, _ in cases if peer in OUR_FLEETS}):
+        plain = best(PEERS, streams, "plain")
+        base = best(PEERS, streams, "plain", "draft") if streams == 1 else plain
+        pairs = (
+            (best(OUR_FLEETS, streams, "draft"), base),
+            (best([OUR_ENGINE], streams, "plain"), plain),
+            (best([OUR_ENGINE], streams, "draft"), base),
+        )
+        for each, (mine, its) in zip(trials.values(), pairs, strict=True):
+            if mine and its:
+                each[str(streams)] = Trial.of(mine, its)
+    return trials
+
+
+def num_different(figure: PeerFigure, figures: Sequence[PeerFigure]) -> int | None:
+    """Counts the texts that are not those of the same peer's plain run at 1 stream, of the prompts both had."""
+    plain = [each for each in figures if (each.peer, each.mode, each.streams) == (figure.peer, "plain", 1)]
+    if not plain or plain[0].error or figure.error or not figure.token_ids:
+        return None
+    pairs = zip(plain[0].token_ids, figure.token_ids, strict=False)
+    return sum(list(theirs) != list(ours) for theirs, ours in pairs)

@@ -1,7 +1,7 @@
 """The peers' own environments: made once in the user's cache folder, found again by the digest of what they hold.
 
 Requirements are complete lists, installed without resolving: no peer can pull in a CUDA torch, or a torchvision that
-does not fit it. torch==2.13.0 is the CPU build where pip is told of one, as for our own constraints.txt.
+does not fit it. torch==2.13.0 is the CPU build where pip has an index for one, as for our own constraints.txt.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import hashlib
 import os
 import shutil
 import sys
-import tarfile
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -22,19 +20,7 @@ from paceline.cluster.checkpoints import cache_folder
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 INSTALL_S = 900.0
-BUILD_S = 2400.0
-LLAMA_SOURCE = "llama-cpp-python==0.3.36"
-LLAMA_SETTINGS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DBUILD_SHARED_LIBS=OFF",
-    "-DGGML_NATIVE=ON",
-    "-DLLAMA_BUILD_TESTS=OFF",
-    "-DLLAMA_BUILD_EXAMPLES=OFF",
-    "-DLLAMA_BUILD_APP=OFF",
-    "-DLLAMA_BUILD_SERVER=ON",
-    "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_USE_PREBUILT_UI=OFF",  # it would be downloaded
-)
+CONVERT_S = 600.0
 READY = ".ready"
 INCLUDES = "-r "
 # Ours would lead a peer astray, or (bytecode) make every start of it slower.
@@ -71,7 +57,7 @@ def environment(name: str, environ: Mapping[str, str], say: Callable[[str], None
     with locked(folder):
         if not (folder / READY).is_file():
             say(f"setting up {name}, once: {folder}")
-            _make(name, folder, REQUIREMENTS / f"{name}.txt", child_environ(environ))
+            _make(folder, REQUIREMENTS / f"{name}.txt", child_environ(environ))
             (folder / READY).touch()
     return _python(folder)
 
@@ -83,7 +69,7 @@ def known_environment(name: str, environ: Mapping[str, str]) -> Path | None:
 
 
 def _folder(name: str, environ: Mapping[str, str]) -> Path:
-    recipe = f"{recipe_of(REQUIREMENTS / f'{name}.txt')}{sys.version}{LLAMA_SETTINGS if name == 'llama-cpp' else ''}"
+    recipe = f"{recipe_of(REQUIREMENTS / f'{name}.txt')}{sys.version}"
     return peers_folder(environ) / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
 
 
@@ -96,12 +82,6 @@ def recipe_of(requirements: Path) -> str:
     lines = requirements.read_text(encoding="utf-8").splitlines(keepends=True)
     included = (line.removeprefix(INCLUDES).strip() for line in lines if line.startswith(INCLUDES))
     return "".join([*lines, *(recipe_of(requirements.with_name(name)) for name in included)])
-
-
-def nicely(command: list[str | Path]) -> list[str | Path]:
-    """The command at the lowest priority: setting up must not disturb what is being measured beside it."""
-    nice = shutil.which("nice")
-    return [nice, "-n", "19", *command] if nice else command
 
 
 @contextlib.contextmanager
@@ -121,32 +101,44 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _make(name: str, folder: Path, requirements: Path, env: Mapping[str, str]) -> None:
-    if name == "llama-cpp" and shutil.which("c++") is None:
-        raise CommandFailedError("llama.cpp has no prebuilt package, and there is no C++ compiler (c++) to build it")
+def _make(folder: Path, requirements: Path, env: Mapping[str, str]) -> None:
     run_command([sys.executable, "-m", "venv", "--clear", folder], env=env, quiet_s=INSTALL_S)
-    pip: list[str | Path] = [folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    run_command(nicely([*pip, "install", "--no-deps", "-r", requirements]), env=env, quiet_s=INSTALL_S)
-    if name == "llama-cpp":
-        _build_llama_server(folder, pip, env)
+    pip: list[str | Path] = [_python(folder), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    # At the lowest priority: setting up must not disturb what is being measured beside it.
+    run_command(["nice", "-n", "19", *pip, "install", "--no-deps", "-r", requirements], env=env, quiet_s=INSTALL_S)
 
 
-def _build_llama_server(folder: Path, pip: list[str | Path], env: Mapping[str, str]) -> None:
-    """Builds llama.cpp's server from the source that llama-cpp-python carries: its Python API takes no draft model."""
-    with tempfile.TemporaryDirectory(dir=folder) as scratch_name:
-        scratch = Path(scratch_name)
-        fetch = [*pip, "download", "--no-deps", "--no-binary", ":all:", "--dest", scratch, LLAMA_SOURCE]
-        run_command(nicely(fetch), env=env, quiet_s=INSTALL_S)
-        with tarfile.open(next(scratch.glob("*.tar.gz"))) as archive:
-            archive.extractall(scratch, filter="data")
-        source = next(scratch.glob("*/vendor/llama.cpp"))
-        tools = {**env, "PATH": f"{folder / 'bin'}{os.pathsep}{env.get('PATH', '')}"}
-        cmake = folder / "bin" / "cmake"
-        build = scratch / "build"
-        run_command(
-            nicely([cmake, "-G", "Ninja", "-S", source, "-B", build, *LLAMA_SETTINGS]), env=tools, quiet_s=INSTALL_S
-        )
-        command = nicely([cmake, "--build", build, "--target", "llama-server", "-j", str(os.cpu_count() or 1)])
-        run_command(command, env=tools, quiet_s=BUILD_S)
-        shutil.move(build / "bin" / "llama-server", folder / "bin" / "llama-server")
-    (folder / "bin" / "llama-server.version").write_text(f"that of {LLAMA_SOURCE}\n", encoding="utf-8")
+def converted(checkpoint: Path, python: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> Path:
+    """Returns a folder with a checkpoint in OpenVINO's format, bf16, which is made now if it is not there.
+
+    Args:
+        checkpoint: Hugging Face checkpoint folder.
+        python: Of the environment whose libraries convert.
+        environ: Names the cache folder.
+        say: Called when something is made.
+
+    Raises:
+        CommandFailedError: It cannot be converted.
+    """
+    out = peers_folder(environ) / "models" / f"{checkpoint.name}-{_digest(checkpoint)}-openvino"
+    with locked(out):
+        if not out.is_dir():
+            say(f"converting {checkpoint.name} for OpenVINO, once: {out}")
+            partial = out.with_name(f"{out.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            export: list[str | Path] = [python, python.with_name("optimum-cli"), "export", "openvino", "-m", checkpoint]
+            command = [*export, "--task", "text-generation-with-past", partial]
+            run_command(command, env=child_environ(environ), quiet_s=CONVERT_S)
+            os.replace(partial, out)
+    return out
+
+
+def _digest(checkpoint: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(checkpoint.iterdir()):
+        if file.suffix in {".json", ".safetensors"}:
+            digest.update(file.name.encode())
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:12]

@@ -34,12 +34,12 @@ def run_command(
     """Runs a command to its end, handing over each line of its stdout.
 
     Args:
-        command: program and arguments.
-        env: the whole environment.
-        quiet_s: the longest time to the next line or the end; a command that prints nothing has this long.
-        stdin: written to it at once.
-        on_line: called with each line, without its end.
-        cwd: where it runs.
+        command: Program and arguments.
+        env: The whole environment.
+        quiet_s: Longest time to the next line or the end.
+        stdin: Written to it at once.
+        on_line: Called with each line, without its end.
+        cwd: Where it runs.
 
     Raises:
         CommandFailedError: It cannot be started, is not in time, or its exit status is not 0.
@@ -73,10 +73,10 @@ def run_command(
 
 
 def last_words(text: str) -> str:
-    """The line that says most about a failure: the last one that names an error, else the last one."""
+    """The line that says most about a failure: the last one that names an error, or the last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["it said nothing"])[-1][:MOST_ERROR_CHARS]
+    return (errors or lines or ["it printed nothing"])[-1][:MOST_ERROR_CHARS]
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
@@ -93,7 +93,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def _feed(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdin is not None, "it was asked for"
+    assert process.stdin is not None, "the pipe was asked for"
     try:
         process.stdin.write(text)
         process.stdin.close()
@@ -104,7 +104,7 @@ def _feed(process: subprocess.Popen[str], text: str) -> None:
 def _read_lines(
     process: subprocess.Popen[str], name: str, quiet_s: float, on_line: Callable[[str], None] | None
 ) -> None:
-    assert process.stdout is not None, "it was asked for"
+    assert process.stdout is not None, "the pipe was asked for"
     # A thread, since a pipe has no deadline; it ends when the group, which holds the pipe, does.
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()

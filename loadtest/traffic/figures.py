@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loadtest.client import Completions
+from loadtest.streams import Ask, Completion
 from loadtest.traffic.config import ADAPTIVE
-from loadtest.traffic.plan import Request
-from loadtest.traffic.sending import Answer
 
 BUCKETS = ("low", "mid", "high")
 PERCENTILES = (50, 95, 99)
-# Adaptive speculation may be so much slower than the best of the others, in any bucket.
+# Most that adaptive speculation may take of the time of the best other mode, in any bucket.
 MOST_RATIO = 1.02
 RESAMPLES = 400
 
 Floats = npt.NDArray[np.float64]
-Window = Sequence[Answer]
+Window = Sequence[Completion]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,12 @@ class Latencies:
     e2e_s: Floats
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> Latencies:
+    def of(cls, answers: Sequence[Completion]) -> Latencies:
         """Takes them from the answers without error."""
         good = [each for each in answers if not each.error]
         return cls(
             ttft_s=np.array([each.ttft_s for each in good]),
-            itl_s=np.array([gap_s for each in good for gap_s in each.gaps_s]),
+            itl_s=np.array([gap_s for each in good for gap_s in each.token_gaps_s]),
             e2e_s=np.array([each.e2e_s for each in good]),
         )
 
@@ -72,36 +72,25 @@ def mode_figures(windows: Sequence[Window]) -> dict[str, Any]:
     answers = [each for window in windows for each in window]
     seconds = sum(map(length_of, windows))
     good = [each for each in answers if not each.error]
-    late_s = np.array([each.late_s for each in answers])
+    done, late_s = Completions(good), np.array([each.late_s for each in answers])
     return {
         "requests": len(answers),
         "errors": dict(Counter(each.error for each in answers if each.error)),
         "first_error": next((each.message for each in answers if each.error), ""),
         "seconds": round(seconds, 1),
         "prompt_tokens": sum(each.num_prompt_tokens for each in good),
-        "output_tokens": sum(each.num_tokens for each in good),
-        "output_tokens_per_s": round(sum(each.num_tokens for each in good) / seconds, 1) if seconds else 0.0,
+        "output_tokens": done.num_tokens,
+        "output_tokens_per_s": round(done.num_tokens / seconds, 1) if seconds else 0.0,
         "mean_running": round(sum(each.e2e_s for each in good) / seconds, 2) if seconds else 0.0,
         "sender_late_ms": milliseconds(late_s),
         **Latencies.of(answers).figures(),
-        **_speculation(good),
+        "draft_tokens_per_step": round(done.per("num_draft_tokens", "num_steps"), 2),
+        "acceptance_rate": round(done.per("num_accepted_draft_tokens", "num_draft_tokens"), 3),
+        "mean_acceptance_length": round(done.mean_acceptance_length, 2),
     }
 
 
-def _speculation(answers: Sequence[Answer]) -> dict[str, float]:
-    totals: Counter[str] = Counter()
-    for each in answers:
-        totals.update({name: value for name, value in each.record.items() if isinstance(value, int)})
-    steps, rounds, drafts = (totals[name] for name in ("num_steps", "num_spec_steps", "num_draft_tokens"))
-    accepted = totals["num_accepted_draft_tokens"]
-    return {
-        "draft_tokens_per_step": round(drafts / max(1, steps), 2),
-        "acceptance_rate": round(accepted / max(1, drafts), 3),
-        "mean_acceptance_length": round(1.0 + accepted / max(1, rounds), 2),
-    }
-
-
-def buckets_of(windows: Sequence[Sequence[Request]], slot_s: float) -> dict[int, str]:
+def buckets_of(windows: Sequence[Sequence[Ask]], slot_s: float) -> dict[int, str]:
     """Sorts requests by the load at which they come, which is the same for every mode.
 
     Time is cut into slots; a slot's load is the output tokens that its requests ask for. The third of the slots with
@@ -110,7 +99,7 @@ def buckets_of(windows: Sequence[Sequence[Request]], slot_s: float) -> dict[int,
     Returns:
         The bucket of each request's index.
     """
-    slots: dict[tuple[int, int], list[Request]] = {}
+    slots: dict[tuple[int, int], list[Ask]] = {}
     for number, window in enumerate(windows):
         for each in window:
             slots.setdefault((number, int(each.due_s // slot_s)), []).append(each)
@@ -127,17 +116,14 @@ def bucket_figures(runs: Mapping[str, Sequence[Window]], buckets: Mapping[int, s
     figures: dict[str, dict[str, Any]] = {}
     for bucket in BUCKETS:
         members = {index for index, name in buckets.items() if name == bucket}
-        by_mode = {mode: _members(windows, members) for mode, windows in runs.items()}
         if members:
-            figures[bucket] = {
-                "requests": len(members),
-                "modes": {mode: Latencies.of(answers).figures() for mode, answers in by_mode.items()},
+            by_mode = {
+                mode: [each for window in windows for each in window if each.index in members]
+                for mode, windows in runs.items()
             }
+            modes = {mode: Latencies.of(answers).figures() for mode, answers in by_mode.items()}
+            figures[bucket] = {"requests": len(members), "modes": modes}
     return figures
-
-
-def _members(windows: Sequence[Window], members: set[int]) -> list[Answer]:
-    return [each for window in windows for each in window if each.index in members]
 
 
 def comparison(runs: Mapping[str, Sequence[Window]], buckets: Mapping[int, str], seed: int) -> dict[str, Any]:
@@ -164,9 +150,9 @@ def comparison(runs: Mapping[str, Sequence[Window]], buckets: Mapping[int, str],
 
 
 def _sums(windows: Sequence[Window]) -> dict[int, tuple[float, float, float, int]]:
-    """By request: time to the end, to the first token, between tokens in all, and how many tokens that is for."""
+    """By request: time to the end, to the first token, between tokens in all, and the number of those gaps."""
     return {
-        each.index: (each.e2e_s, each.ttft_s, sum(gaps := each.gaps_s), len(gaps))
+        each.index: (each.e2e_s, each.ttft_s, sum(gaps := each.token_gaps_s), len(gaps))
         for window in windows
         for each in window
         if not each.error
@@ -218,7 +204,7 @@ def running_over_time(windows: Sequence[Window], lengths_s: Sequence[float], ste
     offset_s = 0.0
     for window, length_s in zip(windows, lengths_s, strict=True):
         grid = np.arange(0.0, length_s, step_s)
-        began = np.sort([each.sent_s for each in window])
+        began = np.sort([each.started_s for each in window])
         ended = np.sort([each.ended_s for each in window])
         running += list(np.searchsorted(began, grid, "right") - np.searchsorted(ended, grid, "right"))
         times += list(offset_s + grid)

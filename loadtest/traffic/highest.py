@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
 
+from loadtest.client import replay
+from loadtest.fleet import say
+from loadtest.prompts import Prompts
+from loadtest.streams import Completion, Door
 from loadtest.traffic.config import LoadConfig
 from loadtest.traffic.plan import Source, densest, requests_of
-from loadtest.traffic.prompts import Prompts
-from loadtest.traffic.sending import Answer, Door, replay
 from paceline.core.errors import ConfigError
 
 NUM_BURST = 32
@@ -51,7 +52,11 @@ async def highest_rate(door: Door, source: Source, prompts: Prompts, config: Loa
         requests = requests_of(arrivals, prompts, other)
         stretch = [replace(each, index=-1 - each.index) for each in densest(requests, config.trial_s)]
         trials.append(judged(rate, await replay(door, stretch), config))
-        _say(trials[-1])
+        trial = trials[-1]
+        say(
+            f"{trial.rate_per_s:.2f} requests/s: {'held' if trial.held else 'not held'} (p95 of first tokens "
+            f"{trial.ttft_p95_s:.2f} s, between tokens {trial.itl_p95_s:.3f} s; {trial.num_errors} errors)"
+        )
         rate = next_rate(trials)
     held = [trial for trial in trials if trial.held]
     if not held:
@@ -63,14 +68,14 @@ async def highest_rate(door: Door, source: Source, prompts: Prompts, config: Loa
     return [trial for trial in trials if trial is not held[-1]] + [held[-1]]
 
 
-def judged(rate_per_s: float, answers: Sequence[Answer], config: LoadConfig) -> TriedRate:
+def judged(rate_per_s: float, answers: Sequence[Completion], config: LoadConfig) -> TriedRate:
     """Judges a trial: held are 95 % of first tokens and 95 % of requests' mean times between tokens, and no error.
 
     More requests than can be served show in the one while they share steps, and in the other when they queue.
     """
     good = [each for each in answers if not each.error]
     ttft_p95_s = _p95(each.ttft_s for each in good)
-    itl_p95_s = _p95(fmean(gaps_s) for each in good if (gaps_s := each.gaps_s))
+    itl_p95_s = _p95(fmean(gaps_s) for each in good if (gaps_s := each.token_gaps_s))
     num_errors = len(answers) - len(good)
     return TriedRate(
         rate_per_s=rate_per_s,
@@ -111,11 +116,3 @@ async def _burst_rate(door: Door, source: Source, prompts: Prompts, config: Load
     ends_s = sorted(each.ended_s for each in answers)
     most = max(1, 3 * len(ends_s) // 4)
     return most / ends_s[most - 1]
-
-
-def _say(trial: TriedRate) -> None:
-    verdict = "held" if trial.held else "not held"
-    sys.stderr.write(
-        f"{trial.rate_per_s:.2f} requests/s: {verdict} (p95 of first tokens {trial.ttft_p95_s:.2f} s, of mean times "
-        f"between tokens {trial.itl_p95_s:.3f} s; {trial.num_errors} errors)\n"
-    )

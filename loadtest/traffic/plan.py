@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from loadtest.prompts import Prompts
+from loadtest.streams import Ask
 from loadtest.traffic.config import LoadConfig
-from loadtest.traffic.prompts import Prompts
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival, generated_arrivals, read_arrivals
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One request: when it is due after the window began, and what it asks."""
-
-    index: int
-    due_s: float
-    prompt: str
-    max_tokens: int
-    temperature: float
-    seed: int
+# Settings that the report repeats.
+DESCRIBED = ("minutes", "prompt_scale", "output_scale", "max_prompt_tokens", "max_output_tokens", "temperature")
 
 
 class Source:
@@ -70,18 +63,14 @@ class Source:
         """Returns what is replayed and what was done to it, for the report."""
         config = self._config
         original = self.unfitted(rate_per_s)
-        sized = resized(original, config)
+        sized = fitted(original, config, clip=False)
         final = fitted(original, config)
         return {
             "arrivals": f"generated, shape {config.shape}" if config.trace is None else config.trace.name,
             "trace_rate_per_s": None if self._trace is None else round(self.trace_rate_per_s, 3),
             "rate_per_s": round(rate_per_s, 3),
-            "minutes": config.minutes,
             "requests": len(final),
-            "prompt_scale": config.prompt_scale,
-            "output_scale": config.output_scale,
-            "max_prompt_tokens": config.max_prompt_tokens,
-            "max_output_tokens": config.max_output_tokens,
+            **{name: getattr(config, name) for name in DESCRIBED},
             "prompts_clipped": sum(each.num_prompt_tokens > config.max_prompt_tokens for each in sized),
             "outputs_clipped": sum(each.num_output_tokens > config.max_output_tokens for each in sized),
             "prompt_tokens_in_trace": _quantiles([each.num_prompt_tokens for each in original]),
@@ -108,38 +97,27 @@ def opening(arrivals: Sequence[Arrival], *, rate_per_s: float, duration_s: float
     return [replace(each, at_s=(each.at_s - first_s) * stretch) for each in arrivals[:count]]
 
 
-def resized(arrivals: Sequence[Arrival], config: LoadConfig) -> list[Arrival]:
-    """Returns arrivals with lengths scaled as configured, for models smaller than a trace's; at least 1 token."""
+def fitted(arrivals: Sequence[Arrival], config: LoadConfig, *, clip: bool = True) -> list[Arrival]:
+    """Returns arrivals with lengths scaled as configured, for models smaller than a trace's, and clipped."""
+    most = (config.max_prompt_tokens, config.max_output_tokens) if clip else (sys.maxsize, sys.maxsize)
     return [
         replace(
             each,
-            num_prompt_tokens=max(1, round(each.num_prompt_tokens * config.prompt_scale)),
-            num_output_tokens=max(1, round(each.num_output_tokens * config.output_scale)),
+            num_prompt_tokens=min(most[0], max(1, round(each.num_prompt_tokens * config.prompt_scale))),
+            num_output_tokens=min(most[1], max(1, round(each.num_output_tokens * config.output_scale))),
         )
         for each in arrivals
     ]
 
 
-def fitted(arrivals: Sequence[Arrival], config: LoadConfig) -> list[Arrival]:
-    """Returns arrivals with lengths scaled and then clipped as configured."""
-    return [
-        replace(
-            each,
-            num_prompt_tokens=min(each.num_prompt_tokens, config.max_prompt_tokens),
-            num_output_tokens=min(each.num_output_tokens, config.max_output_tokens),
-        )
-        for each in resized(arrivals, config)
-    ]
-
-
-def requests_of(arrivals: Sequence[Arrival], prompts: Prompts, config: LoadConfig) -> list[Request]:
+def requests_of(arrivals: Sequence[Arrival], prompts: Prompts, config: LoadConfig) -> list[Ask]:
     """Returns the requests of arrivals; prompt and seed of each are its number's, and no other configured seed's."""
     first = config.seed * 1_000_003
     return [
-        Request(
+        Ask(
             index=index,
             due_s=each.at_s,
-            prompt=prompts.prompt(first + index, each.num_prompt_tokens),
+            prompt=prompts(first + index, each.num_prompt_tokens),
             max_tokens=each.num_output_tokens,
             temperature=config.temperature,
             seed=first + index,
@@ -148,18 +126,18 @@ def requests_of(arrivals: Sequence[Arrival], prompts: Prompts, config: LoadConfi
     ]
 
 
-def windows_of(requests: Sequence[Request], duration_s: float, window_s: float) -> list[list[Request]]:
+def windows_of(requests: Sequence[Ask], duration_s: float, window_s: float) -> list[list[Ask]]:
     """Cuts a replay into equal stretches of at most `window_s`; due times start anew in each."""
     count = max(1, -int(-duration_s // window_s))
     length_s = duration_s / count
-    windows: list[list[Request]] = [[] for _ in range(count)]
+    windows: list[list[Ask]] = [[] for _ in range(count)]
     for each in requests:
         number = min(count - 1, int(each.due_s // length_s))
         windows[number].append(replace(each, due_s=each.due_s - number * length_s))
     return windows
 
 
-def densest(requests: Sequence[Request], length_s: float) -> list[Request]:
+def densest(requests: Sequence[Ask], length_s: float) -> list[Ask]:
     """Returns the stretch in which most tokens are asked for, with due times from its beginning."""
     dues = [each.due_s for each in requests]
     sums = np.concatenate(([0], np.cumsum([each.max_tokens for each in requests])))

@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from loadtest.streams import Ask
 from loadtest.traffic.config import ADAPTIVE, OFF, ON
 from loadtest.traffic.figures import BUCKETS, Latencies, Window, length_of, running_over_time
-from loadtest.traffic.plan import Request
 
 COLOURS = {OFF: "#6b7280", ON: "#d97706", ADAPTIVE: "#2563eb"}
 STEP_S = 1.0
@@ -22,7 +22,7 @@ MAX_POINTS = 400
 
 
 def plots(
-    figures: Mapping[str, Any], runs: Mapping[str, Sequence[Window]], windows: Sequence[Sequence[Request]]
+    figures: Mapping[str, Any], runs: Mapping[str, Sequence[Window]], windows: Sequence[Sequence[Ask]]
 ) -> dict[str, str]:
     """Returns plots by title."""
     latencies = {mode: Latencies.of([each for window in of for each in window]) for mode, of in runs.items()}
@@ -48,7 +48,7 @@ def _svg(num_axes: int, draw: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def _arrivals(axes: Axes, windows: Sequence[Sequence[Request]]) -> None:
+def _arrivals(axes: Axes, windows: Sequence[Sequence[Ask]]) -> None:
     offset_s = 0.0
     for number, window in enumerate(windows):
         length_s = max((each.due_s for each in window), default=0.0)

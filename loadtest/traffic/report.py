@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loadtest.streams import Ask
 from loadtest.traffic.figures import PERCENTILES, Window
-from loadtest.traffic.plan import Request
 from loadtest.traffic.plots import plots
 
 # Times of tables are milliseconds.
@@ -19,6 +19,7 @@ HOW_COUNTED = (
     "last byte; ITL is the time between tokens, and tokens that come at once share their wait. Load is the output "
     "tokens that the requests of a stretch ask for; stretches are sorted into thirds, the same for every mode."
 )
+COMPARED = "Ratios of means over the same requests, with the middle 95 % of ratios of requests drawn anew."
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 82rem; margin: 2rem auto; padding: 0 1rem; color: #1d232b; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
@@ -34,7 +35,7 @@ def write_reports(
     out: Path,
     figures: Mapping[str, Any],
     runs: Mapping[str, Sequence[Window]],
-    windows: Sequence[Sequence[Request]],
+    windows: Sequence[Sequence[Ask]],
 ) -> tuple[Path, Path]:
     """Writes `out` with .json and .html, and returns both."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -55,41 +56,35 @@ def summary(figures: Mapping[str, Any]) -> str:
 def page(figures: Mapping[str, Any], drawn: Mapping[str, str]) -> str:
     """Returns the HTML page; `drawn` are plots by title, as SVG."""
     passed = "ok" if figures["ok"] else "failed"
+    settings = {name: figures[name] for name in ("replay", "dtype", "door", "windows", "trials")}
+    compared = f"{COMPARED} At most {figures['comparison']['limit']:g} of E2E and ITL passes."
     sections = [
         f"<h1>Replay of {html.escape(figures['replay']['arrivals'])}</h1>",
-        f"<p>{html.escape(_described(figures))}</p>",
+        _paragraph(_described(figures)),
         f'<p class="{passed}">{html.escape(_verdict(figures))}</p>',
-        "<h2>By mode, times in ms</h2>",
-        _table(*_modes(figures)),
+        f"<h2>By mode, times in ms</h2>{_table(*_modes(figures))}",
+        f"<h2>By load, times in ms</h2>{_table(*_buckets(figures))}",
+        *(f"<h2>{html.escape(title)}</h2>{svg}" for title, svg in drawn.items()),
+        f"<h2>What was replayed</h2>{_paragraph(HOW_COUNTED)}<pre>{html.escape(json.dumps(settings, indent=1))}</pre>",
     ]
     if figures["comparison"]["buckets"]:
-        sections += [
-            "<h2>Adaptive over the best other mode</h2>",
-            "<p>Ratios of means over the same requests, with the middle 95 % of ratios of requests drawn anew; "
-            f"at most {figures['comparison']['limit']:g} of E2E and ITL passes.</p>",
-            _table(*_comparison(figures)),
-        ]
-    sections += ["<h2>By load, times in ms</h2>", _table(*_buckets(figures))]
-    sections += [f"<h2>{html.escape(title)}</h2>{svg}" for title, svg in drawn.items()]
-    settings = {name: figures[name] for name in ("replay", "dtype", "door", "windows", "trials")}
-    sections += [
-        "<h2>What was replayed</h2>",
-        f"<p>{html.escape(HOW_COUNTED)}</p><pre>{html.escape(json.dumps(settings, indent=1))}</pre>",
-    ]
+        table = f"{_paragraph(compared)}{_table(*_comparison(figures))}"
+        sections.insert(4, f"<h2>Adaptive over the best other mode</h2>{table}")
     head = f'<meta charset="utf-8"><title>Paceline load</title><style>{STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(sections)}</body></html>\n"
 
 
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
 def _described(figures: Mapping[str, Any]) -> str:
-    replayed = figures["replay"]
     return (
-        f"{replayed['requests']} requests in {replayed['minutes']:g} minutes ({replayed['rate_per_s']:g} a second, "
-        f"{figures['windows']} windows) of {replayed['arrivals']}; lengths fitted to the model: prompts times "
-        f"{replayed['prompt_scale']:g} and at most {replayed['max_prompt_tokens']} "
-        f"({replayed['prompts_clipped']} clipped), outputs times {replayed['output_scale']:g} and at most "
-        f"{replayed['max_output_tokens']} ({replayed['outputs_clipped']} clipped); prompts: {replayed['prompts']}; "
-        f"temperature {replayed['temperature']:g}; {figures['machine']}, {figures['dtype']}, over {figures['door']}"
-    )
+        "{requests} requests in {minutes:g} minutes ({rate_per_s:g} a second, {windows} windows) of {arrivals}; "
+        "lengths fitted to the model: prompts times {prompt_scale:g} and at most {max_prompt_tokens} "
+        "({prompts_clipped} clipped), outputs times {output_scale:g} and at most {max_output_tokens} "
+        "({outputs_clipped} clipped); prompts: {prompts}; temperature {temperature:g}; {machine}, {dtype}, over {door}"
+    ).format(**{**figures, **figures["replay"]})
 
 
 def _verdict(figures: Mapping[str, Any]) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
-from paceline.core.demand import Demand
 from paceline.core.draft_policy import DraftPolicy, FixedGamma
-from paceline.core.link import Drafter, SessionLink
+from paceline.core.drafter_worth import Demand
+from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import (
     CloseSession,
     Commit,
@@ -131,7 +131,7 @@ class ToyFleet:
         self.reopen()
 
     def _tell(self) -> None:
-        message = self.told.tell(now_s=0.0)
+        message = self.told.next_message(now_s=0.0)
         assert message is not None
         self.link.to_drafter.append(message)
 
@@ -184,7 +184,7 @@ class ToyFleet:
 
     def reopen(self) -> None:
         """The verifier dials again and opens the session anew."""
-        self.told.connect(Drafter())
+        self.told.connect(ConnectedDrafter())
         self.told.look_ahead(0.0, cap=2, step_s=1.0)
         self._tell()
 

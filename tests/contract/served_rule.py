@@ -159,7 +159,7 @@ class Play:
         )
         self.cells = block_cells if acceptance == BLOCK else uniform_cells
         self.under_way: list[DraftNodes] = []
-        self.told_len = 0
+        self.sent_len = 0
         self.restart()
 
     @property
@@ -169,7 +169,7 @@ class Play:
     def restart(self) -> None:
         """A drafter starts, or another one does after the first has died."""
         self.under_way.clear()
-        self.told_len = self.session.committed_len
+        self.sent_len = self.session.committed_len
         opened = wire.draft_request_from_pb(wire.draft_request_to_pb([self.session.open(room=64)]))[1][0]
         self.drafted = DraftSession(opened, self.identity, self.pool, SlotPool(first_block=8, num_blocks=2))  # type: ignore[arg-type]
 
@@ -217,8 +217,8 @@ class Play:
 
     def tell(self) -> None:
         """The drafter hears of all commits."""
-        sent = self.session.commit_message(self.told_len, room=64)
-        self.told_len = self.session.committed_len
+        sent = self.session.commit_message(self.sent_len, room=64)
+        self.sent_len = self.session.committed_len
         received = wire.draft_request_from_pb(wire.draft_request_to_pb([sent]))[1][0]
         assert isinstance(received, Commit)
         self.drafted.apply(received, [])

@@ -22,49 +22,33 @@ def distance(law: Law, target: ToyModel) -> float:
 
 
 @pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize(("story", "vocab"), [*((story, 2) for story in STORIES), ("gamma 1", 3), ("gamma 2", 3)])
 def test_what_is_committed_has_the_law_of_the_target(
-    monkeypatch: pytest.MonkeyPatch, acceptance: str, story: str
+    monkeypatch: pytest.MonkeyPatch, acceptance: str, story: str, vocab: int
 ) -> None:
-    law = played(monkeypatch, acceptance, MODELS[2], STORIES[story])
-    assert distance(law, MODELS[2][0]) < 1e-12
-
-
-@pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
-@pytest.mark.parametrize("gamma", [1, 2])
-def test_so_it_has_with_three_tokens(monkeypatch: pytest.MonkeyPatch, acceptance: str, gamma: int) -> None:
-    law = played(monkeypatch, acceptance, MODELS[3], STORIES[f"gamma {gamma}"])
-    assert distance(law, MODELS[3][0]) < 1e-12
+    law = played(monkeypatch, acceptance, MODELS[vocab], STORIES[story])
+    assert distance(law, MODELS[vocab][0]) < 1e-12
 
 
 # Planted bugs: the same proof must find them
 
 
 @pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
-def test_planted_bug_the_reported_distribution_is_not_the_sampled_one(
-    monkeypatch: pytest.MonkeyPatch, acceptance: str
+@pytest.mark.parametrize(
+    ("story", "vocab", "bugs"),
+    [
+        # The top 2 are sampled, the whole distribution is sent (as in transformers issue 47932).
+        pytest.param("gamma 2", 3, Bugs(num_sampled=2), id="reported is not sampled"),
+        pytest.param("gamma 1", 3, Bugs(cut_below=0.3), id="truncation after looking at the token, gamma 1"),
+        pytest.param("gamma 2", 3, Bugs(cut_below=0.3), id="truncation after looking at the token, gamma 2"),
+        pytest.param("gamma 1", 2, Bugs(recovers_with_draft_noise=True), id="reused noise after the chain"),
+    ],
+)
+def test_a_planted_bug_is_found(
+    monkeypatch: pytest.MonkeyPatch, acceptance: str, story: str, vocab: int, bugs: Bugs
 ) -> None:
-    """The top 2 are sampled, the whole distribution is sent (as in transformers issue 47932)."""
-    law = played(monkeypatch, acceptance, MODELS[3], STORIES["gamma 2"], Bugs(num_sampled=2))
-    assert distance(law, MODELS[3][0]) > DETECTED
-
-
-@pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
-@pytest.mark.parametrize("gamma", [1, 2])
-def test_planted_bug_truncation_after_looking_at_the_token(
-    monkeypatch: pytest.MonkeyPatch, acceptance: str, gamma: int
-) -> None:
-    law = played(monkeypatch, acceptance, MODELS[3], STORIES[f"gamma {gamma}"], Bugs(cut_below=0.3))
-    assert distance(law, MODELS[3][0]) > DETECTED
-
-
-@pytest.mark.parametrize("acceptance", [REJECTION, BLOCK])
-def test_planted_bug_reused_noise_in_the_token_after_the_chain(
-    monkeypatch: pytest.MonkeyPatch, acceptance: str
-) -> None:
-    bugs = Bugs(recovers_with_draft_noise=True)
-    law = played(monkeypatch, acceptance, MODELS[2], STORIES["gamma 1"], bugs)
-    assert distance(law, MODELS[2][0]) > DETECTED
+    law = played(monkeypatch, acceptance, MODELS[vocab], STORIES[story], bugs)
+    assert distance(law, MODELS[vocab][0]) > DETECTED
 
 
 def draws_anew(play: Play) -> None:

@@ -82,7 +82,7 @@ def blocks() -> Iterator[Block]:
 
 
 def models_asked_for() -> list[str]:
-    """Returns the names that Python blocks have for the model that serves them, but for its own."""
+    """Returns the names by which Python blocks ask for a model, except its own."""
     named = {name for block in blocks() if block.language == "python" for name in _MODEL.findall(block.text)}
     return sorted(named - {DEMO_TARGET.name})
 

@@ -6,7 +6,7 @@ import re
 
 from tests.support.site import ROOT, broken_links, wrong_contents
 
-CONSOLE = ROOT / "services" / "paceline" / "gateway" / "console" / "static" / "console.css"
+CONSOLE = ROOT / "services" / "paceline" / "gateway" / "api" / "console" / "static" / "console.css"
 COLOUR = re.compile(r"#[0-9a-f]{6}\b")
 
 

@@ -27,7 +27,7 @@ def test_nothing_is_lost_doubled_changed_or_left_without_an_answer_while_things_
         faults=KINDS,
         logs=None,
     )
-    outcome = asyncio.run(chaos.run(options))
+    outcome = asyncio.run(chaos.disturb(options))
     for history in outcome.histories:
         chaos.accuse(history, outcome.reference[history.index], outcome.faults)
     assert outcome.ok, outcome.verdict

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from loadtest.load import figures_of, run_windows
+from loadtest.load import figures_of, open_door, run_windows
+from loadtest.prompts import open_prompts
 from loadtest.traffic.config import ADAPTIVE, HTTP, OFF, ON, LoadConfig
 from loadtest.traffic.figures import Window
 from loadtest.traffic.plan import Source, requests_of, windows_of
-from loadtest.traffic.prompts import open_prompts
 from loadtest.traffic.report import write_reports
-from loadtest.traffic.sending import open_door
 
 from paceline.cluster.checkpoints import DEMO_TARGET
 from tests.support.fleet_runner import FleetRunner
@@ -34,13 +33,14 @@ def test_a_replay_in_all_modes_loses_no_token_changes_no_text_and_reports_it(
         max_output_tokens=40,
         out=tmp_path / "load",
     )
-    source, prompts = Source(config), open_prompts(None, DEMO_TARGET, max_tokens=1024, seed=1)
+    source = Source(config)
+    prompts, described = open_prompts(None, DEMO_TARGET, max_tokens=1024, seed=1)
     requests = requests_of(source.arrivals(8.0), prompts, config)
     windows = windows_of(requests, config.duration_s, config.window_s)
     urls = {OFF: trees.url, ON: chains.url, ADAPTIVE: trees.url}
 
     async def run() -> list[Mapping[str, Sequence[Window]]]:
-        doors = {mode: open_door(HTTP, url, mode) for mode, url in urls.items()}
+        doors = {mode: open_door(HTTP, url) for mode, url in urls.items()}
         return [dict(so_far) async for so_far in run_windows(doors, windows)]
 
     runs = asyncio.run(run())[-1]
@@ -50,7 +50,7 @@ def test_a_replay_in_all_modes_loses_no_token_changes_no_text_and_reports_it(
         answers = [each for window in of for each in window]
         assert [each.error for each in answers] == [""] * len(requests)
         assert [each.num_tokens for each in answers] == [each.max_tokens for each in requests]
-    plan = {**source.described(8.0), "prompts": prompts.described, "temperature": config.temperature}
+    plan = {**source.described(8.0), "prompts": described}
     figures = figures_of(config, plan, [], runs, windows)
     assert figures["checks"]["no_errors"]
     assert figures["checks"]["same_texts"]

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import yaml
-from loadtest.client import Ask, run_batch
+from loadtest.client import run_batch
+from loadtest.streams import Ask
 
 from paceline.checkpoints.corpus import unseen_prompts
 from paceline.core.messages import DRAFTER, GATEWAY, VERIFIER

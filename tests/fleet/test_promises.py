@@ -7,7 +7,8 @@ import asyncio
 import httpx
 import pytest
 import torch
-from loadtest.client import Ask, run_batch
+from loadtest.client import run_batch
+from loadtest.streams import Ask
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.checkpoints.corpus import unseen_prompts

@@ -23,7 +23,7 @@ import httpx
 import pytest
 import yaml
 from loadtest.histories import History, judge
-from loadtest.steadfast import Request, keep_running, over_grpc, run_each
+from loadtest.steadfast import Request, keep_running, over, run_each
 
 from paceline.client.resuming import ResumingClient
 from paceline.rpc.v1 import common_pb2
@@ -163,7 +163,7 @@ class RayFleetOnTest:
         async def story() -> list[History]:
             async with ResumingClient([self.gateway], patience_s=WAIT_S, silence_s=WAIT_S) as client:
                 disturbing = asyncio.create_task(asyncio.to_thread(disturb))
-                streams = await keep_running([over_grpc(client)], requests(), disturbing.done, lambda _: None)
+                streams = await keep_running([over(client)], requests(), disturbing.done, lambda _: None)
                 await disturbing
                 return streams
 
@@ -254,7 +254,7 @@ def undisturbed(fleet: RayFleetOnTest) -> list[History]:
 
     async def story() -> list[History]:
         async with ResumingClient([fleet.gateway]) as client:
-            return await run_each(over_grpc(client), requests(), lambda: None)
+            return await run_each(over(client), requests(), lambda: None)
 
     streams = asyncio.run(story())
     assert [stream.error for stream in streams] == [""] * NUM_STREAMS

@@ -117,29 +117,24 @@ def failure(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_a_refusal_is_one_line(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    script.status = 400
-    script.chunks = [{"error": {"message": "max_tokens: too large"}}]
-    assert failure(["x", "--url", script.url], capsys) == "paceline generate: error: max_tokens: too large\n"
-
-
-def test_an_error_within_the_stream_is_told(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    script.chunks = [*TEXT, {"error": {"message": "the verifier is gone"}}]
-    assert "the verifier is gone" in failure(["x", "--url", script.url], capsys)
-
-
-def test_a_stream_that_breaks_off_is_no_success(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    script.done = False
-    assert "broke off" in failure(["x", "--url", script.url], capsys)
-
-
-def test_of_several_models_one_must_be_chosen(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    script.models = ["a", "b"]
-    assert "choose with --model: a, b" in failure(["x", "--url", script.url], capsys)
-
-
-def test_a_gateway_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "http://127.0.0.1:1 cannot be reached" in failure(["x", "--url", "http://127.0.0.1:1"], capsys)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"status": 400, "chunks": [{"error": {"message": "max_tokens: too large"}}]}, "error: max_tokens: too large"),
+        ({"chunks": [*TEXT, {"error": {"message": "the verifier is gone"}}]}, "the verifier is gone"),
+        ({"done": False}, "broke off"),
+        ({"models": ["a", "b"]}, "choose with --model: a, b"),
+        ({"url": "http://127.0.0.1:1"}, "http://127.0.0.1:1 cannot be reached"),
+    ],
+)
+def test_a_failure_is_one_line(
+    script: Script, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    for name, value in changes.items():
+        setattr(script, name, value)
+    said = failure(["x", "--url", script.url], capsys)
+    assert said.startswith("paceline generate: error: ")
+    assert message in said.splitlines()[-1]
 
 
 def test_without_draft_tokens_the_line_says_so() -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from loadtest.browser import browsing, chromium, problems_of
 
 from paceline.core.messages import TokenFate
 from paceline.gateway.api.console import feed
 from paceline.gateway.api.console.pages import FILE_PATHS, SECURITY_HEADERS
+from tests.support.browser import browsing, chromium, problems_of
 from tests.support.fleet_runner import FleetRunner
 from tests.support.scripted_fleet import ScriptedFleet, scripted_fleet
 

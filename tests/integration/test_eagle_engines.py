@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from paceline.core.draft_policy import FixedGamma
-from paceline.core.draft_scheduler import VerifierSaid
+from paceline.core.draft_scheduler import VerifierMessages
 from paceline.core.errors import RemoteProtocolError
 from paceline.core.features import FeatureBuffer, TokensAfterFirst
 from paceline.core.messages import Commit, CommittedStates, LaggingSession, OpenSession
@@ -174,7 +174,7 @@ def test_pages_given_up_are_asked_for_again_once_there_is_room(folders):
     session.give_up_pages()
     assert session.lost_features
     output = pair.target.step()
-    pair.draft.handle(VerifierSaid(link=1, messages=output.to_drafters["drafter:1"]))
+    pair.draft.handle(VerifierMessages(link=1, messages=output.to_drafters["drafter:1"]))
     assert (1, "s") not in pair.draft.scheduler.sessions
     (asked,) = pair.draft.step().to_verifiers[1]
     assert isinstance(asked, LaggingSession)
@@ -203,14 +203,14 @@ def test_features_of_no_use_are_not_asked_for_again_and_again(folders):
         price=0.0,
         room=8,
     )
-    engine.handle(VerifierSaid(link=1, messages=[opened, features(0, torch.zeros(9, 64))]))
+    engine.handle(VerifierMessages(link=1, messages=[opened, features(0, torch.zeros(9, 64))]))
     said = []
     for length in range(10, 14):
         while engine.has_work():
             said += engine.step().to_verifiers.get(1, [])
         commit = Commit(session_id="s", epoch=1, base_len=length, token_ids=(7,), price=0.0, room=8)
         worthless = features(length - 1, torch.full((1, 64), torch.nan))
-        engine.handle(VerifierSaid(link=1, messages=[worthless, commit]))
+        engine.handle(VerifierMessages(link=1, messages=[worthless, commit]))
     said += engine.step().to_verifiers.get(1, [])
     assert said, "the first features were of use"
     assert not [message for message in said if isinstance(message, LaggingSession)]

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from paceline.core.draft_policy import FixedGamma, Goodput
 from paceline.core.link import MOST_UNANSWERED
-from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.core.params import SamplingParams
 from tests.support.engines import EnginePair, prompts
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
-
-
-@pytest.mark.parametrize(("max_tokens", "waits"), [(40, True), (10, False)])
-def test_only_sessions_that_gain_by_it_are_delayed_for_drafts(tiny_pair, max_tokens, waits):
-    pair = EnginePair(*tiny_pair, policy=FixedGamma(gamma=4))
-    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
-    assert pair.target.patience_s() == 0.0, "its first token is due"
-    pair.round(draft_steps=0)
-    # One token is out; with fewer than ten to go nothing is worth waiting for.
-    assert (pair.target.patience_s() > 0.0) is waits
-    pair.submit("opted out", prompts(2)[1], GREEDY, SpeculationParams(enabled=False))
-    assert pair.target.patience_s() == 0.0, "another one's first token is due"
 
 
 class Called(Goodput):
@@ -67,16 +53,6 @@ def test_drafters_at_rest_are_told_nothing_and_of_all_at_once_when_called(tiny_p
     assert policy.answered == [False, False]
     pair.run()
     assert all(len(each.token_ids) == 60 for each in pair.sessions.values())
-
-
-def test_a_session_whose_prompt_is_read_when_drafters_are_sent_to_rest_is_not_opened(tiny_pair):
-    policy = Called(0.0)
-    pair = EnginePair(*tiny_pair, policy=policy)
-    pair.submit("s", prompts(1)[0], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
-    policy.price = 1.0
-    pair.run()
-    assert not pair.to_drafter
-    assert len(pair.sessions["s"].token_ids) == 12
 
 
 def test_a_drafter_that_does_not_answer_counts_as_one_with_nothing_to_say(tiny_pair):

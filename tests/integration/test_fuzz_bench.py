@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from loadtest.bad.doors import send_all
 from loadtest.bad.kinds import Target, bad_messages
-from loadtest.doors import send_all
 from loadtest.fuzz import KINDS, Addresses, Tally, fuzz, open_doors
 
 from tests.integration.conftest import running_drafter, verifier_at

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.core.params import SpeculationParams
-from paceline.gateway.sessions.request import sample_seed
+from paceline.gateway.api.openai.choices import sample_seed
 from tests.support.scripted_fleet import CONTEXT_LEN, MODEL, SHARES_A_GATEWAY, Script, ScriptedFleet, scripted_fleet
 
 pytestmark = SHARES_A_GATEWAY

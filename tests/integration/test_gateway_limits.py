@@ -22,11 +22,11 @@ from paceline.core.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from paceline.gateway import service
+from paceline.gateway import doors
 from paceline.gateway.access.fair_shares import Shares
 from paceline.gateway.api.grpc import door as grpc_door
 from paceline.gateway.api.grpc.door import MAX_HEALTH_READS, MAX_MESSAGE_BYTES, GrpcDoor
-from paceline.gateway.service import SERVICE_NAME
+from paceline.gateway.api.grpc.servicer import SERVICE_NAME
 from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
 from paceline.service.process import LIVENESS, start_grpc_server
@@ -143,7 +143,7 @@ async def test_a_call_that_ends_without_a_message_says_so(fleet: ScriptedFleet) 
 async def test_one_key_cannot_take_all_calls_and_health_is_no_call_of_anybody(
     tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "SPARE_CONNECTIONS", 0)
+    monkeypatch.setattr(doors, "SPARE_CONNECTIONS", 0)
     async with guarded(tmp_path, keys_file, max_sessions=4) as fleet:
         fleet.verifier.script = Script(pause_after=3)
         request = Request(model=MODEL, prompt="x")
@@ -243,7 +243,7 @@ async def test_a_client_that_reads_nothing_loses_its_stream_over_grpc_and_its_pl
 ) -> None:
     monkeypatch.setattr(grpc_door, "SEND_TIMEOUT_S", 0.2)
     calls, reading = Shares(8, "calls"), Shares(8 * MAX_MESSAGE_BYTES, "bytes", unit=MAX_MESSAGE_BYTES)
-    door = GrpcDoor(service._let_in, calls=calls, reading=reading, timeout_s=30)
+    door = GrpcDoor(doors.admit_anyone, calls=calls, reading=reading, timeout_s=30)
     servicer = EndlessServicer()
     async with await start_grpc_server(
         host="127.0.0.1",
@@ -324,7 +324,7 @@ def head(key: str, length: int) -> bytes:
 async def test_idle_connections_without_a_key_do_not_keep_health_from_answering(
     tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "SPARE_CONNECTIONS", 8)
+    monkeypatch.setattr(doors, "SPARE_CONNECTIONS", 8)
     async with guarded(tmp_path, keys_file, max_sessions=8) as fleet:
         fleet.verifier.script = Script(pause_after=3)
         body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 6}).encode()
@@ -351,7 +351,7 @@ async def closed(reader: asyncio.StreamReader) -> bool:
 async def test_a_body_for_which_there_is_no_room_is_refused_before_it_is_sent(
     tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MAX_BODIES", 4)
+    monkeypatch.setattr(doors, "MAX_BODIES", 4)
     async with guarded(tmp_path, keys_file) as fleet:
         largest = 4 * 1024 * 1024
         slow = [await connected(fleet) for _ in range(3)]
@@ -374,7 +374,7 @@ async def test_a_body_for_which_there_is_no_room_is_refused_before_it_is_sent(
 async def test_a_body_in_chunks_takes_its_room_as_it_comes(
     tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MAX_BODIES", 1)
+    monkeypatch.setattr(doors, "MAX_BODIES", 1)
 
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(5):

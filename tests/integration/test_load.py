@@ -6,11 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from loadtest.client import replay
+from loadtest.load import asked_in, open_door
 from loadtest.locust import LocustConfig, missing_or_failed, read_rows, run_locust
 from loadtest.shapes import SHAPES, num_users
+from loadtest.streams import Ask
 from loadtest.traffic.config import ADAPTIVE, GRPC, HTTP, OFF
-from loadtest.traffic.plan import Request
-from loadtest.traffic.sending import open_door, replay
 
 from tests.support.scripted_fleet import Script, ScriptedFleet, scripted_fleet
 
@@ -23,9 +24,9 @@ async def fleet(tmp_path):
         yield started
 
 
-def requests(max_tokens: int = 10) -> list[Request]:
+def requests(max_tokens: int = 10) -> list[Ask]:
     return [
-        Request(index=n, due_s=0.01 * n, prompt="abc", max_tokens=max_tokens, temperature=0.5, seed=n)
+        Ask(index=n, due_s=0.01 * n, prompt="abc", max_tokens=max_tokens, temperature=0.5, seed=n)
         for n in range(NUM_REQUESTS)
     ]
 
@@ -36,7 +37,7 @@ def address(fleet: ScriptedFleet, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", [HTTP, GRPC])
 async def test_every_token_of_every_request_is_timed(fleet, kind) -> None:
-    door = open_door(kind, address(fleet, kind), ADAPTIVE)
+    door = open_door(kind, address(fleet, kind))
     answers = await replay(door, requests())
     await door.close()
     assert [each.error for each in answers] == [""] * NUM_REQUESTS
@@ -51,15 +52,15 @@ async def test_every_token_of_every_request_is_timed(fleet, kind) -> None:
 @pytest.mark.parametrize("kind", [HTTP, GRPC])
 async def test_only_mode_off_asks_for_no_speculation(fleet, kind) -> None:
     for mode in (OFF, ADAPTIVE):
-        door = open_door(kind, address(fleet, kind), mode)
-        await replay(door, requests()[:1])
+        door = open_door(kind, address(fleet, kind))
+        await replay(door, asked_in(mode, requests()[:1]))
         await door.close()
     assert [each.speculation.enabled for each in fleet.verifier.requests] == [False, True]
 
 
 async def test_a_request_does_not_wait_for_the_one_before(fleet) -> None:
     fleet.verifier.script = Script(pause_after=3)
-    door = open_door(HTTP, address(fleet, HTTP), ADAPTIVE)
+    door = open_door(HTTP, address(fleet, HTTP))
 
     async def release() -> int:
         sessions = [await fleet.verifier.paused.get() for _ in range(NUM_REQUESTS)]
@@ -74,7 +75,7 @@ async def test_a_request_does_not_wait_for_the_one_before(fleet) -> None:
 
 @pytest.mark.parametrize(("kind", "said"), [(HTTP, "status 400"), (GRPC, "INVALID_ARGUMENT")])
 async def test_refusals_are_told_apart_by_kind(fleet, kind, said) -> None:
-    door = open_door(kind, address(fleet, kind), ADAPTIVE)
+    door = open_door(kind, address(fleet, kind))
     answers = await replay(door, requests(max_tokens=100_000)[:2])
     await door.close()
     assert [each.error for each in answers] == [said, said]
@@ -83,7 +84,7 @@ async def test_refusals_are_told_apart_by_kind(fleet, kind, said) -> None:
 @pytest.mark.parametrize(("kind", "said"), [(HTTP, "broke off"), (GRPC, "UNAVAILABLE")])
 async def test_a_stream_that_breaks_off_is_an_error(fleet, kind, said) -> None:
     fleet.verifier.script = Script(fail_after=3, error=RuntimeError("a bug"))
-    door = open_door(kind, address(fleet, kind), ADAPTIVE)
+    door = open_door(kind, address(fleet, kind))
     answers = await replay(door, requests()[:1])
     await door.close()
     assert [each.error for each in answers] == [said]
@@ -91,13 +92,13 @@ async def test_a_stream_that_breaks_off_is_an_error(fleet, kind, said) -> None:
 
 async def test_a_short_answer_is_an_error(fleet) -> None:
     fleet.verifier.script = Script(tokens=(5, 6, 7, 8))
-    door = open_door(HTTP, address(fleet, HTTP), ADAPTIVE)
+    door = open_door(HTTP, address(fleet, HTTP))
     answers = await replay(door, requests()[:1])
     assert [(each.error, each.message) for each in answers] == [("short answer", "4 of 10 tokens")]
 
 
 async def test_nobody_there_is_an_error_of_its_own_kind(unused_tcp_port_factory) -> None:
-    door = open_door(HTTP, f"http://127.0.0.1:{unused_tcp_port_factory()}", ADAPTIVE)
+    door = open_door(HTTP, f"http://127.0.0.1:{unused_tcp_port_factory()}")
     assert [each.error for each in await replay(door, requests()[:1])] == ["no connection"]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from paceline.core.draft_policy import Goodput
 from paceline.core.messages import CloseSession, Commit, DraftNodes, OpenSession, ToDrafter
 from paceline.core.pages import BLOCK_SIZE
-from paceline.core.pairing import KnownDrafter
+from paceline.core.pairing import DrafterCandidate
 from paceline.core.params import SamplingParams
 from paceline.core.planned_step import StepPlan
 from paceline.core.scheduled_session import ScheduledSession
@@ -192,9 +192,9 @@ class Listener:
         self.schedule = Schedule()
         self._events = events
 
-    def known(self) -> KnownDrafter:
+    def known(self) -> DrafterCandidate:
         """What the verifier knows of it."""
-        return KnownDrafter(address=DRAFTER)
+        return DrafterCandidate(address=DRAFTER)
 
     def pair(self, session_id: str, verifier: SimulatedVerifier) -> None:
         """It need not know whom it is to answer."""

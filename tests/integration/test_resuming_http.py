@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from loadtest.resuming_http import RefusedError, ResumingHttpClient
 
 from paceline.core.errors import EngineDiedError, OverloadedError, UnavailableError
+from paceline.rpc.v1 import common_pb2, gateway_pb2
 from tests.support.scripted_fleet import MODEL, Script, ScriptedFleet, joining_doors, scripted_fleet
 
 NOWHERE = "http://127.0.0.1:1"
@@ -27,19 +27,16 @@ def url(address: str) -> str:
     return f"http://{address}"
 
 
-def body(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": "x", "max_tokens": 10, "seed": 0, **fields}
-
-
 def all_follow(fleet: ScriptedFleet, script: Script) -> None:
     for verifier in fleet.verifiers:
         verifier.script = script
 
 
-async def text_of(client: ResumingHttpClient, reasons: list[str] | None = None, **fields: Any) -> str:
-    told = [] if reasons is None else reasons
-    pieces = [piece async for piece in client.stream(body(**fields), told.append)]
-    assert [bool(piece.finish_reason) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+async def text_of(client: ResumingHttpClient, max_tokens: int = 10) -> str:
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, seed=0)
+    request = gateway_pb2.GatewayGenerateRequest(model=MODEL, prompt="x", sampling=sampling)
+    pieces = [piece async for piece in client.stream(request)]
+    assert [piece.HasField("result") for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     return "".join(piece.text for piece in pieces)
 
 
@@ -67,12 +64,11 @@ async def test_a_stream_outlives_its_gateway_with_or_without_a_record(
         del session_id
 
     all_follow(fleet, Script(pause_after=6))
-    reasons: list[str] = []
     async with (
         joining_doors(fleet) as other,
         ResumingHttpClient([url(fleet.addresses.http), url(other.http)]) as client,
     ):
-        asking = asyncio.create_task(text_of(client, reasons))
+        asking = asyncio.create_task(text_of(client))
         session_id = await paused(fleet)
         all_follow(fleet, Script())
         if recorded:
@@ -84,7 +80,7 @@ async def test_a_stream_outlives_its_gateway_with_or_without_a_record(
         fleet.stop.set()
         await fleet.gateway
         assert await asking == fleet.letters(0, 10)
-    assert reasons
+        assert client.num_resumed
     resumed = [len(each.committed_token_ids) for verifier in fleet.verifiers for each in verifier.requests]
     assert sorted(resumed) == ([0, 6] if recorded else [0, 0])
 
@@ -135,12 +131,12 @@ async def test_a_new_request_is_told_when_to_come_again_and_one_that_has_begun_w
             held = await paused(fleet)
             with pytest.raises(OverloadedError):
                 await text_of(holder)
-            reasons: list[str] = []
-            asking = asyncio.create_task(text_of(client, reasons))
+            asking = asyncio.create_task(text_of(client))
             await paused(fleet)
             fleet.stop.set()
             await fleet.gateway
-            while not any("overloaded" in reason for reason in reasons):  # noqa: ASYNC110 - it tells in a list
+            # One try for the gateway that ended, and one for the other, which has no place.
+            while client.num_resumed < 2:  # noqa: ASYNC110 - only polling shows it
                 await asyncio.sleep(0.01)
             all_follow(fleet, Script())
             for verifier in fleet.verifiers:
@@ -157,5 +153,5 @@ async def test_what_any_gateway_would_refuse_is_final_and_silence_ends_patience(
         with pytest.raises(RefusedError, match="request_ends_engines"):
             await text_of(client)
     async with ResumingHttpClient([NOWHERE], patience_s=0.0) as client:
-        with pytest.raises(UnavailableError, match="no gateway has brought text in time"):
+        with pytest.raises(UnavailableError, match="no gateway has brought a token in time"):
             await text_of(client)

@@ -15,7 +15,6 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from loadtest.collector import Collector, ReceivedSpan, new_traceparent, running_collector
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError
@@ -24,7 +23,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.token_digest import token_digest
 from paceline.drafter.tracing import DraftTraces
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.service import Addresses, serve
+from paceline.gateway.doors import Addresses
+from paceline.gateway.service import serve
 from paceline.gateway.text.codec import TextCodec
 from paceline.obs import otlp
 from paceline.obs.tracing import open_tracing, start_span
@@ -33,6 +33,7 @@ from paceline.store.base import Replica
 from paceline.store.memory import MemoryStore
 from tests.integration.conftest import know, running_drafter, verifier_at
 from tests.support.checkpoints import save_pair
+from tests.support.collector import Collector, ReceivedSpan, new_traceparent, running_collector
 from tests.support.scripted_fleet import Script, ScriptedFleet, joining_gateway, scripted_fleet
 
 GATEWAY_SERVICE, VERIFIER_SERVICE, DRAFTER_SERVICE = (
@@ -399,15 +400,15 @@ async def test_a_drafted_session_has_a_span_from_its_opening_to_the_next_or_to_i
     async with running_collector() as (endpoint, collector):
         async with traced(DRAFTER, endpoint) as tracer:
             drafts = DraftTraces(tracer)
-            drafts.heard(1, [opened, commit])
-            drafts.said(1, [DraftNodes(session_id="s", epoch=2, base_len=2, nodes=())])
+            drafts.received(1, [opened, commit])
+            drafts.sent(1, [DraftNodes(session_id="s", epoch=2, base_len=2, nodes=())])
             # An owner that lost the session ends nothing, nor does another verifier's session of that name.
-            drafts.heard(1, [CloseSession(session_id="s", epoch=1)])
-            drafts.heard(2, [CloseSession(session_id="s", epoch=2), replace(opened, traceparent="")])
-            drafts.heard(1, [replace(opened, epoch=3)])
-            drafts.heard(1, [CloseSession(session_id="s", epoch=3)])
-            drafts.heard(1, [replace(opened, session_id="t", epoch=4)])
-            drafts.left(1)
+            drafts.received(1, [CloseSession(session_id="s", epoch=1)])
+            drafts.received(2, [CloseSession(session_id="s", epoch=2), replace(opened, traceparent="")])
+            drafts.received(1, [replace(opened, epoch=3)])
+            drafts.received(1, [CloseSession(session_id="s", epoch=3)])
+            drafts.received(1, [replace(opened, session_id="t", epoch=4)])
+            drafts.closed(1)
     spans = sorted(collector.spans, key=lambda span: span.attributes["paceline.epoch"])
     assert [span.attributes["paceline.epoch"] for span in spans] == [2, 3, 4]
     assert [span.attributes["paceline.num_commits"] for span in spans] == [1, 0, 0]

@@ -133,16 +133,16 @@ BAD_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("field", BAD_REQUESTS)
-async def test_a_bad_request_is_answered_by_field_and_the_next_one_works(tiny_pair, field):
-    message = generate_request_to_pb(ask())
-    BAD_REQUESTS[field](message)
+async def test_bad_requests_are_answered_by_field_and_the_next_one_works(tiny_pair):
     async with running_verifier(tiny_pair[0]) as (stub, host):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            [m async for m in stub.Generate(message, timeout=30)]
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert field in refused.value.details()
-        assert host.num_sessions == 0
+        for field, spoil in BAD_REQUESTS.items():
+            message = generate_request_to_pb(ask())
+            spoil(message)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                [m async for m in stub.Generate(message, timeout=30)]
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert field in refused.value.details()
+            assert host.num_sessions == 0
         assert len(await tokens_of(stub, ask())) == 24
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.core.acceptance_rules import Rules
 from paceline.core.draft_policy import DraftPolicy, Goodput
-from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierSaid
+from paceline.core.draft_scheduler import DraftLimits, VerifierLeft, VerifierMessages
 from paceline.core.errors import PacelineError
 from paceline.core.messages import CommittedTokens, GenerateRequest, GenerateResult, ToDrafter
 from paceline.core.params import DRAFT_MODEL, EAGLE3, SamplingParams, SpeculationParams
@@ -205,7 +205,7 @@ class EnginePair:
         for messages in output.to_drafters.values():
             self.to_drafter += messages
             if self.draft is not None:
-                self.draft.handle(VerifierSaid(link=1, messages=messages))
+                self.draft.handle(VerifierMessages(link=1, messages=messages))
 
     def _draft_step(self) -> None:
         assert self.draft is not None

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.core.acceptance_rules import Verdict
 from paceline.core.draft_policy import Allocation, Demand, DraftPolicy, FixedGamma
-from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierLeft, VerifierSaid
-from paceline.core.drafted_session import DraftedSession
+from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierLeft, VerifierMessages
 from paceline.core.drafter_growth import Guesses
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
@@ -30,6 +29,7 @@ from paceline.core.messages import (
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.planned_step import StepPlan
+from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetLimits
@@ -143,7 +143,7 @@ class VerifierLoop:
         batch_size = plan.batch_size
         for part in [part for part in plan.parts if part.judged]:
             told = [PositionLogprobs(token_id=position + 1, logprob=-1.0) for position in part.judged]
-            self._hear([(part.session.serial, part.session.tell_judged(told))])
+            self._hear([(part.session.serial, part.session.hand_out_prompt(told))])
         for part in [part for part in plan.parts if part.commits]:
             tokens = walk(part.session.tree.root, part.nodes, lambda node: node.position + 1)
             for count, token in enumerate(tokens, start=1):
@@ -218,22 +218,22 @@ class DrafterLoop:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
         )
-        self.scheduler: DraftScheduler[DraftedSession] = DraftScheduler(
+        self.scheduler: DraftScheduler[ScheduledDraftSession] = DraftScheduler(
             pool=self.pool, scratch=self.scratch, limits=limits, vocab_size=VOCAB_SIZE, open_session=self._open_session
         )
 
-    def _open_session(self, opened: OpenSession) -> DraftedSession:
-        return DraftedSession(
+    def _open_session(self, opened: OpenSession) -> ScheduledDraftSession:
+        return ScheduledDraftSession(
             opened, self.pool, self.scratch, context_len=self.context_len, feature_width=self.feature_width
         )
 
-    def session(self, name: str, link: int = 1) -> DraftedSession:
+    def session(self, name: str, link: int = 1) -> ScheduledDraftSession:
         """A session that the drafter knows."""
         return self.scheduler.sessions[link, name]
 
     def hear(self, *messages: ToDrafter, link: int = 1) -> None:
         """A verifier says something."""
-        self.scheduler.handle(VerifierSaid(link=link, messages=messages), self.now_s)
+        self.scheduler.handle(VerifierMessages(link=link, messages=messages), self.now_s)
         self.moved += self.scheduler.moves
         self.scheduler.moves.clear()
 
@@ -261,7 +261,7 @@ class DrafterLoop:
         """A verifier's stream ends."""
         self.scheduler.handle(VerifierLeft(link=link), self.now_s)
 
-    def step(self, seconds: float = 0.01) -> DraftPlan[DraftedSession]:
+    def step(self, seconds: float = 0.01) -> DraftPlan[ScheduledDraftSession]:
         """Plans a step, runs it, and says what is due."""
         plan = self.scheduler.plan(self.now_s)
         self.now_s += seconds
@@ -295,7 +295,7 @@ class DrafterLoop:
         said = self.said.pop(link, [])
         return [(each.session_id, each.have_len) for each in said if isinstance(each, LaggingSession)]
 
-    def _expand(self, session: DraftedSession, node: Node) -> None:
+    def _expand(self, session: ScheduledDraftSession, node: Node) -> None:
         sure = self.sure.get(session.session_id, 0.9)
         ranked = [(node.position + 1, sure), (WRONG, sure / 10)]
         session.offer(node, Guesses(ranked=ranked[: self.width]))

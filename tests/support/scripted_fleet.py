@@ -31,8 +31,9 @@ from paceline.core.messages import (
     TokenFate,
 )
 from paceline.gateway.config import GatewayConfig
+from paceline.gateway.doors import Addresses
 from paceline.gateway.fleet.generation_config import NO_DEFAULTS, ModelDefaults
-from paceline.gateway.service import Addresses, serve
+from paceline.gateway.service import serve
 from paceline.gateway.text.codec import TextCodec
 from paceline.rpc.v1 import gateway_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from paceline.service.process import GrpcServer, start_grpc_server

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.drafter.config import DrafterConfig
-from paceline.service.config import check_address, from_mapping, load, loggable, parse, public_url, setting
+from paceline.service.config import (
+    as_called,
+    check_address,
+    from_mapping,
+    load,
+    loggable,
+    parse,
+    parse_cpus,
+    public_url,
+    setting,
+)
 from paceline.verifier.config import VerifierConfig
 
 
@@ -98,37 +110,27 @@ def test_a_bad_value_in_a_file_is_refused_with_its_name_and_limit(values: dict[s
     assert str(caught.value) == message
 
 
-def test_a_value_that_a_file_must_hold_is_asked_for() -> None:
+def test_a_setting_without_default_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"--model is required \(or set PACELINE_MODEL\)"):
+        load(NeedyConfig, [], {}, "needy", "Needs a model.")
     with pytest.raises(ConfigError, match=r"^here\.model is required: Checkpoint folder\.$"):
         from_mapping(NeedyConfig, {}, "here.")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--port", "70000"], "--port must be a whole number from 0 to 65535, got '70000'"),
-        (["--port", "x"], "--port must be a whole number from 0 to 65535, got 'x'"),
-        (["--wait-s", "nan"], "--wait-s must be a number of seconds, at least 0, got 'nan'"),
-        (["--wait-s", "-1"], "--wait-s must be a number of seconds, at least 0, got '-1'"),
-        (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, got 'int8'"),
-        (["--prot", "1"], "unrecognized arguments: --prot 1"),
-        (["--por", "1"], "unrecognized arguments: --por 1"),
-    ],
-)
-def test_a_bad_flag_is_refused_with_name_value_and_limit(argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_example(*argv)
-    assert message in str(caught.value)
-
-
-def test_a_bad_variable_is_refused_by_its_own_name() -> None:
-    with pytest.raises(ConfigError, match="PACELINE_EAGER must be true or false, got 'perhaps'"):
-        load_example(PACELINE_EAGER="perhaps")
-
-
-def test_a_setting_without_default_must_be_given() -> None:
-    with pytest.raises(ConfigError, match=r"--model is required \(or set PACELINE_MODEL\)"):
-        load(NeedyConfig, [], {}, "needy", "Needs a model.")
+def test_a_bad_flag_or_variable_is_refused_with_name_value_and_limit() -> None:
+    for argv, environ, message in (
+        (["--port", "70000"], {}, "--port must be a whole number from 0 to 65535, got '70000'"),
+        (["--port", "x"], {}, "--port must be a whole number from 0 to 65535, got 'x'"),
+        (["--wait-s", "nan"], {}, "--wait-s must be a number of seconds, at least 0, got 'nan'"),
+        (["--wait-s", "-1"], {}, "--wait-s must be a number of seconds, at least 0, got '-1'"),
+        (["--dtype", "int8"], {}, "--dtype must be one of float32, bfloat16, got 'int8'"),
+        (["--prot", "1"], {}, "unrecognized arguments: --prot 1"),
+        (["--por", "1"], {}, "unrecognized arguments: --por 1"),
+        ([], {"PACELINE_EAGER": "perhaps"}, "PACELINE_EAGER must be true or false, got 'perhaps'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_example(*argv, **environ)
+        assert message in str(caught.value)
 
 
 def test_a_bad_setting_ends_the_process_in_one_line_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,30 +155,17 @@ def test_passwords_never_reach_the_log() -> None:
     assert public_url("redis://:secret@[::1]:6379/0?password=x") == "redis://[::1]:6379/0"
 
 
-@pytest.mark.parametrize("address", ["10.0.0.7:8201", "drafter-0.pool_1.svc:1", "[fd00::7]:65535", "localhost:8201"])
-def test_an_address_is_host_and_port(address: str) -> None:
-    check_address("--announce", address)
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "drafter",
-        "drafter:",
-        ":8201",
-        "drafter:0",
-        "drafter:65536",
-        "fd00::7:8201",
-        "dns:///drafter:8201",
-        "a:1,b:2",
-        "a b:1",
-    ],
-)
-def test_anything_else_is_refused_with_name_and_value(address: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_an_address_is_host_and_port_and_anything_else_is_refused_with_name_and_value() -> None:
+    for address in ("10.0.0.7:8201", "drafter-0.pool_1.svc:1", "[fd00::7]:65535", "localhost:8201"):
         check_address("--announce", address)
-    assert str(caught.value).startswith("--announce must be host:port with a port from 1 to 65535")
-    assert repr(address) in str(caught.value)
+    for address in (
+        *("drafter", "drafter:", ":8201", "drafter:0", "drafter:65536"),
+        *("fd00::7:8201", "dns:///drafter:8201", "a:1,b:2", "a b:1"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_address("--announce", address)
+        assert str(caught.value).startswith("--announce must be host:port with a port from 1 to 65535")
+        assert repr(address) in str(caught.value)
 
 
 @pytest.mark.parametrize("config_class", [DrafterConfig, VerifierConfig])
@@ -184,3 +173,43 @@ def test_services_refuse_a_bad_announcement_before_they_load_anything(config_cla
     assert load(config_class, ["--model", "m", "--announce", "here:8201"], {}, "example", "").announce == "here:8201"
     with pytest.raises(ConfigError, match="--announce must be host:port"):
         load(config_class, ["--model", "m"], {"PACELINE_ANNOUNCE": "here"}, "example", "")
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("3", {3}), ("4-6,1", {1, 4, 5, 6}), (" 0 , 2-2", {0, 2})])
+def test_cpus_are_lists_and_ranges(text: str, cpus: set[int]) -> None:
+    assert parse_cpus("--cpus", text) == cpus
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1-", "1,,2", "-1", "1-2-3"])
+def test_other_text_is_refused_as_cpus(text: str) -> None:
+    with pytest.raises(ConfigError, match="--cpus must be a list of CPUs"):
+        parse_cpus("--cpus", text)
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "name"),
+    [
+        ("paceline.__main__", "paceline up", "python -m paceline up"),
+        ("paceline.gateway.__main__", "paceline gateway", "python -m paceline.gateway"),
+        ("pytest", "paceline drain", "paceline drain"),
+    ],
+)
+def test_messages_name_a_module_as_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, module: str, command: str, name: str
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=module))
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/pytest"])
+    assert as_called(command) == name
+
+
+def test_a_program_on_the_search_path_is_named_alone_and_another_one_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "paceline"
+    program.touch(mode=0o755)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert as_called("paceline up") == "paceline up"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert as_called("paceline up") == f"{program} up"

@@ -61,17 +61,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def new_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A float32 model with random weights."""
-    build = cast(Any, AutoModelForCausalLM).from_config
-    return cast(PreTrainedModel, build(config, dtype=torch.float32))
-
-
-def moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """The same model, on the device."""
-    return nn.Module.to(model, device)
-
-
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The model without its head; gives the normed final hidden states."""
     return cast(nn.Module, cast(Any, model).get_decoder())
@@ -92,11 +81,6 @@ def rotations(config: PretrainedConfig, num_positions: int) -> tuple[torch.Tenso
     rotary = cast(Any, LlamaRotaryEmbedding)(config)
     cosines, sines = rotary(torch.empty(0), torch.arange(num_positions).unsqueeze(0))
     return cosines[0], sines[0]
-
-
-def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Logits `[batch, sequence, vocab]` of ids `[batch, sequence]`."""
-    return cast(torch.Tensor, model(input_ids=ids, use_cache=False).logits)
 
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor, taps: Sequence[int] = ()) -> torch.Tensor:

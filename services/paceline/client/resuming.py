@@ -48,7 +48,7 @@ _Call = grpc.aio.UnaryStreamCall[Any, gateway_pb2.GatewayGenerateResponse]
 
 
 @dataclass(slots=True)
-class _Progress:
+class Progress:
     """What a client has of one completion."""
 
     session_id: str = ""
@@ -89,7 +89,7 @@ class _Progress:
         self.skipped.add(token_ids)
         self.skip_tokens -= len(token_ids)
         if token_ids and not self.skip_tokens and self.skipped.hex() != self.digest.hex():
-            raise ResumeMismatchError("the stream began anew and brings other tokens than before")
+            raise ResumeMismatchError("the restarted stream brings other tokens than before")
 
     def begin_anew(self) -> None:
         """Starts over, as the session is lost: the same seed gives the same tokens, of which the first are known."""
@@ -109,7 +109,7 @@ class _Progress:
             PacelineError: The error itself, if a retry is pointless.
         """
         match error:
-            case OverloadedError() if self.num_tokens or self.session_id:
+            case OverloadedError() if self.num_tokens or self.num_chars or self.session_id:
                 # A session that has begun waits for a place; the caller may send a new one again.
                 return error.retry_after_s
             case UnavailableError() | StaleEpochError():
@@ -173,7 +173,7 @@ class ResumingClient:
             UnavailableError: No gateway brought a new token for `patience_s` seconds.
         """
         request = _repeatable(request)
-        progress = _Progress()
+        progress = Progress()
         until_s = self._clock() + self._patience_s
         pause_s = FIRST_PAUSE_S
         turn = next(self._turns)
@@ -199,7 +199,7 @@ class ResumingClient:
             turn += 1
 
     async def _attempt(
-        self, request: gateway_pb2.GatewayGenerateRequest, progress: _Progress, turn: int
+        self, request: gateway_pb2.GatewayGenerateRequest, progress: Progress, turn: int
     ) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
         """Yields what one gateway sends."""
         stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(
@@ -244,7 +244,7 @@ def _channel(address: str, ca: bytes | None) -> grpc.aio.Channel:
 def _repeatable(request: gateway_pb2.GatewayGenerateRequest) -> gateway_pb2.GatewayGenerateRequest:
     """Returns the request with a seed, and the coupled rule unless it names another, so that a restart repeats it."""
     if not request.HasField("sampling"):
-        raise InvalidRequestError("sampling", "is required: it holds the seed with which a lost stream begins anew")
+        raise InvalidRequestError("sampling", "is required: it holds the seed with which a lost stream restarts")
     seeded = gateway_pb2.GatewayGenerateRequest()
     seeded.CopyFrom(request)
     if not seeded.sampling.HasField("seed"):

@@ -100,7 +100,8 @@ def widened_demo_target(environ: Mapping[str, str], say: Callable[[str], None], 
         raise ConfigError(f"the demo pair is not in {MODELS_FOLDER}: name checkpoints with --model and --draft-model")
     digest = hashlib.sha256()
     for file in sorted(DEMO_TARGET.iterdir()):
-        digest.update(file.name.encode() + file.read_bytes())
+        if file.suffix != ".md":
+            digest.update(file.name.encode() + file.read_bytes())
     out = cache_folder(environ) / digest.hexdigest()[:16] / WIDENED_NAME.format(preset=preset)
     if not (out / "config.json").is_file():
         say(f"widening the demo target to {WIDENED_SIZES[preset]} parameters, once: {out}")

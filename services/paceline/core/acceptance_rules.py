@@ -24,7 +24,7 @@ from paceline.core.tree import Node, walk
 
 
 class TargetRows(Protocol):
-    """What the target says in one round of one session, at the root and at the verified nodes."""
+    """What the target computes in one round of one session, at the root and at the verified nodes."""
 
     def choose(self, node: Node) -> int:
         """The target's own choice after a node, by the session's noise."""
@@ -46,7 +46,7 @@ class Verdict:
     Args:
         token_ids: At least one.
         chances: For each place in it, the probability that the guess there was accepted, where the rule knows it;
-            None: what was committed says it.
+            None: it was accepted exactly where that was committed.
     """
 
     token_ids: tuple[int, ...]
@@ -90,10 +90,10 @@ class Rule(Protocol):
 
     @property
     def drafts(self) -> str:
-        """The rule that drafters are told: what they send follows from it.
+        """The rule that drafters receive; it decides what they send.
 
-        Under `coupled` trees whose guesses follow the session's noise, under `rejection` chains whose nodes say from
-        which distribution they were sampled.
+        Under `coupled` trees whose guesses follow the session's noise, under `rejection` chains whose nodes carry
+        the distribution that they were sampled from.
         """
         ...
 
@@ -117,7 +117,7 @@ class Coupled:
     drafts: str = COUPLED
 
     def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
-        """See `Rule`."""
+        """Follows the target's choices down the verified nodes."""
         return Verdict(token_ids=walk(root, verified, rows.choose))
 
 
@@ -139,18 +139,18 @@ class Chain:
 
     @property
     def drafts(self) -> str:
-        """See `Rule`."""
+        """Its own name: drafters send chains."""
         return self.name
 
     def judge(self, root: Node, verified: Sequence[Node], rows: TargetRows) -> Verdict:
-        """See `Rule`; nodes are a chain, each with its distribution."""
+        """Walks down the verified nodes, which are a chain, each with its distribution."""
         laws = [rows.law(node) for node in (root, *verified)]
         token_ids = [node.token_id for node in verified]
         outcome = self.walk(
             laws, [_drawn_from(node, laws[0]) for node in verified], token_ids, rows.uniforms(len(verified) + 1)
         )
         path = (root, *verified[: outcome.num_accepted])
-        # Overlaps tell of the drafter what accepted and rejected tokens tell in the mean, and whether or not the next
+        # An overlap is what the share of accepted tokens would be in the mean, and it is known whether or not the next
         # guess was verified.
         chances = [
             overlap(law, _drawn_from(child, law))
@@ -194,7 +194,7 @@ class Rules:
         return (self.default, *(name for name in served if name != self.default))
 
     def of(self, speculation: SpeculationParams) -> Rule:
-        """Returns the rule of a session; without speculation there is nothing to accept, and all are the first one.
+        """Returns the rule of a session; `coupled` without speculation, where there is nothing to accept.
 
         Raises:
             InvalidRequestError: It is not served.

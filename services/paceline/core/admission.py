@@ -1,8 +1,8 @@
 """How long a new session would wait for its turn, and whether it may; pure, time comes in as an argument.
 
 By Little's law (1961) a queue of `ahead` sessions that leave at `rate` a second is `ahead / rate` seconds long. The
-rate is that of the last sessions that ended while others waited: at other times it says what was asked for, not what
-can be done.
+rate is that of the last sessions that ended while others waited: at other times it would be the rate of requests, not
+the rate that is possible.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Sequence
 
 from paceline.core.errors import OverloadedError
 
-# Ends that the rate is taken from; fewer than `LEAST_ENDS` say nothing yet.
+# Ends that the rate is taken from; with fewer than `LEAST_ENDS` there is none yet.
 NUM_ENDS = 64
 LEAST_ENDS = 2
 LEAST_RETRY_S = 0.5
 
 
 class QueueClock:
-    """Tells the length of a queue in seconds from when sessions ended."""
+    """Estimates the length of a queue in seconds, from when sessions ended."""
 
     def __init__(self) -> None:
         self._ends_s: deque[float] = deque(maxlen=NUM_ENDS)
 
     def ended(self, now_s: float, *, num_waiting: int) -> None:
-        """A session ended while so many waited for a place."""
+        """A session ended while `num_waiting` others waited for a place."""
         if num_waiting:
             self._ends_s.append(now_s)
         else:
             self._ends_s.clear()
 
     def wait_s(self, now_s: float, *, ahead: int) -> float:
-        """Expected time until `ahead` sessions have ended, in seconds; 0 as long as nothing is known."""
+        """Expected seconds until `ahead` sessions have ended; 0 while nothing is known."""
         if ahead <= 0 or len(self._ends_s) < LEAST_ENDS:
             return 0.0
         # The time since the last end counts, so that a stall makes the queue longer.
@@ -41,7 +41,7 @@ class QueueClock:
 
 
 def num_ahead(priority: int, others: Sequence[int], *, num_places: int) -> int:
-    """Returns how many sessions have to end before a new one gets a place.
+    """Returns how many sessions must end before a new one gets a place.
 
     Args:
         priority: Its own.

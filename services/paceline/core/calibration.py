@@ -1,4 +1,4 @@
-"""From what a drafter says of a guess to the probability that the target agrees, learned online.
+"""From a source's confidence in a guess to the probability that the target agrees, learned online.
 
 The margin of a guess is the log odds of its confidence: its score against all its rivals. Per source,
 
@@ -6,15 +6,16 @@ The margin of a guess is the log odds of its confidence: its score against all i
 
 fitted by recursive logistic regression (one Newton step per observation, with forgetting). Only guesses whose parent
 was committed are observed: there the target's own token is known, verified or not. Guesses further down were never
-reached and say nothing.
+reached and teach nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 # Odds beyond these are not believed: no guess is sure, none impossible.
 MAX_MARGIN = 6.0
@@ -23,6 +24,10 @@ SLOPE_VARIANCE, INTERCEPT_VARIANCE, OFFSET_VARIANCE = 0.25, 0.5, 0.3
 DRIFT = 2e-5
 OFFSET_DRIFT = 2e-3
 LEAST_SLOPE = 0.1
+# Sources whose calibration an engine keeps; addresses of drafters come and go.
+MAX_CALIBRATIONS = 256
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 # On the wire a confidence is one byte.
@@ -105,12 +110,12 @@ class Calibrations:
         self._sources = {name: (calibration, SessionOffset()) for name, calibration in (known or {}).items()}
 
     def probability(self, source: str, confidence: float) -> float:
-        """See `Calibration.probability`."""
+        """Probability that the target chooses a source's guess, given that it gets there."""
         calibration, offset = self._of(source)
         return calibration.probability(confidence, offset)
 
     def observe(self, source: str, confidence: float, *, matched: float) -> None:
-        """See `Calibration.observe`."""
+        """Learns from one guess of a source below a committed token."""
         calibration, offset = self._of(source)
         calibration.observe(confidence, offset, matched=matched)
 
@@ -119,6 +124,45 @@ class Calibrations:
         if known is None:
             known = self._sources[source] = (Calibration(), SessionOffset())
         return known
+
+
+class CalibrationStore(Generic[Key]):
+    """The calibrations of an engine; its sessions share them.
+
+    Args:
+        kind_of: From a key to the kind that a calibration is kept as for a successor, which has other keys.
+    """
+
+    def __init__(self, kind_of: Callable[[Key], str]) -> None:
+        self._kind_of = kind_of
+        self._known: dict[Key, Calibration] = {}
+        # Of a predecessor, by kind.
+        self._learned: Mapping[str, Sequence[float]] = {}
+
+    def of(self, key: Key) -> Calibration:
+        """That of a key; a new one begins where a predecessor's of the same kind ended."""
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MAX_CALIBRATIONS:
+                self._known.pop(next(iter(self._known)))
+            known = self._known[key] = Calibration()
+            if (kind := self._kind_of(key)) in self._learned:
+                known.resume(self._learned[kind])
+        return known
+
+    def learned(self) -> dict[str, list[float]]:
+        """By kind what was learned, of several the latest; may be called from another thread."""
+        return {self._kind_of(key): calibration.learned() for key, calibration in dict(self._known).items()}
+
+    def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
+        """Begins with what a predecessor has learned, before the first session.
+
+        Raises:
+            TypeError, ValueError: It cannot be that.
+        """
+        for each in learned.values():
+            Calibration().resume(each)
+        self._learned = dict(learned)
 
 
 def _sigmoid(value: float) -> float:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Protocol
 
-from paceline.core.demand import Demand
-from paceline.core.drafter_worth import LEAST_SURVIVAL, DrafterWorth, Steps
+from paceline.core.drafter_worth import LEAST_SURVIVAL, Demand, DrafterWorth, Steps
 from paceline.core.drafting_switch import Drafting
 from paceline.core.goodput import best_prefix, is_worth
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
@@ -27,7 +26,7 @@ from paceline.core.wait_for_drafts import Prospect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What a step verifies, and what drafters are told with its commits.
+    """What a step verifies, and the prices that drafters receive with its commits.
 
     Args:
         nodes: One tuple a session, parents before children.
@@ -50,7 +49,7 @@ class DraftPolicy(Protocol):
 
     @property
     def price(self) -> float:
-        """Least survival worth drafting for, of a session that begins; 1: its drafter rests."""
+        """Least survival worth drafting for, of a session that begins; 1: its drafter idles."""
         ...
 
     @property
@@ -59,7 +58,7 @@ class DraftPolicy(Protocol):
         ...
 
     def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
-        """Takes profiles of plain steps and of steps with the threads left while drafters work; see `StepTimes`."""
+        """Takes profiles of plain steps, and of steps with the threads that are left while drafters work."""
         ...
 
     def learned(self) -> dict[str, list[float]]:
@@ -67,7 +66,7 @@ class DraftPolicy(Protocol):
         ...
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
-        """Begins where a predecessor ended; comes after `start_from`.
+        """Begins where a predecessor ended; called after `start_from`.
 
         Raises:
             KeyError, ValueError: It is not what such a policy learns.
@@ -79,14 +78,14 @@ class DraftPolicy(Protocol):
 
         Args:
             demands: The sessions that decode.
-            other_rows: Rows of the step that are spoken for (prefill).
-            joining: Sessions whose prompts are being read, and that decode in the steps the price is for: whether their
-                drafters' guesses would be of use.
+            other_rows: Rows of the step that are taken (prefill).
+            joining: For each session whose prompt is being read, whether its drafter's guesses would be of use; these
+                sessions decode in the steps that the price is for.
         """
         ...
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
-        """Learns what a step took; see `StepTimes.observe`."""
+        """Learns the time of a step; arguments as in `StepTimes.observe`."""
         ...
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
@@ -96,13 +95,13 @@ class DraftPolicy(Protocol):
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
-        """For how many sessions, those of most gain first, a source that takes time is asked.
+        """For how many sessions, those of most gain first, a source that takes time is called.
 
         Args:
             gains: Tokens that the source would add, of each session, best first.
             expected: Tokens of the whole step without it.
             step_s: Time of a step without it.
-            call_s: Time of asking for so many sessions at once.
+            call_s: From a number of sessions to the seconds of one call for all of them.
         """
         ...
 
@@ -115,47 +114,47 @@ class FixedGamma:
 
     @property
     def max_nodes(self) -> int:
-        """See `DraftPolicy`."""
+        """Gamma."""
         return self.gamma
 
     @property
     def price(self) -> float:
-        """See `DraftPolicy`; 0 unless gamma is."""
+        """0: every node is worth drafting, unless gamma is 0."""
         return 0.0 if self.gamma else 1.0
 
     @property
     def least_survival(self) -> float:
-        """See `DraftPolicy`."""
+        """The price."""
         return self.price
 
     def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
-        """See `DraftPolicy`; of no use here."""
+        """Ignores profiles."""
 
     def learned(self) -> dict[str, list[float]]:
-        """See `DraftPolicy`; nothing."""
+        """Nothing."""
         return {}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
-        """See `DraftPolicy`; nothing to take over."""
+        """Takes nothing over."""
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
-        """See `DraftPolicy`."""
+        """Picks the `gamma` best nodes of every session."""
         del other_rows, joining
         chosen = tuple(tuple(best_nodes(each.tree, min(self.gamma, each.cap), chain=each.chain)) for each in demands)
         return Allocation(nodes=chosen, prices=(self.price,) * len(demands), price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
-        """See `DraftPolicy`; nothing to learn."""
+        """Learns nothing."""
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
-        """See `DraftPolicy`; waits until every session has its nodes, or they are overdue."""
+        """Waits until every session has its nodes, or they are overdue."""
         del wait_s, step_s
         return any(each.gain for each in prospects)
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
-        """See `DraftPolicy`; all of them."""
+        """All of them."""
         del expected, step_s, call_s
         return len(gains)
 
@@ -176,28 +175,28 @@ class Goodput:
 
     @property
     def price(self) -> float:
-        """See `DraftPolicy`."""
+        """That of drafters at work, while all are; otherwise 1."""
         return self.drafters.price if self.drafters.switch.drafting is Drafting.ALL else 1.0
 
     def start_from(self, plain: StepCost, drafting: StepCost, *, doubt: float = 1.0) -> None:
-        """See `DraftPolicy`."""
+        """Begins a new table of step times from profiles."""
         self.times = StepTimes(plain, drafting, doubt=doubt)
 
     def learned(self) -> dict[str, list[float]]:
-        """See `DraftPolicy`."""
+        """Step times, usual survivals, and the loads that were compared."""
         in_hand, own = self.drafters.in_hand.learned(), self.drafters.own.learned()
         compared = sorted(map(float, self.drafters.switch.compared))
         return {"step_times": self.times.learned(), "in_hand": in_hand, "own": own, "compared": compared}
 
     def resume(self, learned: Mapping[str, Sequence[float]]) -> None:
-        """See `DraftPolicy`."""
+        """Begins where a predecessor ended."""
         self.times.resume(learned["step_times"])
         self.drafters.in_hand.resume(learned["in_hand"])
         self.drafters.own.resume(learned["own"])
         self.drafters.switch.compared = set(map(int, learned["compared"]))
 
     def allocate(self, demands: Sequence[Demand], *, other_rows: int = 0, joining: Sequence[bool] = ()) -> Allocation:
-        """See `DraftPolicy`."""
+        """Picks the nodes of highest goodput, and decides who drafts from now on."""
         # Prefill gives way to guesses within the step's bound, so only roots count beside them.
         ranked = self._ranked(demands)[: max(0, MOST_ROWS - len(demands))]
         table = self.times.table(StepMode.DRAFTING if any(map(self.drafters.work_for, demands)) else StepMode.PLAIN)
@@ -215,19 +214,19 @@ class Goodput:
         return Allocation(nodes=tuple(map(tuple, chosen)), prices=prices, price=self.price)
 
     def observe(self, *, rows: int, guesses: int, mode: StepMode, seconds: float, mixed: bool = False) -> None:
-        """See `DraftPolicy`."""
+        """Learns the time of a step."""
         self.times.observe(rows=rows, guesses=guesses, mode=mode, seconds=seconds, mixed=mixed)
         self.drafters.switch.observe(seconds)
 
     def waits(self, prospects: Sequence[Prospect], *, wait_s: float, step_s: float) -> bool:
-        """See `DraftPolicy`; the same objective, applied to time."""
+        """Applies the same objective to the time of waiting."""
         gain, expected = sum(each.gain for each in prospects), sum(each.expected for each in prospects)
         return is_worth(gain, expected, cost_s=wait_s, step_s=step_s)
 
     def num_asked(
         self, gains: Sequence[float], *, expected: float, step_s: float, call_s: Callable[[int], float]
     ) -> int:
-        """See `DraftPolicy`; the same objective, applied to the time of a call."""
+        """Applies the same objective to the time of a call."""
         seconds = [step_s, *(step_s + call_s(count) for count in range(1, len(gains) + 1))]
         return best_prefix(expected, gains, seconds).count
 

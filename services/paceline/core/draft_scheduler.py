@@ -1,4 +1,4 @@
-"""The drafter's step as arithmetic: which sessions it keeps, which rows are computed, and what verifiers are told.
+"""The drafter's step as arithmetic: which sessions it keeps, which rows are computed, and what verifiers receive.
 
 Every step applies what was committed, expands the most promising nodes of all sessions at once, and pushes the new
 nodes. It never waits for a verdict: while a verifier checks one path, the tree grows where survival is highest. All
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from paceline.core.drafted_session import DraftedSession, quietest
 from paceline.core.errors import LocalProtocolError, RemoteProtocolError
 from paceline.core.messages import (
     CloseSession,
@@ -24,18 +23,20 @@ from paceline.core.messages import (
     ToVerifier,
 )
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
+from paceline.core.scheduled_draft_session import ScheduledDraftSession, quietest
 from paceline.core.tree import Node, Pruning
 
-SessionT = TypeVar("SessionT", bound=DraftedSession)
+SessionT = TypeVar("SessionT", bound=ScheduledDraftSession)
 # A verifier's stream, and the id of a session there.
 Key = tuple[int, str]
 
-# Only sessions without a commit for so long give up their pages to others; younger ones would take them back at once.
+# Only sessions without a commit for this time give up their pages to others; more active ones would take them back at
+# once.
 QUIET_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifierSaid:
+class VerifierMessages:
     """Messages that came over one verifier's stream."""
 
     link: int
@@ -49,7 +50,7 @@ class VerifierLeft:
     link: int
 
 
-DraftEvent = VerifierSaid | VerifierLeft
+DraftEvent = VerifierMessages | VerifierLeft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class DraftLimits:
     Attributes:
         width: Children a node gets at most; 1 grows chains.
         max_rows: Most tree nodes expanded in one step.
-        max_rows_per_session: Most of these for one session; the next step knows better where to go on.
+        max_rows_per_session: Most of these for one session; the next step chooses better.
         max_num_batched_tokens: Most rows of a step, catching up included.
         max_num_seqs: Most sessions; more are left to decode without drafts.
     """
@@ -118,7 +119,7 @@ class DraftScheduler(Generic[SessionT]):
         scratch: Slots for tree nodes.
         limits: Bounds.
         vocab_size: Of the draft model.
-        open_session: Makes a session of what a verifier told of it; raises `LocalProtocolError` where the draft model
+        open_session: Makes a session of a verifier's message; raises `LocalProtocolError` where the draft model
             cannot draft for it.
 
     Attributes:
@@ -141,7 +142,7 @@ class DraftScheduler(Generic[SessionT]):
         self._vocab_size = vocab_size
         self._open_session = open_session
         self._sessions: dict[Key, SessionT] = {}
-        # Sessions that cannot be drafted for; they are left alone until they are closed or opened anew.
+        # Sessions that cannot be drafted for; commits to them are dropped until they are closed or opened anew.
         self._refused: set[Key] = set()
         self._outgoing: dict[int, list[ToVerifier]] = {}
         self._broken: dict[int, RemoteProtocolError] = {}
@@ -158,7 +159,7 @@ class DraftScheduler(Generic[SessionT]):
 
     @property
     def has_work(self) -> bool:
-        """True while a session lags or has a node worth expanding, or something is left to say."""
+        """True while a session lags or has a node worth expanding, or messages are left to send."""
         if self._outgoing or self._broken:
             return True
         can_grow = self._scratch.num_free > 0
@@ -172,11 +173,11 @@ class DraftScheduler(Generic[SessionT]):
     # Events
 
     def handle(self, event: DraftEvent, now_s: float) -> None:
-        """Takes in one event; a verifier that breaks the protocol loses its stream, nobody else's."""
+        """Takes in one event; a verifier that breaks the protocol loses its stream, and no other does."""
         match event:
             case VerifierLeft():
                 self._drop_link(event.link)
-            case VerifierSaid():
+            case VerifierMessages():
                 try:
                     for message in event.messages:
                         self._receive(event.link, message, now_s)
@@ -218,7 +219,7 @@ class DraftScheduler(Generic[SessionT]):
                 pass
             case Commit() if known is None:
                 if self.num_sessions < self._limits.max_num_seqs:
-                    self._say(link, LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
+                    self._queue(link, LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
             case Commit():
                 self._commit(key, known, message, now_s)
 
@@ -230,7 +231,7 @@ class DraftScheduler(Generic[SessionT]):
         self._refused.discard(key)
         if self.num_sessions >= self._limits.max_num_seqs:
             return
-        if not self._speaks(message.token_ids):
+        if not self._in_vocabulary(message.token_ids):
             self._refuse(key)
             return
         try:
@@ -242,12 +243,12 @@ class DraftScheduler(Generic[SessionT]):
         session.touched_s = now_s
         self._sessions[key] = session
 
-    def _speaks(self, token_ids: Sequence[int]) -> bool:
+    def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
         return max(token_ids, default=0) < self._vocab_size
 
     def _commit(self, key: Key, session: SessionT | None, message: Commit, now_s: float) -> None:
         assert session is not None, "the caller looked it up"
-        if not self._speaks(message.token_ids):
+        if not self._in_vocabulary(message.token_ids):
             self._refuse(key)
             return
         if session.lost_features:
@@ -257,33 +258,33 @@ class DraftScheduler(Generic[SessionT]):
         session.parked = False
         match session.apply(message, self.moves):
             case LaggingSession() as lagging:
-                self._say(key[0], lagging)
+                self._queue(key[0], lagging)
             case Pruning(hit=True):
                 released = session.drain()
                 if released is not None:
-                    self._say(key[0], released)
+                    self._queue(key[0], released)
 
     def _ask_again(self, key: Key, session: SessionT, message: Commit) -> None:
-        """Only the verifier has the features of what was given up; it is not asked for them while there is no place."""
+        """Asks the verifier for the features of what was given up, once there is room: only the verifier has them."""
         needed = len(session.tokens) // BLOCK_SIZE + 1
         if not session.given_up and self.pool.num_used + needed <= self.pool.num_blocks:
             self._close(key)
-            self._say(key[0], LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
+            self._queue(key[0], LaggingSession(session_id=message.session_id, epoch=message.epoch, have_len=0))
 
-    def _say(self, link: int, message: ToVerifier) -> None:
+    def _queue(self, link: int, message: ToVerifier) -> None:
         self._outgoing.setdefault(link, []).append(message)
 
     # Stepping
 
     def plan(self, now_s: float) -> DraftPlan[SessionT]:
-        """What the next step computes; nothing where a verifier may be waiting for what is to be said first."""
+        """What the next step computes; nothing while messages wait that a verifier may be waiting for."""
         if self._outgoing:
             return DraftPlan()
         catching_up = self._plan_catching_up(now_s)
         return DraftPlan(catching_up, self._plan_growing())
 
     def _plan_catching_up(self, now_s: float) -> list[CatchingUp[SessionT]]:
-        """Who lacks least comes first: a prompt takes many steps, and a verifier may be waiting for the others."""
+        """Sessions that lack least come first: a prompt takes many steps, and a verifier may wait for the others."""
         planned: list[CatchingUp[SessionT]] = []
         started: list[SessionT] = []
         room = self._limits.max_num_batched_tokens
@@ -330,7 +331,7 @@ class DraftScheduler(Generic[SessionT]):
         growing: list[Expansion[SessionT]] = []
         for _, session, node in candidates[: min(limits.max_rows, self._scratch.num_free)]:
             slot = self._scratch.take()
-            assert slot is not None, "so many are free"
+            assert slot is not None, "no more were chosen than are free"
             session.slots[node.node_id] = slot
             growing.append(Expansion(session, node, slot))
         return growing
@@ -342,10 +343,10 @@ class DraftScheduler(Generic[SessionT]):
             session.settle()
             message = session.push(can_grow=can_grow)
             if message is not None:
-                self._say(link, message)
+                self._queue(link, message)
 
     def take(self) -> tuple[dict[int, list[ToVerifier]], dict[int, RemoteProtocolError]]:
-        """What is to be said to verifiers, by their streams, and the streams that are to be reset."""
+        """Messages to verifiers, by their streams, and the streams that are to be reset."""
         outgoing, self._outgoing = self._outgoing, {}
         broken, self._broken = self._broken, {}
         return outgoing, broken

@@ -1,4 +1,4 @@
-"""Where a drafter grows a session's tree next, what it keeps back, and when it tells the verifier.
+"""Where a drafter grows a session's tree next, what it keeps back, and when it sends nodes.
 
 Pure rules over the drafter's end of a session; they know nothing of models, KV or time.
 """
@@ -18,10 +18,10 @@ from paceline.core.tree import Node, NodeState
 # The price is for verifying a node now. Growing below it still pays while the drafter has time: what is not worth
 # verifying in this round is at hand in the next one, if the commit leads there.
 AHEAD = 0.1
-# Every message costs the verifier time in the middle of a step, so nodes are held back for so many draft steps; not
-# those of the first two after a commit, for which a verifier may be waiting.
+# Every message costs the verifier time in the middle of a step, so nodes are held back for this number of draft
+# steps; not those of the first two after a commit, which a verifier may be waiting for.
 MOST_HELD = 3
-# More nodes ahead than any verifier uses; a peer may ask for more and does not get it.
+# More nodes ahead than any verifier uses; a peer that asks for more does not get it.
 MAX_ROOM = 256
 
 
@@ -117,7 +117,7 @@ class DrafterGrowth:
         """Nodes that are due after a draft step: held long enough, or the last for now.
 
         Args:
-            goes_on: Says whether the next step would grow more of this tree; asked where it matters.
+            goes_on: Returns whether the next step would grow more of this tree; called only where it matters.
         """
         if not self._mirror.has_unsent:
             return None

@@ -1,4 +1,4 @@
-"""The drafter tier as a verifier sees it: drafters whose streams are up, what they say, and what they hear."""
+"""The drafter tier as a verifier sees it: drafters whose streams are up, and the messages from and to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from paceline.core.errors import RemoteProtocolError
-from paceline.core.link import Drafter, SessionLink
+from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import DraftNodes, LaggingSession, ToDrafter, ToVerifier
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
@@ -16,7 +16,7 @@ from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
 STATE_BYTES = 4 * 1024 * 1024
 
 
-class DraftedFor(Protocol):
+class LinkedSession(Protocol):
     """A session that a drafter may draft for."""
 
     session_id: str
@@ -34,48 +34,48 @@ class DrafterTier:
     def __init__(self, vocab_size: int, state_bytes: int = 0) -> None:
         self._vocab_size = vocab_size
         self._states_a_step = STATE_BYTES // max(1, state_bytes)
-        self._drafters: dict[str, Drafter] = {}
+        self._drafters: dict[str, ConnectedDrafter] = {}
         self._outgoing: dict[str, list[ToDrafter]] = {}
         self._broken: dict[str, RemoteProtocolError] = {}
-        self._answered: list[DraftedFor] = []
+        self._answered: list[LinkedSession] = []
 
     @property
     def has_work(self) -> bool:
-        """True while something is left to say, or a link to be reported as broken."""
+        """True while messages are left to send, or a link is to be reported as broken."""
         return bool(self._outgoing or self._broken)
 
-    def connect(self, session: DraftedFor) -> None:
+    def connect(self, session: LinkedSession) -> None:
         """A session begins, and its drafter may be up already."""
         drafter = self._drafters.get(session.link.address)
         if drafter is not None:
             session.link.connect(drafter)
 
-    def pair(self, session: DraftedFor, address: str, now_s: float) -> None:
+    def pair(self, session: LinkedSession, address: str, now_s: float) -> None:
         """Closes a session at its drafter, and opens it at another."""
-        self.say(session.link.address, session.link.pair(address, self._drafters.get(address)))
-        self.tell(session, now_s)
+        self.queue(session.link.address, session.link.pair(address, self._drafters.get(address)))
+        self.update(session, now_s)
 
-    def part(self, session: DraftedFor) -> None:
+    def part(self, session: LinkedSession) -> None:
         """Closes a session at its drafter."""
-        self.say(session.link.address, session.link.close())
+        self.queue(session.link.address, session.link.close())
 
-    def change(self, event: LinkChanged, sessions: Mapping[str, DraftedFor], now_s: float) -> None:
+    def change(self, event: LinkChanged, sessions: Mapping[str, LinkedSession], now_s: float) -> None:
         """A drafter was reached, and its sessions are opened anew, or lost."""
         if not event.up:
             self._lose(event.address, sessions)
             return
-        drafter = self._drafters[event.address] = Drafter(wants_states=event.wants_states)
+        drafter = self._drafters[event.address] = ConnectedDrafter(wants_states=event.wants_states)
         for session in _of(event.address, sessions):
             session.link.connect(drafter)
-            self.tell(session, now_s)
+            self.update(session, now_s)
 
-    def _lose(self, address: str, sessions: Mapping[str, DraftedFor]) -> None:
+    def _lose(self, address: str, sessions: Mapping[str, LinkedSession]) -> None:
         self._drafters.pop(address, None)
         for session in _of(address, sessions):
             session.link.disconnect()
 
-    def receive(self, event: DraftsArrived, sessions: Mapping[str, DraftedFor], report: StepReport) -> None:
-        """Takes in what a drafter said; one that breaks the protocol is heard no more."""
+    def receive(self, event: DraftsArrived, sessions: Mapping[str, LinkedSession], report: StepReport) -> None:
+        """Takes in a drafter's messages; the link to one that breaks the protocol is reset."""
         drafter = self._drafters.get(event.address)
         if drafter is None:
             return
@@ -89,18 +89,18 @@ class DrafterTier:
             self._broken[event.address] = error
             self._lose(event.address, sessions)
 
-    def _receive_one(self, session: DraftedFor, message: ToVerifier, arrived_s: float, report: StepReport) -> None:
+    def _receive_one(self, session: LinkedSession, message: ToVerifier, arrived_s: float, report: StepReport) -> None:
         match message:
             case DraftNodes():
                 self._graft(session, message, arrived_s, report)
             case LaggingSession() if session not in self._answered:
-                # Once a step is enough; a drafter that asks more often gets no more work out of us.
+                # One answer a step is enough: a drafter cannot make us work by asking more often.
                 self._answered.append(session)
-                self.say(session.link.address, session.link.catch_up(message))
+                self.queue(session.link.address, session.link.catch_up(message))
             case LaggingSession():
                 pass
 
-    def _graft(self, session: DraftedFor, message: DraftNodes, arrived_s: float, report: StepReport) -> None:
+    def _graft(self, session: LinkedSession, message: DraftNodes, arrived_s: float, report: StepReport) -> None:
         known = [node for node in message.nodes if node.within(self._vocab_size)]
         num_strange = len(message.nodes) - len(known)
         if num_strange:
@@ -112,17 +112,17 @@ class DrafterTier:
         if round_trip_s is not None:
             report.round_trips_s.append(round_trip_s)
 
-    def tell(self, session: DraftedFor, now_s: float) -> None:
-        """Tells a session's drafter what it does not know yet."""
-        self.say(session.link.address, session.link.tell(now_s))
+    def update(self, session: LinkedSession, now_s: float) -> None:
+        """Queues what a session's drafter does not know yet."""
+        self.queue(session.link.address, session.link.next_message(now_s))
 
-    def say(self, address: str, message: ToDrafter | None) -> None:
+    def queue(self, address: str, message: ToDrafter | None) -> None:
         """Queues a message for a drafter, if there is one to send."""
         if message is not None:
             self._outgoing.setdefault(address, []).append(message)
 
     def next_states(self, sessions: Iterable[ScheduledSession]) -> list[tuple[ScheduledSession, range]]:
-        """Positions whose hidden states go to drafters that draft from them, so many bytes a step; the rest follows."""
+        """Positions whose hidden states go out, to drafters that use them; at most `STATE_BYTES` a step."""
         left = self._states_a_step
         due: list[tuple[ScheduledSession, range]] = []
         for session in sessions:
@@ -135,12 +135,12 @@ class DrafterTier:
         return due
 
     def take(self) -> tuple[dict[str, list[ToDrafter]], dict[str, RemoteProtocolError]]:
-        """What is to be said after a step, and the links that are to be reset."""
+        """Messages to send after a step, and the links that are to be reset."""
         to_drafters, self._outgoing = self._outgoing, {}
         broken, self._broken = self._broken, {}
         self._answered.clear()
         return to_drafters, broken
 
 
-def _of(address: str, sessions: Mapping[str, DraftedFor]) -> list[DraftedFor]:
+def _of(address: str, sessions: Mapping[str, LinkedSession]) -> list[LinkedSession]:
     return [session for session in sessions.values() if session.link.address == address]

@@ -1,40 +1,71 @@
-"""What drafters are worth to a verifier at the load of now, and the price that they are told.
+"""What drafters are worth to a verifier at the present load, and the price that they receive.
 
 Drafters work ahead of the step that uses their nodes, so the price looks ahead as well: it is that of the nodes which
-sessions usually have in hand. A price of 1 lets drafters rest, and steps cost what they cost without them. Sources
-inside the verifier do not rest; their guesses are there in plain steps too, and what drafters bring is measured against
+sessions usually have in hand. A price of 1 lets drafters idle, and steps cost what they cost without them. Sources
+inside the verifier do not idle: their guesses are there in plain steps too, and what drafters bring is measured against
 steps with these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
 
-from paceline.core.demand import Demand
 from paceline.core.drafting_switch import Drafting, DraftingSwitch
 from paceline.core.goodput import Best, Floats, best_prefix, num_tried
+from paceline.core.moving_average import MovingAverage
 from paceline.core.step_time import MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.survivals import SessionSurvivals, UsualSurvivals, first_survivals
+from paceline.core.tree import DraftTree
 
 Numbers = TypeVar("Numbers", float, Floats)
 
 # Nodes less likely than this are left out even where kernels compute their rows anyway.
 LEAST_SURVIVAL = 0.05
-# Of drafters at work; 1 would send them to rest.
+# Of drafters at work; 1 would make them idle.
 MOST_PRICE = 0.99
 # Weight of a step in what steps are usually like: whether they read prompts, and how many rows of them, the share of
 # drafters that have answered, and what a choice among trees is worth.
 SMOOTHING = 0.05
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """One decoding session, as the policies see it.
+
+    Args:
+        tree: Its guesses.
+        cap: Most nodes it may have verified.
+        chain: Whether they must be one chain.
+        drafted: Whether a drafter is there for it.
+        answered: Whether that drafter has answered since it was called to work, so that the tree is what it brings.
+        own: Survivals of guesses that it has without a drafter, best first.
+        num_unread: Tokens that its drafter would read before it could draft.
+        usual: What it usually has in hand; the policy keeps it up.
+    """
+
+    tree: DraftTree
+    cap: int
+    chain: bool = False
+    drafted: bool = True
+    answered: bool = True
+    own: Sequence[float] = ()
+    num_unread: int = 0
+    usual: SessionSurvivals = field(default_factory=SessionSurvivals)
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether its drafter's guesses would be of use."""
+        return self.drafted and self.cap > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps over so many sessions, some of which read prompts besides.
+    """Steps over `num_sessions` sessions, some of which read prompts besides.
 
     Args:
         table: Their times.
@@ -56,7 +87,7 @@ class Steps:
     def best(self, survivals: Sequence[float] | Floats) -> Best:
         """How many of the guesses, best first, are worth verifying, and the goodput of a step with them."""
         if not len(survivals):
-            # In most steps of drafters at rest, and arrays of one element take a hundredth of a small model's step.
+            # The usual case while drafters idle; arrays of one element would take a hundredth of a small model's step.
             return Best(0, self.num_sessions / self.seconds)
         seconds = self._mean(lambda rows: self.table.with_guesses(rows, len(survivals)))
         return best_prefix(self.num_sessions, survivals, seconds)
@@ -87,7 +118,7 @@ class DrafterWorth:
 
     Attributes:
         price: Of drafters at work.
-        switch: Says which ones are.
+        switch: Decides which ones are.
     """
 
     def __init__(self, max_nodes: int) -> None:
@@ -97,11 +128,11 @@ class DrafterWorth:
         self.in_hand = UsualSurvivals(first_survivals(max_nodes))
         self.own = UsualSurvivals(np.zeros(max_nodes))
         # Share of the drafters at work that have answered: the others read prompts, and that takes time, too.
-        self._answered = 1.0
+        self._answered = MovingAverage(1.0, SMOOTHING)
         # Gain of steps over that of what sessions usually have: at any time some have more, and get the rows.
-        self._choice = 1.0
+        self._choice = MovingAverage(1.0, SMOOTHING)
         # Share of the steps that read prompts, and their rows of these.
-        self._reading, self._prefill_rows = 0.0, 0.0
+        self._reading, self._prefill_rows = MovingAverage(0.0, SMOOTHING), MovingAverage(0.0, SMOOTHING)
 
     def work_for(self, demand: Demand) -> bool:
         """Whether a session's drafter is at work."""
@@ -118,7 +149,7 @@ class DrafterWorth:
         other_rows: int,
         joining: Sequence[bool],
     ) -> None:
-        """Takes in a step, and decides who drafts from now on and for which price.
+        """Takes in a step, and decides who drafts from now on and at which price.
 
         Args:
             demands: The sessions that decode in it.
@@ -128,9 +159,10 @@ class DrafterWorth:
             other_rows: Rows of prompts in it.
             joining: See `DraftPolicy.allocate`.
         """
-        self._reading += SMOOTHING * ((other_rows > 0) - self._reading)
+        self._reading.add(other_rows > 0)
         if other_rows:
-            self._prefill_rows += SMOOTHING * (other_rows - self._prefill_rows) if self._prefill_rows else other_rows
+            self._prefill_rows.value = self._prefill_rows.value or other_rows
+            self._prefill_rows.add(other_rows)
         drafted = [each for each in demands if each.is_drafted]
         num_sessions = len(demands) + len(joining)
         answered = any(each.answered for each in drafted)
@@ -150,12 +182,12 @@ class DrafterWorth:
                 each.usual.tries = True
 
     def _remember(self, demands: Sequence[Demand], held: Sequence[Sequence[float]]) -> None:
-        """Sessions whose drafters rest are taken to be like the others."""
+        """Takes in what sessions have in hand; those whose drafters idle are taken to be like the others."""
         drafted = [(each, survivals) for each, survivals in zip(demands, held, strict=True) if each.is_drafted]
         working = [(each, survivals) for each, survivals in drafted if self.work_for(each)]
         answered = [(each, survivals) for each, survivals in working if each.answered]
         if working:
-            self._answered += SMOOTHING * (len(answered) / len(working) - self._answered)
+            self._answered.add(len(answered) / len(working))
         self.own.see([each.usual.own for each, _ in drafted], [each.own[: each.cap] for each, _ in drafted])
         self.in_hand.see([each.usual.in_hand for each, _ in answered], [survivals for _, survivals in answered])
         self.in_hand.forget([each.usual.in_hand for each, _ in drafted if not self.work_for(each)])
@@ -163,18 +195,19 @@ class DrafterWorth:
     def _judge(
         self, drafted: Sequence[SessionSurvivals], num_sessions: int, times: StepTimes, gain_now: float | None
     ) -> None:
-        """For the steps to come, of so many sessions, some of them drafted for."""
+        """Judges the steps to come, of `num_sessions` sessions, some of which have drafters."""
         room = max(0, MOST_ROWS - num_sessions)
-        in_hand = self.in_hand.of_all([each.in_hand for each in drafted], round(len(drafted) * self._answered))[:room]
+        num_answered = round(len(drafted) * self._answered.value)
+        in_hand = self.in_hand.of_all([each.in_hand for each in drafted], num_answered)[:room]
         sure = np.ones(min(room, len(drafted) * len(self.in_hand.typical)))
         own = self.own.of_all([each.own for each in drafted], len(drafted))[:room]
         plain, drafting = (self._usual_steps(times.table(mode), num_sessions) for mode in StepMode)
         without, with_drafters = plain.best(own), drafting.best(in_hand)
         gain = with_drafters.rate / without.rate
         if gain_now is not None and self.switch.drafting is Drafting.ALL:
-            self._choice += SMOOTHING * (gain_now / gain - self._choice)
+            self._choice.add(gain_now / gain)
         self.switch.judge(
-            self._choice * gain,
+            self._choice.value * gain,
             most_gain=drafting.best(sure).rate / without.rate,
             plain_s=plain.seconds,
             drafting_s=drafting.seconds,
@@ -185,8 +218,8 @@ class DrafterWorth:
         self.price = min(MOST_PRICE, plain.price(without) if tried else drafting.price(with_drafters))
 
     def _usual_steps(self, table: StepCost, num_sessions: int) -> Steps:
-        share = self._reading if self._reading > SMOOTHING else 0.0
-        return Steps(table, num_sessions, share, round(self._prefill_rows))
+        share = self._reading.value if self._reading.value > SMOOTHING else 0.0
+        return Steps(table, num_sessions, share, round(self._prefill_rows.value))
 
 
 def _own_rate(demands: Sequence[Demand], times: StepTimes) -> float:

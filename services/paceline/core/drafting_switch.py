@@ -1,11 +1,11 @@
-"""Who drafts: all drafters work, all rest, or a few sessions try what drafters would bring.
+"""Who drafts: all drafters work, all idle, or a few sessions try what drafters would bring.
 
 Drafters are a source like any other: they cost `T(drafting) - T(plain)` a step and bring what they put in hand. They
-work while that is worth it, by the goodput with them over the goodput without. What is believed of the other way grows
-old meanwhile, so it is tried now and then (`paceline.core.goodput.may_try`): at rest by some sessions, for commits
-score their guesses as well as those of all; at work by a short rest of all, for a machine that got slow and drafters
-that slow it down look alike until then. A fleet that knows nothing begins at rest, and goes to work at once where even
-modest guesses are worth it.
+work while that is worth it, by the goodput with them over the goodput without. What is known of the other way grows
+old meanwhile, so it is tried now and then (`paceline.core.goodput.may_try`). While drafters idle, a few sessions try
+them: commits score their guesses as well as those of all sessions. While they work, all pause for a few steps, which
+alone tells a machine that got slow from drafters that slow it down. A fleet that knows nothing begins with idle
+drafters, and calls them at once where even modest guesses are worth it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 
 from paceline.core.goodput import may_try
 
-# Gain for which drafters at rest are called to work: two percent less would be lost to the call. And the clear one that
-# is asked for at a load where both kinds of steps were never compared, or after a call in vain: beliefs may be off.
+# Gain for which idle drafters are called to work: two percent less would be lost to the call. And the clear gain that
+# is required at a load where both kinds of steps were never compared, or after a call in vain: beliefs may be off.
 WORTH_A_CALL, CLEAR_GAIN = 1.03, 1.25
-# Steps with answers that a trial takes, and drafters at work before a small loss ends it: one draft says little.
+# Steps with answers that a trial takes, and drafters at work before a small loss ends it: one draft teaches little.
 LEAST_STEPS = 12
-# Steps of a rest in which drafters at work are compared with plain decoding, and of work before the first one.
+# Steps of a pause in which drafters at work are compared with plain decoding, and of work before the first one.
 REST_STEPS, FIRST_REST = 4, 64
-# Steps without an answer from any drafter, after which those at work rest: they read long prompts, or hang.
+# Steps without an answer from any drafter, after which those at work idle: they read long prompts, or hang.
 MOST_UNANSWERED = 64
 # Steps from one judgement to the next: to judge is half of what the controller costs a step.
 JUDGE_EVERY = 4
-# A load so many times the one that was judged, or that part of it, is another one, and is judged at once.
+# A load this many times the one that was judged, or less than it by this factor, is another one, and is judged at once.
 OTHER_LOAD = 2
 
 
@@ -47,7 +47,7 @@ class Trial:
 
 
 class DraftingSwitch:
-    """Says who drafts, for a verifier.
+    """Decides who drafts, for a verifier.
 
     Attributes:
         drafting: Who does.
@@ -58,7 +58,7 @@ class DraftingSwitch:
     def __init__(self) -> None:
         self.drafting = Drafting.NOBODY
         self.compared: set[int] = set()
-        # Drafters rest for the sake of comparison only.
+        # Drafters pause for the sake of comparison only.
         self._compares = False
         # The first step is judged.
         self._num_steps = JUDGE_EVERY - 1
@@ -69,17 +69,17 @@ class DraftingSwitch:
         # Time of all steps, and when the present way began.
         self._now_s = self._since_s = 0.0
         self._trial: Trial | None = None
-        # When nobody answered: whatever is believed, it is no use to call.
+        # When no drafter answered: whatever the gain, calling them is no use.
         self._silence = Trial()
         # By load.
         self._in_vain: dict[int, Trial] = {}
 
     def observe(self, seconds: float) -> None:
-        """A step took so long."""
+        """Takes in the time of a step."""
         self._now_s += seconds
 
     def is_due(self, num_sessions: int, *, answered: bool) -> bool:
-        """Counts a step in which so many sessions ran; whether to judge after it.
+        """Counts a step; returns whether to judge after it.
 
         Args:
             num_sessions: Sessions that share the steps to come.
@@ -142,7 +142,7 @@ class DraftingSwitch:
             self._in_vain[load] = self._ended(1.0 - gain, most_s=LEAST_STEPS * drafting_s)
             self._turn(Drafting.NOBODY)
             return
-        # The first steps after a rest are slow, and have no drafts yet.
+        # The first steps after a pause are slow, and have no drafts yet.
         rest = Trial(self._since_s, REST_STEPS * (lost_s + drafting_s * (1.0 - 1.0 / gain)))
         if self._may_again(rest) or (self._num_steps >= FIRST_REST and load not in self.compared):
             self._turn(Drafting.NOBODY)
@@ -156,7 +156,7 @@ class DraftingSwitch:
         return may_try(last.cost_s, self._now_s - last.ended_s)
 
     def _ended(self, lost: float, most_s: float = float("inf")) -> Trial:
-        """What was done since the last change lost such a share of its time."""
+        """The time since the last change, of which the share `lost` was lost."""
         return Trial(self._now_s, lost * min(self._now_s - self._since_s, most_s))
 
     def _turn(self, drafting: Drafting) -> None:

@@ -11,7 +11,7 @@ class PacelineError(Exception):
 
 
 class InvalidRequestError(PacelineError):
-    """A request field holds what it must not hold; the message says the limit and what came."""
+    """A request field is outside its limits; the message names the limit and the value."""
 
     def __init__(self, field: str, problem: str) -> None:
         problem = shortened(problem, MAX_PROBLEM_CHARS)
@@ -41,7 +41,7 @@ class PeerLostError(UnavailableError):
 
 
 class MovedError(UnavailableError):
-    """A session leaves its verifier since its gateway wants it so."""
+    """A session leaves its verifier because its gateway moves it."""
 
 
 class EngineDiedError(UnavailableError):
@@ -53,19 +53,19 @@ class EndsEnginesError(PacelineError):
 
 
 class ResumeMismatchError(PacelineError):
-    """The tokens that a client has are not those of its session: nothing is joined to them."""
+    """The tokens that a client has are not those of its session, which therefore cannot go on from them."""
 
 
 class StaleEpochError(PacelineError):
-    """Another owner runs the session under a newer epoch; who gets this stops, and nothing is lost."""
+    """Another owner runs the session under a newer epoch; whoever gets this stops, and nothing is lost."""
 
 
 class SessionNotFoundError(PacelineError):
-    """No record of the session is there: it never was, or it is older than records live."""
+    """There is no record of the session: it never existed, or its record has expired."""
 
 
 class UnauthenticatedError(PacelineError):
-    """The caller did not say who it is in a way that is believed."""
+    """The caller has not proved who it is."""
 
 
 class PermissionDeniedError(PacelineError):
@@ -73,7 +73,7 @@ class PermissionDeniedError(PacelineError):
 
 
 class ConfigError(PacelineError):
-    """A setting, a checkpoint or the environment makes starting impossible; says what to do next."""
+    """A setting, a checkpoint or the environment makes starting impossible; the message names what to do next."""
 
 
 class LocalProtocolError(PacelineError):
@@ -85,5 +85,5 @@ class RemoteProtocolError(PacelineError):
 
 
 def shortened(text: str, max_chars: int) -> str:
-    """Returns a text of at most so many characters; dots stand for what was cut off its end."""
+    """Returns a text of at most `max_chars` characters; dots stand for what was cut off its end."""
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."

@@ -1,6 +1,6 @@
 """The one objective: expected tokens over the seconds that they take.
 
-Whatever a step may spend time on is so many expected tokens for so many seconds: verify one more guess, wait for the
+Whatever a step may spend time on brings some expected tokens for some seconds: verify one more guess, wait for the
 next ones, ask a source for some, let drafters work. Of options in their order of merit, with expected tokens `E` before
 any of them and gains `g_1 >= g_2 >= ...`, the best are the first
 
@@ -9,8 +9,8 @@ any of them and gains `g_1 >= g_2 >= ...`, the best are the first
 All m, not the first local maximum: times bend where kernels round up. See DSpark (2607.05147) and TETRIS (2502.15197)
 for the same objective inside one box.
 
-What is not known must be tried, and a trial costs time. One rule for all: it may cost so small a share of the time
-since the last one.
+What is not known must be tried, and a trial costs time. One rule for all: it may cost a small share of the time since
+the last one.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def best_prefix(expected: float, gains: Sequence[float] | Floats, seconds: Seque
 
 
 def is_worth(gain: float, expected: float, *, cost_s: float, step_s: float) -> bool:
-    """Whether one option is: `best_prefix` of it alone, for a step of `step_s` that expects so many tokens already."""
+    """Whether one option is worth taking: `best_prefix` of it alone, for a step of `step_s` seconds."""
     return gain * step_s > expected * cost_s
 
 
 def num_tried(num_sessions: int) -> int:
-    """How many of so many sessions take part in a trial."""
+    """How many of `num_sessions` sessions take part in a trial."""
     return -(-num_sessions // TRIED_OF)
 
 
 def may_try(cost_s: float, since_s: float) -> bool:
-    """Whether a trial that costs so many seconds may follow one that ended `since_s` ago."""
+    """Whether a trial that costs `cost_s` seconds may follow one that ended `since_s` ago."""
     return cost_s <= EXPLORATION * since_s

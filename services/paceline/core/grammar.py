@@ -31,23 +31,23 @@ class GrammarState(Protocol):
         ...
 
     def consume(self, token_ids: Sequence[int]) -> int:
-        """Goes on by tokens, up to the first one that the grammar forbids; returns how many these are."""
+        """Goes on by tokens, up to the first one that the grammar forbids; returns how many came before it."""
         ...
 
     def go_back(self, count: int) -> None:
-        """Takes back the last so many tokens."""
+        """Takes back the last `count` tokens."""
         ...
 
     def allowed(self) -> Bits:
         """Tokens with which the text may go on, as bits [bytes] of at least the vocabulary; the caller may change them.
 
         Raises:
-            InvalidRequestError: The grammar is too complex to say it in a bounded time.
+            InvalidRequestError: The grammar is too complex for a bounded time.
         """
         ...
 
     def forced(self) -> Sequence[int]:
-        """How the text goes on for sure, cut into tokens in the usual way; empty: more than one way is open.
+        """How the text must go on, cut into tokens in the usual way; empty: more than one way is open.
 
         The text is sure, the cut is not: a model may spell it with other tokens.
         """
@@ -160,7 +160,7 @@ class OutputGrammar:
 
     @contextmanager
     def _after(self, text: Sequence[int]) -> Iterator[int]:
-        """Goes on by text for the time of the block; says how far that goes."""
+        """Goes on by text for the time of the block; yields how many tokens the grammar takes."""
         num_consumed = self._state.consume(text) if text else 0
         try:
             yield num_consumed

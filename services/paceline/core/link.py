@@ -1,15 +1,15 @@
-"""What a verifier knows of a session's drafter: how fast it answers, what it was told, and what it has said.
+"""What a verifier knows of a session's drafter: how fast it answers, what was sent to it, and what it has sent.
 
-Time comes in as an argument; nothing here reads a clock. A drafter is told of every commit while it works. At rest it
-is told that, and no more, until it is called again: then of all at once.
+Time comes in as an argument; nothing here reads a clock. A drafter at work receives every commit. An idle one receives
+none, but for the one that makes it idle; when it is called again, it receives all that it missed in one message.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from paceline.core.messages import CloseSession, Commit, DraftNodes, LaggingSession, OpenSession, ToDrafter
+from paceline.core.moving_average import MovingAverage
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 from paceline.core.session import VerifierSession
 from paceline.core.tree import GraftOutcome
@@ -17,113 +17,103 @@ from paceline.core.wait_for_drafts import CHILD_SHARE
 
 # Weight of a new observation.
 SMOOTHING = 0.2
-# Nodes are overdue after so many times the usual delay.
+# Nodes are overdue after this many times the usual delay.
 OVERDUE = 3.0
 # Commits whose answers are kept track of; with more on their way at once there is nothing to wait for.
-MOST_ASKED = 64
-# A drafter that was called back may leave so many tokens of a session unanswered while it reads what it was not told;
-# after that it counts as one that has nothing to say.
+MOST_TRACKED = 64
+# A drafter that was called back may leave this number of tokens of a session unanswered while it reads what it missed;
+# after that it counts as one that has answered with nothing.
 MOST_UNANSWERED = 64
 # Nodes that a drafter may have in a tree per node that may be verified in a step: for the branches that the text will
 # not take.
 ROOM_PER_NODE = 8
-# Nothing is drafted for more steps ahead: one long silence would else have a drafter grow what nobody will verify.
+# Nothing is drafted for more steps ahead: after one long silence a drafter would otherwise grow what no step verifies.
 MOST_STEPS_AHEAD = 4.0
 
 
 def tree_room(cap: int, steps: float) -> int:
-    """Nodes that a drafter may have in a session's tree when what it grows now is verified so many steps from now."""
+    """Nodes that a drafter may have in a session's tree when what it grows now is verified `steps` steps from now."""
     return round(ROOM_PER_NODE * cap * steps)
 
 
 def price_ahead(price: float, steps: float) -> float:
-    """Least survival worth drafting so many steps ahead: survival multiplies with every step, and 1 stays 1."""
+    """Least survival worth drafting `steps` steps ahead: survival multiplies with every step, and 1 stays 1."""
     return float(price**steps)
 
 
-@dataclass(slots=True)
-class Drafter:
-    """A drafter whose stream to a verifier is up; delays are smoothed, in seconds.
+class ConnectedDrafter:
+    """A drafter whose stream to a verifier is up.
 
     Args:
-        response_s: From a commit to the first nodes of a drafter that knew it.
-        interval_s: Between two messages with nodes of one session.
-        silent: A response was overdue; nobody waits for it until it is heard again.
-        child_share: Survival that the best first guess after a commit has usually had: nobody waits for what is worth
-            nothing.
+        response_s: Expected seconds from a commit to the first nodes of a drafter that knew it.
         wants_states: Whether it drafts from hidden states.
+
+    Attributes:
+        response: These seconds, as measured.
+        interval: Seconds between two messages with nodes of one session.
+        child_share: Survival of the best first guess after a commit: no step waits for what is worth nothing.
+        silent: A response was overdue; no step waits for this drafter until it sends nodes again.
     """
 
-    response_s: float = 0.004
-    interval_s: float = 0.002
-    silent: bool = False
-    child_share: float = CHILD_SHARE
-    wants_states: bool = False
+    def __init__(self, *, response_s: float = 0.004, wants_states: bool = False) -> None:
+        self.response = MovingAverage(response_s, SMOOTHING)
+        self.interval = MovingAverage(0.002, SMOOTHING)
+        self.child_share = MovingAverage(CHILD_SHARE, SMOOTHING)
+        self.silent = False
+        self.wants_states = wants_states
 
     @property
     def source(self) -> str:
         """The method that its guesses are known by."""
         return EAGLE3 if self.wants_states else DRAFT_MODEL
 
-    def heard_guess(self, survival: float) -> None:
-        """The best first guess after a commit has this survival."""
-        self.child_share += SMOOTHING * (survival - self.child_share)
-
-    def heard_response(self, delay_s: float) -> None:
-        """First nodes that know a commit took `delay_s`."""
-        self.response_s += SMOOTHING * (delay_s - self.response_s)
-
-    def heard_next(self, delay_s: float) -> None:
-        """Further nodes of the same session took `delay_s`."""
-        self.interval_s += SMOOTHING * (delay_s - self.interval_s)
-
     def steps_ahead(self, step_s: float) -> float:
-        """Steps of so many seconds until one verifies what is drafted now: the next one, and those an answer takes."""
-        return min(1.0 + self.response_s / step_s, MOST_STEPS_AHEAD)
+        """Steps of `step_s` seconds until what is drafted now is verified: the next, and those that an answer takes."""
+        return min(1.0 + self.response.value / step_s, MOST_STEPS_AHEAD)
 
 
 class Answers:
-    """Which commits a session's drafter has not answered yet; where the way is long, several are on it at once."""
+    """Which commits a session's drafter has not answered yet; over a long way, several are under way at once."""
 
-    __slots__ = ("_asked", "_heard_s")
+    __slots__ = ("_received_s", "_unanswered")
 
     def __init__(self) -> None:
-        # Committed tokens, and when the drafter was told.
-        self._asked: deque[tuple[int, float]] = deque(maxlen=MOST_ASKED)
+        # Committed tokens, and when they were sent.
+        self._unanswered: deque[tuple[int, float]] = deque(maxlen=MOST_TRACKED)
         # When nodes last came from a drafter that knew of the last commit.
-        self._heard_s: float | None = None
+        self._received_s: float | None = None
 
     def stop(self) -> None:
-        """The drafter is at rest, or starts anew: no answers are to come."""
-        self._asked.clear()
-        self._heard_s = None
+        """The drafter idles, or starts anew: no answers are expected."""
+        self._unanswered.clear()
+        self._received_s = None
 
-    def ask(self, committed_len: int, now_s: float) -> None:
-        """The drafter is told of a commit."""
-        self._asked.append((committed_len, now_s))
-        self._heard_s = None
+    def sent(self, committed_len: int, now_s: float) -> None:
+        """A commit goes out to the drafter."""
+        self._unanswered.append((committed_len, now_s))
+        self._received_s = None
 
-    def heard(self, base_len: int, now_s: float, drafter: Drafter) -> float | None:
-        """Nodes came from a drafter that knew so many committed tokens; updates its delays.
+    def received(self, base_len: int, now_s: float, drafter: ConnectedDrafter) -> float | None:
+        """Nodes came from a drafter that knew `base_len` committed tokens; updates its delays.
 
         Returns:
             Seconds since that commit, for the first nodes that know it.
         """
-        asked_len, asked_s = 0, 0.0
-        while self._asked and self._asked[0][0] <= base_len:
-            asked_len, asked_s = self._asked.popleft()
-        heard_s = self._heard_s
-        if not self._asked:
-            self._heard_s = now_s
-        if asked_len == base_len:
-            delay_s = max(0.0, now_s - asked_s)
-            drafter.heard_response(delay_s)
+        sent_len, sent_s = 0, 0.0
+        while self._unanswered and self._unanswered[0][0] <= base_len:
+            sent_len, sent_s = self._unanswered.popleft()
+        received_s = self._received_s
+        if not self._unanswered:
+            self._received_s = now_s
+        if sent_len == base_len:
+            delay_s = max(0.0, now_s - sent_s)
+            drafter.response.add(delay_s)
             return delay_s
-        if heard_s is not None:
-            drafter.heard_next(max(0.0, now_s - heard_s))
+        if received_s is not None:
+            drafter.interval.add(max(0.0, now_s - received_s))
         return None
 
-    def wait_s(self, now_s: float, drafter: Drafter) -> float | None:
+    def wait_s(self, now_s: float, drafter: ConnectedDrafter) -> float | None:
         """Expected seconds until the next nodes: the answer to the oldest commit without one, or some beyond the last.
 
         Returns:
@@ -131,16 +121,20 @@ class Answers:
         """
         if drafter.silent:
             return None
-        if self._heard_s is not None:
-            return _left_s(now_s - self._heard_s, drafter.interval_s)
-        # A drafter whose tree was full had nothing to say to a commit.
-        while len(self._asked) > 1 and now_s - self._asked[0][1] > OVERDUE * drafter.response_s:
-            self._asked.popleft()
-        return _left_s(now_s - self._asked[0][1], drafter.response_s) if self._asked else None
+        if self._received_s is not None:
+            return _left_s(now_s - self._received_s, drafter.interval.value)
+        # A drafter whose tree was full does not answer a commit.
+        while len(self._unanswered) > 1 and now_s - self._unanswered[0][1] > OVERDUE * drafter.response.value:
+            self._unanswered.popleft()
+        return _left_s(now_s - self._unanswered[0][1], drafter.response.value) if self._unanswered else None
 
-    def silences(self, now_s: float, drafter: Drafter) -> bool:
-        """Marks the drafter as silent when an answer is overdue; says whether it was not before."""
-        if drafter.silent or not self._asked or now_s - self._asked[-1][1] <= OVERDUE * drafter.response_s:
+    def mark_silent(self, now_s: float, drafter: ConnectedDrafter) -> bool:
+        """Marks the drafter as silent when an answer is overdue; returns whether it was not before."""
+        if (
+            drafter.silent
+            or not self._unanswered
+            or now_s - self._unanswered[-1][1] <= OVERDUE * drafter.response.value
+        ):
             return False
         drafter.silent = True
         return True
@@ -158,51 +152,51 @@ class SessionLink:
         address: Of its drafter; empty: it has none.
 
     Attributes:
-        price: Least survival that its drafter is told to draft for; 1: it rests.
+        price: Least survival worth drafting for; 1: its drafter idles.
         room: Nodes that its drafter may have in the tree.
-        told_len: Committed tokens that its drafter knows, 0: it does not know the session.
+        sent_len: Committed tokens that its drafter knows, 0: it does not know the session.
     """
 
     def __init__(self, session: VerifierSession, address: str = "", *, price: float = 0.0) -> None:
         self.address = address
         self.price, self.room = price, 0
-        self.told_len = 0
+        self.sent_len = 0
         self._session = session
-        self._drafter: Drafter | None = None
-        self._told_price = 1.0
+        self._drafter: ConnectedDrafter | None = None
+        self._sent_price = 1.0
         self._answers = Answers()
-        self._heard_len = session.committed_len
+        self._answered_len = session.committed_len
         # Committed tokens when the drafter was called to work, and whether it has answered since.
         self._called_len, self._answered = session.committed_len, False
-        # Committed positions whose hidden states it was told.
-        self._told_states = 0
+        # Committed positions whose hidden states were sent.
+        self._num_states_sent = 0
 
     # Who drafts
 
     @property
-    def drafter(self) -> Drafter | None:
+    def drafter(self) -> ConnectedDrafter | None:
         """Its drafter, while the stream to it is up."""
         return self._drafter
 
-    def connect(self, drafter: Drafter) -> None:
+    def connect(self, drafter: ConnectedDrafter) -> None:
         """The stream to its drafter is up, anew: it knows nothing of the session."""
-        self._drafter, self.told_len = drafter, 0
+        self._drafter, self.sent_len = drafter, 0
 
     def disconnect(self) -> None:
         """The stream to its drafter is lost."""
         self._drafter = None
 
-    def pair(self, address: str, drafter: Drafter | None) -> CloseSession | None:
-        """Another drafter takes over; what the first may still send is not heard.
+    def pair(self, address: str, drafter: ConnectedDrafter | None) -> CloseSession | None:
+        """Another drafter takes over; what the first may still send is dropped.
 
         Returns:
-            What to tell the first.
+            What to send to the first.
         """
         closed = self.close()
         self.address, self._drafter = address, drafter
         return closed
 
-    # What it is told
+    # What it receives
 
     def look_ahead(self, price: float, cap: int, step_s: float) -> None:
         """What is drafted now is verified by a later step, as many on as an answer takes.
@@ -215,24 +209,24 @@ class SessionLink:
         steps = 1.0 if self._drafter is None else self._drafter.steps_ahead(step_s)
         self.price, self.room = price_ahead(price, steps), tree_room(cap, steps)
 
-    def tell(self, now_s: float) -> ToDrafter | None:
-        """What the drafter is to be told that it does not know yet; None where that is nothing."""
+    def next_message(self, now_s: float) -> ToDrafter | None:
+        """What opens the session at its drafter, or what was committed since the last message; None: nothing."""
         if self._drafter is None:
             return None
-        rests = self.price >= 1.0
-        if rests or not self.told_len:
+        idles = self.price >= 1.0
+        if idles or not self.sent_len:
             self._answered, self._called_len = False, self._session.committed_len
             self._answers.stop()
-        if rests and (self._told_price >= 1.0 or not self.told_len):
+        if idles and (self._sent_price >= 1.0 or not self.sent_len):
             return None
-        if not rests:
-            self._answers.ask(self._session.committed_len, now_s)
-        return self._commit(self.told_len) if self.told_len else self._open()
+        if not idles:
+            self._answers.sent(self._session.committed_len, now_s)
+        return self._commit(self.sent_len) if self.sent_len else self._open()
 
     def close(self) -> CloseSession | None:
-        """The session is over for its drafter; returns what to tell it, if it knows of it."""
-        told, self.told_len = self.told_len, 0
-        if not told or self._drafter is None:
+        """The session is over for its drafter; returns what to send to it, if it knows the session."""
+        known, self.sent_len = self.sent_len, 0
+        if not known or self._drafter is None:
             return None
         return CloseSession(session_id=self._session.session_id, epoch=self._session.epoch)
 
@@ -244,26 +238,26 @@ class SessionLink:
         return self._commit(lagging.have_len) if known else self._open()
 
     def next_states(self, num_computed: int, limit: int) -> range:
-        """Positions whose hidden states are computed and of use to the drafter, which was not told; at most `limit`."""
+        """Positions whose hidden states are computed, of use to the drafter, and not sent yet; at most `limit`."""
         # A state is of use once the token after it is known.
-        stop = min(num_computed, self.told_len - 1, self._told_states + limit)
-        positions = range(self._told_states, max(self._told_states, stop))
-        self._told_states = positions.stop
+        stop = min(num_computed, self.sent_len - 1, self._num_states_sent + limit)
+        positions = range(self._num_states_sent, max(self._num_states_sent, stop))
+        self._num_states_sent = positions.stop
         return positions
 
     def _open(self) -> OpenSession:
-        self._told_states = 0
-        self._told()
+        self._num_states_sent = 0
+        self._mark_sent()
         return self._session.open(price=self.price, room=self.room)
 
     def _commit(self, since_len: int) -> Commit:
-        self._told()
+        self._mark_sent()
         return self._session.commit_message(since_len, price=self.price, room=self.room)
 
-    def _told(self) -> None:
-        self.told_len, self._told_price = self._session.committed_len, self.price
+    def _mark_sent(self) -> None:
+        self.sent_len, self._sent_price = self._session.committed_len, self.price
 
-    # What it says
+    # What it sends
 
     def receive(self, message: DraftNodes, arrived_s: float) -> tuple[GraftOutcome, float | None]:
         """Takes in guesses.
@@ -274,16 +268,17 @@ class SessionLink:
         Raises:
             RemoteProtocolError: See `VerifierSession.receive`.
         """
-        assert self._drafter is not None, "only a drafter whose stream is up is heard"
+        assert self._drafter is not None, "only a drafter whose stream is up sends anything"
         outcome = self._session.receive(message, self._drafter.source)
         if message.epoch != self._session.epoch or not message.nodes:
             return outcome, None
-        self._heard_len = max(self._heard_len, message.base_len)
+        self._answered_len = max(self._answered_len, message.base_len)
         self._answered = True
-        round_trip_s = self._answers.heard(message.base_len, arrived_s, self._drafter)
+        round_trip_s = self._answers.received(message.base_len, arrived_s, self._drafter)
         if round_trip_s is not None and message.base_len == self._session.committed_len:
             tree = self._session.tree
-            self._drafter.heard_guess(max(map(tree.survival, tree.root.children.values()), default=0.0))
+            best = max(map(tree.survival, tree.root.children.values()), default=0.0)
+            self._drafter.child_share.add(best)
         return outcome, round_trip_s
 
     @property
@@ -294,15 +289,15 @@ class SessionLink:
 
     @property
     def lag_tokens(self) -> int:
-        """Committed tokens since it was called that the drafter has not answered; none while it rests."""
+        """Committed tokens since it was called that the drafter has not answered; none while it idles."""
         if self._drafter is None or self.price >= 1.0:
             return 0
-        return self._session.committed_len - max(self._heard_len, self._called_len)
+        return self._session.committed_len - max(self._answered_len, self._called_len)
 
     def wait_s(self, now_s: float) -> float | None:
-        """See `Answers.wait_s`; None without a drafter."""
+        """Expected seconds until the next nodes; None: none are expected."""
         return None if self._drafter is None else self._answers.wait_s(now_s, self._drafter)
 
-    def silences(self, now_s: float) -> bool:
-        """See `Answers.silences`."""
-        return self._drafter is not None and self._answers.silences(now_s, self._drafter)
+    def mark_silent(self, now_s: float) -> bool:
+        """Marks its drafter as silent when an answer is overdue; returns whether it was not before."""
+        return self._drafter is not None and self._answers.mark_silent(now_s, self._drafter)

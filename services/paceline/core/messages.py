@@ -1,4 +1,4 @@
-"""What verifier, drafter and gateway say to one another, as plain values; `paceline.wire` gives them bytes."""
+"""Messages between verifier, drafter and gateway, as plain values; `paceline.wire` encodes them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ModelIdentity:
     Attributes:
         arithmetic: Device's kind and versions that decide the last bits of logits; of an engine that is not ours, its
             name first.
-        methods: Ways to draft that a verifier serves; none: not told.
-        acceptance_rules: Rules that a verifier serves, its default first; none: not told.
+        methods: Ways to draft that a verifier serves; none: unknown.
+        acceptance_rules: Rules that a verifier serves, its default first; none: unknown.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ModelIdentity:
         return not law_only(self.arithmetic)
 
     def drafts_for(self, target: ModelIdentity) -> bool:
-        """Whether it speaks a target's vocabulary, and needs no hidden states but those that its verifier hands out."""
+        """Whether it has a target's vocabulary, and needs no hidden states but those that its verifier hands out."""
         return self.vocab_hash == target.vocab_hash and self.states_hash in ("", target.states_hash)
 
 
@@ -175,7 +175,7 @@ class FinishReason(enum.Enum):
 class GenerateRequest:
     """One session for a verifier to run; it is refused where it would wait longer than `max_wait_s` (None: any).
 
-    A `whole` text is handed to the client in one piece, so that nobody waits for single tokens. Prompts share cached
+    A `whole` text is handed to the client in one piece, so that its tokens may gather. Prompts share cached
     pages only under the same `cache_salt`. An engine died while it ran a `suspect`. Sessions of lower `priority` come
     first. `traceparent` is the W3C trace context it runs in, and travels as metadata of the call.
     """
@@ -303,7 +303,7 @@ class CommittedTokens:
     """Tokens of one session as one step committed them; the last message of a session carries its result.
 
     `lossy`: see `SpeculationRecord`. `speculation` is the session's record under this epoch so far, as a gateway that
-    ends the session itself, or that loses its verifier, gets no result; None: it is not told.
+    ends the session itself, or that loses its verifier, gets no result; None: unknown.
     `fates`: one a token, or none where they are not known. `offset`: generated tokens of the session before these.
 
     Without tokens it is a sign of life; `running` says that the engine computes the session now. `prompt_logprobs` are

@@ -47,12 +47,12 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        # Cached blocks that nobody holds, least recently used first.
+        # Cached blocks that no session holds, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks that sessions hold."""
         return self.num_blocks - len(self._free) - len(self._idle)
 
     @property
@@ -68,7 +68,7 @@ class BlockPool:
             before: Names what lies before them, as for `register`; None: nothing.
 
         Returns:
-            Its blocks and their hashes; `take_counts` tells how many tokens were asked for, and found.
+            Its blocks and their hashes; `take_counts` returns how many tokens were looked up, and found.
         """
         blocks: list[int] = []
         hashes: list[bytes] = []
@@ -91,7 +91,7 @@ class BlockPool:
         return counts
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes fresh blocks, forgetting cached ones nobody holds if need be; None, and none taken, if too few."""
+        """Takes fresh blocks, in place of idle cached ones if need be; None, and none taken, if there are too few."""
         if count > len(self._free) + len(self._idle):
             return None
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -115,11 +115,11 @@ class BlockPool:
         """Gives blocks back; the last ones of a sequence are forgotten first.
 
         Raises:
-            LocalProtocolError: A block is not held by anybody.
+            LocalProtocolError: No session holds a block.
         """
         for block in reversed(blocks):
             if self._references[block] <= 0:
-                raise LocalProtocolError(f"block {block} is released by somebody who does not hold it")
+                raise LocalProtocolError(f"block {block} is released by a session that does not hold it")
             self._references[block] -= 1
             if self._references[block]:
                 continue
@@ -129,7 +129,7 @@ class BlockPool:
                 self._free.append(block)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Makes blocks findable no more, whoever holds them: what is in them is not what their tokens say."""
+        """Makes blocks findable no more, whoever holds them: their content may not be that of their tokens."""
         for block in blocks:
             key = self._hash_of.pop(block, None)
             if key is not None:
@@ -247,7 +247,7 @@ class SessionPages:
             self._hashes.append(self._pool.register(self.blocks[index], parent, block_tokens))
 
     def forget(self) -> None:
-        """Its KV is not to be used by anybody else: none of its blocks is found any more, nor those still to come."""
+        """Keeps its KV from all other sessions: none of its blocks is found any more, nor those still to come."""
         self._trusted = False
         self._pool.forget(self.blocks)
 

@@ -1,6 +1,6 @@
 """Who drafts for a session: one rule, for sessions that begin and for those whose drafter is gone.
 
-Only verifiers pair, since only they know which streams are up; the planner's pair by the same object.
+Only verifiers pair, since only they know which streams are up; the planner uses the same object.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 
 from paceline.core.params import DRAFT_MODEL
 
-# A stream that is down for so long has lost its sessions to others; dialling takes a few milliseconds.
+# A stream that is down for this time loses its sessions to others; dialling takes a few milliseconds.
 DOWN_S = 0.2
-# What is taken for a round trip that nobody has measured: within a zone, and to another or an unknown one.
+# What a round trip is taken to last before it is measured: within a zone, and to another or an unknown one.
 NEAR_S, FAR_S = 0.0005, 0.002
-# By so much a drafter that is full answers later than one that is idle.
+# A drafter that is full answers later than an idle one by this time.
 FULL_S = 0.02
 
 
 def expected_round_trip_s(zone: str, other: str) -> float:
-    """What is taken for a round trip between two zones before it is measured; an empty name is an unknown zone."""
+    """What a round trip between two zones is taken to last before it is measured; an empty name is an unknown zone."""
     return NEAR_S if zone and zone == other else FAR_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownDrafter:
+class DrafterCandidate:
     """A drafter that takes sessions.
 
     Attributes:
         method: What it serves.
-        num_sessions: Sessions of all verifiers that it drafts for, as it said last.
+        num_sessions: Sessions of all verifiers that it drafts for, as it last reported.
         max_sessions: Sessions it has room for.
-        down_s: Seconds for which the stream to it has been down; 0: it is up, or nobody has dialled it yet.
+        down_s: Seconds for which the stream to it has been down; 0: it is up, or it has not been dialled yet.
         round_trip_s: Seconds to it and back, without its work: measured, or as expected.
     """
 
@@ -62,20 +62,20 @@ class Pairing:
 
     def __init__(self) -> None:
         self.num_own: Counter[str] = Counter()
-        self._drafters: Mapping[str, KnownDrafter] = {}
+        self._drafters: Mapping[str, DrafterCandidate] = {}
 
-    def know(self, drafters: Iterable[KnownDrafter]) -> None:
-        """Takes in who is there now."""
+    def know(self, drafters: Iterable[DrafterCandidate]) -> None:
+        """Takes in the drafters that are there now."""
         self._drafters = {each.address: each for each in drafters}
         self.num_own = +self.num_own
 
     def count(self, address: str, change: int) -> None:
-        """So many sessions more have this drafter; empty: none."""
+        """Adds to the sessions that have this drafter; an empty address is none."""
         if address:
             self.num_own[address] += change
 
     def choose(self, methods: Collection[str], current: str = "") -> str:
-        """Returns the address of the drafter that a session should have; that of now if nobody is better.
+        """Returns the address of the drafter that a session should have; the present one if none is better.
 
         Args:
             methods: Those of drafters that the session may be drafted by; none: it gets no drafter.
@@ -97,11 +97,11 @@ class Pairing:
             return ""
         return self._soonest(each for each in self._drafters.values() if each.address not in used)
 
-    def _soonest(self, drafters: Iterable[KnownDrafter]) -> str:
+    def _soonest(self, drafters: Iterable[DrafterCandidate]) -> str:
         return min(((*self._wait(each), each.address) for each in drafters), default=(0.0, 0, ""))[-1]
 
-    def _wait(self, drafter: KnownDrafter) -> tuple[float, int]:
-        """Seconds until its answer; own sessions tell apart equals: what drafters say lags behind by a heartbeat."""
+    def _wait(self, drafter: DrafterCandidate) -> tuple[float, int]:
+        """Seconds until its answer, and own sessions to tell equals apart: what drafters report is a heartbeat old."""
         own = self.num_own[drafter.address]
         load = max(own, drafter.num_sessions) / max(1, drafter.max_sessions)
         return drafter.round_trip_s + load * FULL_S, own

@@ -105,27 +105,15 @@ class SamplingParams:
                 _require_range(field, count, 0, MAX_TOP_LOGPROBS)
 
     def _check_lists(self) -> None:
-        _require(
-            "logit_bias",
-            len(self.logit_bias) <= MAX_LOGIT_BIAS_ENTRIES,
-            f"has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS_ENTRIES} are allowed",
-        )
+        for field, entries, most in (
+            ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS_ENTRIES),
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
+            ("bad_words", self.bad_words, 2 * MAX_BAD_WORDS),
+        ):
+            _require(field, len(entries) <= most, f"has {len(entries)} entries, at most {most} are allowed")
         for token_id, bias in self.logit_bias:
             _require_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
-        _require(
-            "stop_token_ids",
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            f"has {len(self.stop_token_ids)} entries, at most {MAX_STOP_TOKEN_IDS} are allowed",
-        )
-        _require(
-            "allowed_token_ids",
-            len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS,
-            f"has {len(self.allowed_token_ids)} entries, at most {MAX_ALLOWED_TOKEN_IDS} are allowed",
-        )
-        most = 2 * MAX_BAD_WORDS
-        _require(
-            "bad_words", len(self.bad_words) <= most, f"has {len(self.bad_words)} entries, at most {most} are allowed"
-        )
         for index, word in enumerate(self.bad_words):
             _require(
                 f"bad_words[{index}]",

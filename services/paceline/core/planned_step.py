@@ -1,4 +1,4 @@
-"""What a verifier's next step computes: planned before it runs, so that drafters hear of it first."""
+"""What a verifier's next step computes: planned before it runs, so that messages to drafters go out first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.step_time import StepMode
-from paceline.core.tree import Node
+from paceline.core.tree import Node, path_to
 
 SessionT = TypeVar("SessionT", bound=ScheduledSession)
 
@@ -41,9 +41,13 @@ class Part(Generic[SessionT]):
         """Rows of the step."""
         return self.stop - self.start + len(self.nodes)
 
+    def ancestor_slots(self, node: Node) -> list[int]:
+        """Scratch slots of a node's ancestors below the root, oldest first."""
+        return [self.slots[id(above)] for above in path_to(node)[:-1]]
+
     @property
     def judged(self) -> range:
-        """Positions of the prompt whose rows say how likely the token after them was."""
+        """Positions of the prompt whose rows give the probability of the token after them."""
         session = self.session
         if not session.judges_prompt:
             return range(0)
@@ -90,13 +94,3 @@ class StepPlan(Generic[SessionT]):
     def batch_size(self) -> int:
         """Sessions that get tokens."""
         return len(self.decoding) + sum(part.commits for part in self.reading)
-
-
-def ancestor_slots(node: Node, slots: Mapping[int, int]) -> list[int]:
-    """Scratch slots of a node's ancestors below the root, oldest first."""
-    path: list[int] = []
-    above = node.parent
-    while above is not None and id(above) in slots:
-        path.append(slots[id(above)])
-        above = above.parent
-    return path[::-1]

@@ -27,7 +27,7 @@ DEFAULT_KEEP = 64
 def overlap(target_probs: FloatArray, draft_probs: FloatArray) -> float:
     """Returns the probability that a token drawn from `draft_probs` is accepted by the rejection rule: 1 - TV.
 
-    2211.17192, theorem 3.5; what a row says of its drafter, whatever token was drawn.
+    2211.17192, theorem 3.5; what a row shows of its drafter, whatever token was drawn.
     """
     return float(np.minimum(target_probs, draft_probs).sum())
 
@@ -134,7 +134,7 @@ def block_keeps(
 
     Returns:
         For 0 to gamma tokens, how much of the chain's draft probability the target covers; and for 1 to gamma
-        tokens, the probability that so many are accepted if no more are.
+        tokens, the probability that this number is accepted if no more are.
     """
     gamma = len(draft_tokens)
     covered = [1.0]
@@ -157,8 +157,8 @@ def block_walk(
 ) -> VerifyOutcome:
     """Verifies a chain of draft tokens as a block (2403.10444, algorithm 2); in the mean it accepts no fewer.
 
-    Arguments and errors are those of `reject_walk`. The longest prefix whose uniform says so is accepted: a token that
-    fails alone may be carried by those behind it.
+    Arguments and errors are those of `reject_walk`. The longest prefix whose uniform allows it is accepted: a token
+    that fails alone may be carried by those behind it.
     """
     gamma = len(draft_tokens)
     _require_rows(target_rows, draft_rows, draft_tokens, uniforms)

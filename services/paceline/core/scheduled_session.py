@@ -36,7 +36,7 @@ class ScheduledSession(VerifierSession):
 
     Args:
         request: What to run.
-        serial: Tells it from an earlier session of the same id; grows with every session.
+        serial: Grows with every session; tells it from an earlier one of the same id.
         drafter_address: Who drafts for it, unless it wants no speculation; empty: nobody.
         pool: Pages.
         calibrations: Of its sources.
@@ -53,9 +53,9 @@ class ScheduledSession(VerifierSession):
         usual: What it usually has in hand.
         prefilled_to: Committed tokens whose KV is there when the step under way ends.
         called_up_s: Of a suspect: when its turn came; None before.
-        heard: Of a suspect: whether its gateway knows that.
-        num_judged: Prompt tokens, but for the first, whose log probabilities have been told.
-        judges_prompt: Whether some are still to be told.
+        heard: Of a suspect: whether its gateway knows that its turn has come.
+        num_judged: Prompt tokens, but for the first, whose log probabilities have been handed out.
+        judges_prompt: Whether some are still to be handed out.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ScheduledSession(VerifierSession):
         self._finish: FinishReason | None = None
         self._fates: tuple[TokenFate, ...] = ()
         self._logprobs: list[PositionLogprobs] = []
-        self._begun = False
+        self._announced = False
         self._num_cached = 0
         self.num_judged = 0
         self.judges_prompt = request.num_to_judge > 0
@@ -151,11 +151,11 @@ class ScheduledSession(VerifierSession):
         if self.called_up_s is None:
             self.called_up_s = now_s
 
-    def begins(self) -> CommittedTokens | None:
-        """What says that its rows are computed now; None where that has been said."""
-        if self._begun:
+    def announce(self) -> CommittedTokens | None:
+        """Announces that its rows are computed now; None where that has been announced."""
+        if self._announced:
             return None
-        self._begun = True
+        self._announced = True
         return CommittedTokens(token_ids=(), offset=self.num_generated, running=True)
 
     def admit(self, now_s: float) -> bool:
@@ -178,8 +178,8 @@ class ScheduledSession(VerifierSession):
             self._finish = FinishReason.LENGTH
         return self._finish is not None
 
-    def tell_judged(self, logprobs: Sequence[PositionLogprobs]) -> CommittedTokens:
-        """What says how likely further tokens of the prompt were."""
+    def hand_out_prompt(self, logprobs: Sequence[PositionLogprobs]) -> CommittedTokens:
+        """The log probabilities of further tokens of the prompt."""
         first = self.num_judged + 1
         self.num_judged += len(logprobs)
         self.judges_prompt = self.num_judged < self.request.num_to_judge

@@ -1,4 +1,4 @@
-"""The verifier's step as arithmetic: who has a place, which rows are computed, whether to wait, what drafters are told.
+"""The verifier's step as arithmetic: who has a place, which rows are computed, whether to wait, what drafters receive.
 
 `plan(now)` says what the next step computes; `commit` takes in what the target chose for one session, and `end_step`
 what the step took. It runs no model and reads no clock; the engine, and the planner in simulated time, run the same.
@@ -20,7 +20,7 @@ from paceline.core.step_drafts import StepDrafts
 from paceline.core.step_time import StepMode
 from paceline.core.suspects_turn import Turns, pause_s
 from paceline.core.target_events import DraftsArrived, LinkChanged, Outcome, StepReport, TargetLimits
-from paceline.core.tree import Node, NodeState
+from paceline.core.tree import Node
 
 _ORDER = attrgetter("order")
 
@@ -38,7 +38,7 @@ class Scheduler(Generic[SessionT]):
     Attributes:
         report: Of the step under way.
         moves: Of the accepted nodes of this step: scratch slots, and the slots of their positions.
-        outcomes: What is to be told of sessions before the next step's tokens.
+        outcomes: What goes to clients before the next step's tokens.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Scheduler(Generic[SessionT]):
 
     @property
     def has_work(self) -> bool:
-        """True while sessions wait or run, or something is left to say."""
+        """True while sessions wait or run, or messages are left to send."""
         return bool(self._sessions or self.outcomes) or self.tier.has_work
 
     def session(self, session_id: str, serial: int) -> SessionT | None:
@@ -107,35 +107,35 @@ class Scheduler(Generic[SessionT]):
         self.tier.part(session)
 
     def receive(self, event: DraftsArrived) -> None:
-        """Takes in what a drafter said."""
+        """Takes in a drafter's messages."""
         self.tier.receive(event, self._sessions, self.report)
 
     def change_link(self, event: LinkChanged, now_s: float) -> None:
         """A drafter was reached or lost."""
         self.tier.change(event, self._sessions, now_s)
 
-    def note_silence(self, now_s: float) -> None:
-        """Drafters whose answers are overdue are not waited for until they are heard again."""
+    def mark_silent_drafters(self, now_s: float) -> None:
+        """Marks drafters whose answers are overdue: no step waits for them until they send nodes again."""
         self.report.num_silenced += self._drafts.num_silenced(self._running, now_s)
 
     # Waiting
 
     def pause_s(self, now_s: float) -> float:
-        """Seconds without anything to compute, unless something happens; see `paceline.core.suspects_turn`."""
+        """Seconds without anything to compute, unless an event comes; see `paceline.core.suspects_turn`."""
         joining = self._waiting and len(self._running) < self._limits.max_num_seqs
         if self._turns.called_up is None or self.outcomes or joining:
             return 0.0
         return pause_s(self._running, now_s)
 
     def patience_s(self, now_s: float) -> float:
-        """Seconds for which drafts are worth waiting for, or none; see `paceline.core.wait_for_drafts`."""
+        """Seconds for which the next drafts are worth waiting for; 0: step now."""
         if (pause := self.pause_s(now_s)) > 0.0:
             return pause
         sessions = self._delayable()
         return self._drafts.worth_waiting(sessions, self._drafts.waits(sessions, now_s), idle_s=self._idle_s(now_s))
 
     def drafts_pay(self, draft_s: float, now_s: float) -> bool:
-        """Whether a draft step of so many seconds, for all sessions, is worth the delay; the same objective."""
+        """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay; the same objective."""
         sessions = self._delayable()
         waits = [draft_s if session.may_wait and session.link.drafter else None for session in sessions]
         return self._drafts.worth_waiting(sessions, waits, idle_s=self._idle_s(now_s)) > 0.0
@@ -144,7 +144,7 @@ class Scheduler(Generic[SessionT]):
         return 0.0 if self._idle_since_s is None else now_s - self._idle_since_s
 
     def _delayable(self) -> Sequence[SessionT]:
-        """The decoding sessions; none when something else waits for the next step, or no drafts are to come."""
+        """The decoding sessions; none when something else waits for the next step, or no drafts are expected."""
         if self.tier.has_work or self._waiting or self._drafts.mode(self._running) is StepMode.PLAIN:
             return []
         return self._running if all(session.is_decoding for session in self._running) else []
@@ -159,14 +159,14 @@ class Scheduler(Generic[SessionT]):
         decoding = self._plan_decoding(sessions, now_s)
         reading = self._plan_reading(sessions, sum(part.num_rows for part in decoding))
         plan = StepPlan(now_s, mode, decoding, reading)
-        self._tell_begun(plan)
+        self._announce(plan)
         return plan
 
-    def _tell_begun(self, plan: StepPlan[SessionT]) -> None:
+    def _announce(self, plan: StepPlan[SessionT]) -> None:
         computed = [part.session for part in plan.parts]
-        told = computed if self._turns.called_up is None else [*computed, self._turns.called_up]
-        begun = [(session.serial, session.begins()) for session in told]
-        self.outcomes += [(serial, said) for serial, said in begun if said is not None]
+        running = computed if self._turns.called_up is None else [*computed, self._turns.called_up]
+        announced = [(session.serial, session.announce()) for session in running]
+        self.outcomes += [(serial, each) for serial, each in announced if each is not None]
 
     def _admit(self, now_s: float) -> None:
         while self._waiting and len(self._running) < self._limits.max_num_seqs:
@@ -175,7 +175,7 @@ class Scheduler(Generic[SessionT]):
             self._running.append(self._waiting.pop(0))
 
     def _with_pages(self, sessions: Sequence[SessionT]) -> Sequence[SessionT]:
-        """Has pages for what those that decode have committed; without those that lost theirs to it."""
+        """Reserves pages for what decoding sessions have committed; returns all but those that lost theirs to it."""
         num_preempted = self.report.num_preempted
         for session in sessions:
             if not session.is_decoding:
@@ -203,13 +203,13 @@ class Scheduler(Generic[SessionT]):
         backlog = sum(session.pages.num_missing for session in joining)
         budget = self._limits.max_num_batched_tokens
         other_rows = min(backlog, max(0, budget - len(decoding)))
-        # A quarter of the rows is prefill's when it has need of them.
+        # Prefill gets a quarter of the rows when it needs them.
         share = max(0, (budget - min(backlog, budget // 4)) // max(1, len(decoding)) - 1)
         allocation = self._drafts.choose(decoding, joining, other_rows=other_rows, most_each=share)
         self.report.price = allocation.price
         for session in joining:
-            if not session.link.told_len:
-                self.tier.tell(session, now_s)
+            if not session.link.sent_len:
+                self.tier.update(session, now_s)
         return [self._verify(session, nodes) for session, nodes in zip(decoding, allocation.nodes, strict=True)]
 
     def _verify(self, session: SessionT, nodes: tuple[Node, ...]) -> Part[SessionT]:
@@ -251,52 +251,37 @@ class Scheduler(Generic[SessionT]):
             now_s: The time.
 
         Returns:
-            What its client is to be told.
+            What goes to its client.
         """
         session, was_decoding = part.session, part.session.is_decoding
         base_len = session.committed_len
         pruning = session.commit(verdict.token_ids, verdict.chances)
-        accepted = [node for node in pruning.matched if id(node) in part.slots]
+        accepted = self.report.count_pruned(part.nodes, pruning)
         self.moves += [(part.slots[id(node)], session.pages.slot(node.position)) for node in accepted]
         self.free_scratch(part)
         session.pages.mark_computed(base_len + len(accepted))
         session.tally.count(
             num_draft_tokens=len(part.nodes), num_accepted=len(accepted), hit=pruning.hit, batch_size=batch_size
         )
-        unverified = [node for node in (*pruning.matched, *pruning.dead) if id(node) not in part.slots]
-        self.report.unverified_by.update(node.first_source for node in unverified)
         if was_decoding:
-            self._count_round(part, accepted, hit=pruning.hit)
+            self.report.count_round(part.nodes, accepted, hit=pruning.hit)
         outcome = session.hand_out(base_len, now_s)
         if outcome.result is not None:
             self.drop(session)
         else:
-            self.tier.tell(session, now_s)
+            self.tier.update(session, now_s)
         if session.traced:
             round_ = session.round(len(part.nodes), len(accepted), batch_size) if was_decoding else session.start()
             self.report.traced.append(round_)
         return session.serial, outcome
 
-    def _count_round(self, part: Part[SessionT], accepted: Sequence[Node], *, hit: bool) -> None:
-        self.report.gammas.append(len(part.nodes))
-        if not part.nodes:
-            return
-        self.report.accepted.append(len(accepted))
-        # Those still alive lie beyond the end of the text: nothing was chosen in their place.
-        judged = [node for node in part.nodes if node.state is not NodeState.LIVE]
-        self.report.verified_by.update(node.first_source for node in judged)
-        self.report.accepted_by.update(node.first_source for node in accepted)
-        self.report.num_hits += hit
-        self.report.num_misses += not hit
-
-    def give_up(self, part: Part[SessionT], *, is_asked_for: bool = False) -> None:
+    def give_up(self, part: Part[SessionT], *, request_at_fault: bool = False) -> None:
         """The step gave a session nothing to choose from; it ends.
 
-        Whether a page of its own or one from the cache is at fault cannot be told: what others go on to compute from
-        the same pages is not relied on either. Pages are above doubt where it is what the request asks for that leaves
-        nothing.
+        A page of its own may be at fault, or one from the cache, so what others compute from the same pages is not
+        shared any more either. Pages are above doubt where the request itself leaves nothing.
         """
-        doubtful: set[int] = set() if is_asked_for else set(part.session.pages.blocks)
+        doubtful: set[int] = set() if request_at_fault else set(part.session.pages.blocks)
         for each in self._running:
             if not doubtful.isdisjoint(each.pages.blocks):
                 each.pages.forget()
@@ -309,7 +294,7 @@ class Scheduler(Generic[SessionT]):
             self._scratch.give_back(slot)
 
     def end_step(self, plan: StepPlan[SessionT], now_s: float) -> None:
-        """The step is over; the policy is told the whole cycle, for events and waiting are paid for too."""
+        """The step is over; the policy learns the time of the whole cycle, since events and waiting cost time too."""
         for session in self._running:
             if session.prefilled_to > session.pages.num_computed:
                 session.pages.mark_computed(session.prefilled_to)
@@ -320,7 +305,7 @@ class Scheduler(Generic[SessionT]):
         self.report.seconds = seconds
         if not plan.num_prefill_rows:
             self._drafts.took(seconds)
-        # A row is a row; but where most of them are prefill, attention over long chunks is what is paid for.
+        # Where most rows are prefill, their time is that of attention over long chunks.
         if self._cycle_since_s is not None and not plan.is_mostly_prefill:
             self._policy.observe(
                 rows=plan.num_rows,
@@ -339,7 +324,7 @@ class Scheduler(Generic[SessionT]):
         return report
 
     def describe(self, report: StepReport) -> StepReport:
-        """Puts how things stand now into a report."""
+        """Adds the present state to a report."""
         report.num_running = len(self._running)
         report.num_waiting = len(self._waiting)
         report.lag_tokens = max((session.link.lag_tokens for session in self._running), default=0)
@@ -347,6 +332,6 @@ class Scheduler(Generic[SessionT]):
         return report
 
     def take_outcomes(self) -> list[Outcome]:
-        """What is to be told of sessions now."""
+        """What goes to clients now."""
         outcomes, self.outcomes = self.outcomes, []
         return outcomes

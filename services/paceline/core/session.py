@@ -112,7 +112,7 @@ class VerifierSession:
         """Everything a drafter needs to start, or to start anew; the tree starts anew with it, as node ids do.
 
         Args:
-            price: Least survival worth drafting for; 1: the drafter rests.
+            price: Least survival worth drafting for; 1: the drafter idles.
             room: Nodes that it may have in the tree.
         """
         self.tree = self._new_tree()
@@ -132,12 +132,12 @@ class VerifierSession:
 
     def _new_tree(self) -> DraftTree:
         chain = self.acceptance in CHAIN_RULES
-        # A chain is judged by the law its guesses were drawn from: one that is dropped unjudged would bend that.
+        # A chain is judged by the law its guesses were drawn from; dropping a guess unjudged would bias that.
         can_follow = None if self.grammar is None or chain else self.grammar.permits
         return DraftTree(len(self.tokens), self.calibrations.probability, chain=chain, can_follow=can_follow)
 
     def commit(self, token_ids: Sequence[int], chances: Sequence[float] | None = None) -> Pruning:
-        """Appends newly committed tokens, learns what they say of the guesses, and prunes the tree.
+        """Appends newly committed tokens, scores the guesses by them, and prunes the tree.
 
         Args:
             token_ids: The tokens.
@@ -154,7 +154,7 @@ class VerifierSession:
         return self.tree.advance(token_ids)
 
     def commit_message(self, since_len: int, *, price: float = 0.0, room: int = 0) -> Commit:
-        """Tells a drafter that has `since_len` tokens all that were committed since; see `open`."""
+        """All that was committed since a drafter's `since_len` tokens; price and room as in `open`."""
         return Commit(
             session_id=self.session_id,
             epoch=self.epoch,
@@ -168,8 +168,8 @@ class VerifierSession:
         """Takes in a drafter's guesses; those of another epoch are dropped and counted as stale.
 
         Raises:
-            RemoteProtocolError: The drafter claims to know tokens that were never committed, or does not say from which
-                distribution a guess was sampled where the acceptance rule asks for it.
+            RemoteProtocolError: The drafter claims to know tokens that were never committed, or leaves out the
+                distribution of a guess where the acceptance rule needs it.
         """
         if message.epoch != self.epoch:
             return GraftOutcome(num_added=0, num_late=0, num_stale=len(message.nodes))
@@ -182,7 +182,7 @@ class VerifierSession:
 
 
 class DrafterSession:
-    """The mirror's end: the committed tokens it was told, and the tree it grows beyond them."""
+    """The mirror's end: the committed tokens that it received, and the tree that it grows beyond them."""
 
     def __init__(self, opened: OpenSession) -> None:
         if not opened.token_ids:
@@ -241,7 +241,7 @@ class DrafterSession:
         Args:
             parent: The node.
             guesses: What may follow it, best first.
-            draft: The distribution that the guess was sampled from, for rules that ask for it.
+            draft: The distribution that the guess was sampled from, for rules that need it.
         """
         grown: list[Node] = []
         parent_id = 0 if parent is self.tree.root else parent.node_id

@@ -1,7 +1,7 @@
-"""What is known of sources inside the verifier that take time: how long calls last, and what they bring.
+"""Sources inside the verifier that take time: how long calls last, and what they bring.
 
 Places in the tree need no arbiter: every commit scores the guesses of all sources (full information, as in 2510.20064),
-and calibrated survival gives the places to the best. What is left to decide is time: a source is asked for the sessions
+and calibrated survival gives the places to the best. What is left to decide is time: a source is called for sessions
 where that is worth it (`paceline.core.goodput`). A gain is what its guesses add to the survivals for which a session's
 tree has room.
 """
@@ -12,18 +12,20 @@ import math
 from dataclasses import dataclass, field
 
 from paceline.core.goodput import may_try
+from paceline.core.moving_average import MovingAverage
 from paceline.core.tree import DraftTree
 
-# Tokens that a source is taken to add before it was asked.
+# Tokens that a source is taken to add before it was called.
 FIRST_GAIN = 1.0
 # Weight of a new look in the times of calls and in the gain of all sessions, and in that of one.
 MEAN_SMOOTHING, GAIN_SMOOTHING = 0.1, 0.3
 # Calls at first that are not learned from; how much slower than usual one may be; and how far numbers of sessions must
 # differ, as a share of their mean, before their times are believed.
 UNCOUNTED_CALLS, MOST_DELAY, DOUBT = 2, 4.0, 0.1
-# A session that is not asked is believed to be like the others again after some such number of commits.
+# After about 32 commits without a call a session is taken to be like the others again.
 FORGETTING = 1 / 32
-# For so many steps nobody weighs a source that was worth no call: with a small model that takes a twentieth of a step.
+# A source that was worth no call is not weighed for this number of steps: weighing takes a twentieth of a small model's
+# step.
 LEFT_ALONE = 4
 
 
@@ -41,7 +43,8 @@ class CallCost:
 
     def __init__(self) -> None:
         self._num_calls = 0
-        self._count = self._seconds = 0.0
+        self._count = MovingAverage(0.0, MEAN_SMOOTHING)
+        self._seconds = MovingAverage(0.0, MEAN_SMOOTHING)
         self._variance = self._covariance = 0.0
 
     def observe(self, count: int, seconds: float) -> None:
@@ -50,25 +53,26 @@ class CallCost:
         if self._num_calls <= UNCOUNTED_CALLS:
             return
         if self._num_calls == UNCOUNTED_CALLS + 1:
-            self._count, self._seconds = float(count), seconds
+            self._count.value, self._seconds.value = float(count), seconds
             return
         seconds = min(seconds, MOST_DELAY * self(count))
-        off_count, off_seconds = count - self._count, seconds - self._seconds
-        self._count += MEAN_SMOOTHING * off_count
-        self._seconds += MEAN_SMOOTHING * off_seconds
+        off_count, off_seconds = count - self._count.value, seconds - self._seconds.value
+        self._count.add(count)
+        self._seconds.add(seconds)
         keep = 1.0 - MEAN_SMOOTHING
         self._variance = keep * (self._variance + MEAN_SMOOTHING * off_count * off_count)
         self._covariance = keep * (self._covariance + MEAN_SMOOTHING * off_count * off_seconds)
 
     def __call__(self, count: int) -> float:
         """Expected seconds of a call for `count` sessions; 0 while nothing is known."""
-        if not self._count:
+        usual_count, usual_s = self._count.value, self._seconds.value
+        if not usual_count:
             return 0.0
-        proportional = self._seconds / self._count
-        doubt = (DOUBT * self._count) ** 2
+        proportional = usual_s / usual_count
+        doubt = (DOUBT * usual_count) ** 2
         slope = (self._covariance + doubt * proportional / 2) / (self._variance + doubt)
         slope = min(max(slope, 0.0), proportional)
-        return max(0.0, self._seconds + slope * (count - self._count))
+        return max(0.0, usual_s + slope * (count - usual_count))
 
 
 @dataclass(slots=True)
@@ -83,7 +87,7 @@ class Gain:
         return self.otherwise if held else self.empty_handed
 
     def move(self, held: float, toward: float, weight: float) -> None:
-        """Takes in what was gained with so much in hand."""
+        """Takes in what was gained with `held` expected tokens in hand."""
         if held:
             self.otherwise += weight * (toward - self.otherwise)
         else:
@@ -97,13 +101,13 @@ class SourceRecord:
     Attributes:
         mean: Gain of all sessions.
         call_s: Time of a call.
-        asked_s: When it was asked last.
+        called_s: When it was called last.
         num_left_alone: Steps for which it is not weighed.
     """
 
     mean: Gain = field(default_factory=Gain)
     call_s: CallCost = field(default_factory=CallCost)
-    asked_s: float = 0.0
+    called_s: float = 0.0
     num_left_alone: int = 0
 
     @property
@@ -117,7 +121,7 @@ class SourceRecord:
         return Gain(self.mean.empty_handed, self.mean.otherwise)
 
     def begin_step(self) -> bool:
-        """A step begins; says whether the source is weighed in it."""
+        """A step begins; returns whether the source is weighed in it."""
         if self.num_left_alone:
             self.num_left_alone -= 1
             return False
@@ -129,18 +133,18 @@ class SourceRecord:
 
     def is_due(self, count: int, now_s: float) -> bool:
         """Whether a call for `count` sessions would be a small share of the time since the last one."""
-        return may_try(self.call_s(count), now_s - self.asked_s)
+        return may_try(self.call_s(count), now_s - self.called_s)
 
-    def asked(self, count: int, *, seconds: float, now_s: float) -> None:
+    def called(self, count: int, *, seconds: float, now_s: float) -> None:
         """A call for `count` sessions ended."""
         self.call_s.observe(count, seconds)
-        self.asked_s = now_s
+        self.called_s = now_s
 
     def gained(self, session: Gain, held: float, gain: float) -> None:
-        """A session that held so much gained so much by the call."""
+        """A session that held `held` expected tokens gained `gain` by the call."""
         session.move(held, gain, GAIN_SMOOTHING)
         self.mean.move(held, gain, MEAN_SMOOTHING)
 
     def left_out(self, session: Gain, held: float) -> None:
-        """A session was not asked for: what is known of it grows old."""
+        """There was no call for a session: what is known of it grows old."""
         session.move(held, self.mean.of(held), FORGETTING)

@@ -1,4 +1,4 @@
-"""What a step verifies of the guesses, whether it waits for more of them, and which prices drafters are told.
+"""What a step verifies of the guesses, whether it waits for more of them, and which prices drafters receive.
 
 The part of a scheduler that knows drafts, and nothing of pages, rows or places: our engine's scheduler, and that of the
 tier under vLLM, share it.
@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.core.demand import Demand
 from paceline.core.draft_policy import Allocation, DraftPolicy
+from paceline.core.drafter_worth import Demand
 from paceline.core.link import SessionLink
+from paceline.core.moving_average import MovingAverage
 from paceline.core.step_time import StepMode
 from paceline.core.survivals import SessionSurvivals
 from paceline.core.tree import DraftTree
-from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect, prospect, worth_waiting
+from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect, prospect
 
 # Smoothing of the step time that waiting is weighed against, and what it is before a step was seen.
 STEP_SMOOTHING, FIRST_STEP_S = 0.1, 0.01
+# No step waits for less, or rounding could keep simulated time from going on.
+LEAST_WAIT_S = 1e-6
 
 
-class GuessedSession(Protocol):
+class SpeculatingSession(Protocol):
     """A session as far as its guesses go."""
 
     tree: DraftTree
@@ -62,35 +65,40 @@ class StepDrafts:
 
     def __init__(self, policy: DraftPolicy) -> None:
         self._policy = policy
-        self.step_s = FIRST_STEP_S
+        self._usual_step = MovingAverage(FIRST_STEP_S, STEP_SMOOTHING)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a step usually takes."""
+        return self._usual_step.value
 
     def took(self, seconds: float) -> None:
-        """A step took so long."""
-        self.step_s += STEP_SMOOTHING * (seconds - self.step_s)
+        """Takes in the time of a step."""
+        self._usual_step.add(seconds)
 
-    def cap(self, session: GuessedSession) -> int:
+    def cap(self, session: SpeculatingSession) -> int:
         """Most nodes of a session in a step."""
         return min(session.cap, self._policy.max_nodes)
 
-    def mode(self, sessions: Sequence[GuessedSession]) -> StepMode:
+    def mode(self, sessions: Sequence[SpeculatingSession]) -> StepMode:
         """Whether drafters are at work for any of the sessions."""
         works = any(each.link.drafter and each.link.price < 1.0 and self.cap(each) for each in sessions)
         return StepMode.DRAFTING if works else StepMode.PLAIN
 
     def choose(
         self,
-        decoding: Sequence[GuessedSession],
-        joining: Sequence[GuessedSession],
+        decoding: Sequence[SpeculatingSession],
+        joining: Sequence[SpeculatingSession],
         *,
         other_rows: int = 0,
         most_each: int | None = None,
     ) -> Allocation:
-        """Picks what the next step verifies, and sets what drafters are told with its commits.
+        """Picks what the next step verifies, and sets the prices that drafters receive with its commits.
 
         Args:
             decoding: Sessions that decode in it.
-            joining: Those whose prompts are read: their drafters read along, unless the price sends them to rest.
-            other_rows: Rows of the step that are spoken for.
+            joining: Those whose prompts are read: their drafters read along, unless the price makes them idle.
+            other_rows: Rows of the step that are taken.
             most_each: Most nodes of a session; None: its own bound.
         """
         demands = [self._demand(session, most_each) for session in decoding]
@@ -101,7 +109,7 @@ class StepDrafts:
             session.link.look_ahead(price, self.cap(session), self.step_s)
         return allocation
 
-    def _demand(self, session: GuessedSession, most_each: int | None) -> Demand:
+    def _demand(self, session: SpeculatingSession, most_each: int | None) -> Demand:
         cap = self.cap(session)
         return Demand(
             tree=session.tree,
@@ -110,20 +118,20 @@ class StepDrafts:
             drafted=session.link.drafter is not None,
             answered=session.link.has_answered,
             own=session.own_survivals,
-            num_unread=session.committed_len - session.link.told_len,
+            num_unread=session.committed_len - session.link.sent_len,
             usual=session.usual,
         )
 
-    def num_silenced(self, sessions: Sequence[GuessedSession], now_s: float) -> int:
-        """Drafters whose answers are overdue are not waited for until they are heard again; returns how many more."""
-        return sum(session.may_wait and session.link.silences(now_s) for session in sessions)
+    def num_silenced(self, sessions: Sequence[SpeculatingSession], now_s: float) -> int:
+        """Marks drafters whose answers are overdue, so that no step waits for them; returns how many became so."""
+        return sum(session.may_wait and session.link.mark_silent(now_s) for session in sessions)
 
-    def waits(self, sessions: Sequence[GuessedSession], now_s: float) -> list[float | None]:
+    def waits(self, sessions: Sequence[SpeculatingSession], now_s: float) -> list[float | None]:
         """By session the seconds until its next nodes; None: never."""
         return [session.link.wait_s(now_s) if session.may_wait else None for session in sessions]
 
     def worth_waiting(
-        self, sessions: Sequence[GuessedSession], waits: Sequence[float | None], *, idle_s: float
+        self, sessions: Sequence[SpeculatingSession], waits: Sequence[float | None], *, idle_s: float
     ) -> float:
         """Seconds for which the next nodes are worth waiting for, at most a step in all.
 
@@ -132,19 +140,21 @@ class StepDrafts:
             waits: See `waits`.
             idle_s: For how long the engine has been waiting.
         """
-        return worth_waiting(
-            waits,
-            lambda: [self._prospect(session, wait_s) for session, wait_s in zip(sessions, waits, strict=True)],
-            lambda looks, wait_s: self._policy.waits(looks, wait_s=wait_s, step_s=self.step_s),
-            left_s=self.step_s - idle_s,
-        )
+        left_s = self.step_s - idle_s
+        if left_s <= LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
+            return 0.0
+        prospects = [self._prospect(session, wait_s) for session, wait_s in zip(sessions, waits, strict=True)]
+        gainful = [wait_s for wait_s, each in zip(waits, prospects, strict=True) if wait_s is not None and each.gain]
+        if not gainful or not self._policy.waits(prospects, wait_s=min(gainful), step_s=self.step_s):
+            return 0.0
+        return min(max(gainful), left_s)
 
-    def _prospect(self, session: GuessedSession, wait_s: float | None) -> Prospect:
+    def _prospect(self, session: SpeculatingSession, wait_s: float | None) -> Prospect:
         drafter = session.link.drafter
         return prospect(
             session.tree,
             self.cap(session),
             price=1.0 if wait_s is None else session.link.price,
-            child_share=CHILD_SHARE if drafter is None else drafter.child_share,
+            child_share=CHILD_SHARE if drafter is None else drafter.child_share.value,
             chain=session.takes_chains,
         )

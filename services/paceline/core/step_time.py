@@ -1,8 +1,8 @@
 """What a step costs by its rows: a table, and the model that learns one from every step.
 
 The learned model is recursive least squares in its Kalman form: the state holds, for each mode and each point of the
-table, a factor on what the start-up profile measured, and one on what a guess costs besides its row, for it is asked
-for, judged, and put in place or buried. Factors drift together (a machine gets slower as a whole) far
+table, a factor on what the start-up profile measured, and one on what a guess costs besides its row: it is requested,
+judged, and moved or dropped. Factors drift together (a machine gets slower as a whole) far
 more than apart, so one observation moves all points, and the one it was made at most. Points that are not visited
 grow uncertain, and are learned the faster when they are.
 """
@@ -25,18 +25,18 @@ Ints = npt.NDArray[np.int64]
 
 # Rows at which a profile is taken and a factor is learned; linear between them.
 KNOTS = (1, 4, 8, 12, 14, 15, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# Steps with more are not learned, so nobody buys guesses beyond them: what they cost would never be found out.
+# Steps with more are not learned, so no guesses are taken beyond them: their cost would never be learned.
 MOST_ROWS = KNOTS[-1]
 # Least spread of single steps around their expectation, as a share of it; how fast their spread is learned; and how far
 # off, in spreads, one may be before it is an accident.
 NOISE = 0.08
 NOISE_SMOOTHING = 0.02
 CLIP = 3.0
-# A step that computes a prompt besides pays for its arrival and for attention over it: its spread is so many times as
-# wide, and what it says of the price of a row weighs the less.
+# A step that computes a prompt besides pays for its arrival and for attention over it: its spread is this many times
+# as wide, and it teaches the less of the price of a row.
 MIXED_NOISE = 4.0
-# After so many steps in a row that were alike, so many are taken in together: learning takes a twentieth of a small
-# model's step.
+# After the first number of like steps in a row, the second number are taken in together: learning takes a twentieth of
+# a small model's step.
 FIRST_ALIKE, ALIKE = 8, 4
 # Standard deviation of a normal error over its mean size.
 SIGMA_OF_SIZE = 1.25
@@ -69,9 +69,9 @@ class StepCost:
 
     Args:
         rows: Increasing numbers of rows, the first at least 1.
-        seconds: Time of a step with so many rows, never decreasing.
+        seconds: Time of a step with each of these numbers, never decreasing.
         node_s: Seconds that a guess costs besides its row.
-        computed: [most rows + 1], rows that the model really computes for so many: kernels round up. None: as many.
+        computed: [most rows + 1], by rows the rows that the model really computes: kernels round up. None: the same.
 
     Raises:
         ConfigError: The table is empty or not monotone.
@@ -89,7 +89,7 @@ class StepCost:
             raise ConfigError("step cost: needs at least two points of increasing rows and non-decreasing seconds")
 
     def at(self, rows: int) -> float:
-        """Seconds of a step with so many rows."""
+        """Seconds of a step of `rows` rows."""
         return self._between(self.rows_computed(rows))
 
     def slope(self, rows: int) -> float:
@@ -97,7 +97,7 @@ class StepCost:
         return self._between(rows + 1) - self._between(rows) + self.node_s
 
     def rows_computed(self, rows: int) -> int:
-        """Rows that the model computes for so many."""
+        """Rows that the model computes for `rows` rows."""
         return int(self.computed[rows]) if self.computed is not None and rows < len(self.computed) else rows
 
     def _between(self, rows: int) -> float:
@@ -117,7 +117,7 @@ class StepCost:
         return np.asarray(np.interp(rows, self.rows, self.seconds) + beyond)
 
     def with_guesses(self, rows: int, most: int) -> Floats:
-        """Seconds of steps with so many rows and 0 to `most` guesses, `[most + 1]`."""
+        """Seconds of steps of `rows` rows and 0 to `most` guesses, `[most + 1]`."""
         return self.from_to(rows, rows + most) + self.node_s * np.arange(most + 1)
 
     def scaled(self, factor: float) -> StepCost:
@@ -126,7 +126,7 @@ class StepCost:
 
 
 # Shape of a weight-bound step on a CPU core with prepacked bfloat16 weights, relative to one row: 8 rows cost
-# 1.4 times one row, 16 rows 1.9, and beyond 32 the arithmetic is what is paid for.
+# 1.4 times one row, 16 rows 1.9, and beyond 32 arithmetic is the cost.
 DEFAULT_STEP_COST = StepCost(rows=(1, 4, 8, 16, 32, 64, 128), seconds=(1.0, 1.15, 1.4, 1.9, 2.9, 4.9, 9.0))
 
 
@@ -235,7 +235,7 @@ class StepTimes:
         self._tables.clear()
 
     def _weights(self, rows: int, guesses: int, mode: StepMode) -> Floats:
-        """Seconds that each factor stands for in a step with so many rows, some of them guesses."""
+        """Seconds that each factor stands for in a step of `rows` rows, `guesses` of them guesses."""
         right = min(max(bisect_right(KNOTS, rows), 1), len(KNOTS) - 1)
         share = (rows - KNOTS[right - 1]) / (KNOTS[right] - KNOTS[right - 1])
         weights = np.zeros(len(self._base))

@@ -1,7 +1,7 @@
 """What sessions usually have in hand, survivals by rank: drafters work ahead of the step, so the price looks ahead too.
 
 Each session has a record of its own. One that look-up serves well would otherwise have its successor decode without a
-drafter, or with one that was told a price for better guesses than it gets.
+drafter, or with one whose price is for better guesses than it gets.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class UsualSurvivals:
         return [float(each) for each in self.typical]
 
     def resume(self, typical: Sequence[float]) -> None:
-        """Begins with what a predecessor has learned; a few looks are enough to change it, for drafters change too.
+        """Begins with what a predecessor has learned; a few looks are enough to change it, since drafters change too.
 
         Raises:
-            ValueError: These are no survivals of so many ranks.
+            ValueError: These are not survivals of that number of ranks.
         """
         known = np.asarray(typical, dtype=np.float64)
         if known.shape != self.typical.shape or not np.all((known >= 0.0) & (known <= 1.0)):
@@ -76,7 +76,7 @@ class UsualSurvivals:
         self.typical = known
 
     def of_all(self, records: Sequence[Record], num_sessions: int) -> Floats:
-        """What so many sessions like these have, best first, `[num_sessions * ranks]`.
+        """What `num_sessions` sessions like these have, best first, `[num_sessions * ranks]`.
 
         All of a rank count as their mean: sorted by size, records that err on the high side would come first.
         """

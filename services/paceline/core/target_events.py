@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.errors import PacelineError, RemoteProtocolError
 from paceline.core.grammar import GrammarState
 from paceline.core.messages import CommittedTokens, GenerateRequest, ToDrafter, ToVerifier
+from paceline.core.tree import Node, NodeState, Pruning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +63,14 @@ class Paired:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeardOf:
-    """The gateway of a suspect has been told that it is computed now."""
+class SuspectAnnounced:
+    """The gateway of a suspect knows that its turn has come."""
 
     session_id: str
     serial: int
 
 
-TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | HeardOf
+TargetEvent = Submit | Cancel | DraftsArrived | LinkChanged | Paired | SuspectAnnounced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,14 +162,48 @@ class StepReport:
     prefix_hits: int = 0
     traced: list[TracedStart | TracedRound] = field(default_factory=list)
 
+    def count_pruned(self, verified: Collection[Node], pruning: Pruning) -> list[Node]:
+        """Counts the nodes that a commit took from a tree without a step having verified them.
 
-# Serial of a session, and what a step has to say of it: tokens, that it runs now, or why it ended.
+        Args:
+            verified: Those that this step has verified.
+            pruning: What the commit did.
+
+        Returns:
+            The verified nodes that were accepted.
+        """
+        members = set(map(id, verified))
+        gone = [node for node in (*pruning.matched, *pruning.dead) if id(node) not in members]
+        self.unverified_by.update(node.first_source for node in gone)
+        return [node for node in pruning.matched if id(node) in members]
+
+    def count_round(self, verified: Collection[Node], accepted: Collection[Node], *, hit: bool) -> None:
+        """Counts a step of a session that decodes.
+
+        Args:
+            verified: Nodes that the step has verified.
+            accepted: Those of them that matched.
+            hit: Whether the tree held all tokens that were committed.
+        """
+        self.gammas.append(len(verified))
+        if not verified:
+            return
+        self.accepted.append(len(accepted))
+        # Those still alive lie beyond the end of the text: nothing was chosen in their place.
+        judged = [node for node in verified if node.state is not NodeState.LIVE]
+        self.verified_by.update(node.first_source for node in judged)
+        self.accepted_by.update(node.first_source for node in accepted)
+        self.num_hits += hit
+        self.num_misses += not hit
+
+
+# Serial of a session, and what goes to its client: tokens, that it runs now, or why it ended.
 Outcome = tuple[int, CommittedTokens | PacelineError]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput:
-    """What one step has to say to the world."""
+    """What goes out after a step."""
 
     committed: Sequence[Outcome]
     to_drafters: dict[str, list[ToDrafter]]

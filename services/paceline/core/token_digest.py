@@ -1,4 +1,4 @@
-"""Names a row of tokens shortly, so that two sides can tell whether they have the same."""
+"""A short name of a row of tokens, by which two sides see whether they have the same."""
 
 from __future__ import annotations
 

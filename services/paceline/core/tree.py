@@ -16,9 +16,9 @@ from paceline.core.messages import NodeGuess
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.rejection_sampling import SparseDraft
 
-# A guess nobody believes in still has a survival above 0, so that logarithms stay finite.
+# The least likely guess still has a survival above 0, so that logarithms stay finite.
 LEAST_CONFIDENCE = 1 / 512
-# Committed nodes keep their ids for so many positions, for messages that are still on their way.
+# Committed nodes keep their ids for this number of positions, for messages that are still under way.
 REMEMBERED_POSITIONS = 128
 # Far more than a session can use; what a peer sends beyond that is not taken in.
 MAX_NODES = 1024
@@ -42,7 +42,7 @@ class Node:
         parent: The node it hangs below.
         token_id: The guess.
         position: The absolute index that the token would take.
-        guesses: What each source that guessed it says of it.
+        guesses: The confidence of each source that guessed it.
         log_weight: What that is worth: the parent's, and the logarithm of the probability that it matches if the parent
             does.
 
@@ -81,6 +81,21 @@ class Node:
         return f"Node({self.node_id}, token={self.token_id}, position={self.position}, {self.state.value})"
 
 
+def path_to(node: Node) -> list[Node]:
+    """The live nodes from below the root down to a node; none for the root itself."""
+    path: list[Node] = []
+    step: Node | None = node
+    while step is not None and step.state is NodeState.LIVE:
+        path.append(step)
+        step = step.parent
+    return path[::-1]
+
+
+def path_tokens(node: Node) -> list[int]:
+    """Tokens from below the root down to a node."""
+    return [step.token_id for step in path_to(node)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraftOutcome:
     """What became of the guesses of one message: `late` ones fell off, `stale` ones have no parent to hang below."""
@@ -105,7 +120,7 @@ class DraftTree:
     Args:
         committed_len: Number of committed tokens, at least 1.
         probability: From a source and its confidence in a guess to the probability that the guess matches; None
-            takes every source at its word.
+            takes confidences as they are.
         chain: A node has one child: what is guessed beside the first is dropped, whatever it is.
         can_follow: Whether tokens may follow those committed at all; None: any may. Guesses that may not are dropped.
     """
@@ -157,18 +172,9 @@ class DraftTree:
         log_weights = sorted(map(_log_weight, self.nodes()), reverse=True)
         return [math.exp(log_weight - self.root.log_weight) for log_weight in log_weights[:limit]]
 
-    def path(self, node: Node) -> list[int]:
-        """Tokens from below the root down to a node."""
-        path: list[int] = []
-        while node is not self.root:
-            path.append(node.token_id)
-            assert node.parent is not None, "every live node hangs below the root"
-            node = node.parent
-        return path[::-1]
-
     def permits(self, parent: Node, token_id: int) -> bool:
         """Whether a guess may be right at all."""
-        return self._can_follow is None or self._can_follow([*self.path(parent), token_id])
+        return self._can_follow is None or self._can_follow([*path_tokens(parent), token_id])
 
     def probability(self, source: str, confidence: float) -> float:
         """Probability that a source's guess matches if its parent does."""
@@ -185,7 +191,7 @@ class DraftTree:
         return node
 
     def suggest(self, parent: Node, token_id: int, confidence: float, source: str) -> Node:
-        """Hangs a guess that nobody will name by an id; where another source guessed the same, the surer one counts."""
+        """Hangs a guess that no message names by an id; where another source guessed the same, the surer one counts."""
         probability = self.probability(source, confidence)
         log_weight = parent.log_weight + math.log(probability if probability > LEAST_CONFIDENCE else LEAST_CONFIDENCE)
         node = parent.children.get(token_id)
@@ -263,7 +269,7 @@ class DraftTree:
     def outcomes(
         self, token_ids: Sequence[int], chances: Sequence[float] | None = None
     ) -> Iterator[tuple[str, float, float]]:
-        """What a commit says of guesses: `(source, confidence, matched)` for every child of a node on its path.
+        """How a commit scores guesses: `(source, confidence, matched)` for every child of a node on its path.
 
         Args:
             token_ids: Newly committed tokens.

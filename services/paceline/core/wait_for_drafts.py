@@ -5,16 +5,13 @@ A step waits where that is worth the time (`paceline.core.goodput.is_worth`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.tree import DraftTree, best_nodes
 
-# Share of a promising leaf's survival that its best child keeps, until a drafter's first guesses say what it is: the
+# Share of a promising leaf's survival that its best child keeps, until a drafter's first guesses show what it is: the
 # mean confidence of a fair one.
 CHILD_SHARE = 0.75
-# Nobody waits for less, or rounding could keep simulated time from going on.
-LEAST_WAIT_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +49,3 @@ def prospect(
     replaced = survivals[-1] if survivals and len(survivals) >= cap else 0.0
     gain = max(0.0, best_child - replaced) if cap and best_child > price else 0.0
     return Prospect(expected=expected, gain=gain)
-
-
-def worth_waiting(
-    waits: Sequence[float | None],
-    look: Callable[[], Sequence[Prospect]],
-    pays: Callable[[Sequence[Prospect], float], bool],
-    *,
-    left_s: float,
-) -> float:
-    """Returns for how many seconds the next nodes are worth waiting for; 0: not at all.
-
-    Args:
-        waits: By session the seconds until its next nodes; None: never.
-        look: Returns the sessions' prospects, in the same order.
-        pays: Tells whether waiting so many seconds pays for sessions with these prospects.
-        left_s: Most seconds.
-    """
-    if left_s <= LEAST_WAIT_S or all(wait_s is None for wait_s in waits):
-        return 0.0
-    prospects = look()
-    gainful = [wait_s for wait_s, each in zip(waits, prospects, strict=True) if wait_s is not None and each.gain]
-    if not gainful or not pays(prospects, min(gainful)):
-        return 0.0
-    return min(max(gainful), left_s)

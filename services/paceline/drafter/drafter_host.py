@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
-from paceline.core.draft_scheduler import DraftEvent, VerifierLeft, VerifierSaid
+from paceline.core.draft_scheduler import DraftEvent, VerifierLeft, VerifierMessages
 from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.messages import ModelIdentity, ToDrafter, ToVerifier
 from paceline.drafter.tracing import DraftTraces
@@ -19,14 +19,14 @@ from paceline.obs.tracing import OFF, Tracer
 
 logger = logging.getLogger(__name__)
 
-# A verifier that leaves the messages of so many steps unread loses its stream; it will dial again.
+# A verifier that leaves the messages of this number of steps unread loses its stream; it will dial again.
 OUTBOX_LIMIT = 4096
 
 _Outbox = asyncio.Queue[Sequence[ToVerifier] | PacelineError]
 
 
 class DraftHost:
-    """Everything of a drafter that lives in the event loop, save the gRPC server.
+    """All of a drafter that runs in the event loop, but for the gRPC server.
 
     Args:
         identity: The draft model.
@@ -52,12 +52,12 @@ class DraftHost:
         self.num_sessions = 0
 
     def engine_died(self, problem: str) -> None:
-        """Ends the streams of all verifiers with a status; they go on without us."""
+        """Ends the streams of all verifiers with a status; they go on without this drafter."""
         for outbox in self._outboxes.values():
             _replace(outbox, UnavailableError(problem))
 
     async def wind_down(self) -> None:
-        """The same, told that the drafter ends in order."""
+        """Ends the streams of all verifiers, because the drafter shuts down."""
         self.engine_died("this drafter shuts down")
 
     async def close(self) -> None:
@@ -67,7 +67,7 @@ class DraftHost:
     async def converse(
         self, requests: AsyncIterator[Sequence[ToDrafter]]
     ) -> AsyncGenerator[Sequence[ToVerifier], None]:
-        """One verifier's stream: what it says goes in, what the engine answers comes out.
+        """One verifier's stream: its messages go in, the engine's answers come out.
 
         Raises:
             RemoteProtocolError: The verifier broke the protocol.
@@ -86,7 +86,7 @@ class DraftHost:
                 yield messages
         finally:
             reader.cancel()
-            self._traces.left(link)
+            self._traces.closed(link)
             del self._outboxes[link]
             self._metrics.num_streams.set(len(self._outboxes))
             with suppress(UnavailableError):
@@ -95,8 +95,8 @@ class DraftHost:
     async def _read(self, link: int, requests: AsyncIterator[Sequence[ToDrafter]], outbox: _Outbox) -> None:
         try:
             async for messages in requests:
-                self._traces.heard(link, messages)
-                self.engine.post(VerifierSaid(link=link, messages=messages))
+                self._traces.received(link, messages)
+                self.engine.post(VerifierMessages(link=link, messages=messages))
             _replace(outbox, UnavailableError("the verifier ended its side of the stream"))
         except PacelineError as error:
             _replace(outbox, error)
@@ -108,7 +108,7 @@ class DraftHost:
         try:
             self._hand_on(output)
         except Exception:
-            # What these verifiers were to hear is lost: they dial again and open their sessions anew.
+            # Messages to these verifiers are lost: they dial again and open their sessions anew.
             logger.exception("drafts could not be handed on")
             for link in {*output.to_verifiers, *output.broken_links} & self._outboxes.keys():
                 _replace(self._outboxes[link], UnavailableError("the drafter could not hand on its drafts"))
@@ -118,7 +118,7 @@ class DraftHost:
             outbox = self._outboxes.get(link)
             if outbox is None:
                 continue
-            self._traces.said(link, messages)
+            self._traces.sent(link, messages)
             try:
                 outbox.put_nowait(messages)
             except asyncio.QueueFull:
@@ -142,7 +142,7 @@ class DraftHost:
 
 
 def _replace(outbox: _Outbox, reason: PacelineError) -> None:
-    """The stream ends: what has not been read is soft state that nobody will miss."""
+    """Ends a stream; what has not been read is soft state that can be lost."""
     while not outbox.empty():
         outbox.get_nowait()
     outbox.put_nowait(reason)

@@ -1,4 +1,4 @@
-"""The drafter's gRPC face: decode, hand over, stream back."""
+"""The drafter's gRPC service: decodes messages, hands them over, streams answers back."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
     async def Draft(
         self, request_iterator: AsyncIterator[drafter_pb2.DraftRequest], context: Any
     ) -> AsyncIterator[drafter_pb2.DraftResponse]:
-        """One verifier's stream; ends with a status that says what it did wrong."""
+        """One verifier's stream; if the verifier breaks the protocol, it ends with a status that names the problem."""
         del context
         requests = aiter(request_iterator)
-        await self._greet(requests)
+        await self._receive_hello(requests)
         yield draft_response_to_pb((), draft=self._host.identity)
         async with aclosing(self._host.converse(_decoded(requests))) as answers:
             async for messages in answers:
                 for part in in_parts(messages):
                     yield draft_response_to_pb(part)
 
-    async def _greet(self, requests: AsyncIterator[drafter_pb2.DraftRequest]) -> None:
+    async def _receive_hello(self, requests: AsyncIterator[drafter_pb2.DraftRequest]) -> None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 target, _ = draft_request_from_pb(await anext(requests))

@@ -1,6 +1,6 @@
 """Spans of the sessions that a drafter drafts for, made in the event loop from what goes over the streams.
 
-A drafter begins no traces: a session is traced where its verifier says so when it opens it.
+A drafter begins no traces: a session is traced if its verifier sends a trace context when it opens it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class DraftTraces:
         self._tracer = tracer
         self._traces: dict[_Key, _DraftTrace] = {}
 
-    def heard(self, link: int, messages: Sequence[ToDrafter]) -> None:
-        """A verifier said this over its stream."""
+    def received(self, link: int, messages: Sequence[ToDrafter]) -> None:
+        """Messages came over a verifier's stream."""
         if self._tracer is OFF:
             return
         for message in messages:
@@ -80,8 +80,8 @@ class DraftTraces:
                 case CloseSession() if key in self._traces and message.epoch >= self._traces[key].epoch:
                     self._end(key)
 
-    def said(self, link: int, messages: Sequence[ToVerifier]) -> None:
-        """The drafter said this over that stream."""
+    def sent(self, link: int, messages: Sequence[ToVerifier]) -> None:
+        """Messages went out over a verifier's stream."""
         if not self._traces:
             return
         for message in messages:
@@ -95,7 +95,7 @@ class DraftTraces:
                 case LaggingSession():
                     trace.num_lagging += 1
 
-    def left(self, link: int) -> None:
+    def closed(self, link: int) -> None:
         """A stream ended, and its sessions with it."""
         for key in [key for key in self._traces if key[0] == link]:
             self._end(key)

@@ -1,4 +1,4 @@
-"""What a drafter drafts with: a model of its own, or an EAGLE-3 head on its target's hidden states."""
+"""The checkpoint of a drafter: a model of its own, or an EAGLE-3 head on its target's hidden states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoints.families import is_eagle3
-from paceline.core.draft_scheduler import VerifierLeft, VerifierSaid
+from paceline.core.draft_scheduler import VerifierLeft, VerifierMessages
 from paceline.core.errors import ConfigError
 from paceline.core.messages import CommittedStates, ModelIdentity, OpenSession, ToDrafter
 from paceline.core.params import SamplingParams
@@ -79,7 +79,7 @@ def warm_up(engine: DraftEngine, feature_width: int) -> None:
             messages.append(
                 CommittedStates(session_id=opened.session_id, epoch=0, start=0, width=feature_width, values=values)
             )
-        engine.handle(VerifierSaid(link=0, messages=messages))
+        engine.handle(VerifierMessages(link=0, messages=messages))
     while engine.has_work():
         engine.step()
     engine.handle(VerifierLeft(link=0))

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.core.draft_scheduler import VerifierSaid
+from paceline.core.draft_scheduler import VerifierMessages
+from paceline.core.moving_average import MovingAverage
 from paceline.core.step_time import StepCost, StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, TargetEvent, TargetOutput
 from paceline.engine.drafter import DraftEngine
 from paceline.engine.target import TargetEngine
 from paceline.service.learned import Learned
 
-# What stands for the drafter's address; no drafter of the tier can have it.
+# Stands for the drafter's address; no drafter of the tier can have it.
 LOCAL = "in this verifier"
 _LINK = 0
 # What a draft step is taken to last before one was seen, and the weight of a new one.
@@ -38,7 +39,7 @@ class ColocatedEngine:
         self._target = target
         self._draft = draft
         self._clock = clock
-        self._draft_s = FIRST_DRAFT_S
+        self._draft_step = MovingAverage(FIRST_DRAFT_S, SMOOTHING)
         self._begun = False
         target.handle(LinkChanged(address=LOCAL, up=True, wants_states=wants_states))
 
@@ -47,24 +48,24 @@ class ColocatedEngine:
         self._target.handle(event)
 
     def has_work(self) -> bool:
-        """See `TargetEngine`; a drafter alone has nothing to do."""
+        """Whether the target has work; the drafter alone has nothing to do."""
         return self._target.has_work()
 
     def patience_s(self) -> float:
-        """Drafts come while a step runs, never between two; see `TargetEngine.pause_s`."""
+        """Seconds without anything to compute; drafts come while a step runs, never between two."""
         return self._target.pause_s()
 
     def learned(self) -> Learned:
-        """See `TargetEngine`."""
+        """What a successor may begin with; may be called from another thread."""
         return self._target.learned()
 
     def profile(self, mode: StepMode) -> StepCost:
-        """See `TargetEngine`."""
+        """Measures steps of the target, with no session about."""
         return self._target.profile(mode)
 
     @property
     def at_stake(self) -> tuple[int, ...]:
-        """See `TargetEngine`."""
+        """Serials of the sessions that a failure now is attributed to; may be read from another thread."""
         return self._target.at_stake
 
     def begin(self) -> TargetOutput | None:
@@ -74,29 +75,29 @@ class ColocatedEngine:
         early = self._target.begin()
         if early is None:
             return None
-        self._tell(early)
+        self._hand_on(early)
         return early if early.committed or early.to_drafters or early.broken_links else None
 
     def step(self) -> TargetOutput:
-        """Runs a step of the target, and tells the drafter what it committed."""
+        """Runs a step of the target, and hands the drafter what it committed."""
         if not self._begun:
             self._draft_while_it_pays()
         self._begun = False
         output = self._target.step()
-        self._tell(output)
+        self._hand_on(output)
         return output
 
-    def _tell(self, output: TargetOutput) -> None:
-        told = output.to_drafters.pop(LOCAL, None)
-        if told:
-            self._draft.handle(VerifierSaid(link=_LINK, messages=told))
+    def _hand_on(self, output: TargetOutput) -> None:
+        messages = output.to_drafters.pop(LOCAL, None)
+        if messages:
+            self._draft.handle(VerifierMessages(link=_LINK, messages=messages))
 
     def _draft_while_it_pays(self) -> None:
-        while self._draft.has_work() and self._target.drafts_pay(self._draft_s):
+        while self._draft.has_work() and self._target.drafts_pay(self._draft_step.value):
             self._draft_once()
 
     def _draft_once(self) -> None:
         started_s = self._clock()
         for messages in self._draft.step().to_verifiers.values():
             self._target.handle(DraftsArrived(address=LOCAL, messages=messages, arrived_s=self._clock()))
-        self._draft_s += SMOOTHING * (self._clock() - started_s - self._draft_s)
+        self._draft_step.add(self._clock() - started_s)

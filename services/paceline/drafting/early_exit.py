@@ -1,7 +1,7 @@
 """Method `layer_skip`: some of the target's own layers draft for all of them (2309.08168, LayerSkip 2404.16710).
 
-A guess is what the target would say if it ended early. No other weights are needed, and KV of committed tokens is the
-target's: only the root and guesses are computed. The root's KV goes where the next step writes it anew, that of
+A guess is what the target would choose if it ended early. No other weights are needed, and KV of committed tokens is
+the target's: only the root and guesses are computed. The root's KV goes where the next step writes it anew, that of
 guesses into scratch slots, which are free again at the end.
 """
 
@@ -11,17 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from typing_extensions import override
 
 from paceline.core.goodput import is_worth
 from paceline.core.pages import SlotPool
 from paceline.core.params import LAYER_SKIP
 from paceline.core.tree import Node
 from paceline.core.wait_for_drafts import CHILD_SHARE, Prospect
-from paceline.drafting.guesses import Onlooker, best_guesses
+from paceline.drafting.growing import StatelessFollower, best_guesses
 from paceline.engine.decoder import Decoder
 from paceline.engine.kv import KVCache
 from paceline.engine.packing import BatchBuilder
-from paceline.engine.source_interface import Followed, Turn
+from paceline.engine.source_interface import Followed, LocalSource, Turn
 
 # Times that the layers run after a step at most, and guesses below each node.
 MOST_PASSES, WIDTH = 6, 3
@@ -48,7 +49,7 @@ class _Guess:
 class _Growth:
     """What was guessed for one session so far."""
 
-    turn: Turn[Onlooker]
+    turn: Turn[StatelessFollower]
     guesses: list[_Guess] = field(default_factory=list)
 
     @property
@@ -91,8 +92,8 @@ class _Growth:
         return [each.survival for each in best]
 
 
-class EarlyExitSource:
-    """The source; see the module docstring and `paceline.engine.source_interface.LocalSource`.
+class EarlyExitSource(LocalSource[StatelessFollower]):
+    """Grows trees by passes through some of the target's layers.
 
     Args:
         decoder: The target.
@@ -120,16 +121,16 @@ class EarlyExitSource:
         self._width = width
         self._place: tuple[KVCache, SlotPool] | None = None
 
+    @override
     def attach(self, cache: KVCache, scratch: SlotPool) -> None:
-        """See `LocalSource`."""
         self._place = (cache, scratch)
 
-    def follow(self, session: Followed) -> Onlooker:
-        """See `LocalSource`."""
-        return Onlooker(session)
+    @override
+    def follow(self, session: Followed) -> StatelessFollower:
+        return StatelessFollower(session)
 
-    def grow(self, turns: Sequence[Turn[Onlooker]]) -> list[list[float]]:
-        """See `LocalSource`."""
+    @override
+    def grow(self, turns: Sequence[Turn[StatelessFollower]]) -> list[list[float]]:
         assert self._place is not None, "the engine attaches a source before it asks"
         cache, scratch = self._place
         growths = [_Growth(turn) for turn in turns]
@@ -177,6 +178,6 @@ class EarlyExitSource:
                 growth.expand(leaf, row, self._width)
 
 
-def _has_place_for_root(follower: Onlooker) -> bool:
+def _has_place_for_root(follower: StatelessFollower) -> bool:
     """Whether all tokens before the root are computed, and the root has a slot; takes a page for it if need be."""
     return follower.root_is_next and follower.session.pages.reserve(len(follower.session.tokens))

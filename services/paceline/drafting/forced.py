@@ -10,41 +10,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from paceline.core.grammar import OutputGrammar
-from paceline.core.pages import SlotPool
 from paceline.core.params import GRAMMAR
-from paceline.core.tree import DraftTree, Node, best_first
-from paceline.engine.kv import KVCache
-from paceline.engine.source_interface import Followed, Turn
+from paceline.core.tree import DraftTree, Node, best_first, path_tokens
+from paceline.engine.source_interface import Followed, Follower, LocalSource, Turn
 
 # Guesses of others below which it looks for more, the best ones.
 MOST_LEAVES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarFollower:
+class GrammarFollower(Follower):
     """The source at work on one session."""
 
     grammar: OutputGrammar
 
-    def close(self) -> None:
-        """See `Follower`; it keeps nothing."""
 
-
-class GrammarSource:
-    """The source; see the module docstring and `paceline.engine.source_interface.LocalSource`."""
+class GrammarSource(LocalSource["GrammarFollower"]):
+    """Guesses what a grammar leaves no choice of."""
 
     name = GRAMMAR
 
-    def attach(self, cache: KVCache, scratch: SlotPool) -> None:
-        """See `LocalSource`; grammars are all it reads."""
-
+    @override
     def follow(self, session: Followed) -> GrammarFollower | None:
-        """See `LocalSource`."""
         return None if session.grammar is None else GrammarFollower(session.grammar)
 
+    @override
     def grow(self, turns: Sequence[Turn[GrammarFollower]]) -> list[list[float]]:
-        """See `LocalSource`."""
         return [_grow(turn) for turn in turns]
 
 
@@ -54,7 +48,7 @@ def _grow(turn: Turn[GrammarFollower]) -> list[float]:
     survivals = _hang(tree, tree.root, grammar.forced(), turn)
     leaves = [node for node in best_first(tree, turn.limit) if not node.children]
     for leaf in leaves[:MOST_LEAVES]:
-        _hang(tree, leaf, grammar.forced(tree.path(leaf)), turn)
+        _hang(tree, leaf, grammar.forced(path_tokens(leaf)), turn)
     return survivals
 
 

@@ -10,21 +10,21 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from paceline.core.pages import SlotPool
 from paceline.core.params import MEDUSA
-from paceline.drafting.best_first import grow_best_first
-from paceline.drafting.guesses import Onlooker, best_guesses
+from paceline.drafting.growing import StatelessFollower, best_guesses, grow_best_first
 from paceline.engine.kv import KVCache
 from paceline.engine.medusa_heads import MedusaHeads
-from paceline.engine.source_interface import Followed, Turn
+from paceline.engine.source_interface import Followed, LocalSource, Turn
 
 # Guesses of one head.
 WIDTH = 4
 
 
-class MedusaSource:
-    """The source; see the module docstring and `paceline.engine.source_interface.LocalSource`.
+class MedusaSource(LocalSource[StatelessFollower]):
+    """Grows trees from Medusa heads.
 
     The target must keep final hidden states (`StateLayout.final`).
 
@@ -38,17 +38,17 @@ class MedusaSource:
         self._heads = heads
         self._cache: KVCache | None = None
 
+    @override
     def attach(self, cache: KVCache, scratch: SlotPool) -> None:
-        """See `LocalSource`."""
         assert cache.states.shape[1] >= self._heads.hidden_size, "the target keeps no final hidden states"
         self._cache = cache
 
-    def follow(self, session: Followed) -> Onlooker:
-        """See `LocalSource`."""
-        return Onlooker(session)
+    @override
+    def follow(self, session: Followed) -> StatelessFollower:
+        return StatelessFollower(session)
 
-    def grow(self, turns: Sequence[Turn[Onlooker]]) -> list[list[float]]:
-        """See `LocalSource`."""
+    @override
+    def grow(self, turns: Sequence[Turn[StatelessFollower]]) -> list[list[float]]:
         ready = [turn for turn in turns if turn.follower.root_is_next]
         if not ready:
             return [[] for _ in turns]
@@ -58,7 +58,7 @@ class MedusaSource:
         grown = {id(turn): self._grow_one(turn, logits[:, row]) for row, turn in enumerate(ready)}
         return [grown.get(id(turn), []) for turn in turns]
 
-    def _states(self, turns: Sequence[Turn[Onlooker]]) -> torch.Tensor:
+    def _states(self, turns: Sequence[Turn[StatelessFollower]]) -> torch.Tensor:
         """The states that chose the sessions' last tokens, float32 [turns, hidden]."""
         assert self._cache is not None, "the engine attaches a source before it asks"
         sessions = [turn.follower.session for turn in turns]
@@ -66,7 +66,7 @@ class MedusaSource:
         states = self._cache.states[torch.tensor(slots, device=self._cache.device)]
         return states[:, -self._heads.hidden_size :].to(torch.float32)
 
-    def _grow_one(self, turn: Turn[Onlooker], logits: np.ndarray) -> list[float]:
+    def _grow_one(self, turn: Turn[StatelessFollower], logits: np.ndarray) -> list[float]:
         """Grows one tree from logits [heads, vocab]."""
         session = turn.follower.session
         by_depth: list[list[tuple[int, float]]] = []

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from paceline.core.pages import SlotPool
-from paceline.core.params import SUFFIX
-from paceline.drafting.best_first import grow_best_first
-from paceline.engine.kv import KVCache
-from paceline.engine.source_interface import Followed, Turn
+from typing_extensions import override
 
-# Tokens that must agree for a place to count, and those beyond which agreement says no more.
+from paceline.core.params import SUFFIX
+from paceline.drafting.growing import grow_best_first
+from paceline.engine.source_interface import Followed, Follower, LocalSource, Turn
+
+# Tokens that must agree for a place to count, and those beyond which agreement means no more.
 LEAST_MATCH = 2
 MOST_MATCH = 32
 # Places kept of the same tokens, the latest ones.
@@ -109,7 +109,7 @@ class RecentTexts:
 
 
 class Voter:
-    """A place that says what comes next.
+    """A place in a text, whose next token is a vote.
 
     Args:
         text: Where it was found.
@@ -125,8 +125,8 @@ class Voter:
         self.match = match
 
 
-class TextSource:
-    """The source; see the module docstring and `paceline.engine.source_interface.LocalSource`.
+class TextSource(LocalSource["TextFollower"]):
+    """Guesses what followed the same tokens before.
 
     Args:
         name: `ngram` or `suffix`.
@@ -136,22 +136,19 @@ class TextSource:
         self.name = name
         self._recent = RecentTexts(RECENT_TOKENS if name == SUFFIX else 0)
 
-    def attach(self, cache: KVCache, scratch: SlotPool) -> None:
-        """See `LocalSource`; texts are all it reads."""
-
+    @override
     def follow(self, session: Followed) -> TextFollower:
-        """See `LocalSource`."""
         return TextFollower(session.tokens, session.prompt_len, self._recent, session.cache_salt)
 
+    @override
     def grow(self, turns: Sequence[Turn[TextFollower]]) -> list[list[float]]:
-        """See `LocalSource`."""
         return [
             grow_best_first(turn.tree, self.name, turn.follower.find(), ballot, limit=turn.limit, least=turn.least)
             for turn in turns
         ]
 
 
-class TextFollower:
+class TextFollower(Follower):
     """The source at work on one session.
 
     Args:
@@ -169,8 +166,8 @@ class TextFollower:
         self._recent = recent
         self._read_to = max(0, len(tokens) - READ_TOKENS)
 
+    @override
     def close(self) -> None:
-        """See `Follower`."""
         self._recent.keep(self._tokens[self._prompt_len :], self._salt)
 
     def find(self) -> list[Voter]:
@@ -181,7 +178,7 @@ class TextFollower:
 
 
 def ballot(voters: Sequence[Voter]) -> Iterator[tuple[int, float, list[Voter]]]:
-    """What voters say of the next token: `(token_id, confidence, voters who said so, moved on by one token)`.
+    """The votes for the next token: `(token_id, confidence, its voters, moved on by one token)`.
 
     Votes weigh as much as their voters match; the longer the longest match, the surer the whole.
     """

@@ -1,7 +1,7 @@
-"""Where the asyncio world and the thread that owns torch meet; nothing else crosses between them.
+"""Connects the event loop and the thread that owns torch; nothing else crosses between them.
 
-Events go in through a bounded inbox; outputs come back once per step, and before one that has something to say first.
-A step that raises ends the engine loudly: every waiter learns of it. One that does not come back shows in `at_work`
+Events go in through a bounded inbox; outputs come back once per step, and before one that has something to send first.
+A step that raises ends the engine loudly: every waiter gets the error. One that does not return shows in `at_work`
 (`paceline.model_service` watches it). The bridge knows nothing of models, sessions or messages.
 """
 
@@ -25,7 +25,7 @@ _Output = TypeVar("_Output")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# Far beyond what peers with bounded streams can have under way; reaching it means that the engine hangs.
+# Far beyond what peers with bounded streams can have under way; an inbox that is full means that the engine hangs.
 INBOX_LIMIT = 65_536
 
 
@@ -142,16 +142,16 @@ class EngineThread(Generic[_Event, _Output]):
         try:
             stepper = self._make_stepper()
         except BaseException as error:  # noqa: BLE001 - the waiter in start() must learn of every failure
-            self._tell(self._ready, error)
+            self._settle(self._ready, error)
             return
-        self._tell(self._ready, None)
+        self._settle(self._ready, None)
         try:
             self._drive(stepper)
         except BaseException as error:
             logger.exception("engine %s died", self._thread.name)
-            self._tell(self._ended, error)
+            self._settle(self._ended, error)
         else:
-            self._tell(self._ended, None)
+            self._settle(self._ended, None)
 
     def _drive(self, stepper: Stepper[_Event, _Output]) -> None:
         patience_s: float | None = 0.0
@@ -177,7 +177,7 @@ class EngineThread(Generic[_Event, _Output]):
             self._inside = False
 
     def _take(self, timeout_s: float | None) -> list[_Event]:
-        """Everything that has arrived; waits up to the timeout for the first event, None: for ever."""
+        """Everything that has arrived; waits up to the timeout for the first event, None: without limit."""
         with self._wake:
             if not self._inbox and not self._closing and (timeout_s is None or timeout_s > 0):
                 self._wake.wait(timeout_s)
@@ -189,7 +189,7 @@ class EngineThread(Generic[_Event, _Output]):
         assert self._loop is not None, "the thread starts after the loop is known"
         self._loop.call_soon_threadsafe(self._deliver, output)
 
-    def _tell(self, future: asyncio.Future[None] | None, error: BaseException | None) -> None:
+    def _settle(self, future: asyncio.Future[None] | None, error: BaseException | None) -> None:
         assert self._loop is not None, "the thread starts after the loop is known"
         assert future is not None, "the futures are made in start()"
 

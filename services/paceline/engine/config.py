@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its model: sizes, end tokens, vocabulary. Loads no weights.
+"""Reads from a checkpoint folder what its model is: sizes, end tokens, vocabulary. Loads no weights.
 
 transformers reads config.json, so that old and new spellings (`rope_theta` and `rope_scaling`, or
 `rope_parameters`) mean what their authors meant; everything this engine would compute wrongly is refused
@@ -28,7 +28,7 @@ class DecoderConfig:
         architecture: Class named in config.json, e.g. "LlamaForCausalLM".
         vocab_size: Rows of the head, padding included.
         context_len: Longest sequence; a sliding window shortens it, since beyond it results would differ.
-        eos_token_ids: From generation_config.json, else config.json; may be empty.
+        eos_token_ids: From generation_config.json, or otherwise from config.json; may be empty.
     """
 
     model_type: str

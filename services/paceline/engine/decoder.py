@@ -54,11 +54,11 @@ class Decoder:
 
     @torch.inference_mode()
     def prepare(self, max_rows: int) -> None:
-        """See `Backend`."""
+        """Makes at once what steps of up to `max_rows` rows need."""
         self.backend.prepare(max_rows)
 
     def rows_computed(self, rows: int) -> int:
-        """See `Backend`."""
+        """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""
         return self.backend.rows_computed(rows)
 
     @torch.inference_mode()

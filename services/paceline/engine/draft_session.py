@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.core.confidence import CHAIN_CONFIDENCE, NUM_RANKED, confidences
-from paceline.core.drafted_session import DraftedSession, path_tokens
 from paceline.core.drafter_growth import Guesses
 from paceline.core.messages import Commit, LaggingSession, ModelIdentity, OpenSession
 from paceline.core.noise import DRAFT_STREAM, uniforms
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.rejection_sampling import sparse_draft
-from paceline.core.tree import Node, Pruning
+from paceline.core.scheduled_draft_session import ScheduledDraftSession
+from paceline.core.tree import Node, Pruning, path_tokens
 from paceline.engine.sampler import RowSampler
 
 
-class DraftSession(DraftedSession):
+class DraftSession(ScheduledDraftSession):
     """A session from open to close.
 
     Args:
-        opened: What the verifier told of it.
+        opened: The message that opened it.
         identity: The draft model.
         pool: Pages for committed tokens.
         scratch: Slots for tree nodes.
@@ -48,7 +48,7 @@ class DraftSession(DraftedSession):
         )
 
     def receive(self, commit: Commit) -> Pruning | LaggingSession | None:
-        """See `DrafterSession.receive`; the sampler learns the tokens, too."""
+        """Applies a commit; the sampler learns its tokens, too."""
         base_len = len(self.tokens)
         outcome = super().receive(commit)
         for token_id in self.tokens[base_len:]:
@@ -61,7 +61,7 @@ class DraftSession(DraftedSession):
         Under a rule that judges chains it is one, drawn once for all: another try would be another chance.
 
         Raises:
-            UnusableLogitsError: The model gave nothing to choose from.
+            UnusableLogitsError: The model's logits leave no token to choose.
         """
         path = path_tokens(node)
         if not self.wants_guesses(node):

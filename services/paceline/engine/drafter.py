@@ -43,7 +43,7 @@ class DraftReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOutput:
-    """What one step has to say to the verifiers."""
+    """What goes to the verifiers after a step."""
 
     to_verifiers: dict[int, list[ToVerifier]]
     broken_links: dict[int, RemoteProtocolError]
@@ -94,17 +94,11 @@ class DraftEngine:
     def handle(self, event: DraftEvent) -> None:
         """Takes in one event."""
         self.scheduler.handle(event, self._clock())
-        self._move_kept()
-
-    def _move_kept(self) -> None:
-        """Puts the KV of committed nodes in place, before anything else is written to their slots."""
-        if self.scheduler.moves:
-            sources, targets = np.array(self.scheduler.moves, np.int64).T
-            self._cache.copy_slots(np.ascontiguousarray(sources), np.ascontiguousarray(targets))
-            self.scheduler.moves.clear()
+        # Committed nodes go to their places before anything else is written to their slots.
+        self._cache.apply_moves(self.scheduler.moves)
 
     def has_work(self) -> bool:
-        """True while there is something to compute, to say or to report."""
+        """True while there is something to compute, to send or to report."""
         return self.scheduler.has_work or self.num_sessions != self._num_reported
 
     def patience_s(self) -> float:
@@ -112,7 +106,7 @@ class DraftEngine:
         return 0.0
 
     def begin(self) -> None:
-        """What is to be said first has a step of its own."""
+        """Sends nothing: messages that go out first have a step of their own."""
 
     def step(self) -> DraftOutput:
         """Catches up with commits, expands the best nodes of all sessions, and collects the new nodes."""
@@ -172,6 +166,6 @@ class DraftEngine:
         report.kv_usage = self.pool.num_used / self.pool.num_blocks
         report.prefix_queries, report.prefix_hits = self.pool.take_counts()
         outgoing, broken = self.scheduler.take()
-        said = [message for messages in outgoing.values() for message in messages]
-        report.num_nodes = sum(len(message.nodes) for message in said if isinstance(message, DraftNodes))
+        sent = [message for messages in outgoing.values() for message in messages]
+        report.num_nodes = sum(len(message.nodes) for message in sent if isinstance(message, DraftNodes))
         return DraftOutput(to_verifiers=outgoing, broken_links=broken, report=report)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from transformers import PretrainedConfig
+from typing_extensions import override
 
 from paceline.checkpoints.families import EAGLE3_ARCHITECTURE, SPECULATORS_TYPE, describes_eagle3
 from paceline.checkpoints.json_file import read_object
@@ -42,7 +43,7 @@ _UNSERVED: Final = ("norm_before_fc", "norm_output", "fc_norm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """What a checkpoint folder says of its head.
+    """A head as its checkpoint folder describes it.
 
     Attributes:
         folder: Where it lies.
@@ -91,7 +92,7 @@ class EagleConfig:
         )
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of a target of so many whose outputs are fused.
+        """Layers of a target of `num_layers` layers whose outputs are fused.
 
         Raises:
             ConfigError: The target lacks one of them.
@@ -251,9 +252,9 @@ class DraftHead(Head):
         self._known, self._draft_ids, self._vocab_size = known, draft_ids, vocab_size
         self.nbytes = known.nbytes
 
+    @override
     @torch.inference_mode()
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Head`."""
         known = self._known(rows)
         logits = torch.full((len(rows), self._vocab_size), -torch.inf, device=known.device)
         return logits.index_copy_(1, self._draft_ids, known)

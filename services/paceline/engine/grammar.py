@@ -1,4 +1,4 @@
-"""Grammars at work: llguidance compiles them for the target's tokenizer, and says what may follow.
+"""Grammars: llguidance compiles them for the target's tokenizer, and computes which tokens may follow.
 
 A grammar comes from a stranger. What it may cost is bounded, in compiling as in every step; one that needs more ends
 its own session and nothing else.
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from typing_extensions import override
 
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.core.grammar import FIELD, Bits
+from paceline.core.grammar import FIELD, Bits, GrammarState
 
 # Compiled grammars that are kept for the next session.
 MOST_KEPT = 64
@@ -33,38 +34,38 @@ LIMITS = LLParserLimits(
 )
 
 
-class Matcher:
-    """A text's place in a grammar; see `paceline.core.grammar.GrammarState`.
+class Matcher(GrammarState):
+    """A text's place in a grammar.
 
     Args:
-        matcher: Nobody else's.
+        matcher: Used by this object alone.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     @property
+    @override
     def may_end(self) -> bool:
-        """See `GrammarState`."""
         return bool(self._matcher.is_accepting())
 
+    @override
     def consume(self, token_ids: Sequence[int]) -> int:
-        """See `GrammarState`."""
         return int(self._matcher.try_consume_tokens(list(token_ids)))
 
+    @override
     def go_back(self, count: int) -> None:
-        """See `GrammarState`."""
         self._matcher.rollback(count)
 
+    @override
     def allowed(self) -> Bits:
-        """See `GrammarState`."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8).copy()
         if self._matcher.is_error():
             raise InvalidRequestError(FIELD, f"cannot be followed any further: {self._matcher.get_error()}")
         return bits
 
+    @override
     def forced(self) -> Sequence[int]:
-        """See `GrammarState`."""
         return self._matcher.compute_ff_tokens()
 
 
@@ -90,10 +91,10 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> Matcher:
-        """Returns the beginning of a grammar; takes up to seconds the first time, and holds no other thread up.
+        """Returns the beginning of a grammar; takes up to seconds the first time, and blocks no other thread.
 
         Raises:
-            InvalidRequestError: It is none, or needs more than the bounds allow.
+            InvalidRequestError: It is invalid, or needs more than the bounds allow.
         """
         with self._lock:
             known = self._kept.get(grammar)

@@ -34,6 +34,13 @@ class KVCache:
         """Writes the states [n, width] of slots, int64 [n]."""
         self.states[slots] = states.to(self.states.dtype)
 
+    def apply_moves(self, moves: list[tuple[int, int]]) -> None:
+        """Copies KV and states from slot to slot, by pairs of source and target, and clears the list."""
+        if moves:
+            sources, targets = np.array(moves, np.int64).T
+            self.copy_slots(np.ascontiguousarray(sources), np.ascontiguousarray(targets))
+            moves.clear()
+
     def copy_slots(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
         """Copies KV and states of slots in all layers; all sources are read before any target is written.
 

@@ -27,7 +27,7 @@ class Linear:
         return torch.nn.functional.linear(rows, self._weight, self._bias)
 
     def rows_computed(self, count: int) -> int:
-        """Rows that `raw` takes for so many."""
+        """Rows that `raw` takes for `count` rows."""
         return count
 
     @torch.inference_mode()

@@ -29,7 +29,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaShape:
-    """What config.json of a folder with heads says.
+    """Heads as config.json of their folder describes them.
 
     Attributes:
         num_heads: Tokens guessed beyond the one that the target has chosen.

@@ -366,7 +366,7 @@ def memory_account(
 
 
 def resident_bytes() -> int:
-    """Returns what this process holds in memory; where the system does not tell, the most it ever held."""
+    """Returns what this process holds in memory; where the system does not report it, the most it ever held."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:

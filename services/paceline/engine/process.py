@@ -15,11 +15,12 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.step_time import StepMode
+from paceline.service.config import parse_cpus
 
 # The event loop and the engine thread share one interpreter; the default of 5 ms is half a step.
 SWITCH_INTERVAL_S = 0.0005
 PROC_STAT = Path("/proc/stat")
-# A CPU is quiet that works for a tenth of so many seconds at most.
+# A CPU is quiet that works for at most a tenth of this time.
 QUIET_S, MOST_BUSY = 0.5, 0.1
 # More than most caches hold.
 READ_BYTES = 64 * 1024 * 1024
@@ -32,7 +33,7 @@ def prepare_process(cpus: str, *, spare_cpus: str = "") -> None:
 
     Args:
         cpus: Its own.
-        spare_cpus: Those it may use besides, when nobody else wants them.
+        spare_cpus: Those it may use besides, when no other process wants them.
 
     Raises:
         ConfigError: A list is malformed or names CPUs this process may not use.
@@ -42,17 +43,21 @@ def prepare_process(cpus: str, *, spare_cpus: str = "") -> None:
         if spare_cpus:
             raise ConfigError("--spare-cpus needs --cpus beside it")
         return
-    wanted = parse_cpus(cpus) | (parse_cpus(spare_cpus) if spare_cpus else set())
+    wanted = _cpus("--cpus", cpus) | _cpus("--spare-cpus", spare_cpus)
     allowed = os.sched_getaffinity(0)
     if not wanted <= allowed:
         raise ConfigError(f"--cpus {cpus} {spare_cpus}: this process may use CPUs {sorted(allowed)} only")
     os.sched_setaffinity(0, wanted)
 
 
-def yield_cpus() -> None:
-    """From now on runs this process only when nobody else wants the CPU, with all its threads and those they start.
+def _cpus(name: str, text: str) -> frozenset[int]:
+    return parse_cpus(name, text) if text else frozenset()
 
-    For a service that is loaded: on a busy machine one that yields from its first moment on might never get that far.
+
+def yield_cpus() -> None:
+    """From now on runs this process, with all its threads, only when no other process wants the CPU.
+
+    Called once a service is loaded: on a busy machine one that yields from its start might never finish loading.
     """
     if not hasattr(os, "SCHED_IDLE"):
         return
@@ -70,7 +75,7 @@ def until_quiet(
         cpus: Their numbers.
         most_s: Longest wait, in seconds.
         read: The kernel's counts, as /proc/stat has them.
-        sleep: Waits for so many seconds.
+        sleep: Waits for a number of seconds.
 
     Returns:
         Whether they became quiet in time.
@@ -119,7 +124,7 @@ def _busy_ticks(stat: str, cpus: Collection[int]) -> int:
 
 
 class StepThreads:
-    """Threads of a step: while drafters rest, their CPUs are lent to their verifier.
+    """Threads of a step: while drafters idle, their verifier uses their CPUs.
 
     Args:
         threads: Of a step while drafters work.
@@ -128,8 +133,7 @@ class StepThreads:
     """
 
     def __init__(self, threads: int, cpus: str, spare_cpus: str) -> None:
-        spare = parse_cpus(spare_cpus) if spare_cpus else set()
-        own = parse_cpus(cpus) if cpus else set()
+        spare, own = _cpus("--spare-cpus", spare_cpus), _cpus("--cpus", cpus)
         self._settings = {
             StepMode.DRAFTING: (threads, own),
             StepMode.PLAIN: (threads + len(spare), own | spare),
@@ -145,21 +149,3 @@ class StepThreads:
         if cpus:
             os.sched_setaffinity(0, cpus)
         torch.set_num_threads(threads)
-
-
-def parse_cpus(text: str) -> set[int]:
-    """Numbers of CPUs from a list such as `0,2-3`.
-
-    Raises:
-        ConfigError: It is malformed, or empty.
-    """
-    cpus: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            cpus.update(range(int(first), int(last or first) + 1))
-    except ValueError as error:
-        raise ConfigError(f"--cpus must look like 0,2-3, got {text!r}") from error
-    if not cpus:
-        raise ConfigError(f"--cpus names no CPU: {text!r}")
-    return cpus

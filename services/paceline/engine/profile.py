@@ -1,4 +1,4 @@
-"""Measures what steps take before any session is about, for the policy to start from."""
+"""Measures the time of steps before there are sessions, for the policy to start from."""
 
 from __future__ import annotations
 
@@ -14,52 +14,46 @@ from paceline.engine.packing import BatchBuilder
 
 # A profile of a large model on few cores ends here, and is drawn out from what was measured.
 PROFILE_S = 3.0
-# Steps of each number of rows; the fastest counts, for others only ever slow one down.
+# Steps of each number of rows; the fastest counts, since other processes only ever slow one down.
 SAMPLES = 3
 
 
-class StepProfiler:
-    """Runs steps of so many rows over scratch slots alone.
+def profile_steps(
+    decoder: Decoder, cache: KVCache, scratch: SlotPool, clock: Callable[[], float], *, most_rows: int
+) -> StepCost:
+    """Runs steps of up to `most_rows` rows over scratch slots alone, and returns their times; takes seconds.
 
     Args:
         decoder: The model.
         cache: Its KV.
-        scratch: Slots to write to; all of them are free again afterwards.
+        scratch: Slots to write to, at least `most_rows`; all of them are free again afterwards.
         clock: Seconds, monotonic.
+        most_rows: Of a step.
     """
+    nowhere = SessionPages([], BlockPool(0))
 
-    def __init__(self, decoder: Decoder, cache: KVCache, scratch: SlotPool, clock: Callable[[], float]) -> None:
-        self._decoder = decoder
-        self._cache = cache
-        self._scratch = scratch
-        self._clock = clock
-
-    def measure(self, most_rows: int) -> StepCost:
-        """Times of steps of up to so many rows; takes seconds."""
-        rows: list[int] = []
-        seconds: list[float] = []
-        started_s = self._clock()
-        for count in KNOTS:
-            if count > most_rows or self._clock() - started_s > PROFILE_S:
-                break
-            rows.append(count)
-            seconds.append(max([min(self._time(count) for _ in range(SAMPLES)), *seconds[-1:]]))
-        if len(rows) < 2:
-            return DEFAULT_STEP_COST.scaled(seconds[0])
-        computed = np.array([self._decoder.rows_computed(count) for count in range(most_rows + 1)])
-        return StepCost(rows=tuple(rows), seconds=tuple(seconds), computed=computed)
-
-    def _time(self, count: int) -> float:
+    def step_s(count: int) -> float:
         builder = BatchBuilder()
-        nowhere = SessionPages([], BlockPool(0))
-        slots = [self._scratch.take() for _ in range(count)]
+        slots = [slot for _ in range(count) if (slot := scratch.take()) is not None]
+        assert len(slots) == count, "scratch holds as many slots as a step has rows"
         for slot in slots:
-            assert slot is not None, "scratch holds as many slots as a step has rows"
             builder.add_node(nowhere, token_id=0, position=0, slot=slot, ancestors=())
-        started_s = self._clock()
-        self._decoder.forward(builder.build(), self._cache).cpu()
-        seconds = self._clock() - started_s
+        started_s = clock()
+        decoder.forward(builder.build(), cache).cpu()
+        seconds = clock() - started_s
         for slot in slots:
-            assert slot is not None, "checked above"
-            self._scratch.give_back(slot)
+            scratch.give_back(slot)
         return seconds
+
+    rows: list[int] = []
+    seconds: list[float] = []
+    started_s = clock()
+    for count in KNOTS:
+        if count > most_rows or clock() - started_s > PROFILE_S:
+            break
+        rows.append(count)
+        seconds.append(max([min(step_s(count) for _ in range(SAMPLES)), *seconds[-1:]]))
+    if len(rows) < 2:
+        return DEFAULT_STEP_COST.scaled(seconds[0])
+    computed = np.array([decoder.rows_computed(count) for count in range(most_rows + 1)])
+    return StepCost(rows=tuple(rows), seconds=tuple(seconds), computed=computed)

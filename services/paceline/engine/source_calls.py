@@ -1,4 +1,4 @@
-"""Asks the sources inside the verifier for guesses once a step has committed its tokens."""
+"""Calls the sources inside the verifier for guesses once a step has committed its tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_worth import LEAST_SURVIVAL
 from paceline.core.goodput import num_tried
 from paceline.core.messages import GenerateRequest
+from paceline.core.moving_average import MovingAverage
 from paceline.core.params import CHAIN_RULES
 from paceline.core.source_record import Gain, SourceRecord, in_hand
 from paceline.core.target_events import StepReport
@@ -24,10 +25,10 @@ STEP_SMOOTHING = 0.1
 _gain_of = attrgetter("gain")
 
 
-# Not frozen, and made by position: with many sessions a step makes as many.
+# Not frozen, and made by position: a step makes one for each of its sessions.
 @dataclass(slots=True)
 class _Candidate:
-    """A session that a costly source may be asked for; it has `held` expected draft tokens in hand, and gains some."""
+    """A session that a costly source may be called for; it has `held` expected draft tokens in hand, and gains some."""
 
     session: TargetSession
     known: Gain
@@ -36,11 +37,11 @@ class _Candidate:
 
 
 class SourceCalls:
-    """All sources of an engine, each asked for the sessions where that pays.
+    """All sources of an engine, each called for the sessions where that pays.
 
     Args:
-        sources: Asked in the order of what they bring a second.
-        policy: Says what guesses are worth.
+        sources: Called in the order of what they bring a second.
+        policy: Decides what guesses are worth.
         rules: Acceptance rules.
         clock: Seconds, monotonic.
     """
@@ -54,11 +55,11 @@ class SourceCalls:
         self._clock = clock
         self._records = {source.name: SourceRecord() for source in sources}
         self._sessions: list[TargetSession] = []
-        self._step_s: float | None = None
+        self._usual_step: MovingAverage | None = None
 
     @property
     def names(self) -> Collection[str]:
-        """What its sources are called."""
+        """Names of its sources."""
         return self._records
 
     def sources_of(self, request: GenerateRequest) -> list[AnySource]:
@@ -75,18 +76,18 @@ class SourceCalls:
         self._sessions.append(session)
 
     def grow(self, report: StepReport, seconds: float) -> None:
-        """Has guesses hung into the trees of the sessions of this step, which took so many seconds so far."""
+        """Has guesses hung into the trees of the sessions of this step, which has taken `seconds` so far."""
         sessions, self._sessions = self._sessions, []
         for session in sessions:
             session.own_survivals = []
-        if self._step_s is None:
-            self._step_s = seconds
+        if self._usual_step is None:
+            self._usual_step = MovingAverage(seconds, STEP_SMOOTHING)
         if not report.num_prefill_rows:
-            self._step_s += STEP_SMOOTHING * (seconds - self._step_s)
+            self._usual_step.add(seconds)
         if self._policy.least_survival >= 1.0:
             return
         for source in sorted(self._sources, key=lambda each: -self._records[each.name].merit):
-            self._ask_where_it_pays(source, sessions, self._step_s, report)
+            self._ask_where_it_pays(source, sessions, self._usual_step.value, report)
 
     def _ask(self, source: AnySource, sessions: Sequence[TargetSession]) -> None:
         turns = [self._turn(source, session) for session in sessions]
@@ -146,7 +147,7 @@ class SourceCalls:
         started_s = self._clock()
         self._ask(source, [each.session for each in candidates])
         now_s = self._clock()
-        record.asked(len(candidates), seconds=now_s - started_s, now_s=now_s)
+        record.called(len(candidates), seconds=now_s - started_s, now_s=now_s)
         for each in candidates:
             record.gained(each.known, each.held, self._in_hand(each.session) - each.held)
         report.asked_of[source.name] += len(candidates)

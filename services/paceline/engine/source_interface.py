@@ -1,4 +1,4 @@
-"""What a source of draft nodes inside the verifier looks like; the drafter tier speaks `paceline.core.messages`."""
+"""The interface of sources of draft nodes inside the verifier; drafters send `paceline.core.messages` instead."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Follower(Protocol):
     """A source at work on one session."""
 
     def close(self) -> None:
-        """The session ended."""
-        ...
+        """Called when the session has ended."""
+        return
 
 
 FollowerT = TypeVar("FollowerT", bound=Follower)
@@ -87,17 +87,14 @@ class LocalSource(Protocol[FollowerT]):
         name: The method's name.
     """
 
-    @property
-    def name(self) -> str:
-        """See above."""
-        ...
+    name: str
 
     def attach(self, cache: KVCache, scratch: SlotPool) -> None:
         """Called once, before any session: the target's KV and states, and slots for rows of its own."""
-        ...
+        return
 
     def follow(self, session: Followed) -> FollowerT | None:
-        """Goes to work on a session; None: it has nothing to guess for it."""
+        """Begins to follow a session; None: it has nothing to guess for it."""
         ...
 
     def grow(self, turns: Sequence[Turn[FollowerT]]) -> Sequence[Sequence[float]]:

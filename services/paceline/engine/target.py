@@ -14,26 +14,26 @@ import numpy as np
 import torch
 
 from paceline.core.acceptance_rules import Rules
-from paceline.core.calibration import Calibration, Calibrations
+from paceline.core.calibration import Calibrations, CalibrationStore
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.messages import CommittedStates, GenerateRequest, ModelIdentity
 from paceline.core.pages import BlockPool, SlotPool
 from paceline.core.params import TIER_METHODS
-from paceline.core.planned_step import Part, StepPlan, ancestor_slots
+from paceline.core.planned_step import Part, StepPlan
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepCost, StepMode
 from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
-    HeardOf,
     LinkChanged,
     Outcome,
     Paired,
     StepReport,
     Submit,
+    SuspectAnnounced,
     TargetEvent,
     TargetLimits,
     TargetOutput,
@@ -41,7 +41,7 @@ from paceline.core.target_events import (
 from paceline.engine.decoder import Decoder
 from paceline.engine.memory import target_scratch_blocks
 from paceline.engine.packing import BatchBuilder
-from paceline.engine.profile import StepProfiler
+from paceline.engine.profile import profile_steps
 from paceline.engine.source_calls import SourceCalls
 from paceline.engine.source_interface import AnySource
 from paceline.engine.target_session import TargetSession
@@ -49,8 +49,6 @@ from paceline.service.learned import Learned
 
 logger = logging.getLogger(__name__)
 
-# Drafters whose calibration is kept; their addresses come and go.
-MAX_SOURCES = 256
 # Of a number of a hidden state on the wire.
 STATE_WIRE_BYTES = 2
 # What calibrations of drafters are kept as, whatever their addresses were.
@@ -67,7 +65,7 @@ class TargetEngine:
         limits: Bounds.
         policy: Which nodes a step verifies.
         clock: Seconds, monotonic.
-        sources: What guesses inside the verifier, beside the drafters.
+        sources: Sources of guesses inside the verifier, beside the drafters.
         rules: Acceptance rules that are served.
         use_threads: Sets this thread up for steps of a mode; called before every forward.
     """
@@ -107,9 +105,7 @@ class TargetEngine:
             policy=policy,
             tier=DrafterTier(identity.vocab_size, STATE_WIRE_BYTES * self._state_width),
         )
-        self._calibrations: dict[tuple[str, bool, str], Calibration] = {}
-        # Of a predecessor's sources, by `_kind`.
-        self._learned: dict[str, Sequence[float]] = {}
+        self._calibrations: CalibrationStore[tuple[str, bool, str]] = CalibrationStore(self._kind)
         self._num_reported = 0
         # Of a step that was begun and has not run yet.
         self._plan: StepPlan[TargetSession] | None = None
@@ -123,9 +119,9 @@ class TargetEngine:
 
     @property
     def at_stake(self) -> tuple[int, ...]:
-        """Serials of the sessions that a failure now is laid on: those of the step under way, or else all that run.
+        """Serials of the sessions that a failure now is attributed to: those of the step under way, or all that run.
 
-        To be read from another thread, too, once the engine's does not come back.
+        May be read from another thread, once the engine's does not return.
         """
         in_step = self._in_step
         return tuple(session.serial for session in self.scheduler.running) if in_step is None else in_step
@@ -141,12 +137,12 @@ class TargetEngine:
                 self.scheduler.receive(event)
             case LinkChanged():
                 self.scheduler.change_link(event, self._clock())
-            case Cancel() | Paired() | HeardOf():
+            case Cancel() | Paired() | SuspectAnnounced():
                 session = self.scheduler.session(event.session_id, event.serial)
                 if session is not None:
                     self._handle_of(session, event)
 
-    def _handle_of(self, session: TargetSession, event: Cancel | Paired | HeardOf) -> None:
+    def _handle_of(self, session: TargetSession, event: Cancel | Paired | SuspectAnnounced) -> None:
         match event:
             case Cancel():
                 self.scheduler.drop(session)
@@ -154,14 +150,14 @@ class TargetEngine:
                 sources = self._sources.sources_of(session.request)
                 session.calibrations = self._calibrations_for(session.request, event.address, sources)
                 self.scheduler.tier.pair(session, event.address, self._clock())
-            case HeardOf():
+            case SuspectAnnounced():
                 session.heard = True
 
     def _submit(self, event: Submit) -> None:
         try:
             session = self._new_session(event)
         except Exception as error:  # noqa: BLE001 - what one request holds must not end the others
-            self.scheduler.outcomes.append((event.serial, _blame(event.request.session_id, error)))
+            self.scheduler.outcomes.append((event.serial, _shown_error(event.request.session_id, error)))
             return
         self.scheduler.submit(session)
 
@@ -186,34 +182,22 @@ class TargetEngine:
     def _calibrations_for(
         self, request: GenerateRequest, drafter_address: str, sources: Sequence[AnySource]
     ) -> Calibrations:
-        """Drafters are told apart by their addresses, acceptance rules, and greedy sessions from others."""
+        """Keeps apart drafters by address, acceptance rules, and greedy sessions from others."""
         greedy = request.sampling.temperature == 0.0
         rule = self._rules.of(request.speculation).name
-        known = {source.name: self._calibration_of((source.name, greedy, rule)) for source in sources}
-        tier = dict.fromkeys(TIER_METHODS, self._calibration_of((drafter_address, greedy, rule)))
+        known = {source.name: self._calibrations.of((source.name, greedy, rule)) for source in sources}
+        tier = dict.fromkeys(TIER_METHODS, self._calibrations.of((drafter_address, greedy, rule)))
         return Calibrations({**tier, **known})
 
-    def _calibration_of(self, key: tuple[str, bool, str]) -> Calibration:
-        if key not in self._calibrations and len(self._calibrations) >= MAX_SOURCES:
-            self._calibrations.pop(next(iter(self._calibrations)))
-        known = self._calibrations.get(key)
-        if known is None:
-            known = self._calibrations[key] = Calibration()
-            if self._kind(key) in self._learned:
-                known.resume(self._learned[self._kind(key)])
-        return known
-
     def _kind(self, key: tuple[str, bool, str]) -> str:
-        """What a source is kept as: drafters have other addresses after a restart, and are the same model."""
+        """What a calibration is kept as: drafters have other addresses after a restart, and are the same model."""
         source, greedy, rule = key
         own = source in self._sources.names
         return f"{source if own else TIER} {'greedy' if greedy else 'sampled'} {rule}"
 
     def learned(self) -> Learned:
         """What a successor may begin with; may be called from another thread."""
-        calibrations = dict(self._calibrations)
-        kinds = {self._kind(key): calibration.learned() for key, calibration in calibrations.items()}
-        return {"policy": self._policy.learned(), "calibrations": kinds}
+        return {"policy": self._policy.learned(), "calibrations": self._calibrations.learned()}
 
     def resume(self, learned: Learned) -> None:
         """Begins where a predecessor ended, after the profile and before the first session.
@@ -221,41 +205,39 @@ class TargetEngine:
         Raises:
             KeyError, TypeError, ValueError: It is not what such an engine learns.
         """
-        for kind in learned["calibrations"].values():
-            Calibration().resume(kind)
+        self._calibrations.resume(learned["calibrations"])
         self._policy.resume(learned["policy"])
-        self._learned = dict(learned["calibrations"])
 
     def profile(self, mode: StepMode) -> StepCost:
-        """Measures steps of so many rows, for the policy to start from; takes seconds, with no session about."""
+        """Measures steps for the policy to start from, while there are no sessions; takes seconds."""
         self._use_threads(mode)
-        profiler = StepProfiler(self._decoder, self._cache, self._scratch, self._clock)
-        return profiler.measure(self._limits.max_num_batched_tokens)
+        most_rows = self._limits.max_num_batched_tokens
+        return profile_steps(self._decoder, self._cache, self._scratch, self._clock, most_rows=most_rows)
 
     # Stepping
 
     def has_work(self) -> bool:
-        """True while sessions wait or run, or something is left to say or to report."""
+        """True while sessions wait or run, or something is left to send or to report."""
         return self.scheduler.has_work or self._num_reported > 0
 
     def pause_s(self) -> float:
-        """See `Scheduler.pause_s`."""
+        """Seconds without anything to compute, unless an event comes."""
         return self.scheduler.pause_s(self._clock())
 
     def patience_s(self) -> float:
-        """See `Scheduler.patience_s`."""
+        """Seconds for which the next drafts are worth waiting for; 0: step now."""
         now_s = self._clock()
-        self.scheduler.note_silence(now_s)
+        self.scheduler.mark_silent_drafters(now_s)
         return self.scheduler.patience_s(now_s)
 
     def drafts_pay(self, draft_s: float) -> bool:
-        """See `Scheduler.drafts_pay`."""
+        """Whether a draft step of `draft_s` seconds, for all sessions, is worth the delay."""
         return self.scheduler.drafts_pay(draft_s, self._clock())
 
     def begin(self) -> TargetOutput | None:
         """Plans the next step; what is known before it runs goes out while it does, not after.
 
-        That is what drafters are to be told, new prompts above all, and which sessions are computed for the first time.
+        These are messages to drafters, new prompts above all, and which sessions are computed for the first time.
         """
         self._plan = self._plan_step()
         outcomes = self.scheduler.take_outcomes()
@@ -267,7 +249,8 @@ class TargetEngine:
         outcomes = self.scheduler.take_outcomes()
         if plan.num_rows:
             outcomes += self._run(plan)
-            self._move_accepted()
+            # Accepted nodes go to their places before anything else is written to scratch slots.
+            self._cache.apply_moves(self.scheduler.moves)
             self._sources.grow(self.scheduler.report, self._clock() - plan.started_s)
         self.scheduler.end_step(plan, self._clock())
         self._in_step = None
@@ -279,8 +262,8 @@ class TargetEngine:
         return plan
 
     def _run(self, plan: StepPlan[TargetSession]) -> list[Outcome]:
-        """Computes a step; returns what it has to say to clients."""
-        # A prompt is worth more than what drafters would guess meanwhile: its step takes their CPUs, too.
+        """Computes a step; returns what goes to clients."""
+        # A prompt is worth more than what drafters would guess meanwhile: its step uses their CPUs, too.
         self._use_threads(StepMode.PLAIN if plan.is_mostly_prefill else plan.mode)
         builder = BatchBuilder()
         rows = [_pack(builder, part) for part in plan.parts]
@@ -302,19 +285,12 @@ class TargetEngine:
                 return outcomes
             verdict = session.judge(part.nodes, lambda node: logits[rows.index[id(node)]])
         except Exception as error:  # noqa: BLE001 - one session's rule and sampler must not end the others
-            self.scheduler.give_up(part, is_asked_for=isinstance(error, InvalidRequestError))
-            return [(session.serial, _blame(session.session_id, error))]
+            self.scheduler.give_up(part, request_at_fault=isinstance(error, InvalidRequestError))
+            return [(session.serial, _shown_error(session.session_id, error))]
         outcomes.append(self.scheduler.commit(part, verdict, batch_size=batch_size, now_s=self._clock()))
         if not session.ended:
             self._sources.add(session)
         return outcomes
-
-    def _move_accepted(self) -> None:
-        """Puts the KV of accepted nodes in place, before anything else is written to scratch slots."""
-        if self.scheduler.moves:
-            sources, targets = np.array(self.scheduler.moves, np.int64).T
-            self._cache.copy_slots(np.ascontiguousarray(sources), np.ascontiguousarray(targets))
-            self.scheduler.moves.clear()
 
     def _states(self, session: ScheduledSession, positions: range) -> CommittedStates:
         slots = torch.tensor([session.pages.slot(position) for position in positions])
@@ -331,7 +307,7 @@ class TargetEngine:
     def _output(self, outcomes: list[Outcome], report: StepReport) -> TargetOutput:
         tier = self.scheduler.tier
         for session, positions in tier.next_states(self.scheduler.running):
-            tier.say(session.link.address, self._states(session, positions))
+            tier.queue(session.link.address, self._states(session, positions))
         self._num_reported = self.num_sessions
         to_drafters, broken = tier.take()
         report = self.scheduler.describe(report)
@@ -367,13 +343,13 @@ def _pack(builder: BatchBuilder, part: Part[TargetSession]) -> _Rows:
             token_id=node.token_id,
             position=node.position,
             slot=part.slots[id(node)],
-            ancestors=ancestor_slots(node, part.slots),
+            ancestors=part.ancestor_slots(node),
         )
     return rows
 
 
-def _blame(session_id: str, error: Exception) -> PacelineError:
-    """What a session is told of its failure; an error that no user may see is logged instead."""
+def _shown_error(session_id: str, error: Exception) -> PacelineError:
+    """The error that a session's client gets; one that no user may see is logged instead."""
     if isinstance(error, PacelineError):
         return error
     logger.error("a session failed", extra={"session_id": session_id}, exc_info=error)

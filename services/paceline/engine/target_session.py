@@ -15,7 +15,7 @@ from paceline.core.noise import VERDICT_STREAM, uniforms
 from paceline.core.pages import BlockPool
 from paceline.core.scheduled_session import ScheduledSession
 from paceline.core.source_record import Gain
-from paceline.core.tree import DraftTree, Node
+from paceline.core.tree import DraftTree, Node, path_tokens
 from paceline.engine.sampler import RowSampler
 from paceline.engine.source_interface import AnySource, Follower
 
@@ -31,11 +31,11 @@ class _Rows:
 
     def choose(self, node: Node) -> int:
         """The target's choice, by the coupled noise."""
-        return self.sampler.choose(self.logits(node), node.position + 1, self.tree.path(node))
+        return self.sampler.choose(self.logits(node), node.position + 1, path_tokens(node))
 
     def law(self, node: Node) -> np.ndarray:
         """Processed probabilities, `[vocab]`."""
-        return self.sampler.law(self.logits(node), self.tree.path(node))
+        return self.sampler.law(self.logits(node), path_tokens(node))
 
     def uniforms(self, count: int) -> list[float]:
         """One for each guess, and the last for the token that follows."""
@@ -51,7 +51,7 @@ class TargetSession(ScheduledSession):
         request: What to run.
         serial: Tells it from an earlier session of the same id.
         identity: The target model.
-        drafter_address: Who drafts for it; empty: nobody.
+        drafter_address: Address of its drafter; empty: none.
         max_model_len: Most tokens, prompt and output.
         pool: Pages.
         calibrations: Of its sources.
@@ -135,7 +135,7 @@ class TargetSession(ScheduledSession):
             logits: `[vocab]` of the root and of each of these.
 
         Raises:
-            UnusableLogitsError: The model gave nothing to choose from.
+            UnusableLogitsError: The model's logits leave no token to choose.
         """
         root = self.tree.root
         rows = _Rows(tree=self.tree, logits=logits, sampler=self._sampler, seed=self.request.sampling.seed)
@@ -153,18 +153,18 @@ class TargetSession(ScheduledSession):
         return verdict if len(kept) == len(verdict.token_ids) else replace(verdict, token_ids=tuple(kept))
 
     def judge_prompt(self, positions: range, logits: np.ndarray) -> CommittedTokens:
-        """Tells how likely the tokens of the prompt were that stand after some of its positions.
+        """Returns log probabilities of the tokens of the prompt that stand after some of its positions.
 
         Args:
             positions: Of the rows.
             logits: Their logits, `[len(positions), vocab]`.
 
         Raises:
-            UnusableLogitsError: The model gave nothing to choose from.
+            UnusableLogitsError: The model's logits leave no token to choose.
         """
         count = self.request.sampling.prompt_logprobs
         assert count is not None, "asked for, or there would be no rows"
-        return self.tell_judged(
+        return self.hand_out_prompt(
             [
                 self._sampler.logprobs(row, self.tokens[position + 1], count)
                 for position, row in zip(positions, logits, strict=True)

@@ -1,4 +1,4 @@
-"""Watches that an engine's thread comes back from what it does, and says what it was doing when it does not.
+"""Watches that an engine's thread returns from its calls, and shows what it was doing when it does not.
 
 A thread that hangs cannot be ended; its process can. `paceline.model_service` does that.
 """
@@ -32,7 +32,7 @@ class Watched(Protocol):
 class Stall:
     """For how long an engine has been inside the same call.
 
-    Time in which nobody looked does not count: a process that was frozen has been so with its engine.
+    Time between looks beyond two ticks does not count: then the whole process was frozen, not its engine alone.
 
     Attributes:
         tick_s: Time between two looks.

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.gateway.config import GatewayConfig, model_folders
+from paceline.gateway.doors import Addresses
 from paceline.gateway.fleet.generation_config import model_defaults
-from paceline.gateway.service import Addresses, serve
+from paceline.gateway.service import serve
 from paceline.gateway.text.codec import TextCodec
 from paceline.obs.log import setup_logging
 from paceline.service.config import exit_with_error, loggable, parse

@@ -21,13 +21,13 @@ class GatewayConfig:
     )
     model_name: str = setting("", help="Name of the model if there is one only; empty: the folder's, or ORG/NAME.")
     served_model_name: tuple[str, ...] = setting(
-        (), help="Further names that a model is asked for by; ALIAS=NAME where --model names several."
+        (), help="Further names of a model in requests; ALIAS=NAME where --model names several."
     )
     chat_template: Path | None = setting(
         None, help="Jinja file that makes prompts of chats, instead of the template of each --model."
     )
     trust_request_chat_template: bool = setting(
-        False, help="Let requests bring chat templates of their own; one that loops for ever takes a thread for ever."
+        False, help="Let requests bring chat templates of their own; one that never ends occupies a thread for good."
     )
     generation_config: str = setting(
         "auto",
@@ -56,7 +56,7 @@ class GatewayConfig:
     api_keys_file: Path | None = setting(
         None,
         help="Lines of name:sha256[:requests-per-minute[:max-sessions]], as `paceline key` makes them; without it "
-        "nobody is asked for a key.",
+        "no key is needed.",
     )
     replica_id: str = setting("", help="Name of this replica in the registry, and of the owner in session records.")
     zone: str = setting(
@@ -76,8 +76,8 @@ class GatewayConfig:
     body_timeout_s: float = setting(30.0, help="Time for a body to arrive.", unit="s", low=0.1, high=3600)
     verifier_silence_s: float = setting(
         15.0,
-        # A verifier with nothing else to say gives a sign of life every second (`verifier/verifier_host.py`).
-        help="Longest silence of a verifier while it has a session, before the session goes on elsewhere.",
+        # A verifier with nothing else to send gives a sign of life every second (`verifier/verifier_host.py`).
+        help="Longest silence of a verifier while it has a session, before the session continues elsewhere.",
         unit="s",
         low=2.0,
     )
@@ -129,7 +129,7 @@ def model_aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
         names: Those of the models.
 
     Raises:
-        ConfigError: It is not said which model is meant, it is not served, or a name has two meanings.
+        ConfigError: It is open which model is meant, it is not served, or a name has two meanings.
     """
     aliases: dict[str, str] = {}
     for each in given:

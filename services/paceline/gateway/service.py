@@ -1,42 +1,33 @@
-"""A whole gateway inside one event loop: both doors, the background, and the order of stopping."""
+"""A whole gateway inside one event loop: how its parts are joined, and in which order they stop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 
-import uvicorn
 from prometheus_client import CollectorRegistry
-from starlette.types import ASGIApp
 
-from paceline.core.errors import ConfigError
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
-from paceline.gateway.access.doors import Access, DoorTls, guarded, load_door_tls
-from paceline.gateway.access.fair_shares import Shares
-from paceline.gateway.api.app import ERROR_FORMS, create_app
+from paceline.gateway.access.doors import guarded
+from paceline.gateway.api.app import create_app
 from paceline.gateway.api.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.api.console.frames import OwnCounts
 from paceline.gateway.api.endpoints.reading import BodyReader
 from paceline.gateway.api.endpoints.workers import Workers
-from paceline.gateway.api.grpc.door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
-from paceline.gateway.api.grpc.servicer import SERVICE_NAME, GatewayServicer
-from paceline.gateway.api.guarded import GuardedApp
+from paceline.gateway.api.grpc.servicer import GatewayServicer
 from paceline.gateway.api.responses.keeping import ResponseShelf
 from paceline.gateway.config import GatewayConfig, model_aliases
+from paceline.gateway.doors import Addresses, DoorLimits, follow_health, open_doors
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.generation_config import ModelDefaults
 from paceline.gateway.fleet.routing import Router
 from paceline.gateway.fleet.verifier_client import VerifierClient
-from paceline.gateway.http.connection import BoundedConnection, Connections
-from paceline.gateway.http.front import with_front
 from paceline.gateway.sessions.failover import Placer
 from paceline.gateway.sessions.readiness import readiness
 from paceline.gateway.sessions.records import RecordWriter
@@ -47,9 +38,7 @@ from paceline.obs.families import MODEL_NAME, service_registry, tell_replica
 from paceline.obs.metrics import GatewayMetrics
 from paceline.obs.stalls import stalls_watched
 from paceline.obs.tracing import Tracer, open_tracing
-from paceline.rpc.v1 import gateway_pb2_grpc
 from paceline.service.credentials import load_tls
-from paceline.service.process import GrpcServer, start_grpc_server
 from paceline.service.supervision import Supervisor, Work
 from paceline.store.announcer import announced
 from paceline.store.base import Replica, Store
@@ -57,49 +46,7 @@ from paceline.store.view import Probe
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048
-# Time to deliver the error that ends a session at the deadline.
-FAREWELL_S = 2.0
-# Connections beyond two for every session that may run: health checks, scrapers, clients about to be told to wait.
-SPARE_CONNECTIONS = 256
-# Bodies and messages that are read at once, in largest ones.
-MAX_BODIES = 16
-HEALTH_INTERVAL_S = 0.1
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoorLimits:
-    """What both doors together, or each of them, may hold.
-
-    Attributes:
-        max_connections: Of each door; also calls on one connection.
-        calls: GRPC calls under way.
-        reading: Bytes of bodies and messages that are read, at both doors.
-    """
-
-    max_connections: int
-    calls: Shares
-    reading: Shares
-
-    @classmethod
-    def of(cls, config: GatewayConfig) -> DoorLimits:
-        """Returns the limits that follow from the settings."""
-        max_connections = 2 * config.max_sessions + SPARE_CONNECTIONS
-        largest = max(config.max_body_bytes, MAX_MESSAGE_BYTES)
-        return cls(
-            max_connections=max_connections,
-            calls=Shares(max_connections, "calls"),
-            reading=Shares(MAX_BODIES * largest, "bytes of requests being read", unit=largest),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Addresses:
-    """Where a started gateway listens, `host:port`."""
-
-    http: str
-    grpc: str
 
 
 async def serve(
@@ -134,8 +81,7 @@ async def serve(
         zone=config.zone,
         registry=registry,
     ) as tracer:
-        with stalls_watched(registry), Workers() as texts, Workers() as grammars:
-            workers = texts, grammars
+        with stalls_watched(registry), Workers() as workers:
             await _serve(config, store, codecs, defaults or {}, stop, on_ready, replica_id, registry, tracer, workers)
 
 
@@ -149,7 +95,7 @@ async def _serve(
     replica_id: str,
     registry: CollectorRegistry,
     tracer: Tracer,
-    workers: tuple[Workers, Workers],
+    workers: Workers,
 ) -> None:
     tls = load_tls(config.tls_dir, GATEWAY)
     fleet = _fleet(config, store, codecs, defaults, Probe(tls))
@@ -181,7 +127,7 @@ async def _serve(
         tracer=tracer,
         supervisor=supervisor,
     )
-    servicer = GatewayServicer(sessions, fleet, resumption, *workers, tracer)
+    servicer = GatewayServicer(sessions, fleet, resumption, workers, tracer)
     follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
 
     def ready() -> bool:
@@ -196,10 +142,10 @@ async def _serve(
             supervisor,
             plain_text=config.tls_cert is None and config.host not in LOOPBACK,
         ) as access,
-        _doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
-        supervisor.kept({"health": partial(_follow_health, grpc_server, ready)}),
+        open_doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
+        supervisor.kept({"health": partial(follow_health, grpc_server, ready)}),
         announced(store, lambda: _replica(replica_id, config, addresses, sessions), supervisor),
-        # Streams without an end would hold up the HTTP server's.
+        # Endless streams would delay the end of the HTTP server.
         closed_at_end(console),
     ):
         tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)
@@ -226,15 +172,12 @@ def _fleet(
     )
 
 
-def _reader(
-    config: GatewayConfig, limits: DoorLimits, workers: tuple[Workers, Workers], metrics: GatewayMetrics
-) -> BodyReader:
+def _reader(config: GatewayConfig, limits: DoorLimits, workers: Workers, metrics: GatewayMetrics) -> BodyReader:
     return BodyReader(
         max_bytes=config.max_body_bytes,
         timeout_s=config.body_timeout_s,
         reading=limits.reading,
-        workers=workers[0],
-        grammar_workers=workers[1],
+        workers=workers,
         strict_fields=config.strict_fields,
         ignored_fields=metrics.ignored_fields,
     )
@@ -309,127 +252,6 @@ def _replica(replica_id: str, config: GatewayConfig, addresses: Addresses, sessi
         draining=sessions.stopping,
         zone=config.zone,
     )
-
-
-@asynccontextmanager
-async def _doors(
-    config: GatewayConfig,
-    app: ASGIApp,
-    servicer: GatewayServicer,
-    sessions: Sessions,
-    access: Access | None,
-    limits: DoorLimits,
-) -> AsyncIterator[tuple[Addresses, GrpcServer]]:
-    """Opens both doors while a block runs; running sessions finish before the doors close."""
-    tls = load_door_tls(config.tls_cert, config.tls_key)
-    with listening_socket(config.host, config.port) as listener:
-        grpc_server = await _start_grpc(config, servicer, access, limits, tls)
-        try:
-            fronted = with_front(
-                GuardedApp(app, access, ERROR_FORMS),
-                allowed_origins=config.allowed_origins,
-                access_log=config.access_log,
-            )
-            async with _http_server(fronted, listener, limits.max_connections, tls):
-                http = f"{config.host}:{listener.getsockname()[1]}"
-                yield Addresses(http=http, grpc=grpc_server.address), grpc_server
-                # Health says no and new requests are refused, but both doors stay open to say so.
-                await grpc_server.drain()
-                await sessions.finish(config.grace_s, FAREWELL_S)
-        finally:
-            await grpc_server.stop(FAREWELL_S)
-
-
-async def _start_grpc(
-    config: GatewayConfig, servicer: GatewayServicer, access: Access | None, limits: DoorLimits, tls: DoorTls | None
-) -> GrpcServer:
-    door = GrpcDoor(
-        _let_in if access is None else access.admit_call,
-        calls=limits.calls,
-        reading=limits.reading,
-        timeout_s=config.body_timeout_s,
-    )
-    try:
-        return await start_grpc_server(
-            host=config.host,
-            port=config.grpc_port,
-            add_servicers=lambda it: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, it),
-            service_names=[SERVICE_NAME],
-            interceptors=(door,),
-            options=door_options(limits.max_connections),
-            credentials=None if tls is None else tls.server_credentials(),
-        )
-    except ConfigError as error:
-        # The other services have one port; here the flag of that name is the HTTP door's.
-        raise ConfigError(str(error).replace("--port", "--grpc-port")) from error
-
-
-async def _let_in(*_: object) -> None:
-    """Asks nobody for a key."""
-
-
-async def _follow_health(server: GrpcServer, ready: Callable[[], bool]) -> None:
-    """Keeps health over gRPC true, for ever."""
-    while True:
-        await (server.ready() if ready() else server.not_ready())
-        await asyncio.sleep(HEALTH_INTERVAL_S)
-
-
-@contextmanager
-def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """Listens for HTTP while a block runs; port 0 picks a free one.
-
-    Raises:
-        ConfigError: The port is in use, or the address does not belong to this machine.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port (0 picks a free one)"
-            ) from error
-        yield listener
-
-
-@asynccontextmanager
-async def _http_server(
-    app: ASGIApp, listener: socket.socket, max_connections: int, tls: DoorTls | None
-) -> AsyncIterator[None]:
-    """Serves the application in this event loop while a block runs."""
-    settings = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        loop="none",
-        # One connection more than these closes an idle one; uvicorn's own limit would refuse whoever comes.
-        http=partial(BoundedConnection, connections=Connections(max_connections)),  # type: ignore[arg-type]
-        ws="none",
-        timeout_graceful_shutdown=5,
-        server_header=False,
-        ssl_certfile=None if tls is None else tls.certificate,
-        ssl_keyfile=None if tls is None else tls.key,
-    )
-    server = _HttpServer(settings)
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await serving
-
-
-class _HttpServer(uvicorn.Server):
-    """Leaves signals to the process, which serves gRPC as well."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @asynccontextmanager

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierSaid
-from paceline.core.drafted_session import DraftedSession
+from paceline.core.draft_scheduler import DraftLimits, DraftPlan, DraftScheduler, VerifierMessages
 from paceline.core.drafter_growth import Guesses
 from paceline.core.messages import DraftNodes, ToDrafter
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
-from paceline.core.pairing import KnownDrafter
+from paceline.core.pairing import DrafterCandidate
+from paceline.core.scheduled_draft_session import ScheduledDraftSession
 from paceline.core.tree import Node, NodeState
 from paceline.planning.events import Events
 from paceline.planning.guesses import RIGHT, STRIDE, GuessSource
@@ -51,17 +51,17 @@ class SimulatedDrafter:
             max_num_batched_tokens=facts.max_rows,
             max_num_seqs=facts.max_sessions,
         )
-        self.scheduler: DraftScheduler[DraftedSession] = DraftScheduler(
+        self.scheduler: DraftScheduler[ScheduledDraftSession] = DraftScheduler(
             pool=pool,
             scratch=scratch,
             limits=limits,
             vocab_size=STRIDE,
-            open_session=lambda opened: DraftedSession(opened, pool, scratch, context_len=CONTEXT_LEN),
+            open_session=lambda opened: ScheduledDraftSession(opened, pool, scratch, context_len=CONTEXT_LEN),
         )
 
     def handle(self, messages: Sequence[ToDrafter], now_s: float) -> None:
         """Takes in messages about sessions."""
-        self.scheduler.handle(VerifierSaid(link=LINK, messages=messages), now_s)
+        self.scheduler.handle(VerifierMessages(link=LINK, messages=messages), now_s)
         self.scheduler.moves.clear()
 
     def step(self, then: Callable[[Sequence[DraftNodes]], None]) -> None:
@@ -70,13 +70,13 @@ class SimulatedDrafter:
         seconds = self.seconds(plan) * self._events.luck(self._facts.noise)
         self._events.after(seconds, lambda: then(self._finish(plan)))
 
-    def seconds(self, plan: DraftPlan[DraftedSession]) -> float:
+    def seconds(self, plan: DraftPlan[ScheduledDraftSession]) -> float:
         """Expected time of a step."""
         computed = [*(part.session for part in plan.catching_up), *(each.session for each in plan.growing)]
         kv_tokens = sum(len(session.tokens) for session in {id(each): each for each in computed}.values())
         return self._facts.step_s(plan.num_rows, num_sessions=self.scheduler.num_sessions, kv_tokens=kv_tokens)
 
-    def _finish(self, plan: DraftPlan[DraftedSession]) -> Sequence[DraftNodes]:
+    def _finish(self, plan: DraftPlan[ScheduledDraftSession]) -> Sequence[DraftNodes]:
         for part in plan.catching_up:
             if part.expands:
                 self._expand(part.session, part.session.tree.root)
@@ -86,7 +86,7 @@ class SimulatedDrafter:
         to_verifiers, _ = self.scheduler.take()
         return [message for message in to_verifiers.get(LINK, []) if isinstance(message, DraftNodes)]
 
-    def _expand(self, session: DraftedSession, node: Node) -> None:
+    def _expand(self, session: ScheduledDraftSession, node: Node) -> None:
         # Position 0 is the prompt's last token.
         position = node.position + 2 - session.prompt_len
         if not is_right(node):
@@ -114,9 +114,9 @@ class DrafterProcess:
         self._inbox: list[ToDrafter] = []
         self._busy = False
 
-    def known(self) -> KnownDrafter:
+    def known(self) -> DrafterCandidate:
         """What verifiers know of it, without delay."""
-        return KnownDrafter(address=self.address, num_sessions=len(self._verifiers))
+        return DrafterCandidate(address=self.address, num_sessions=len(self._verifiers))
 
     def pair(self, session_id: str, verifier: Verifier) -> None:
         """Drafts for a session from now on."""

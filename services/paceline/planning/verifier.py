@@ -13,6 +13,7 @@ from paceline.core.calibration import Calibration, Calibrations
 from paceline.core.draft_policy import Goodput
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.messages import DraftNodes, GenerateRequest
+from paceline.core.moving_average import MovingAverage
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SlotPool
 from paceline.core.pairing import Pairing
 from paceline.core.params import DRAFT_MODEL, SamplingParams, SpeculationParams
@@ -117,7 +118,7 @@ class SimulatedVerifier:
     ) -> None:
         self._events, self._facts, self._on_end = events, profile.target, on_end
         self._inside = SimulatedDrafter(profile.colocated, profile.truth, events) if colocated else None
-        self._inside_s = FIRST_DRAFT_S
+        self._inside_step = MovingAverage(FIRST_DRAFT_S, SMOOTHING)
         self._drafters = {drafter.address: drafter for drafter in drafters}
         self._pairing = Pairing()
         # A co-located drafter's time is its own, not a share of the verifier's.
@@ -188,7 +189,7 @@ class SimulatedVerifier:
             self._busy = True
             self._draft_or_step(self._inside)
             return
-        self.scheduler.note_silence(self._events.now_s)
+        self.scheduler.mark_silent_drafters(self._events.now_s)
         wait_s = self.scheduler.patience_s(self._events.now_s)
         if wait_s > 0.0:
             self._events.after(wait_s, self._wake(self._num_waits))
@@ -206,12 +207,12 @@ class SimulatedVerifier:
 
     def _draft_or_step(self, inside: SimulatedDrafter) -> None:
         now_s = self._events.now_s
-        if not inside.scheduler.has_work or not self.scheduler.drafts_pay(self._inside_s, now_s):
+        if not inside.scheduler.has_work or not self.scheduler.drafts_pay(self._inside_step.value, now_s):
             self._step()
             return
 
         def drafted(nodes: Sequence[DraftNodes]) -> None:
-            self._inside_s += SMOOTHING * (self._events.now_s - now_s - self._inside_s)
+            self._inside_step.add(self._events.now_s - now_s)
             self.scheduler.receive(DraftsArrived(address=INSIDE, messages=nodes, arrived_s=self._events.now_s))
             self._draft_or_step(inside)
 

@@ -55,7 +55,7 @@ def inside(around: Around, behaviour: Any, read: Callable[[Any], Any] = lambda r
 
     Args:
         around: Makes the context manager of the call's `grpc.aio.ServicerContext`.
-        behaviour: Serves the call; for a synchronous function, which is none of ours, the result is None.
+        behaviour: Serves the call; the result is None for a synchronous function, which only gRPC itself has.
         read: Turns the request, or the iterator of requests, into the one that `behaviour` gets.
     """
     if inspect.isasyncgenfunction(behaviour):

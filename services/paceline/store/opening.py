@@ -17,7 +17,7 @@ def open_store(url: str) -> Store:
     Nothing is dialled yet. `memory://` is private to the process, for tests and single services.
 
     Raises:
-        ConfigError: The URL is none of these.
+        ConfigError: The URL has another scheme.
     """
     try:
         scheme = urlsplit(url).scheme

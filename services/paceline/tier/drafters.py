@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.core.messages import DRAFTER, ModelIdentity, ToDrafter, ToVerifier
-from paceline.core.pairing import KnownDrafter, Pairing, expected_round_trip_s
+from paceline.core.pairing import DrafterCandidate, Pairing, expected_round_trip_s
 from paceline.obs.metrics import VerifierMetrics
 from paceline.obs.steps import record_served_by
 from paceline.service.credentials import FleetTls
@@ -67,7 +67,7 @@ class Drafters:
     def know(self, replicas: Sequence[Replica]) -> None:
         """Takes in the drafters in the registry, except those that drain or cannot draft for the target."""
         self._know(
-            KnownDrafter(
+            DrafterCandidate(
                 address=each.address,
                 method=each.identity.draft_method,
                 num_sessions=each.num_sessions,
@@ -80,9 +80,9 @@ class Drafters:
 
     def know_addresses(self, addresses: Sequence[str]) -> None:
         """Takes in drafters that are not in a registry; whether they can draft shows once they are dialled."""
-        self._know(KnownDrafter(address=address) for address in addresses)
+        self._know(DrafterCandidate(address=address) for address in addresses)
 
-    def _know(self, drafters: Iterable[KnownDrafter]) -> None:
+    def _know(self, drafters: Iterable[DrafterCandidate]) -> None:
         self._pairing.know(self._as_measured(each) for each in drafters)
         self._spare = self._pairing.spare()
         self._dial(self._spare)
@@ -161,7 +161,7 @@ class Drafters:
     def _is_unused(self, address: str) -> bool:
         return not self._pairing.num_own[address] and address != self._spare
 
-    def _as_measured(self, drafter: KnownDrafter) -> KnownDrafter:
+    def _as_measured(self, drafter: DrafterCandidate) -> DrafterCandidate:
         link = self._links.get(drafter.address)
         if link is None:
             return drafter if len(self._links) < MAX_LINKS else replace(drafter, down_s=math.inf)

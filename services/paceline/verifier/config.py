@@ -69,16 +69,16 @@ class VerifierConfig(ModelServiceConfig):
     speculative_config: str = setting(
         "{}",
         help=(
-            f"JSON with vLLM's keys: method ({', '.join(METHODS)}, or several joined by +; default "
-            f"{DEFAULT_METHODS}), num_speculative_tokens (most draft tokens verified per "
-            "session and step, default 12), model (passed to drafters by `paceline up`), and ours: policy "
-            "(goodput, or fixed for comparison), placement (tier, or verifier: the draft model or head runs inside "
-            "the verifier, for comparison), medusa_model and eagle3_model (folders of the heads of these methods), "
-            "exit_layer (how many of the first layers of the target layer_skip drafts with; default a quarter) or "
-            "layers (a list of their indices), acceptance (rule of requests that name none: coupled, rejection, "
-            "block, or that of another package; default coupled; more after it, joined by +, are served too), lossy "
-            "(true lets them be lossy; their texts are marked), options (of methods and rules of other packages, by "
-            "name)."
+            f"JSON with vLLM's keys: method ({', '.join(METHODS)}; several joined by +; default {DEFAULT_METHODS}), "
+            "num_speculative_tokens (most draft tokens verified per session and step; default 12) and model (the draft "
+            "model, which `paceline up` passes to drafters). Our keys for drafting: policy (goodput, or fixed for "
+            "comparison), placement (tier, or for comparison verifier: the draft model or head runs inside the "
+            "verifier), medusa_model and eagle3_model (folders of heads), exit_layer (how many of the first layers of "
+            "the target layer_skip drafts with; default a quarter) or layers (a list of their indices), and options "
+            "(of methods and rules of other packages, by name). Our keys for acceptance: acceptance (rule of requests "
+            "that name none: coupled, rejection, block, or that of another package; default coupled; more rules, "
+            "joined by +, are served, too) and lossy (true: rules of other packages may be lossy; their texts are "
+            "marked)."
         ),
     )
     trace_sample_ratio: float = setting(

@@ -25,10 +25,10 @@ from paceline.core.params import EAGLE3, TIER_METHODS
 from paceline.core.target_events import (
     Cancel,
     DraftsArrived,
-    HeardOf,
     LinkChanged,
     Paired,
     Submit,
+    SuspectAnnounced,
     TargetEvent,
     TargetOutput,
 )
@@ -132,7 +132,7 @@ class TargetHost:
         return self._stepper
 
     def engine_died(self, problem: str) -> None:
-        """Ends every session and takes no new one; sessions of the last step are told that they may be the cause."""
+        """Ends every session and takes no new one; those of the last step end as its possible cause."""
         self._draining = True
         for serial in () if self._stepper is None else self._stepper.at_stake:
             self._outboxes.fail(serial, EngineDiedError(f"{problem}, in a step of this session"))
@@ -220,7 +220,7 @@ class TargetHost:
         known = self._under_way.get(request.session_id)
         if known is not None:
             with suppress(UnavailableError):
-                self.engine.post(HeardOf(session_id=request.session_id, serial=known.serial), always=True)
+                self.engine.post(SuspectAnnounced(session_id=request.session_id, serial=known.serial), always=True)
 
     def _admit(self, request: GenerateRequest) -> None:
         if self._draining:

@@ -1,8 +1,8 @@
 """Which chains vLLM verifies next: sessions, drafters and the controller, as arithmetic.
 
-vLLM schedules, runs and judges; after every step it tells what each row has committed, and asks for guesses. So a step
-here is `commit`, some waiting (`patience_s`), and `chains`. It reads no clock and sends nothing: what drafters are to
-hear is taken by `take_outgoing`.
+vLLM schedules, runs and judges; after every step it reports what each row has committed, and requests guesses. So a
+step here is `commit`, some waiting (`patience_s`), and `chains`. It reads no clock and sends nothing: its caller takes
+the messages for drafters by `take_outgoing`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from paceline.core.calibration import Calibration, Calibrations
+from paceline.core.calibration import Calibrations, CalibrationStore
 from paceline.core.draft_policy import DraftPolicy
 from paceline.core.drafter_tier import DrafterTier
 from paceline.core.errors import RemoteProtocolError
@@ -19,10 +19,12 @@ from paceline.core.params import TIER_METHODS
 from paceline.core.step_drafts import StepDrafts
 from paceline.core.step_time import StepMode
 from paceline.core.target_events import DraftsArrived, LinkChanged, StepReport
-from paceline.core.tree import Node, NodeState
 from paceline.vllm.chain_session import ChainSession
 from paceline.vllm.step_clock import StepClock
 from paceline.vllm.step_message import RowTokens, StepMessage
+
+# What the calibration of drafters is kept as.
+CALIBRATION = "calibration"
 
 
 class Matchmaker(Protocol):
@@ -33,7 +35,7 @@ class Matchmaker(Protocol):
         ...
 
     def count(self, address: str, change: int) -> None:
-        """So many sessions more have this drafter; empty: none."""
+        """Adds to the number of sessions that have this drafter; empty: none."""
         ...
 
 
@@ -43,8 +45,8 @@ class ChainScheduler:
     Args:
         name: Begins the names of its sessions at drafters.
         policy: Which guesses a step verifies.
-        drafters: Who drafts for whom.
-        methods: Of drafters that may be called.
+        drafters: Pairs sessions with drafters.
+        methods: Of drafters that may be used.
         vocab_size: Of the target.
         max_model_len: Most tokens of a session, prompt and output.
         max_chain: Most guesses of a session in a step.
@@ -74,32 +76,33 @@ class ChainScheduler:
         self._sessions: dict[str, ChainSession] = {}
         # Of the step that is over: its rows, and those of them that take guesses in the next one.
         self._rows: list[ChainSession] = []
-        self._calibrations: dict[str, Calibration] = {}
+        # By address; all of them are kept as one: drafters have other addresses after a restart.
+        self._calibrations: CalibrationStore[str] = CalibrationStore(lambda _: CALIBRATION)
         self._learned: Mapping[str, Any] = {}
         self._committed_s = 0.0
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that vLLM has told of and not closed."""
+        """Sessions that vLLM has reported and not closed."""
         return len(self._sessions)
 
     @property
     def drafts(self) -> bool:
-        """Whether drafters are at work: if not, nobody need wait for chains."""
+        """Whether drafters are active; if not, the proposer need not wait for chains."""
         return self._drafts.mode(self._rows) is StepMode.DRAFTING
 
     # What happens
 
     def commit(self, message: StepMessage, now_s: float) -> None:
-        """A step of vLLM is over.
+        """A step of vLLM has ended.
 
         Args:
-            message: What it told.
+            message: The proposer's report.
             now_s: The time.
 
         Raises:
-            KeyError, ValueError: It goes on with a session that was never opened, or leaves out tokens: the proposer is
-                to begin anew.
+            KeyError, ValueError: It continues a session that was never opened, or leaves out tokens; the proposer must
+                start over.
         """
         for number in message.closed:
             self._close(self._sessions.get(self._id(number)))
@@ -124,13 +127,13 @@ class ChainScheduler:
         elif row.token_ids:
             self._commit_tokens(session, row, batch_size)
         session.reads = row.reads
-        self._tier.tell(session, now_s)
+        self._tier.update(session, now_s)
         return session
 
     def _open(self, row: RowTokens) -> ChainSession:
         if row.base_len:
             raise KeyError(f"session {row.session} goes on and was never opened")
-        # A prompt with ids beyond the vocabulary (pictures have such) means nothing to a drafter.
+        # Ids beyond the vocabulary, such as those of pictures, mean nothing to a drafter.
         drafted = min(row.token_ids) >= 0 and max(row.token_ids) < self._vocab_size
         methods = self._methods if drafted else ()
         address = self._drafters.choose(methods)
@@ -153,22 +156,11 @@ class ChainScheduler:
             raise ValueError(f"session {row.session} has {session.committed_len} tokens, not {row.base_len}")
         verified, session.verifies = session.verifies[: row.num_verified], ()
         pruning = session.commit(row.token_ids)
-        accepted = [node for node in verified if node.state is NodeState.COMMITTED]
+        accepted = self.report.count_pruned(verified, pruning)
         session.tally.count(
             num_draft_tokens=len(verified), num_accepted=len(accepted), hit=pruning.hit, batch_size=batch_size
         )
-        self._count(verified, accepted, [*pruning.matched, *pruning.dead], hit=pruning.hit)
-
-    def _count(self, verified: Sequence[Node], accepted: Sequence[Node], gone: Sequence[Node], *, hit: bool) -> None:
-        report = self.report
-        report.gammas.append(len(verified))
-        report.unverified_by.update(node.first_source for node in gone if node not in verified)
-        if verified:
-            report.accepted.append(len(accepted))
-            report.verified_by.update(node.first_source for node in verified)
-            report.accepted_by.update(node.first_source for node in accepted)
-            report.num_hits += hit
-            report.num_misses += not hit
+        self.report.count_round(verified, accepted, hit=pruning.hit)
 
     def _close(self, session: ChainSession | None) -> None:
         if session is None:
@@ -178,7 +170,7 @@ class ChainScheduler:
         del self._sessions[session.session_id]
 
     def receive(self, event: DraftsArrived) -> None:
-        """Takes in what a drafter said."""
+        """Takes in messages of a drafter."""
         self._tier.receive(event, self._sessions, self.report)
 
     def change_link(self, event: LinkChanged, now_s: float) -> None:
@@ -186,7 +178,7 @@ class ChainScheduler:
         self._tier.change(event, self._sessions, now_s)
 
     def pair_anew(self, now_s: float) -> int:
-        """Gives sessions another drafter whose own is gone, or their first; returns how many."""
+        """Gives sessions another drafter if their own has gone, or their first one; returns how many changed."""
         changed = [
             (session, address)
             for session in self._sessions.values()
@@ -202,7 +194,7 @@ class ChainScheduler:
     # What comes of it
 
     def patience_s(self, now_s: float) -> float:
-        """Seconds for which guesses are worth waiting for, or none; see `paceline.core.wait_for_drafts`."""
+        """Seconds for which it pays to wait for guesses; see `paceline.core.wait_for_drafts`."""
         sessions = [session for session in self._rows if not session.reads]
         self.report.num_silenced += self._drafts.num_silenced(sessions, now_s)
         if not self.drafts or not self._clock.knows or len(sessions) < len(self._rows):
@@ -211,7 +203,7 @@ class ChainScheduler:
         return self._drafts.worth_waiting(sessions, waits, idle_s=now_s - self._committed_s)
 
     def chains(self) -> list[list[int]]:
-        """Guesses for the next step, a list a row; also decides who drafts from now on."""
+        """Returns guesses for the next step, a list for each row; also decides which sessions are drafted for."""
         if not self._clock.knows:
             return [[] for _ in self._rows]
         decoding = [session for session in self._rows if not session.reads]
@@ -224,11 +216,11 @@ class ChainScheduler:
         return [[node.token_id for node in session.verifies] for session in self._rows]
 
     def take_outgoing(self) -> tuple[dict[str, list[ToDrafter]], dict[str, RemoteProtocolError]]:
-        """What drafters are to be told, and the links that are to be reset."""
+        """Returns the messages for drafters, and the links to reset."""
         return self._tier.take()
 
     def take_report(self) -> StepReport:
-        """What was done since the last report."""
+        """Returns what was done since the last report."""
         report, self.report = self.report, StepReport()
         report.num_running = len(self._rows)
         report.lag_tokens = max((session.link.lag_tokens for session in self._rows), default=0)
@@ -240,11 +232,10 @@ class ChainScheduler:
         """What a successor may begin with."""
         if not self._clock.knows:
             return dict(self._learned)
-        calibrations = [each.learned() for each in self._calibrations.values()]
         return {
             "plain": self._clock.learned(),
             "policy": self._policy.learned(),
-            "calibration": calibrations[-1] if calibrations else self._learned.get("calibration"),
+            CALIBRATION: self._calibrations.learned().get(CALIBRATION, self._learned.get(CALIBRATION)),
         }
 
     def resume(self, learned: Mapping[str, Any]) -> None:
@@ -255,20 +246,14 @@ class ChainScheduler:
         """
         if not learned:
             return
-        if learned["calibration"] is not None:
-            Calibration().resume(learned["calibration"])
+        if learned[CALIBRATION] is not None:
+            self._calibrations.resume({CALIBRATION: learned[CALIBRATION]})
         self._clock.resume(learned["plain"])
         self._policy.resume(learned["policy"])
         self._learned = dict(learned)
 
     def _calibrations_for(self, address: str) -> Calibrations:
-        """Drafters are told apart by their addresses; a new one is taken to be like the last."""
-        known = self._calibrations.get(address)
-        if known is None:
-            known = self._calibrations[address] = Calibration()
-            if self._learned.get("calibration") is not None:
-                known.resume(self._learned["calibration"])
-        return Calibrations(dict.fromkeys(TIER_METHODS, known))
+        return Calibrations(dict.fromkeys(TIER_METHODS, self._calibrations.of(address)))
 
     def _id(self, number: int) -> str:
         return f"{self._name}/{number}"

@@ -1,4 +1,4 @@
-"""One row of vLLM as the tier sees it: its committed tokens, the tree of guesses, and its drafter."""
+"""One row of vLLM in the tier: its committed tokens, the tree of guesses, and its drafter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class ChainSession(VerifierSession):
-    """A session from the first step that vLLM told of it to the last.
+    """A session from its first step in vLLM to its last.
 
     Args:
         session_id: Its name at drafters.
@@ -25,14 +25,14 @@ class ChainSession(VerifierSession):
         max_model_len: Most tokens, prompt and output.
         max_chain: Most guesses in a step.
         methods: Of drafters that may draft for it.
-        drafter_address: Who drafts for it; empty: nobody.
+        drafter_address: Of its drafter; empty: none.
         calibrations: Of its drafter.
-        price: What its drafter is told at first.
+        price: The first price for its drafter.
 
     Attributes:
         verifies: The guesses that the step under way verifies.
         reads: Its prompt is being read.
-        own_survivals: None: vLLM's own guesses, if it had any, are not seen.
+        own_survivals: Empty: vLLM's own guesses, if any, are not known here.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class ChainSession(VerifierSession):
 
     @property
     def cap(self) -> int:
-        """Most guesses in the next step; one beyond the last token would be wasted."""
+        """Most guesses in the next step; guesses beyond the last token would be wasted."""
         return max(0, min(self._max_chain, self._max_model_len - self.committed_len - 1))
 
     @property
     def may_wait(self) -> bool:
-        """Always: nobody knows how long it goes on."""
+        """Always true: its end is not known."""
         return True
 
     @property

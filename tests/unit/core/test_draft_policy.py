@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.demand import Demand
 from paceline.core.draft_policy import FixedGamma, Goodput
-from paceline.core.drafter_worth import LEAST_SURVIVAL
+from paceline.core.drafter_worth import LEAST_SURVIVAL, Demand
 from paceline.core.drafting_switch import JUDGE_EVERY, MOST_UNANSWERED, Drafting
 from paceline.core.errors import ConfigError
-from paceline.core.link import Drafter
+from paceline.core.link import ConnectedDrafter
 from paceline.core.messages import NodeGuess
 from paceline.core.step_time import DEFAULT_STEP_COST, MOST_ROWS, StepCost, StepMode, StepTimes
 from paceline.core.survivals import MOST_LOOKS, Record, SessionSurvivals, UsualSurvivals
@@ -143,17 +142,17 @@ def test_one_hungry_session_among_many_fed_ones_is_not_waited_for():
 
 
 def test_drafters_whose_first_guesses_are_worth_nothing_are_waited_for_less_and_less():
-    drafter = Drafter()
+    drafter = ConnectedDrafter()
     gains = []
     for _ in range(20):
-        gains.append(prospect(DraftTree(5), 8, price=0.05, child_share=drafter.child_share).gain)
-        drafter.heard_guess(0.01)
+        gains.append(prospect(DraftTree(5), 8, price=0.05, child_share=drafter.child_share.value).gain)
+        drafter.child_share.add(0.01)
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 0.7
     assert gains[-1] == 0.0
     for _ in range(20):
-        drafter.heard_guess(0.8)
-    assert prospect(DraftTree(5), 8, price=0.05, child_share=drafter.child_share).gain > 0.7
+        drafter.child_share.add(0.8)
+    assert prospect(DraftTree(5), 8, price=0.05, child_share=drafter.child_share.value).gain > 0.7
 
 
 STEEP = StepCost(rows=(1, 8, 128), seconds=(0.010, 0.012, 0.200))
@@ -368,13 +367,13 @@ def test_a_step_that_chooses_among_unlike_trees_is_worth_more_than_their_mean():
     for step in range(200):
         trees = [tree_of(sure if (step + index) % 4 == 0 else empty) for index in range(4)]
         policy.allocate([Demand(tree=tree, cap=8, usual=each) for tree, each in zip(trees, records, strict=True)])
-    assert policy.drafters._choice > 1.1
+    assert policy.drafters._choice.value > 1.1
 
 
 def test_drafters_of_which_few_answered_under_load_are_tried_again_by_a_single_session():
     slowed = STEEP.scaled(1.2)
     policy = settled(1, slowed, policy=Goodput(StepTimes(STEEP, slowed)))
-    policy.drafters._answered, policy.drafters.switch.drafting = 0.1, Drafting.NOBODY
+    policy.drafters._answered.value, policy.drafters.switch.drafting = 0.1, Drafting.NOBODY
     alone = Demand(tree=tree_of([]), cap=8, answered=False, usual=SessionSurvivals())
     prices = []
     for _ in range(2000):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.core.pairing import DOWN_S, FAR_S, FULL_S, NEAR_S, KnownDrafter, Pairing, expected_round_trip_s
+import pytest
+
+from paceline.core.pairing import DOWN_S, FAR_S, FULL_S, NEAR_S, DrafterCandidate, Pairing, expected_round_trip_s
 from paceline.core.params import DRAFT_MODEL, EAGLE3
 
 BOTH = (DRAFT_MODEL, EAGLE3)
@@ -16,8 +18,8 @@ def drafter(
     down_s: float = 0.0,
     method: str = DRAFT_MODEL,
     round_trip_s: float = FAR_S,
-) -> KnownDrafter:
-    return KnownDrafter(
+) -> DrafterCandidate:
+    return DrafterCandidate(
         address=address,
         method=method,
         num_sessions=num_sessions,
@@ -27,7 +29,7 @@ def drafter(
     )
 
 
-def pairing(*drafters: KnownDrafter, **num_own: int) -> Pairing:
+def pairing(*drafters: DrafterCandidate, **num_own: int) -> Pairing:
     known = Pairing()
     for address, count in num_own.items():
         known.count(address, count)
@@ -35,49 +37,36 @@ def pairing(*drafters: KnownDrafter, **num_own: int) -> Pairing:
     return known
 
 
-def paired(current: str, *drafters: KnownDrafter, **num_own: int) -> str:
+def paired(current: str, *drafters: DrafterCandidate, **num_own: int) -> str:
     return pairing(*drafters, **num_own).choose(BOTH, current)
 
 
-def test_a_session_stays_where_it_is_as_long_as_it_is_well_there() -> None:
-    assert paired("a", drafter("a", 9), drafter("b")) == "a"
-
-
-def test_a_stream_that_is_being_dialled_is_waited_for_a_little() -> None:
-    assert paired("a", drafter("a", down_s=DOWN_S / 2), drafter("b")) == "a"
-
-
-def test_a_session_leaves_a_drafter_whose_stream_is_down_or_that_is_gone() -> None:
-    assert paired("a", drafter("a", down_s=DOWN_S), drafter("b")) == "b"
-    assert paired("a", drafter("b")) == "b"
-
-
-def test_a_session_without_a_drafter_gets_one_as_soon_as_one_is_there() -> None:
-    assert paired("") == ""
-    assert paired("", drafter("b")) == "b"
-
-
-def test_a_session_begins_at_a_drafter_that_can_be_reached() -> None:
-    assert paired("", drafter("a", down_s=DOWN_S), drafter("b", 9)) == "b"
-    assert paired("", drafter("a", down_s=DOWN_S)) == ""
-
-
-def test_with_nobody_better_a_session_keeps_its_drafter_and_may_find_it_again() -> None:
-    assert paired("a") == "a"
-    assert paired("a", drafter("a", down_s=5.0), drafter("b", down_s=5.0)) == "a"
-
-
-def test_of_several_the_one_with_the_least_sessions_is_taken_own_ones_included() -> None:
-    assert paired("", drafter("a", 3), drafter("b", 2)) == "b"
-    assert paired("", drafter("a", 3), drafter("b"), b=4) == "a"
-
-
-def test_a_drafter_with_room_for_more_gets_more() -> None:
-    assert paired("", drafter("a", 2, max_sessions=4), drafter("b", 3, max_sessions=8)) == "b"
-
-
-def test_of_equally_loaded_drafters_the_one_with_fewer_own_sessions_is_taken() -> None:
-    assert paired("", drafter("a", 5), drafter("b", 5), a=1) == "b"
+@pytest.mark.parametrize(
+    ("current", "drafters", "num_own", "expected"),
+    [
+        pytest.param("a", [drafter("a", 9), drafter("b")], {}, "a", id="stays while its drafter is well"),
+        pytest.param("a", [drafter("a", down_s=DOWN_S / 2), drafter("b")], {}, "a", id="waits while it is dialled"),
+        pytest.param(
+            "a", [drafter("a"), drafter("b", round_trip_s=NEAR_S)], {}, "a", id="stays when a nearer one comes"
+        ),
+        pytest.param("a", [drafter("a", down_s=DOWN_S), drafter("b")], {}, "b", id="leaves one that is down"),
+        pytest.param("a", [drafter("b")], {}, "b", id="leaves one that is gone"),
+        pytest.param("a", [], {}, "a", id="keeps one that is gone while there is no other"),
+        pytest.param("a", [drafter("a", down_s=5.0), drafter("b", down_s=5.0)], {}, "a", id="or none is up"),
+        pytest.param("", [], {}, "", id="begins without one"),
+        pytest.param("", [drafter("b")], {}, "b", id="gets the first"),
+        pytest.param("", [drafter("a", down_s=DOWN_S), drafter("b", 9)], {}, "b", id="begins at one that is up"),
+        pytest.param("", [drafter("a", down_s=DOWN_S)], {}, "", id="gets none that is down"),
+        pytest.param("", [drafter("a", 3), drafter("b", 2)], {}, "b", id="fewest sessions"),
+        pytest.param("", [drafter("a", 3), drafter("b")], {"b": 4}, "a", id="own sessions included"),
+        pytest.param("", [drafter("a", 2, max_sessions=4), drafter("b", 3, max_sessions=8)], {}, "b", id="by its size"),
+        pytest.param("", [drafter("a", 5), drafter("b", 5)], {"a": 1}, "b", id="of equals, fewest own sessions"),
+    ],
+)
+def test_a_session_stays_with_a_drafter_that_is_well_and_otherwise_gets_the_least_loaded(
+    current: str, drafters: list[DrafterCandidate], num_own: dict[str, int], expected: str
+) -> None:
+    assert paired(current, *drafters, **num_own) == expected
 
 
 def test_sessions_that_begin_before_drafters_are_heard_again_are_spread() -> None:
@@ -95,10 +84,6 @@ def test_a_near_drafter_is_taken_until_its_load_outweighs_the_way_to_another() -
     assert [paired("", far, each) for each in (*near, full)] == ["b", "b", "a"]
 
 
-def test_a_session_stays_with_its_drafter_when_a_nearer_one_comes() -> None:
-    assert paired("a", drafter("a"), drafter("b", round_trip_s=NEAR_S)) == "a"
-
-
 def test_zones_that_nobody_names_are_not_near() -> None:
     assert expected_round_trip_s("z1", "z1") == NEAR_S
     assert {expected_round_trip_s(*zones) for zones in (("z1", "z2"), ("", ""), ("z1", ""), ("", "z1"))} == {FAR_S}
@@ -111,7 +96,7 @@ def test_a_session_goes_to_drafters_of_its_methods_only() -> None:
     assert known.choose(()) == ""
 
 
-def spare(*drafters: KnownDrafter, **num_own: int) -> str:
+def spare(*drafters: DrafterCandidate, **num_own: int) -> str:
     return pairing(*drafters, **num_own).spare()
 
 

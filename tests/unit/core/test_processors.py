@@ -30,23 +30,76 @@ def survivors(weights: npt.NDArray[np.float64]) -> list[int]:
     return np.flatnonzero(np.isfinite(weights)).tolist()
 
 
-def test_without_options_log_weights_are_the_logits() -> None:
-    assert process(row(0.5, -1.0, 2.0), params(), NO_HISTORY).tolist() == [0.5, -1.0, 2.0]
+def logs(*probs: float) -> npt.NDArray[np.float32]:
+    return row(*map(math.log, probs))
 
 
-def test_temperature_divides_the_logits() -> None:
-    np.testing.assert_allclose(process(row(1.0, -3.0), params(temperature=0.5), NO_HISTORY), [2.0, -6.0])
+@pytest.mark.parametrize(
+    ("logits", "options", "history", "weights"),
+    [
+        pytest.param((0.5, -1.0, 2.0), {}, {}, [0.5, -1.0, 2.0], id="without options log weights are the logits"),
+        pytest.param((1.0, -3.0), {"temperature": 0.5}, {}, [2.0, -6.0], id="temperature divides"),
+        pytest.param((1, 2, 3), {"temperature": 0.0, "top_k": 1}, {}, [1, 2, 3], id="greedy rows ignore filters"),
+        pytest.param((1, 2, 3), {"temperature": 1e-6, "min_p": 0.9}, {}, [1, 2, 3], id="nearly greedy rows as well"),
+        pytest.param(
+            (0, 0, 0), {"logit_bias": ((1, 2.5), (2, -1.0), (1, 0.5))}, {}, [0, 3, -1], id="biases of one id add up"
+        ),
+        pytest.param(
+            (2, -2, 2),
+            {"repetition_penalty": 2.0},
+            {"prompt_token_ids": (0,), "output_token_ids": (1, 1)},
+            [1, -4, 2],
+            id="repetition looks at prompt and output, and depends on the sign",
+        ),
+        pytest.param(
+            (0, 0, 0, 0),
+            {"frequency_penalty": 0.5, "presence_penalty": 0.25},
+            {"prompt_token_ids": (0, 0), "output_token_ids": (1, 1, 2)},
+            [0, -1.25, -0.75, 0],
+            id="frequency and presence look at the output alone",
+        ),
+        pytest.param(
+            (4,),
+            {"repetition_penalty": 2.0, "frequency_penalty": 1.0, "temperature": 0.5},
+            {"output_token_ids": (0,)},
+            [(4.0 / 2.0 - 1.0) / 0.5],
+            id="repetition before frequency, penalties before temperature",
+        ),
+        pytest.param(
+            (-2,),
+            {"repetition_penalty": 2.0, "logit_bias": ((0, 6.0),)},
+            {"output_token_ids": (0,)},
+            [2.0],
+            id="bias before repetition",
+        ),
+    ],
+)
+def test_weights(
+    logits: tuple[float, ...], options: dict[str, Any], history: dict[str, Any], weights: list[float]
+) -> None:
+    assert process(row(*logits), params(**options), RowHistory(**history)).tolist() == weights
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-6])
-def test_greedy_rows_keep_scale_and_ignore_filters(temperature: float) -> None:
-    greedy = params(temperature=temperature, top_k=1, top_p=0.1, min_p=0.9)
-    assert process(row(1.0, 2.0, 3.0), greedy, NO_HISTORY).tolist() == [1.0, 2.0, 3.0]
-
-
-def test_logit_bias_is_added_and_entries_of_one_id_add_up() -> None:
-    biased = params(logit_bias=((1, 2.5), (2, -1.0), (1, 0.5)))
-    assert process(row(0.0, 0.0, 0.0), biased, NO_HISTORY).tolist() == [0.0, 3.0, -1.0]
+@pytest.mark.parametrize(
+    ("logits", "options", "kept"),
+    [
+        pytest.param(logs(0.5, 0.26, 0.24), {"min_p": 0.5}, [0, 1], id="min-p: at least that share of the best"),
+        pytest.param(row(1, 3, 2, 3), {"min_p": 1.0}, [1, 3], id="min-p 1: the best alone"),
+        pytest.param(row(1, 5, 3, 3, 3), {"top_k": 3}, [1, 2, 3], id="top-k: lowest ids among equals"),
+        pytest.param(row(1, 5, 3), {"top_k": 99}, [0, 1, 2], id="top-k beyond the vocabulary"),
+        pytest.param(logs(0.15, 0.5, 0.05, 0.3), {"top_p": 0.79}, [1, 3], id="top-p: the smallest head of that mass"),
+        pytest.param(logs(0.15, 0.5, 0.05, 0.3), {"top_p": 0.81}, [0, 1, 3], id="top-p: one more beyond it"),
+        pytest.param(logs(0.15, 0.5, 0.05, 0.3), {"top_p": 1e-9}, [1], id="top-p: never nothing"),
+        pytest.param(row(0, 0, 0, 0), {"top_p": 0.5}, [0, 1], id="top-p: lowest ids among equals"),
+        pytest.param(logs(0.4, 0.3, 0.2, 0.1), {"top_p": 0.55}, [0, 1], id="top-p alone"),
+        pytest.param(logs(0.4, 0.3, 0.2, 0.1), {"top_p": 0.55, "top_k": 2}, [0], id="top-p of what top-k left"),
+        pytest.param(logs(0.6, 0.4), {"min_p": 0.6}, [0, 1], id="min-p alone"),
+        pytest.param(logs(0.6, 0.4), {"min_p": 0.6, "temperature": 0.5}, [0], id="filters see the temperature"),
+        pytest.param(row(-math.inf, 0, 0), {"top_k": 3, "top_p": 0.99}, [1, 2], id="minus infinity is never kept"),
+    ],
+)
+def test_filters(logits: npt.NDArray[np.float32], options: dict[str, Any], kept: list[int]) -> None:
+    assert survivors(process(logits, params(**options), NO_HISTORY)) == kept
 
 
 def test_stop_tokens_and_end_of_text_are_masked_until_enough_tokens_are_out() -> None:
@@ -55,71 +108,8 @@ def test_stop_tokens_and_end_of_text_are_masked_until_enough_tokens_are_out() ->
     late = RowHistory(prompt_token_ids=(0, 0, 0), output_token_ids=(2, 2), eos_token_ids=(3,))
     assert survivors(process(row(1, 1, 1, 1), patient, early)) == [0, 2]
     assert survivors(process(row(1, 1, 1, 1), patient, late)) == [0, 1, 2, 3]
-
-
-def test_a_mask_beats_a_bias() -> None:
     both = params(min_tokens=1, logit_bias=((0, 100.0),))
-    assert survivors(process(row(1, 1), both, RowHistory(eos_token_ids=(0,)))) == [1]
-
-
-def test_repetition_penalty_looks_at_prompt_and_output_and_depends_on_the_sign() -> None:
-    history = RowHistory(prompt_token_ids=(0,), output_token_ids=(1, 1))
-    weights = process(row(2.0, -2.0, 2.0), params(repetition_penalty=2.0), history)
-    assert weights.tolist() == [1.0, -4.0, 2.0]
-
-
-def test_frequency_and_presence_penalties_look_at_the_output_alone() -> None:
-    history = RowHistory(prompt_token_ids=(0, 0), output_token_ids=(1, 1, 2))
-    weights = process(row(0, 0, 0, 0), params(frequency_penalty=0.5, presence_penalty=0.25), history)
-    assert weights.tolist() == [0.0, -1.25, -0.75, 0.0]
-
-
-def test_repetition_comes_before_frequency_and_penalties_before_temperature() -> None:
-    history = RowHistory(output_token_ids=(0,))
-    both = params(repetition_penalty=2.0, frequency_penalty=1.0, temperature=0.5)
-    assert process(row(4.0), both, history).tolist() == [(4.0 / 2.0 - 1.0) / 0.5]
-
-
-def test_bias_comes_before_repetition() -> None:
-    both = params(repetition_penalty=2.0, logit_bias=((0, 6.0),))
-    assert process(row(-2.0), both, RowHistory(output_token_ids=(0,))).tolist() == [2.0]
-
-
-def test_min_p_keeps_ids_of_at_least_that_share_of_the_best() -> None:
-    logits = row(*[math.log(prob) for prob in (0.5, 0.26, 0.24)])
-    assert survivors(process(logits, params(min_p=0.5), NO_HISTORY)) == [0, 1]
-
-
-def test_min_p_of_one_keeps_the_best_alone() -> None:
-    assert survivors(process(row(1.0, 3.0, 2.0, 3.0), params(min_p=1.0), NO_HISTORY)) == [1, 3]
-
-
-def test_top_k_keeps_exactly_k_and_the_lowest_ids_among_equals() -> None:
-    assert survivors(process(row(1, 5, 3, 3, 3), params(top_k=3), NO_HISTORY)) == [1, 2, 3]
-    assert survivors(process(row(1, 5, 3), params(top_k=99), NO_HISTORY)) == [0, 1, 2]
-
-
-def test_top_p_keeps_the_smallest_head_that_reaches_the_mass() -> None:
-    logits = row(*[math.log(prob) for prob in (0.15, 0.5, 0.05, 0.3)])
-    assert survivors(process(logits, params(top_p=0.79), NO_HISTORY)) == [1, 3]
-    assert survivors(process(logits, params(top_p=0.81), NO_HISTORY)) == [0, 1, 3]
-    assert survivors(process(logits, params(top_p=1e-9), NO_HISTORY)) == [1]
-
-
-def test_top_p_takes_the_lowest_ids_among_equals() -> None:
-    assert survivors(process(row(0, 0, 0, 0), params(top_p=0.5), NO_HISTORY)) == [0, 1]
-
-
-def test_top_p_works_on_what_top_k_left_renormalised() -> None:
-    logits = row(*[math.log(prob) for prob in (0.4, 0.3, 0.2, 0.1)])
-    assert survivors(process(logits, params(top_p=0.55), NO_HISTORY)) == [0, 1]
-    assert survivors(process(logits, params(top_p=0.55, top_k=2), NO_HISTORY)) == [0]
-
-
-def test_filters_see_the_temperature() -> None:
-    logits = row(*[math.log(prob) for prob in (0.6, 0.4)])
-    assert survivors(process(logits, params(min_p=0.6), NO_HISTORY)) == [0, 1]
-    assert survivors(process(logits, params(min_p=0.6, temperature=0.5), NO_HISTORY)) == [0]
+    assert survivors(process(row(1, 1), both, RowHistory(eos_token_ids=(0,)))) == [1], "a mask beats a bias"
 
 
 @given(
@@ -161,7 +151,3 @@ def test_unusable_logits_are_refused(bad: float, temperature: float) -> None:
 def test_a_row_with_every_token_masked_is_refused() -> None:
     with pytest.raises(UnusableLogitsError, match="every token is masked"):
         process(row(-math.inf, 0.0), params(min_tokens=1), RowHistory(eos_token_ids=(1,)))
-
-
-def test_logits_of_minus_infinity_are_never_kept() -> None:
-    assert survivors(process(row(-math.inf, 0.0, 0.0), params(top_k=3, top_p=0.99), NO_HISTORY)) == [1, 2]

@@ -232,7 +232,7 @@ def test_many_sessions_at_once_on_a_fresh_fleet_all_run_and_none_waits_long_for_
     names = [loop.submit(f"s{index}", max_tokens=30).session_id for index in range(24)]
     waited_s = 0.0
     while loop.scheduler.num_sessions:
-        loop.scheduler.note_silence(loop.now_s)
+        loop.scheduler.mark_silent_drafters(loop.now_s)
         wait_s = loop.scheduler.patience_s(loop.now_s)
         waited_s, loop.now_s = waited_s + wait_s, loop.now_s + wait_s
         if wait_s == 0.0:
@@ -268,7 +268,7 @@ def test_a_step_waits_for_drafts_until_it_has_as_many_as_it_may_verify() -> None
 def test_a_step_does_not_wait_for_drafts_that_are_overdue() -> None:
     loop, session = waiting_for_drafts()
     loop.now_s += 1.0
-    loop.scheduler.note_silence(loop.now_s)
+    loop.scheduler.mark_silent_drafters(loop.now_s)
     assert loop.scheduler.patience_s(loop.now_s) == 0.0
     loop.step()
     assert loop.report.num_silenced == 1

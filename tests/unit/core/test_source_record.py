@@ -89,7 +89,7 @@ class Play:
             if number:
                 self.now_s += self.call(number)
                 self.spent_s += self.call(number)
-                self.record.asked(number, seconds=self.call(number), now_s=self.now_s)
+                self.record.called(number, seconds=self.call(number), now_s=self.now_s)
             else:
                 self.record.was_worth_none()
             for index in order[:number]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.core.link import Drafter, SessionLink
+from paceline.core.link import ConnectedDrafter, SessionLink
 from paceline.core.messages import GenerateRequest
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.session import VerifierSession
@@ -33,7 +33,7 @@ class Session(VerifierSession):
         self.usual, self.own_survivals = SessionSurvivals(), []
         self.link = SessionLink(self, "d" if drafted else "")
         if drafted:
-            self.link.connect(Drafter())
+            self.link.connect(ConnectedDrafter())
 
 
 class Watched:

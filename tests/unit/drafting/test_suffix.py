@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.params import NGRAM, SUFFIX
-from paceline.core.tree import DraftTree
+from paceline.core.tree import DraftTree, path_tokens
 from paceline.drafting.suffix import LEAST_MATCH, MOST_PLACES, RecentTexts, SuffixIndex, TextFollower, TextSource
 from paceline.engine.source_interface import Turn
 
@@ -106,11 +106,7 @@ def test_every_guess_really_followed_these_tokens_somewhere(tokens):
     tree, survivals = grown(follow(tokens), tokens, limit=16, least=0.0)
     text = "," + ",".join(map(str, tokens)) + ","
     for node in tree.nodes():
-        path, step = [], node
-        while step is not tree.root:
-            path.append(step.token_id)
-            step = step.parent
-        assert "," + ",".join(map(str, tokens[-LEAST_MATCH:] + path[::-1])) + "," in text
+        assert "," + ",".join(map(str, tokens[-LEAST_MATCH:] + path_tokens(node))) + "," in text
     assert tree.num_nodes == len(survivals)
     assert survivals == sorted(survivals, reverse=True)
 
@@ -122,18 +118,12 @@ def test_a_limit_cuts_off_what_is_worth_least(tokens, limit):
     assert some == everything[:limit]
 
 
-def test_outputs_of_other_sessions_are_read_by_suffix_alone():
-    for name, expected in ((SUFFIX, [7, 8]), (NGRAM, [])):
-        source = TextSource(name)
-        looking(source, [1, 2, 5, 6, 7, 8], 2).follower.close()
-        tokens = [3, 5, 6]
-        tree, _ = grown(looking(source, tokens, 3), tokens)
-        assert longest_path(tree) == expected
-
-
-@pytest.mark.parametrize(("salt", "expected"), [("one key", [7, 8]), ("another key", []), ("", [])])
-def test_outputs_of_sessions_of_another_salt_are_never_read(salt, expected):
-    source = TextSource(SUFFIX)
+@pytest.mark.parametrize(
+    ("name", "salt", "expected"),
+    [(SUFFIX, "one key", [7, 8]), (SUFFIX, "another key", []), (SUFFIX, "", []), (NGRAM, "one key", [])],
+)
+def test_outputs_of_other_sessions_are_read_by_suffix_alone_and_under_the_same_salt(name, salt, expected):
+    source = TextSource(name)
     looking(source, [1, 2, 5, 6, 7, 8], 2, "one key").follower.close()
     tokens = [3, 5, 6]
     tree, _ = grown(looking(source, tokens, 3, salt), tokens)

@@ -77,6 +77,8 @@ def test_heads_of_another_size_are_refused(tiny, tmp_path):
     save_medusa(tmp_path, random_medusa(hidden=32, vocab=VOCAB), num_heads=3, num_blocks=1)
     with pytest.raises(ConfigError, match=r"'0\.0\.linear\.weight' is \[32, 32\], config\.json asks for \[48, 48\]"):
         MedusaHeads.load(tmp_path, tiny("llama").load())
+    with pytest.raises(ConfigError, match=r"nowhere/config\.json cannot be read"):
+        MedusaHeads.load(tmp_path / "nowhere", tiny("llama").load())
 
 
 def test_one_head_of_its_own_asks_for_all(tiny, tmp_path):
@@ -93,8 +95,3 @@ def test_pickled_heads_are_refused_with_a_way_out(tiny, tmp_path):
     (tmp_path / "medusa_lm_head.pt").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"medusa_lm_head\.pt.*safetensors\.torch\.save_file"):
         MedusaHeads.load(tmp_path, tiny("llama").load())
-
-
-def test_a_missing_folder_is_named(tiny, tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere/config\.json cannot be read"):
-        MedusaHeads.load(tmp_path / "nowhere", tiny("llama").load())

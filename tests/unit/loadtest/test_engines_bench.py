@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from loadtest.engines import PLAIN_ALL, PLAIN_SAME, TIER, Load, row_of, sides_of, speeds_at
-from loadtest.peers import PeerFigure
+from loadtest.peers.run import PeerFigure
 
 SPEEDS = {
     PLAIN_ALL: [100, 200],

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from loadtest.histories import HTTP, History, Verdict, in_order, judge
+from loadtest.histories import HTTP, History, Kind, Verdict, in_order, judge
 
 TOKENS = (1, 2, 3, 4, 5, 6)
 TEXT = "abcdef"
@@ -14,7 +14,7 @@ TEXT = "abcdef"
 
 def begun() -> History:
     history = History(clock=itertools.count().__next__)
-    history.asked()
+    history.note(Kind.ASKED)
     return history
 
 
@@ -23,9 +23,9 @@ def told(*token_ids: int, end: str = "length", text: str | None = None) -> Histo
     history = begun()
     text = "".join(chr(96 + token_id) for token_id in token_ids) if text is None else text
     for at in range(0, len(token_ids), 2):
-        history.piece(token_ids[at : at + 2], text[at : at + 2])
+        history.note(Kind.PIECE, token_ids=token_ids[at : at + 2], text=text[at : at + 2])
     if end:
-        history.ended(end)
+        history.note(Kind.ENDED, end)
     return history
 
 
@@ -33,8 +33,8 @@ def told_text(text: str) -> History:
     """A client of a door that brings text alone."""
     history = begun()
     history.door = HTTP
-    history.piece(text=text)
-    history.ended("length")
+    history.note(Kind.PIECE, text=text)
+    history.note(Kind.ENDED, "length")
     return history
 
 
@@ -43,26 +43,25 @@ REFERENCE = [told(*TOKENS)]
 
 def failed(*token_ids: int) -> History:
     history = told(*token_ids, end="")
-    history.failed("UnavailableError: gone")
+    history.note(Kind.FAILED, "UnavailableError: gone")
     return history
 
 
 def test_whole_answers_over_either_door_and_however_they_were_cut_are_clean() -> None:
     interrupted = told(1, 2, end="")
-    interrupted.resumed("the gateway died")
-    interrupted.piece((3, 4, 5, 6), "cdef")
-    interrupted.ended("length")
+    interrupted.note(Kind.PIECE, token_ids=(3, 4, 5, 6), text="cdef")
+    interrupted.note(Kind.ENDED, "length")
     assert judge([told(*TOKENS), told_text(TEXT), interrupted], REFERENCE) == Verdict()
 
 
 def test_a_request_that_was_never_begun_is_owed_nothing_and_one_that_came_again_is_answered() -> None:
     refused = begun()
-    refused.refused("come again")
+    refused.note(Kind.REFUSED, "come again")
     again = begun()
-    again.refused("come again")
-    again.asked()
-    again.piece(TOKENS, TEXT)
-    again.ended("length")
+    again.note(Kind.REFUSED, "come again")
+    again.note(Kind.ASKED)
+    again.note(Kind.PIECE, token_ids=TOKENS, text=TEXT)
+    again.note(Kind.ENDED, "length")
     assert judge([refused, again], REFERENCE).clean
 
 
@@ -95,41 +94,26 @@ def test_what_is_lost_doubled_changed_or_left_without_an_answer_is_counted(histo
 
 def test_a_request_that_was_taken_and_then_refused_is_left_without_an_answer() -> None:
     history = told(1, 2, end="")
-    history.refused("no place")
-    resumed = begun()
-    resumed.resumed("the gateway died")
-    resumed.refused("no place")
-    assert judge([history, resumed], REFERENCE).unanswered == 2
+    history.note(Kind.REFUSED, "no place")
+    assert judge([history], REFERENCE).unanswered == 1
 
 
 def after_its_end(history: History) -> None:
-    history.ended("length")
-    history.piece((7,), "g")
+    history.note(Kind.ENDED, "length")
+    history.note(Kind.PIECE, token_ids=(7,), text="g")
 
 
 def ended_twice(history: History) -> None:
-    history.ended("length")
-    history.ended("length")
+    history.note(Kind.ENDED, "length")
+    history.note(Kind.ENDED, "length")
 
 
 def without_being_asked_again(history: History) -> None:
-    history.refused("no place")
-    history.piece((1,), "a")
+    history.note(Kind.REFUSED, "no place")
+    history.note(Kind.PIECE, token_ids=(1,), text="a")
 
 
-def out_of_its_place(history: History) -> None:
-    history.piece((1, 2), "ab", offset=0)
-    history.piece((5, 6), "ef", offset=4)
-
-
-def in_its_place_twice(history: History) -> None:
-    history.piece((1, 2), "ab", offset=0)
-    history.piece((1, 2), "ab", offset=0)
-
-
-@pytest.mark.parametrize(
-    "disorder", [after_its_end, ended_twice, without_being_asked_again, out_of_its_place, in_its_place_twice]
-)
+@pytest.mark.parametrize("disorder", [after_its_end, ended_twice, without_being_asked_again])
 def test_events_out_of_their_order_are_found(disorder: Callable[[History], None]) -> None:
     history = begun()
     disorder(history)
@@ -139,18 +123,9 @@ def test_events_out_of_their_order_are_found(disorder: Callable[[History], None]
 
 def test_an_answer_before_the_question_and_a_clock_that_runs_backwards_are_found() -> None:
     unasked = History(clock=itertools.count().__next__)
-    unasked.piece((1,), "a")
+    unasked.note(Kind.PIECE, token_ids=(1,), text="a")
     assert not in_order(unasked)
     backwards = History(clock=itertools.count(0, -1).__next__)
-    backwards.asked()
-    backwards.piece((1,), "a")
+    backwards.note(Kind.ASKED)
+    backwards.note(Kind.PIECE, token_ids=(1,), text="a")
     assert not in_order(backwards)
-
-
-def test_pieces_in_their_places_are_in_order() -> None:
-    history = begun()
-    history.piece((1, 2), "ab", offset=0)
-    history.piece((), "c", offset=2)
-    history.piece((3, 4), "d", offset=2)
-    history.ended("length")
-    assert in_order(history)

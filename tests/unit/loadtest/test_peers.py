@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loadtest.peers import PeerBench, PeerFigure, best_figure, measure_peers
 from loadtest.peers.bench import num_different
 from loadtest.peers.environments import child_environ, recipe_of
 from loadtest.peers.inside.protocol import About, Case, Job, TokenIds, Wave, WaveClock, measure
 from loadtest.peers.processes import CommandFailedError, last_words, run_command
-from loadtest.peers.run import cases_of, figures_of, parse_answer
+from loadtest.peers.run import PeerBench, PeerFigure, figures_of, parse_answer
 
 ENV = dict(os.environ)
 PROMPTS = [[0, number] for number in range(32)]
@@ -60,7 +59,7 @@ def test_an_answer_is_an_object() -> None:
 
 
 def test_cases_run_whole_waves_one_process_per_draft_length() -> None:
-    assert cases_of(bench()) == {
+    assert bench().cases() == {
         None: [
             Case(streams=1, num_prompts=8),
             Case(streams=8, num_prompts=8),
@@ -72,20 +71,9 @@ def test_cases_run_whole_waves_one_process_per_draft_length() -> None:
     }
 
 
-def test_a_peer_that_drafts_for_one_stream_only_is_not_asked_for_more() -> None:
-    assert cases_of(bench(plain=[8], drafted={8: [3]}), drafts_in_batches=False) == {
-        None: [Case(streams=8, num_prompts=8)]
-    }
-
-
 def test_too_few_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="64 streams need 64 prompts, got 32"):
-        cases_of(bench(plain=[64]))
-
-
-def test_an_unknown_peer_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no peer tgi; there are transformers, openvino-genai"):
-        measure_peers(["tgi"], bench())
+        bench(plain=[64]).cases()
 
 
 class FakePeer:
@@ -145,17 +133,6 @@ def test_figures_keep_what_was_measured_before_a_failure() -> None:
     assert json.loads(json.dumps(done.row()))["decode_tokens_per_s"] == 9.0
 
 
-def test_the_best_figure_is_the_fastest_without_an_error() -> None:
-    figures = [
-        PeerFigure(peer="a", streams=1, decode_tokens_per_s=5.0),
-        PeerFigure(peer="b", streams=1, mode="draft", draft_length=3, decode_tokens_per_s=7.0),
-        PeerFigure(peer="c", streams=1, decode_tokens_per_s=9.0, error="no"),
-    ]
-    assert best_figure(figures, streams=1) is figures[1]
-    assert best_figure(figures, streams=1, mode="plain") is figures[0]
-    assert best_figure(figures, streams=8) is None
-
-
 def test_texts_are_compared_with_the_peers_own_plain_run() -> None:
     plain = PeerFigure(peer="a", streams=1, token_ids=[[1, 2], [3, 4]])
     drafted = PeerFigure(peer="a", streams=1, mode="draft", draft_length=3, token_ids=[[1, 2], [3, 5]])
@@ -205,12 +182,12 @@ def test_a_failing_command_is_named_with_its_last_error() -> None:
 
 
 def test_a_missing_program_is_one_line() -> None:
-    with pytest.raises(CommandFailedError, match="llama-server does not start: No such file"):
-        run_command(["/nowhere/llama-server"], env=ENV, quiet_s=30)
+    with pytest.raises(CommandFailedError, match="engine does not start: No such file"):
+        run_command(["/nowhere/engine"], env=ENV, quiet_s=30)
 
 
 def test_silence_is_reported_too() -> None:
-    assert last_words("\n \n") == "it said nothing"
+    assert last_words("\n \n") == "it printed nothing"
 
 
 def test_a_job_says_how_guesses_come_about() -> None:

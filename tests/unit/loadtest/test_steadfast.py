@@ -7,10 +7,10 @@ import random
 from collections import Counter
 from itertools import islice
 
-from loadtest.failover import SETTLING_TOKENS, _first_token_after_pause, _mean_length
 from loadtest.faults import FAULTS, KILL, POISONER, VALKEY, planned
 from loadtest.histories import Event, History, Kind
-from loadtest.steadfast import http_body, long_request, mixed_requests
+from loadtest.resuming_http import http_body
+from loadtest.steadfast import long_request, mixed_requests
 
 NAMES = {
     "verifier": ["v0", "v1"],
@@ -21,14 +21,8 @@ NAMES = {
 }
 
 
-def pieces(*times_s: float, lens: tuple[int, ...] = ()) -> History:
-    lens = lens or (1,) * len(times_s)
-    return History(
-        events=[
-            Event(kind=Kind.PIECE, at_s=at_s, token_ids=tuple(range(length)))
-            for at_s, length in zip(times_s, lens, strict=True)
-        ]
-    )
+def pieces(*times_s: float) -> History:
+    return History(events=[Event(kind=Kind.PIECE, at_s=at_s, token_ids=(1,)) for at_s in times_s])
 
 
 def test_a_pause_is_the_longest_gap_around_or_right_after_a_time() -> None:
@@ -82,10 +76,4 @@ def test_a_long_request_fills_the_context_and_goes_through_the_other_door_with_t
     body = http_body(request)
     assert body["prompt"] == list(request.prompt_token_ids.ids)
     assert (body["seed"], body["max_tokens"], body["temperature"]) == (5, 160, request.sampling.temperature)
-
-
-def test_lengths_are_counted_from_a_token_on_and_without_the_cut_off_last_step() -> None:
-    steps = pieces(0.0, 0.1, 2.0, 2.1, 2.2, lens=(4, 4, 4, 1, 9))
-    assert _first_token_after_pause(steps, 0.05) == 8
-    assert _mean_length([steps], [8]) == 2.5
-    assert SETTLING_TOKENS == 16
+    assert (body["ignore_eos"], body["speculation"]) == (True, {"acceptance": "coupled"})

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loadtest.prompts import open_prompts, read_questions
+from loadtest.streams import Ask, Completion
 from loadtest.traffic.config import ADAPTIVE, OFF, ON, LoadConfig
 from loadtest.traffic.figures import (
     buckets_of,
@@ -18,36 +20,36 @@ from loadtest.traffic.figures import (
     running_over_time,
 )
 from loadtest.traffic.highest import MAX_TRIALS, NEAR, TriedRate, judged, next_rate
-from loadtest.traffic.plan import Request, Source, densest, fitted, opening, requests_of, windows_of
-from loadtest.traffic.prompts import open_prompts, read_questions
-from loadtest.traffic.sending import Answer
+from loadtest.traffic.plan import Source, densest, fitted, opening, requests_of, windows_of
+from tokenizers import Tokenizer
 
 from paceline.cluster.checkpoints import DEMO_TARGET
 from paceline.core.errors import ConfigError
 from paceline.planning.arrivals import Arrival
 
 
-def answer(index: int = 0, *, counts: tuple[tuple[float, int], ...] = ((1.0, 1),), **changes: object) -> Answer:
-    made = Answer(index=index, due_s=0.0, sent_s=0.0, ended_s=counts[-1][0] if counts else 0.0, counts=counts)
+def answer(index: int = 0, *, counts: tuple[tuple[float, int], ...] = ((1.0, 1),), **changes: object) -> Completion:
+    num_tokens = sum(count for _, count in counts)
+    made = Completion(index=index, ended_s=counts[-1][0] if counts else 0.0, counts=counts, num_tokens=num_tokens)
     return replace(made, **changes)
 
 
-def request(index: int, due_s: float, max_tokens: int = 10) -> Request:
-    return Request(index=index, due_s=due_s, prompt="#", max_tokens=max_tokens, temperature=0.0, seed=index)
+def request(index: int, due_s: float, max_tokens: int = 10) -> Ask:
+    return Ask(index=index, due_s=due_s, prompt="#", max_tokens=max_tokens, seed=index)
 
 
 def test_tokens_that_come_at_once_share_their_wait() -> None:
-    gaps_s = answer(counts=((1.0, 1), (1.5, 2), (1.75, 1))).gaps_s
+    gaps_s = answer(counts=((1.0, 1), (1.5, 2), (1.75, 1))).token_gaps_s
     assert gaps_s == [0.25, 0.25, 0.25]
 
 
 def test_the_first_piece_waited_for_the_prompt_and_has_no_gaps() -> None:
-    assert answer(counts=((1.0, 3),)).gaps_s == []
-    assert answer(counts=((1.0, 3), (2.0, 1))).gaps_s == [1.0]
+    assert answer(counts=((1.0, 3),)).token_gaps_s == []
+    assert answer(counts=((1.0, 3), (2.0, 1))).token_gaps_s == [1.0]
 
 
 def test_two_pieces_that_came_together_are_one() -> None:
-    assert answer(counts=((1.0, 1), (2.0, 1), (2.0, 3))).gaps_s == [0.25] * 4
+    assert answer(counts=((1.0, 1), (2.0, 1), (2.0, 3))).token_gaps_s == [0.25] * 4
 
 
 def test_gaps_add_up_to_the_time_from_the_first_to_the_last_token() -> None:
@@ -55,8 +57,8 @@ def test_gaps_add_up_to_the_time_from_the_first_to_the_last_token() -> None:
     times = np.cumsum(rng.exponential(0.1, 50))
     counts = tuple((float(at_s), int(count)) for at_s, count in zip(times, rng.integers(1, 6, 50), strict=True))
     of = answer(counts=counts)
-    assert sum(of.gaps_s) == pytest.approx(counts[-1][0] - counts[0][0])
-    assert len(of.gaps_s) == of.num_tokens - counts[0][1]
+    assert sum(of.token_gaps_s) == pytest.approx(counts[-1][0] - counts[0][0])
+    assert len(of.token_gaps_s) == of.num_tokens - counts[0][1]
 
 
 def test_percentiles_are_in_milliseconds() -> None:
@@ -66,7 +68,7 @@ def test_percentiles_are_in_milliseconds() -> None:
 
 
 def test_latency_counts_from_sending_and_lateness_from_when_it_was_due() -> None:
-    late = answer(counts=((3.0, 1), (4.0, 1)), due_s=1.0, sent_s=1.5, ended_s=4.25)
+    late = answer(counts=((3.0, 1), (4.0, 1)), due_s=1.0, started_s=1.5, ended_s=4.25)
     assert (late.late_s, late.ttft_s, late.e2e_s) == (0.5, 1.5, 2.75)
 
 
@@ -91,7 +93,7 @@ def test_slots_are_sorted_into_thirds_by_the_tokens_that_are_asked_for() -> None
     assert buckets == {4: "low", 0: "low", 2: "mid", 5: "mid", 1: "high", 3: "high"}
 
 
-def modes(adaptive_s: float) -> dict[str, list[list[Answer]]]:
+def modes(adaptive_s: float) -> dict[str, list[list[Completion]]]:
     """Two requests a mode, a slot each; the adaptive ones take as long as is said."""
     lengths = {OFF: 1.0, ON: 2.0, ADAPTIVE: adaptive_s}
     return {
@@ -137,24 +139,20 @@ def test_texts_that_differ_between_modes_are_counted() -> None:
 
 
 def test_requests_under_way_are_counted_over_time() -> None:
-    window = [answer(0, sent_s=0.0, ended_s=3.0), answer(1, sent_s=1.0, ended_s=2.0)]
+    window = [answer(0, started_s=0.0, ended_s=3.0), answer(1, started_s=1.0, ended_s=2.0)]
     times, running = running_over_time([window, window], [4.0, 3.0], 1.0)
     assert list(times) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert list(running) == [1, 2, 1, 0, 1, 2, 1]
 
 
-class Numbers:
+def numbers(index: int, num_tokens: int) -> str:
     """Prompts that say which they are."""
-
-    described = "numbers"
-
-    def prompt(self, index: int, num_tokens: int) -> str:
-        return str(index)
+    return str(index)
 
 
 def test_requests_of_another_seed_have_other_prompts_and_those_of_the_same_seed_the_same() -> None:
     arrivals = [Arrival(1.0 * index, 10, 10) for index in range(50)]
-    first, again, other = (requests_of(arrivals, Numbers(), config(seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (requests_of(arrivals, numbers, config(seed=seed)) for seed in (1, 1, 2))
     assert first == again
     assert not {each.prompt for each in first} & {each.prompt for each in other}
     assert [each.index for each in other] == list(range(50))
@@ -178,7 +176,7 @@ def held(slow: int = 0, ttft_s: float = 0.1, gap_s: float = 0.1, error: str = ""
     for index in range(100):
         first_s, then_s = (ttft_s, gap_s) if index < slow else (0.1, 0.1)
         counts = ((index + first_s, 1), (index + first_s + 3 * then_s, 3))
-        answers.append(answer(index, sent_s=float(index), ended_s=index + 9.0, counts=counts, error=error))
+        answers.append(answer(index, started_s=float(index), ended_s=index + 9.0, counts=counts, error=error))
     return judged(1.0, answers, config(max_ttft_s=1.0, max_itl_s=0.2)).held
 
 
@@ -244,11 +242,12 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
 
 
 def test_source_code_is_cut_to_the_length_asked_for_and_every_request_has_its_own() -> None:
-    prompts = open_prompts(None, DEMO_TARGET, max_tokens=512, seed=1)
-    texts = [prompts.prompt(index, 60) for index in range(20)]
+    prompts, _ = open_prompts(None, DEMO_TARGET, max_tokens=512, seed=1)
+    texts = [prompts(index, 60) for index in range(20)]
     assert len(set(texts)) == 20
-    assert texts == [prompts.prompt(index, 60) for index in range(20)]
-    lengths = [len(prompts._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+    assert texts == [prompts(index, 60) for index in range(20)]
+    tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
+    lengths = [len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
     assert all(57 <= length <= 62 for length in lengths)
 
 
@@ -256,9 +255,9 @@ def test_questions_are_read_and_clipped(tmp_path: Path) -> None:
     path = tmp_path / "question.jsonl"
     path.write_text('{"question_id": 1, "turns": ["def one(x): return x", "more"]}\n{"prompt": "def two():"}\n')
     assert read_questions(path) == ["def one(x): return x", "def two():"]
-    prompts = open_prompts(path, DEMO_TARGET, max_tokens=2, seed=1)
-    assert prompts.prompt(0, 500) == "def one"
-    assert prompts.prompt(2, 500) == prompts.prompt(0, 1)
+    prompts, _ = open_prompts(path, DEMO_TARGET, max_tokens=2, seed=1)
+    assert prompts(0, 500) == "def one"
+    assert prompts(2, 500) == prompts(0, 1)
 
 
 @pytest.mark.parametrize("line", ["", "[]", '{"turns": []}', '{"turns": [3]}', '{"prompt": ""}', "{"])
@@ -271,7 +270,7 @@ def test_bad_questions_are_refused_with_their_line(tmp_path: Path, line: str) ->
 
 def test_the_same_configuration_sends_the_same_requests() -> None:
     settings = config(rate="2")
-    prompts = open_prompts(None, DEMO_TARGET, max_tokens=512, seed=1)
+    prompts, _ = open_prompts(None, DEMO_TARGET, max_tokens=512, seed=1)
     first, second = (requests_of(Source(settings).arrivals(2.0), prompts, settings) for _ in range(2))
     assert first == second
     assert len({each.seed for each in first}) == len(first)

@@ -172,10 +172,9 @@ def test_what_never_keeps_up_is_given_up_and_counted() -> None:
     assert math.isfinite(outcome.e2e_s()[0])
 
 
-@pytest.mark.parametrize(
-    ("way", "verifiers", "drafters", "name"),
-    [(Way.PLAIN, 0, 0, "num_verifiers"), (Way.TIER, 1, 0, "num_drafters"), (Way.COLOCATED, 1, 1, "num_drafters")],
-)
-def test_cells_that_make_no_sense_are_refused(way: Way, verifiers: int, drafters: int, name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        Fleet(way=way, num_verifiers=verifiers, num_drafters=drafters)
+def test_fleets_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_verifiers"):
+        Fleet(way=Way.PLAIN, num_verifiers=0)
+    for way, drafters in ((Way.TIER, 0), (Way.COLOCATED, 1)):
+        with pytest.raises(ConfigError, match="num_drafters"):
+            Fleet(way=way, num_drafters=drafters)

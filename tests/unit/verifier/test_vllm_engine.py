@@ -12,7 +12,7 @@ from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, FinishReason, GenerateRequest, ModelIdentity, PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.core.suspects_turn import HEARD_S
-from paceline.core.target_events import Cancel, HeardOf, Submit, TargetOutput
+from paceline.core.target_events import Cancel, Submit, SuspectAnnounced, TargetOutput
 from paceline.verifier.vllm.engine import LastStats, VllmEngine
 from tests.support.clock import Clock
 
@@ -222,7 +222,7 @@ def test_a_suspect_is_computed_once_its_gateway_has_heard_so(engine: VllmEngine,
     engine.step()
     assert script.requests == {}
     assert engine.patience_s() == HEARD_S
-    engine.handle(HeardOf(session_id="s1", serial=1))
+    engine.handle(SuspectAnnounced(session_id="s1", serial=1))
     assert engine.patience_s() == 0.0
     assert engine.begin() is None
     assert set(script.requests) == {"1"}
@@ -244,7 +244,7 @@ def test_the_engines_death_is_laid_on_a_suspect_alone_until_it_has_a_token(engin
     submit(engine, 3, suspect=True)
     begun(engine)
     assert engine.at_stake == (1,)
-    engine.handle(HeardOf(session_id="s2", serial=2))
+    engine.handle(SuspectAnnounced(session_id="s2", serial=2))
     engine.begin()
     assert engine.at_stake == (2,)
     script.answers.append([answer(1, 5), answer(2, 5)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -169,16 +170,7 @@ def test_the_verifier_imports_no_engine_before_it_knows_which() -> None:
     assert (run.returncode, run.stderr) == (0, "")
 
 
-NO_VLLM = """
-import sys
-sys.modules["vllm"] = None
-from paceline.verifier.__main__ import main
-main(["--engine", "vllm", "--model", "m", "--redis-url", "memory://"])
-"""
-
-
-@pytest.mark.full
-def test_a_python_without_vllm_says_so_in_one_line() -> None:
-    run = subprocess.run([sys.executable, "-c", NO_VLLM], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "--engine vllm: vLLM cannot be imported" in run.stderr.splitlines()[-1]
+def test_a_python_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match="--engine vllm: vLLM cannot be imported"):
+        importlib.import_module("paceline.verifier.vllm.launch")

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.draft_policy import DraftPolicy, FixedGamma, Goodput
 from paceline.core.messages import CloseSession, OpenSession
-from paceline.core.pairing import KnownDrafter, Pairing
+from paceline.core.pairing import DrafterCandidate, Pairing
 from paceline.core.params import DRAFT_MODEL
 from paceline.core.target_events import DraftsArrived, LinkChanged
 from paceline.vllm.chain_scheduler import ChainScheduler
@@ -34,7 +34,7 @@ class Vllm:
         guess_s: float = 0.0002,
     ) -> None:
         self.pairing = Pairing()
-        self.pairing.know([KnownDrafter(address=DRAFTER)])
+        self.pairing.know([DrafterCandidate(address=DRAFTER)])
         self.tier = ChainScheduler(
             name="v",
             policy=FixedGamma(gamma=MAX_CHAIN) if policy is None else policy,
@@ -222,7 +222,7 @@ def test_a_session_goes_to_another_drafter_when_its_own_is_gone() -> None:
     vllm.begin(1)
     vllm.reach_drafter()
     vllm.run(MEASURED + 1)
-    vllm.pairing.know([KnownDrafter(address=DRAFTER, down_s=10.0), KnownDrafter(address="d:2")])
+    vllm.pairing.know([DrafterCandidate(address=DRAFTER, down_s=10.0), DrafterCandidate(address="d:2")])
     vllm.tier.change_link(LinkChanged(address="d:2", up=True), vllm.now_s)
     assert vllm.tier.pair_anew(vllm.now_s) == 1
     vllm.carry()

@@ -6,20 +6,7 @@ import os
 
 import pytest
 
-from paceline.core.errors import ConfigError
-from paceline.service.config import parse_cpus
 from paceline.vllm.helper_process import BIND_VARIABLE, free_cpus
-
-
-@pytest.mark.parametrize(("text", "cpus"), [("3", {3}), ("4-6,1", {1, 4, 5, 6}), (" 0 , 2-2", {0, 2})])
-def test_lists_and_ranges_are_read(text: str, cpus: set[int]) -> None:
-    assert parse_cpus("cpus", text) == cpus
-
-
-@pytest.mark.parametrize("text", ["", "a", "3-1", "1-", "1,,2", "-1", "1-2-3"])
-def test_what_is_no_list_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="cpus must be a list of CPUs"):
-        parse_cpus("cpus", text)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a decoder asks for all that depends on how and where it runs: its back end, and the platform below that."""
+"""Interfaces of all that depends on how and where a decoder runs: its back end, and the platform below that."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
+from typing_extensions import override
 
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
@@ -60,7 +61,7 @@ class Backend(ABC):
         """Refuses states that `forward` cannot keep.
 
         Raises:
-            ConfigError: It cannot; says why.
+            ConfigError: It cannot; names the reason.
         """
 
     def new_cache(self, num_blocks: int, state_width: int) -> KVCache:
@@ -68,10 +69,10 @@ class Backend(ABC):
         return self.platform.new_cache(self.config, num_blocks, self.dtype, state_width)
 
     def prepare(self, max_rows: int) -> None:  # noqa: B027 - most need nothing
-        """Makes at once, and before memory is accounted for, what steps of up to so many rows need."""
+        """Makes at once, and before memory is accounted for, what steps of up to `max_rows` rows need."""
 
     def rows_computed(self, rows: int) -> int:
-        """Rows that a step of so many computes: kernels and recorded steps round up."""
+        """Rows that a step of `rows` rows computes: kernels and recorded steps round up."""
         return self.platform.rows_computed(rows, self.dtype)
 
 
@@ -105,7 +106,7 @@ class Platform(ABC):
         """An empty cache of `num_blocks` blocks."""
 
     def rows_computed(self, rows: int, dtype: torch.dtype) -> int:
-        """Rows that linears of this kind compute for so many."""
+        """Rows that linears of this kind compute for `rows` rows."""
         return rows
 
     @abstractmethod
@@ -115,3 +116,28 @@ class Platform(ABC):
     @abstractmethod
     def llama(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> Backend:
         """The back end of a model of the Llama family, whose weights lie on the device."""
+
+
+class LlamaBackend(Backend):
+    """Llama, Mistral, Qwen2, Qwen3 and EAGLE-3 heads, with as little as possible between the linear layers.
+
+    The residual stream is float32.
+
+    Args:
+        platform: Where it computes.
+        config: Sizes.
+        shape: More of them.
+        weights: On the platform's device, made of its linears.
+    """
+
+    def __init__(self, platform: Platform, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> None:
+        self.platform, self.config, self.weights = platform, config, weights
+        self.dtype, self.hidden_size = weights.embedding.dtype, shape.hidden_size
+        self.layer_bytes = tuple(layer.nbytes for layer in weights.layers)
+        self.weight_bytes = weights.head.nbytes + sum(self.layer_bytes)
+        self.feature_width = 0 if weights.features is None else shape.hidden_size
+        self._scale = config.head_dim**-0.5
+
+    @override
+    def head(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.weights.head(rows)

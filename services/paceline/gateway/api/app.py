@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -15,15 +16,18 @@ from starlette.routing import BaseRoute, Route
 
 import paceline
 from paceline.core.errors import ModelNotFoundError, PacelineError
-from paceline.gateway.api.anthropic.endpoint import ERRORS, CountTokensEndpoint, MessagesDoor
+from paceline.gateway.api.anthropic.endpoint import ERRORS as MESSAGE_ERRORS
+from paceline.gateway.api.anthropic.endpoint import MessagesApi, count_tokens
 from paceline.gateway.api.console.feed import ConsoleFeed
 from paceline.gateway.api.console.pages import console_routes
+from paceline.gateway.api.endpoints.endpoint import Endpoint
 from paceline.gateway.api.endpoints.reading import BodyReader
 from paceline.gateway.api.openai.endpoint import CompletionEndpoint
-from paceline.gateway.api.openai.tokenizing import TokenizerEndpoint, detokenized, tokenized
+from paceline.gateway.api.openai.tokenizing import TokenizerEndpoint, detokenize, tokenize
 from paceline.gateway.api.openai.translated import TranslatedEndpoint
 from paceline.gateway.api.openapi import PATH, openapi_document
-from paceline.gateway.api.responses.endpoint import response_routes
+from paceline.gateway.api.responses.endpoint import ERRORS as RESPONSE_ERRORS
+from paceline.gateway.api.responses.endpoint import KeptResponses, ResponsesApi
 from paceline.gateway.api.responses.keeping import ResponseShelf
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.http.errors import HttpError, to_http
@@ -31,13 +35,15 @@ from paceline.gateway.http.response import ErrorForm
 from paceline.gateway.sessions.readiness import readiness
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
+from paceline.obs.attributes import CHAT, TEXT_COMPLETION
 from paceline.obs.tracing import OFF, Tracer
 from paceline.service.supervision import Supervisor
 
 OWNER = "paceline"
+RESPONSES = "/v1/responses"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
-# What is refused before it comes to its endpoint is told in the words of its API, too.
-ERROR_FORMS: Mapping[str, ErrorForm] = dict.fromkeys((MESSAGES, COUNT_TOKENS), ERRORS)
+# A request that is refused before it comes to its endpoint gets the error in the words of its API, too.
+ERROR_FORMS: Mapping[str, ErrorForm] = dict.fromkeys((MESSAGES, COUNT_TOKENS), MESSAGE_ERRORS)
 
 
 def create_app(
@@ -56,26 +62,37 @@ def create_app(
     """Returns the application.
 
     Args:
-        sessions: Runs what is asked for.
-        fleet: Names the models and tells how the fleet is.
+        sessions: Runs requests.
+        fleet: Knows models and replicas.
         resumption: Takes over sessions whose streams broke off.
         registry: Metrics to show.
         reader: Reads request bodies.
         shelf: Keeps responses.
         started_s: Unix time that models are shown with.
         console: Figures of the console; None: it is not served.
-        tracer: Records spans of requests, if it does.
-        supervisor: Tells which background tasks fail.
+        tracer: Records spans of requests, if tracing is on.
+        supervisor: Knows which background tasks fail.
     """
-    endpoints = (sessions, resumption, reader, tracer)
+    serve = partial(Endpoint, count_error=sessions.count_error)
+    traced = partial(serve, tracer=tracer)
+    completions = partial(CompletionEndpoint, sessions, resumption, reader)
+    translated = partial(TranslatedEndpoint, sessions, reader)
+    tokenizer = partial(TokenizerEndpoint, sessions, reader)
+    kept = KeptResponses(sessions, resumption, shelf)
+    posts = {
+        "/v1/completions": traced(completions(chat=False), operation=TEXT_COMPLETION, id_prefix="cmpl-"),
+        "/v1/chat/completions": traced(completions(chat=True), operation=CHAT, id_prefix="chatcmpl-"),
+        RESPONSES: traced(translated(ResponsesApi(shelf)), operation=CHAT, id_prefix="resp_", errors=RESPONSE_ERRORS),
+        f"{RESPONSES}/{{response_id}}/cancel": serve(kept.cancel, errors=RESPONSE_ERRORS),
+        MESSAGES: traced(translated(MessagesApi()), operation=CHAT, id_prefix="msg_", errors=MESSAGE_ERRORS),
+        COUNT_TOKENS: serve(tokenizer(count_tokens), id_prefix="tok-", errors=MESSAGE_ERRORS),
+        "/tokenize": serve(tokenizer(tokenize), id_prefix="tok-"),
+        "/detokenize": serve(tokenizer(detokenize), id_prefix="tok-"),
+    }
     routes = [
-        Route("/v1/completions", CompletionEndpoint(*endpoints, chat=False), methods=["POST"]),
-        Route("/v1/chat/completions", CompletionEndpoint(*endpoints, chat=True), methods=["POST"]),
-        Route("/tokenize", TokenizerEndpoint(sessions, reader, tokenized), methods=["POST"]),
-        Route("/detokenize", TokenizerEndpoint(sessions, reader, detokenized), methods=["POST"]),
-        Route(MESSAGES, TranslatedEndpoint(sessions, reader, tracer, MessagesDoor()), methods=["POST"]),
-        Route(COUNT_TOKENS, CountTokensEndpoint(sessions, reader), methods=["POST"]),
-        *response_routes(sessions, resumption, reader, tracer, shelf),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+        Route(f"{RESPONSES}/{{response_id}}", serve(kept.show, errors=RESPONSE_ERRORS), methods=["GET"]),
+        Route(f"{RESPONSES}/{{response_id}}", serve(kept.delete, errors=RESPONSE_ERRORS), methods=["DELETE"]),
         *(console_routes(console) if console is not None else ()),
         *_model_routes(fleet, started_s),
         *_status_routes(sessions, fleet, registry, supervisor),
@@ -86,7 +103,7 @@ def create_app(
 def _status_routes(
     sessions: Sessions, fleet: Fleet, registry: CollectorRegistry, supervisor: Supervisor
 ) -> list[BaseRoute]:
-    """How the gateway is."""
+    """Health, load, version and metrics."""
 
     async def livez(_: Request) -> Response:
         return JSONResponse({"status": "alive"})
@@ -116,7 +133,7 @@ def _status_routes(
 
 
 def _model_routes(fleet: Fleet, started_s: int) -> list[BaseRoute]:
-    """What there is to ask for, and how."""
+    """The models, and the description of the API."""
     description = json.dumps(openapi_document()).encode()
 
     async def describe(_: Request) -> Response:

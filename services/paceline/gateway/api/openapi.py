@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import paceline
+from paceline.gateway.api import openai_shapes as shapes
+from paceline.gateway.api import translated_shapes as translated
 from paceline.gateway.api.anthropic.bodies import CountBody, MessagesBody
-from paceline.gateway.api.openai import answer_shapes as shapes
-from paceline.gateway.api.openai import door_shapes as doors
 from paceline.gateway.api.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -30,47 +30,47 @@ Json = dict[str, Any]
 
 PATH = "/openapi.json"
 ABOUT = """\
-OpenAI's API with the usual extras, and `speculation`, which says what a request asks of speculative decoding.
+OpenAI's API with the usual extras, and `speculation`, which controls speculative decoding of a request.
 
 * A field that is null counts as absent.
 * A field that is not described here is ignored, and named in the answer's header `{ignored_fields}`; `--strict-fields`
   makes a gateway refuse it with 400. A field that would change the answer and is not served is refused by name.
-* Where `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are absent, the model's own defaults hold,
+* Where `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are absent, the model's own defaults apply,
   from its `generation_config.json`; where it has none, 1, 1, off, off and 1.
-* Without `max_tokens` a text completion has up to {default_max_tokens} tokens; a chat goes on to the model's own
-  `max_new_tokens`, or to the end of the context.
+* Without `max_tokens` a text completion has up to {default_max_tokens} tokens; a chat has up to the model's own
+  `max_new_tokens`, or up to the end of the context.
 * `truncate_prompt_tokens` keeps the last tokens of a prompt or of a rendered chat: 1 up to less than the context, or -1
   for as many as fit into the context beside `max_tokens`.
-* `echo` begins the text with the prompt, and with `logprobs` these with the prompt's; `prompt_logprobs` tells of the
-  prompt's tokens by themselves. With either of them, `max_tokens` of a text completion may be 0. Log probabilities
-  are those of the model, before any of the sampling fields, and the first token of a prompt has none.
+* `echo` begins the text with the prompt, and with `logprobs` these with the prompt's; `prompt_logprobs` returns those
+  of the prompt's tokens by themselves. With either, `max_tokens` of a text completion may be 0. Log probabilities are
+  those of the model, before any of the sampling fields, and the first token of a prompt has none.
 * `return_token_ids` adds `prompt_token_ids` and `token_ids`; in a stream, the first once, with the first tokens.
-* `continue_final_message` ends a chat's prompt with the last message, which the answer goes on with; it excludes
+* `continue_final_message` ends a chat's prompt with the last message, which the answer continues; it excludes
   `add_generation_prompt`. `chat_template` needs a gateway with `--trust-request-chat-template`.
 * Images, audio and video in messages are refused by the name of their field.
-* `bad_words` are not generated, neither at the begin of a text nor after a space, as the tokenizer writes them there.
+* `bad_words` are not generated, neither at the beginning of a text nor after a space, as the tokenizer writes them.
 * `response_format`, `structured_outputs` (`json`, `regex`, `choice`, `grammar` or `json_object`, with
-  `whitespace_pattern`) and vLLM's older `guided_*` ask for a text of a form; one of them at most. What cannot be
-  compiled within a second is refused with its place.
+  `whitespace_pattern`) and vLLM's older `guided_*` ask for a text of a form; one of them at most. A grammar that cannot
+  be compiled within a second is refused with its place.
 * Token ids must be in the model's vocabulary, and prompt and output together must fit its context: 400 names the
-  field and the limit. So it is with limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
+  field and the limit. The same holds for limits between fields: `min_tokens` up to `max_tokens`, `stream_options` with
   `stream`, `top_logprobs` with `logprobs`, prompts times `n` up to {max_choices}. Tokens of all prompts, times `n`,
   times 1 + `prompt_logprobs` (or `logprobs` with `echo`) are up to {max_prompt_logprobs:,}.
 * `speculation.token_fates` asks how each token came about: `accepted` is a draft token that matched; the target's own
-  is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
-  stands there once, also one without text of its own; text then waits for the end of its token.
+  token is `recovered` after a mismatch, `bonus` after all had matched, and `plain` in a step without drafts. Each token
+  is listed once, even without text of its own; text then waits for the end of its token.
 * A message of a chat has content, calls or reasoning. `tool_choice` needs `tools`, and names one of them, or some with
-  `allowed_tools`: the model is told of these alone. Calls that have to be made are enforced by a grammar of the schemas
+  `allowed_tools`: the model sees these alone. Calls that have to be made are enforced by a grammar of the schemas
   of all tools, or of the one that is named. With a tool that is `strict`, a call that has begun is enforced as well.
   Some models write arguments one by one: Qwen3-Coder, and those that call in Python's notation. Theirs come in the
   schema's order, and a strict tool with a name that they cannot write is refused. Qwen3-Coder writes strings bare: of
   these, `enum` and `const` alone are enforced. Calls of gpt-oss are not enforced.
 * A model that reasons may do so before what a grammar enforces.
-* `/v1/responses` and `/v1/messages` are the same chats in the words of OpenAI's newer API and of Anthropic's: what is
-  said here of fields holds for theirs, an error names theirs, and events of a stream have their types as names. A
-  response with `store` (as is unless it says otherwise) is kept for a time (`--response-ttl-s`), for the same API key:
-  to be shown, gone on with behind event `starting_after`, named as `previous_response_id`, cancelled, or deleted.
-* Special tokens spelled out in the messages of a chat stay text; a `prompt` is read as it stands, and may hold some.
+* `/v1/responses` and `/v1/messages` are the same chats in the words of OpenAI's newer API and of Anthropic's: what
+  this page says about fields holds for theirs, an error names theirs, and events of a stream have their types as names.
+  A response with `store` (the default) is kept for a time (`--response-ttl-s`), for the same API key: to be retrieved,
+  resumed after event `starting_after`, named as `previous_response_id`, cancelled, or deleted.
+* Special tokens spelled out in the messages of a chat stay text; a `prompt` is read as it is, and may hold some.
 * A stream that fails after its first byte ends with an event that holds the error object.
 * Methods that a path does not have are answered with 405, unknown paths with 404, both with the error object.
 """
@@ -79,19 +79,20 @@ _TEXT: Json = {"text/plain": {"schema": {"type": "string"}}}
 _COMPLETION = (CompletionBody, shapes.COMPLETION, shapes.COMPLETION_CHUNK)
 _CHAT = (ChatBody, shapes.CHAT_COMPLETION, shapes.CHAT_COMPLETION_CHUNK)
 _TOKENIZE = (TokenizeTextBody, TokenizeChatBody)
-_RESPONSES = (doors.RESPONSE, doors.RESPONSE_ERROR, *doors.RESPONSE_EVENTS)
-_MESSAGES = (doors.MESSAGE, doors.MESSAGE_ERROR, *doors.MESSAGE_EVENTS)
+_RESPONSES = (ResponsesBody, translated.RESPONSE, *translated.RESPONSE_EVENTS)
+_MESSAGES = (MessagesBody, translated.MESSAGE, *translated.MESSAGE_EVENTS)
 _MODELS = (
     *(*_COMPLETION, *_CHAT, *_TOKENIZE, DetokenizeBody, shapes.TOKENS, shapes.PROMPT),
-    *(ResponsesBody, *_RESPONSES, doors.DELETED, MessagesBody, CountBody, *_MESSAGES, doors.INPUT_TOKENS),
+    *(*_RESPONSES, translated.RESPONSE_ERROR, translated.DELETED),
+    *(*_MESSAGES, translated.MESSAGE_ERROR, CountBody, translated.INPUT_TOKENS),
     *(shapes.MODEL, shapes.MODELS, shapes.HEALTH, shapes.LIFE, shapes.VERSION, shapes.LOAD, shapes.ERROR),
 )
 _FAILURES = {
     "400": "A field, or the body as a whole, is refused",
-    "401": "Keys are asked for, and none of them came with the request",
-    "404": "No such model, or no such session to go on with",
+    "401": "A key is required, and the request has none that is known",
+    "404": "No such model, or no such session to resume",
     "408": "The body did not arrive in time",
-    "409": "The stream to go on with is another one, or goes on elsewhere",
+    "409": "The stream to resume is another one, or continues elsewhere",
     "413": "The body is too large",
     "422": "Engines died of this request",
     "429": "Too many requests under way",
@@ -102,9 +103,9 @@ _FAILURES = {
 _RETRIED = ("429", "503")
 _OF_TOKENIZER = ("400", "401", "404", "408", "413", "429", "500", "503")
 _OF_KEPT = ("400", "401", "404", "429", "500", "503")
-# Those that go on with a session.
+# Those that resume a session.
 _OF_RUN = ("400", "401", "404", "409", "422", "429", "500", "502", "503")
-# Answered before it is known what API is asked.
+# Answered before the API is known.
 _AT_THE_DOOR = ("401", "429")
 # The HTTP server, too, answers so, with plain text: to what is no HTTP, or beyond its connections.
 _FROM_SERVER = ("400", "503")
@@ -122,15 +123,17 @@ def openapi_document() -> Json:
     posts = {
         "/v1/completions": _generation("createCompletion", *_COMPLETION),
         "/v1/chat/completions": _generation("createChatCompletion", *_CHAT),
-        "/v1/responses": _generation(
-            "createResponse", ResponsesBody, doors.RESPONSE, *doors.RESPONSE_EVENTS, error=doors.RESPONSE_ERROR
+        "/v1/responses": _generation("createResponse", *_RESPONSES, error=translated.RESPONSE_ERROR),
+        "/v1/messages": _generation("createMessage", *_MESSAGES, error=translated.MESSAGE_ERROR),
+        "/v1/messages/count_tokens": _tokenizing(
+            "countMessageTokens",
+            "The tokens of a prompt",
+            (CountBody,),
+            translated.INPUT_TOKENS,
+            translated.MESSAGE_ERROR,
         ),
-        "/v1/messages": _generation(
-            "createMessage", MessagesBody, doors.MESSAGE, *doors.MESSAGE_EVENTS, error=doors.MESSAGE_ERROR
-        ),
-        "/v1/messages/count_tokens": _counting(),
-        "/tokenize": _of_tokenizer("tokenize", "The tokens of a prompt or a chat", _TOKENIZE, shapes.TOKENS),
-        "/detokenize": _of_tokenizer("detokenize", "The text of tokens", (DetokenizeBody,), shapes.PROMPT),
+        "/tokenize": _tokenizing("tokenize", "The tokens of a prompt or a chat", _TOKENIZE, shapes.TOKENS),
+        "/detokenize": _tokenizing("detokenize", "The text of tokens", (DetokenizeBody,), shapes.PROMPT),
     }
     reads = _reads()
     ping = {"post": {**reads["/ping"], "operationId": "postPing"}}
@@ -147,7 +150,7 @@ def openapi_document() -> Json:
 
 
 def _reads() -> Json:
-    """Returns the operations that change nothing, by path."""
+    """Returns the operations that only read, by path."""
     some_text = {"type": "string", "minLength": 1}
     name = {"name": "name", "in": "path", "required": True, "schema": some_text, "description": "May hold slashes."}
     not_found = {"404": _response("No such model", _json(shapes.ERROR))}
@@ -179,19 +182,19 @@ def _kept() -> Json:
         "schema": {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"},
     }
     number = {"type": "integer", "minimum": 0, "maximum": 10**12 - 1}
-    asked = [
+    query = [
         {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "Whether as a stream."},
         {"name": "starting_after", "in": "query", "schema": number, "description": "Its last event that is there."},
     ]
-    error = doors.RESPONSE_ERROR
-    streamed = {**_json(doors.RESPONSE), **_stream(doors.RESPONSE_EVENTS, error, named=True)}
+    error = translated.RESPONSE_ERROR
+    streamed = {**_json(translated.RESPONSE), **_stream(translated.RESPONSE_EVENTS, error, named=True)}
     failures = {status: _failures(each, error) for status, each in {"run": _OF_RUN, "kept": _OF_KEPT}.items()}
     show = _operation("showResponse", "A response that is kept", streamed, failures["run"])
-    delete = _operation("deleteResponse", "Forgets a response", _json(doors.DELETED), failures["kept"])
-    cancel = _operation("cancelResponse", "Ends a response in progress", _json(doors.RESPONSE), failures["run"])
+    delete = _operation("deleteResponse", "Forgets a response", _json(translated.DELETED), failures["kept"])
+    cancel = _operation("cancelResponse", "Ends a response in progress", _json(translated.RESPONSE), failures["run"])
     one = "/v1/responses/{response_id}"
     return {
-        one: {"get": {**show, "parameters": [name, *asked]}, "delete": {**delete, "parameters": [name]}},
+        one: {"get": {**show, "parameters": [name, *query]}, "delete": {**delete, "parameters": [name]}},
         f"{one}/cancel": {"post": {**cancel, "parameters": [name]}},
     }
 
@@ -208,19 +211,19 @@ def _generation(
     return _with_body(operation, _json(body))
 
 
-def _counting() -> Json:
-    failures = _failures(_OF_TOKENIZER, doors.MESSAGE_ERROR)
-    operation = _operation("countMessageTokens", "The tokens of a prompt", _json(doors.INPUT_TOKENS), failures)
-    return _with_body(operation, _json(CountBody))
-
-
-def _of_tokenizer(name: str, summary: str, bodies: Sequence[type[BaseModel]], answer: type[BaseModel]) -> Json:
-    failures = _failures(_OF_TOKENIZER, shapes.ERROR)
+def _tokenizing(
+    name: str,
+    summary: str,
+    bodies: Sequence[type[BaseModel]],
+    answer: type[BaseModel],
+    error: type[BaseModel] = shapes.ERROR,
+) -> Json:
+    failures = _failures(_OF_TOKENIZER, error)
     return _with_body(_operation(name, summary, _json(answer), failures), _json(*bodies))
 
 
 def _with_body(operation: Json, content: Json) -> Json:
-    """Adds the body of an operation, and the headers that tell of it."""
+    """Adds the body of an operation, and the headers that refer to it."""
     text = {"type": "string"}
     operation["responses"]["200"]["headers"] = {
         IGNORED_FIELDS: {"schema": text, "description": "Unknown fields of the body, if there are any."},
@@ -230,12 +233,12 @@ def _with_body(operation: Json, content: Json) -> Json:
 
 
 def _stream(events: Sequence[type[BaseModel]], error: type[BaseModel], *, named: bool) -> Json:
-    """Returns the schema of one server-sent event, as OpenAPI 3.1 describes streams: one of these, an error, the end.
+    """Returns the schema of one server-sent event, as OpenAPI 3.1 describes streams: data, an error, or the end.
 
     Args:
         events: What the data of one may hold.
         error: What it holds when the stream fails.
-        named: Whether events have names; otherwise the last one says that it is.
+        named: Whether events have names; otherwise the last one is `[DONE]`.
     """
     payload = {"anyOf": [_reference(each) for each in (*events, error)]}
     data: Json = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}

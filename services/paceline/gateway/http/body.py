@@ -1,6 +1,6 @@
 """Reads a request body within bounds of size and time, and makes a JSON object of it.
 
-It knows no field of any request; its errors say what is wrong with the bytes.
+It knows no field of any request; its errors describe the bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def read_body(
     max_bytes: int,
     timeout_s: float,
 ) -> bytearray:
-    """Returns the body. What is left of a refused one is read and thrown away by its connection.
+    """Returns the body. The connection reads and discards the rest of a refused one.
 
     Args:
         chunks: The body as it arrives.
@@ -135,7 +135,7 @@ def _number(text: str) -> float | int:
 
 
 def _path_of_nan(value: Any) -> str | None:
-    """Returns where the first NaN stands, such as `.logit_bias.5`; None if an equal key has hidden it."""
+    """Returns the path of the first NaN, such as `.logit_bias.5`; None if an equal key has hidden it."""
     if isinstance(value, float):
         return "" if math.isnan(value) else None
     entries: Iterable[tuple[Any, Any]] = ()

@@ -1,7 +1,7 @@
 """The HTTP connections of clients: uvicorn's compiled protocol with bounds on their number and on what is not body.
 
-uvicorn's parser takes in headers, chunk extensions and trailers without end, and waits for them for ever. Beyond its
-own limit of connections it refuses whoever comes, so that idle ones without a key would keep health from answering.
+uvicorn's parser accepts headers, chunk extensions and trailers of any length, and waits for them without limit. Beyond
+its own limit of connections it refuses every new one, so that idle ones without a key would block health checks.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ FRAMING_PER_BODY_BYTE = 8
 HEAD_TIMEOUT_S = 30.0
 # Of a body whose request is answered already: most clients look at an answer only after sending everything.
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-# The same without a key: throwing away costs time, too.
+# The same without a key, as discarding costs time, too.
 MAX_KEYLESS_DISCARDED_BYTES = 256 * 1024
 _HOLD = "paceline.hold"
 
 
 class Connections:
-    """The connections of a door, at most so many: one more closes the one that has been idle longest.
+    """The connections of a door, up to a limit: one more closes the one that has been idle longest.
 
-    Idle is what has no request under way that was let in: a request without a key makes nobody busy.
+    A connection is idle unless an admitted request is under way: a request without a key does not make it busy.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._all: set[BoundedConnection] = set()
-        # In the order in which they came to be idle.
+        # In the order in which they became idle.
         self._idle: dict[BoundedConnection, None] = {}
 
     def __len__(self) -> int:
@@ -59,11 +59,11 @@ class Connections:
         self._idle.pop(connection, None)
 
     def is_busy(self, connection: BoundedConnection) -> None:
-        """A request of the connection was let in."""
+        """Notes that a request of the connection was admitted."""
         self._idle.pop(connection, None)
 
     def is_idle(self, connection: BoundedConnection) -> None:
-        """The connection has nothing under way any more."""
+        """Notes that the connection has nothing under way any more."""
         if connection in self._all:
             self._idle.pop(connection, None)
             self._idle[connection] = None
@@ -81,11 +81,11 @@ class BoundedConnection(HttpToolsProtocol):
 
     _num_framing_bytes = 0
     _num_discarded_bytes = 0
-    _let_in = False
+    _admitted = False
     _head_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *arguments: Any, connections: Connections, **settings: Any) -> None:
-        """Takes what uvicorn hands over, and the connections of the door."""
+        """Takes uvicorn's arguments, and the connections of the door."""
         super().__init__(*arguments, **settings)
         self._of_door = connections
 
@@ -104,12 +104,12 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """A request is answered; the next one, which may have come already, is let in or not by itself."""
+        """Marks the connection idle; a next request, which may have arrived already, is admitted by itself."""
         self._of_door.is_idle(self)
         super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Parses what has come, and counts what of it is no body."""
+        """Parses data, and counts the bytes that belong to no body."""
         self._num_framing_bytes += len(data)
         super().data_received(data)
         if self._num_framing_bytes > MAX_FRAMING_BYTES:
@@ -122,7 +122,7 @@ class BoundedConnection(HttpToolsProtocol):
         """A request begins, maybe the next of its connection."""
         super().on_message_begin()
         self._num_discarded_bytes = 0
-        self._let_in = False
+        self._admitted = False
         self.scope["state"][_HOLD] = self._hold
         if self._head_timer is None:
             self._await_head()
@@ -135,29 +135,29 @@ class BoundedConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A piece of its body is there."""
         framing = self._num_framing_bytes - len(body) * (1 + FRAMING_PER_BODY_BYTE)
-        # A long body earns no trailers without end.
+        # A long body must not allow endless trailers.
         self._num_framing_bytes = max(framing, -MAX_FRAMING_BYTES)
         if self.cycle.response_complete:
             self._discard(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """It has come to its end; what is left of the data just read is not counted, which one read bounds."""
+        """Its end is there; the rest of the data just read, at most one read, is not counted."""
         self._num_framing_bytes = 0
         super().on_message_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            # What came after the answer has ended uvicorn's own wait.
+            # Data after the answer has ended uvicorn's own timer.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     def _hold(self) -> None:
-        self._let_in = True
+        self._admitted = True
         self._of_door.is_busy(self)
 
     def _discard(self, num_bytes: int) -> None:
         self._num_discarded_bytes += num_bytes
-        if self._num_discarded_bytes > (MAX_DISCARDED_BYTES if self._let_in else MAX_KEYLESS_DISCARDED_BYTES):
+        if self._num_discarded_bytes > (MAX_DISCARDED_BYTES if self._admitted else MAX_KEYLESS_DISCARDED_BYTES):
             self.transport.close()
 
     def _await_head(self) -> None:
@@ -170,7 +170,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            # The head of a later request, maybe unread until this answer ends, which nothing may break off.
+            # The head of a later request, maybe unread until this answer ends: the answer must not be cut off.
             self._await_head()
             return
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"headers: did not arrive within {HEAD_TIMEOUT_S:g} s")

@@ -13,7 +13,6 @@ from paceline.core.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
-    PacelineError,
     PermissionDeniedError,
     RemoteProtocolError,
     ResumeMismatchError,
@@ -66,63 +65,64 @@ class HttpError:
         return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
 
 
-_BAD_REQUESTS: tuple[tuple[type[PacelineError], int, str | None], ...] = (
-    (BodyTooLargeError, 413, "body_too_large"),
-    (BodyTimeoutError, 408, "body_timeout"),
-    (InvalidRequestError, 400, None),
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How errors of a type are reported.
+
+    Attributes:
+        status: Of HTTP.
+        code: OpenAI's `code`.
+        type: OpenAI's `type`.
+        param: OpenAI's `param`, where the error names no field of its own.
+        logged: What the log says; empty: nothing.
+    """
+
+    status: int
+    code: str | None = None
+    type: str = "invalid_request_error"
+    param: str | None = None
+    logged: str = ""
+
+
+# The first that fits counts.
+_FORMS: tuple[tuple[type[Exception], _Form], ...] = (
+    (BodyTooLargeError, _Form(413, "body_too_large")),
+    (BodyTimeoutError, _Form(408, "body_timeout")),
+    (InvalidRequestError, _Form(400)),
+    (ModelNotFoundError, _Form(404, "model_not_found", param="model")),
+    (SessionNotFoundError, _Form(404, "session_not_found")),
+    (ResumeMismatchError, _Form(409, "resume_mismatch")),
+    # No client should send it again by itself, as many do after a 5xx.
+    (EndsEnginesError, _Form(422, "request_ends_engines")),
+    (UnauthenticatedError, _Form(UNAUTHENTICATED_STATUS, "invalid_api_key")),
+    (OverloadedError, _Form(429, "overloaded", "rate_limit_error")),
+    (UnavailableError, _Form(503, "unavailable", "service_unavailable_error")),
+    (StaleEpochError, _Form(409, "session_taken_over")),
+    (
+        PermissionDeniedError,
+        _Form(502, "bad_upstream", "server_error", logged="a verifier refuses this gateway's certificate"),
+    ),
+    (RemoteProtocolError, _Form(502, "bad_upstream", "server_error", logged="a verifier broke the protocol")),
+    (Exception, _Form(500, "internal_error", "server_error", logged="request failed")),
 )
 
 
 def to_http(error: Exception, request_id: str = "") -> HttpError:
-    """Returns what the client is told; an unknown error is logged and told without its cause.
+    """Returns what the client gets; an unknown error is logged, and its cause stays in the log.
 
     Args:
         error: What ended the request.
         request_id: Its name in the log; empty: it has none.
     """
-    logged = {"request_id": request_id} if request_id else {}
-    message = str(error)
-    if isinstance(error, InvalidRequestError):
-        status, code = next((status, code) for kind, status, code in _BAD_REQUESTS if isinstance(error, kind))
-        return HttpError(status=status, type="invalid_request_error", message=message, param=error.field, code=code)
-    if isinstance(error, ModelNotFoundError):
-        return HttpError(
-            status=404, type="invalid_request_error", message=message, param="model", code="model_not_found"
-        )
-    if isinstance(error, SessionNotFoundError):
-        return HttpError(status=404, type="invalid_request_error", message=message, code="session_not_found")
-    if isinstance(error, ResumeMismatchError):
-        return HttpError(status=409, type="invalid_request_error", message=message, code="resume_mismatch")
-    if isinstance(error, EndsEnginesError):
-        # No client should send it again by itself, as many do after a 5xx.
-        return HttpError(status=422, type="invalid_request_error", message=message, code="request_ends_engines")
-    if isinstance(error, UnauthenticatedError):
-        return HttpError(
-            status=UNAUTHENTICATED_STATUS, type="invalid_request_error", message=message, code="invalid_api_key"
-        )
-    if isinstance(error, OverloadedError):
-        return HttpError(
-            status=429,
-            type="rate_limit_error",
-            message=message,
-            code="overloaded",
-            retry_after_s=error.retry_after_s,
-        )
-    if isinstance(error, UnavailableError):
-        return HttpError(
-            status=503,
-            type="service_unavailable_error",
-            message=message,
-            code="unavailable",
-            retry_after_s=UNAVAILABLE_RETRY_AFTER_S,
-        )
-    if isinstance(error, StaleEpochError):
-        return HttpError(status=409, type="invalid_request_error", message=message, code="session_taken_over")
-    if isinstance(error, PermissionDeniedError):
-        _log.error("a verifier refuses this gateway's certificate", exc_info=error, extra=logged)
-        return HttpError(status=502, type="server_error", message=message, code="bad_upstream")
-    if isinstance(error, RemoteProtocolError):
-        _log.error("a verifier broke the protocol", exc_info=error, extra=logged)
-        return HttpError(status=502, type="server_error", message=message, code="bad_upstream")
-    _log.error("request failed", exc_info=error, extra=logged)
-    return HttpError(status=500, type="server_error", message=INTERNAL_MESSAGE, code="internal_error")
+    kind, form = next((kind, form) for kind, form in _FORMS if isinstance(error, kind))
+    if form.logged:
+        _log.error(form.logged, exc_info=error, extra={"request_id": request_id} if request_id else {})
+    retry_after_s = UNAVAILABLE_RETRY_AFTER_S if kind is UnavailableError else None
+    return HttpError(
+        status=form.status,
+        type=form.type,
+        message=INTERNAL_MESSAGE if kind is Exception else str(error),
+        param=error.field if isinstance(error, InvalidRequestError) else form.param,
+        code=form.code,
+        retry_after_s=error.retry_after_s if isinstance(error, OverloadedError) else retry_after_s,
+    )

@@ -1,6 +1,6 @@
 """Reads the JSON objects of requests: null is absent, unknown fields are ignored and named, fields not served refused.
 
-It knows no field by itself; each kind of object says which ones there are.
+It knows no field by itself; each kind of object declares its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SHOWN_CHARACTERS = 80
 MAX_NAMED_FIELDS = 20
 MAX_NAME_CHARACTERS = 64
 _MISSING = "missing"
-# Writes a value of a million entries no further than it is shown.
+# Writes no more of a value of a million entries than is shown.
 _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = SHOWN_CHARACTERS
 
 
 class UnknownFields:
-    """The fields of one request that nobody here knows: ignored, or refused.
+    """The unknown fields of one request: ignored, or refused.
 
     Args:
         strict: Whether they are refused.
@@ -45,7 +45,7 @@ class UnknownFields:
         """Notes a field.
 
         Args:
-            path: Of the object that it stands in; empty: of the body.
+            path: Of the object that holds it; empty: the body.
             name: As the client wrote it.
 
         Raises:
@@ -69,9 +69,9 @@ class Fields(BaseModel):
     """A JSON object of a request.
 
     Attributes:
-        no_effect: Fields that change nothing about the answer; clients send them for book-keeping.
+        no_effect: Fields that change nothing about the answer; clients send them for bookkeeping.
         not_served: Fields that would change the answer in ways not served here, and the values that ask for nothing.
-        objects: What stands in fields that hold objects.
+        objects: The kinds of fields that hold objects.
     """
 
     no_effect: ClassVar[frozenset[str]] = frozenset()
@@ -87,7 +87,7 @@ def read_fields(kind: type[FieldsT], given: Any, unknown: UnknownFields, where: 
     Args:
         kind: Which.
         given: The JSON value.
-        unknown: Told of fields that the kind does not have.
+        unknown: Collects fields that the kind does not have.
         where: Path of the object; empty: it is the body.
 
     Raises:
@@ -100,7 +100,7 @@ def read_fields(kind: type[FieldsT], given: Any, unknown: UnknownFields, where: 
 
 
 class TextFields(Fields):
-    """A part of a content that is text; each kind says what its `type` may be."""
+    """A part of a content that is text; each kind limits its `type`."""
 
     type: str
     text: str
@@ -112,7 +112,7 @@ def read_text(kind: type[TextFields], given: Any, unknown: UnknownFields, where:
     Args:
         kind: Of its parts.
         given: The JSON value, text or a list of parts.
-        unknown: Told of fields that the kind does not have.
+        unknown: Collects fields that the kind does not have.
         where: Path of the content.
 
     Raises:
@@ -126,7 +126,7 @@ def read_text(kind: type[TextFields], given: Any, unknown: UnknownFields, where:
 
 
 def _known(kind: type[Fields], given: Mapping[str, Any], unknown: UnknownFields, where: str) -> dict[str, Any]:
-    """Returns what pydantic is to see; it lists all that is wrong before it says anything: not so for strangers."""
+    """Returns what pydantic gets to see: it would collect all errors of a hostile body before it reports the first."""
     known: dict[str, Any] = {}
     fields, objects = kind.model_fields, kind.objects
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""What stands before the HTTP application where an operator wants it: CORS, and a log line for each request.
+"""Optional layers before the HTTP application: CORS, and a log line for each request.
 
 It knows no paths and no keys.
 """
@@ -22,10 +22,10 @@ EXPOSED = (REQUEST_ID, IGNORED_FIELDS, "retry-after")
 
 
 def with_front(app: ASGIApp, *, allowed_origins: Sequence[str], access_log: bool) -> ASGIApp:
-    """Returns an application with what is wanted before it.
+    """Returns an application with the layers that are switched on.
 
     Args:
-        app: The application, with its keys: a browser asks without one whether it may ask.
+        app: The application behind its keys: a preflight of a browser has none.
         allowed_origins: Origins whose pages may call it, `*` for all; none: no CORS.
         access_log: Whether each request is logged when its answer has ended.
     """
@@ -65,7 +65,7 @@ class AccessLog:
             await self._app(scope, receive, watched)
         finally:
             client = scope.get("client")
-            told = {
+            fields = {
                 "method": scope["method"],
                 "path": scope["path"],
                 # 0: the client left, or the server ended it, before there was an answer.
@@ -74,4 +74,4 @@ class AccessLog:
                 "request_id": own_id,
                 "client": client[0] if client else "",
             }
-            logger.info("request", extra=told)
+            logger.info("request", extra=fields)

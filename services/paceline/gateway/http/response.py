@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from starlette.types import Receive, Send
 
 from paceline.gateway.http.errors import HttpError, to_http
 
-# A client that reads nothing for that long holds places and KV pages of others.
+# A client that reads nothing for this long keeps places and KV pages from others.
 SEND_TIMEOUT_S = 60.0
 REQUEST_ID = "x-request-id"
 IGNORED_FIELDS = "x-paceline-ignored-fields"
@@ -40,12 +41,12 @@ class ClientStalledError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorForm:
-    """How an API tells errors, and the names of requests and of events.
+    """How an API reports errors, and names requests and events.
 
     Attributes:
-        shape: What an error looks like; it is given the name of the request, too.
+        shape: Makes the error object, of the error and the name of the request.
         named: Whether the events of a stream have their types as names, and the last one ends it.
-        id_headers: What tells the name of the request.
+        id_headers: Headers that hold the name of the request.
     """
 
     shape: Callable[[HttpError, str], Any] = lambda error, _: error.to_json()
@@ -77,10 +78,10 @@ class Exchange:
 
         Args:
             send: The server's.
-            on_error: Told of the error that ends the response.
+            on_error: Called with the error that ends the response.
             given_id: The client's name of the request; empty: none.
-            own_id: Ours, which is answered with if the client gives none.
-            form: How the API answers beside its answers.
+            own_id: Ours, used if the client gives none.
+            form: How the API reports errors and names events.
         """
         self._send = send
         self._on_error = on_error
@@ -121,25 +122,24 @@ class Exchange:
         await self.write(named + b"data: " + to_json(data) + b"\n\n")
 
     async def fail(self, error: Exception) -> None:
-        """Tells the client of an error: by status before the first byte, by an event after it."""
+        """Reports an error to the client: by status before the first byte, by an event after it."""
         self._on_error(error)
-        if isinstance(error, ClientStalledError):
-            logged = {"timeout_s": SEND_TIMEOUT_S, "request_id": self._request_id}
-            _log.info("a client has stopped reading its stream", extra=logged)
-            return
-        described = to_http(error, self._request_id)
-        if self._begun:
-            told = b"data: " + self._told(described) + b"\n\n"
-            await self.write(b"event: error\n" + told if self._form.named else told + DONE, last=True)
-            return
-        body = self._told(described)
-        headers = {**JSON_HEADERS, **described.headers(), "content-length": str(len(body))}
-        await self.begin(described.status, headers)
-        await self.write(body, last=True)
+        with suppress(ClientStalledError):
+            if not isinstance(error, ClientStalledError):
+                await self._report(to_http(error, self._request_id))
+                return
+        logged = {"timeout_s": SEND_TIMEOUT_S, "request_id": self._request_id}
+        _log.info("a client has stopped reading its stream", extra=logged)
 
-    def _told(self, error: HttpError) -> bytes:
-        """Returns an error in bytes; escapes keep broken text of the request out of the answer."""
-        return json.dumps(self._form.shape(error, self._request_id)).encode()
+    async def _report(self, error: HttpError) -> None:
+        # Escapes keep broken text of the request out of the answer.
+        body = json.dumps(self._form.shape(error, self._request_id)).encode()
+        if self._begun:
+            event = b"data: " + body + b"\n\n"
+            await self.write(b"event: error\n" + event if self._form.named else event + DONE, last=True)
+            return
+        await self.begin(error.status, {**JSON_HEADERS, **error.headers(), "content-length": str(len(body))})
+        await self.write(body, last=True)
 
     @property
     def _request_id(self) -> str:
@@ -147,7 +147,7 @@ class Exchange:
 
 
 def request_id(headers: Headers) -> str:
-    """Returns the name that a client gives to its request; empty: none, or none that a header or a log should hold."""
+    """Returns the client's name of a request; empty: none, or none that is fit for a header or a log."""
     given = headers.get(REQUEST_ID, "")
     return given if given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARACTERS else ""
 
@@ -158,7 +158,7 @@ def to_json(value: Any) -> bytes:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs work to its end, or until the HTTP client has left; its cleaning up is waited for."""
+    """Runs work to its end, or until the HTTP client has left; waits for its cleanup."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,6 +1,6 @@
-"""What the gateway makes of a request of either front door: sessions, checked against the model's limits.
+"""A session to run, as either door makes it of a request, and the limits that this product sets to it.
 
-Pure. It knows the limits of models and of this product, but neither JSON nor protobuf.
+Pure: it knows neither JSON nor protobuf.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import FinishReason, ModelIdentity
-from paceline.core.params import COUPLED, MAX_SEED, SamplingParams, SpeculationParams, check_token_ids
+from paceline.core.params import COUPLED, SamplingParams, SpeculationParams
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.message.form import MessageForm
 from paceline.gateway.text.codec import utf8_len
@@ -29,7 +29,6 @@ MAX_TEMPLATE_CHARACTERS = 100_000
 MAX_PROMPT_LOGPROBS = 500_000
 SALT_CHARS = 32
 DEFAULT_MAX_TOKENS = 16
-_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class SessionRequest:
         echo: What the answer's text begins with, the prompt; None: the answer has no prompt in it.
         prompt_only: Nothing generated is wanted. One token is, for that is what a session ends with, and stays here.
         return_token_ids: Whether the answer names the tokens of prompt and text.
-        whole: The client gets the text in one piece, and nothing in it can end the session early.
+        whole: The client gets the text in one piece, and no text can end the session early.
         cache_salt: As the request names it; see `prefix_salt`.
         priority: Lower ones get places at their verifier first.
         finished: Why the session ended, if all of its tokens are logged; nothing is left to run then.
@@ -135,19 +134,6 @@ def new_seed() -> int:
     return secrets.randbits(64)
 
 
-def sample_seed(seed: int, index: int) -> int:
-    """Returns the seed of the index-th of several samples; that of the first one is the request's own.
-
-    SplitMix64 (Steele, Lea and Flood, 2014) keeps the streams of neighbouring seeds apart.
-    """
-    if index == 0:
-        return seed
-    state = (seed + index * _GOLDEN_RATIO_64) & MAX_SEED
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MAX_SEED
-    return state ^ (state >> 31)
-
-
 def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
     """Returns the stop strings.
 
@@ -177,7 +163,7 @@ def check_salt(salt: str) -> str:
     return salt
 
 
-def check_judged(num_tokens: int, prompt_logprobs: int, *, field: str) -> None:
+def check_prompt_logprobs(num_tokens: int, prompt_logprobs: int, *, field: str) -> None:
     """Refuses log probabilities of prompts that would fill the memory: they are held until all of them are there.
 
     Args:
@@ -191,125 +177,5 @@ def check_judged(num_tokens: int, prompt_logprobs: int, *, field: str) -> None:
     num_entries = num_tokens * (1 + max(0, prompt_logprobs))
     if num_entries > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
-            field, f"asks for {num_entries} log probabilities, at most {MAX_PROMPT_LOGPROBS} are told at once"
+            field, f"asks for {num_entries} log probabilities, at most {MAX_PROMPT_LOGPROBS} can be answered at once"
         )
-
-
-def up_to_end(
-    committed: tuple[int, ...], sampling: SamplingParams, eos_token_ids: Sequence[int]
-) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Returns generated tokens up to the one that ends the text, and why it ends there; None: it goes on.
-
-    Args:
-        committed: Generated tokens.
-        sampling: Of the session.
-        eos_token_ids: Of the model.
-    """
-    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    for index, token_id in enumerate(committed):
-        if token_id in ends:
-            return committed[: index + 1], FinishReason.STOP
-    if len(committed) >= sampling.max_tokens:
-        return committed[: sampling.max_tokens], FinishReason.LENGTH
-    return committed, None
-
-
-def bad_word_tokens(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the tokens of words that are not to be generated: at the begin of a text, and after a space.
-
-    Raises:
-        InvalidRequestError: A word is not Unicode text.
-    """
-    found: dict[tuple[int, ...], None] = {}
-    for index, word in enumerate(words):
-        field, bare = f"bad_words[{index}]", word.lstrip() or word
-        for text in (bare, f" {bare}"):
-            found[model.codec.encode(text, field=field, special_tokens=False, context_len=model.context_len)] = None
-    return tuple(found)
-
-
-def tokens_kept(model: ServedModel, asked: int | None, wanted: int | None) -> int | None:
-    """Returns how many of the last tokens of a prompt are used; None: all of them.
-
-    Args:
-        model: Whose context bounds it.
-        asked: `truncate_prompt_tokens`; -1: as many as fit into the context beside the output.
-        wanted: Most output tokens; None: room for one is enough.
-
-    Raises:
-        InvalidRequestError: Others are asked for than the context has room for.
-    """
-    if asked is None:
-        return None
-    if asked == -1:
-        return max(1, model.context_len - (wanted or 1))
-    if not 1 <= asked < model.context_len:
-        raise InvalidRequestError(
-            "truncate_prompt_tokens",
-            f"must be -1, or from 1 to {model.context_len - 1}, one less than the context, got {asked}",
-        )
-    return asked
-
-
-def encode_text(model: ServedModel, text: str, *, field: str, keep_last: int | None = None) -> tuple[int, ...]:
-    """Returns the tokens of a prompt given as text, or the last of them.
-
-    Raises:
-        InvalidRequestError: It is empty, too long for the context, or not Unicode text.
-    """
-    if not text:
-        raise InvalidRequestError(field, "must not be empty")
-    token_ids = model.codec.encode(
-        text, field=field, special_tokens=True, context_len=model.context_len, keep_last=keep_last
-    )
-    return check_prompt(model, token_ids, field=field)
-
-
-def check_prompt(
-    model: ServedModel, token_ids: Sequence[int], *, field: str, keep_last: int | None = None
-) -> tuple[int, ...]:
-    """Returns a prompt that leaves room for at least one token, or its last tokens.
-
-    Raises:
-        InvalidRequestError: It is empty, too long for the context, or names tokens outside the vocabulary.
-    """
-    if not token_ids:
-        raise InvalidRequestError(field, "must hold at least one token")
-    if keep_last is not None:
-        token_ids = token_ids[-keep_last:]
-    if len(token_ids) >= model.context_len:
-        raise InvalidRequestError(
-            field,
-            f"has {len(token_ids)} tokens, the context of {model.context_len} tokens leaves no room for output",
-        )
-    # Only now: a list of millions takes long to copy.
-    token_ids = tuple(token_ids)
-    check_token_ids(field, token_ids, model.identity.vocab_size)
-    return token_ids
-
-
-def room_for_output(model: ServedModel, prompt_len: int, wanted: int | None, *, unasked: int | None, field: str) -> int:
-    """Returns how many tokens to generate at most.
-
-    Args:
-        model: Model whose context bounds the sum.
-        prompt_len: Tokens of the prompt.
-        wanted: What the request says; None: it says nothing.
-        unasked: Used then, as far as the context reaches; None: all of that.
-        field: Name of the request field, for the error.
-
-    Raises:
-        InvalidRequestError: Less than one is wanted, or prompt and output together exceed the context.
-    """
-    room = model.context_len - prompt_len
-    if wanted is None:
-        return room if unasked is None else min(unasked, room)
-    if wanted < 1:
-        raise InvalidRequestError(field, f"must be at least 1, got {wanted}")
-    if wanted > room:
-        raise InvalidRequestError(
-            field,
-            f"prompt of {prompt_len} tokens plus {wanted} is {prompt_len + wanted}, "
-            f"the context holds {model.context_len} tokens",
-        )
-    return wanted

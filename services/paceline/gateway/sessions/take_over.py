@@ -8,14 +8,16 @@ finished.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.errors import EndsEnginesError, InvalidRequestError, SessionNotFoundError
+from paceline.core.messages import FinishReason
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.message.form import MessageForm
 from paceline.gateway.sessions.known_tokens import check_known
-from paceline.gateway.sessions.request import SessionRequest, check_salt, check_stops, up_to_end
+from paceline.gateway.sessions.request import SessionRequest, check_salt, check_stops
 from paceline.store.base import LoggedSession, SessionState, Store
 
 MAX_SESSION_ID_CHARS = 128
@@ -86,7 +88,7 @@ class Resumption:
             )
         model = self._fleet.model(record.model)
         logged_ids = logged.token_ids[record.prompt_len :]
-        committed, finished = up_to_end(logged_ids, sampling, model.identity.eos_token_ids)
+        committed, finished = _up_to_end(logged_ids, sampling, model.identity.eos_token_ids)
         check_known(offset, digest, committed)
         return SessionRequest(
             model=model,
@@ -135,3 +137,22 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
     lists = {name: tuple(values.get(name, ())) for name in ("stop_token_ids", "allowed_token_ids")}
     bad_words = tuple(map(tuple, values.get("bad_words", ())))
     return SamplingParams(**{**values, **lists, "logit_bias": bias, "bad_words": bad_words})
+
+
+def _up_to_end(
+    committed: tuple[int, ...], sampling: SamplingParams, eos_token_ids: Sequence[int]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Returns generated tokens up to the one that ends the text, and why it ends there; None: it goes on.
+
+    Args:
+        committed: Generated tokens.
+        sampling: Of the session.
+        eos_token_ids: Of the model.
+    """
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    for index, token_id in enumerate(committed):
+        if token_id in ends:
+            return committed[: index + 1], FinishReason.STOP
+    if len(committed) >= sampling.max_tokens:
+        return committed[: sampling.max_tokens], FinishReason.LENGTH
+    return committed, None

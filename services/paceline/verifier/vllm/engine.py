@@ -7,19 +7,19 @@ If its engine dies, the call here raises; if it hangs, the watch on the engine t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.messages import CommittedTokens, GenerateResult, ModelIdentity
-from paceline.core.suspects_turn import HEARD_S
+from paceline.core.suspects_turn import heard_in_s
 from paceline.core.target_events import (
     Cancel,
-    HeardOf,
     Outcome,
     StepReport,
     Submit,
+    SuspectAnnounced,
     TargetEvent,
     TargetOutput,
     TracedStart,
@@ -33,26 +33,6 @@ from paceline.verifier.vllm.results import (
     timings,
 )
 from paceline.verifier.vllm.sampling import check_under_vllm, counted_anew, vllm_sampling
-
-
-class Core(Protocol):
-    """The part of vLLM's `LLMEngine` that is used here."""
-
-    def add_request(self, request_id: str, prompt: Any, params: Any) -> str:
-        """Takes a request in."""
-        ...
-
-    def abort_request(self, request_ids: list[str]) -> None:
-        """Ends requests; unknown ones are ignored."""
-        ...
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether more outputs will come."""
-        ...
-
-    def step(self) -> Sequence[Any]:
-        """Waits for the next outputs."""
-        ...
 
 
 class LastStats:
@@ -106,7 +86,7 @@ class VllmEngine:
     is blamed on it alone.
 
     Args:
-        core: vLLM's engine.
+        core: vLLM's `LLMEngine`.
         make_params: Makes vLLM's `SamplingParams` of its fields.
         identity: Of the model.
         refusals: Errors with which vLLM refuses a request.
@@ -119,7 +99,7 @@ class VllmEngine:
     def __init__(
         self,
         *,
-        core: Core,
+        core: Any,
         make_params: Callable[..., Any],
         refusals: tuple[type[Exception], ...] = (ValueError,),
         identity: ModelIdentity,
@@ -161,7 +141,7 @@ class VllmEngine:
                 self._submit(event)
             case Cancel():
                 self._cancel(event.serial)
-            case HeardOf():
+            case SuspectAnnounced():
                 for session in self._suspects:
                     session.heard = session.heard or session.submit.serial == event.serial
             case _:
@@ -175,7 +155,7 @@ class VllmEngine:
         """Seconds until a suspect must run, if there is nothing else to do."""
         if self._running or self._outcomes or self._some_left or not self._suspects:
             return 0.0
-        return self._heard_in_s(self._suspects[0])
+        return heard_in_s(self._suspects[0], self._clock())
 
     def begin(self) -> TargetOutput | None:
         """Reports what need not wait for the step: refusals, and which sessions run in it."""
@@ -239,13 +219,8 @@ class VllmEngine:
         if suspect.called_up_s is None:
             suspect.called_up_s = self._clock()
             self._outcomes.append((suspect.submit.serial, _runs(suspect)))
-        if self._heard_in_s(suspect) <= 0.0:
+        if heard_in_s(suspect, self._clock()) <= 0.0:
             self._hand_over(self._suspects.popleft())
-
-    def _heard_in_s(self, suspect: _Session) -> float:
-        if suspect.heard or suspect.called_up_s is None:
-            return 0.0
-        return max(0.0, HEARD_S - (self._clock() - suspect.called_up_s))
 
     def _cancel(self, serial: int) -> None:
         if self._running.pop(serial, None) is not None:

@@ -67,7 +67,7 @@ def num_draft_tokens(config: VerifierConfig) -> int:
     """Most draft tokens of a session and step; 0: vLLM does not speculate.
 
     Raises:
-        ConfigError: `--speculative-config` asks for what is not served under vLLM.
+        ConfigError: `--speculative-config` asks for something that is not served under vLLM.
     """
     found = parse_object(NAME, config.speculative_config)
     known = from_mapping(VllmSpeculation, found, f"{NAME} under --engine vllm: ")

@@ -58,11 +58,6 @@ def test_a_key_in_the_place_of_its_hash_is_not_shown() -> None:
     assert "pl-secret" not in str(caught.value)
 
 
-def test_a_file_without_keys_is_refused() -> None:
-    with pytest.raises(ConfigError, match="holds no key"):
-        parse_keys("# none yet\n")
-
-
 def test_only_the_key_itself_is_found(tmp_path: Path) -> None:
     write(tmp_path / "keys", f"alice:{DIGEST}\nbob:{OTHER}\n", 1)
     ring = KeyRing(tmp_path / "keys")
@@ -73,51 +68,39 @@ def test_only_the_key_itself_is_found(tmp_path: Path) -> None:
         assert ring.find(stranger) is None
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere cannot be read \(No such file"):
-        KeyRing(tmp_path / "nowhere")
+def test_a_file_that_cannot_be_read_or_holds_no_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="is not UTF-8 text"):
-        KeyRing(tmp_path / "binary")
+    (tmp_path / "empty").write_text("# none yet\n")
+    for name, problem in (
+        ("nowhere", r"nowhere cannot be read \(No such file"),
+        ("binary", "is not UTF-8 text"),
+        ("empty", "holds no key"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            KeyRing(tmp_path / name)
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    write(path, f"alice:{DIGEST}\n", 1)
-    ring = KeyRing(path)
-    write(path, f"bob:{OTHER}\n", 2)
-    assert ring.find("secret") is not None
-    ring.refresh()
-    assert ring.find("secret") is None
-    assert ring.find("other") is not None
-
-
-@pytest.mark.parametrize("broken", ["alice\n", ""])
-def test_a_broken_file_leaves_the_old_keys_in_force_and_is_complained_about_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
+@pytest.mark.parametrize("broken", ["alice\n", "", None])
+def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_old_keys_in_force(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str | None
 ) -> None:
     path = tmp_path / "keys"
     write(path, f"alice:{DIGEST}\n", 1)
     ring = KeyRing(path)
-    write(path, broken, 2)
+    if broken is None:
+        path.unlink()
+    else:
+        write(path, broken, 2)
     with caplog.at_level(logging.INFO):
         ring.refresh()
         ring.refresh()
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert ring.find("secret") is not None
         write(path, f"bob:{OTHER}\n", 3)
+        assert ring.find("secret") is not None
         ring.refresh()
     assert caplog.records[-1].getMessage() == "API keys read again"
-    assert (ring.find("secret"), len(ring)) == (None, 1)
-
-
-def test_a_file_that_vanished_leaves_the_keys_in_force(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    write(path, f"alice:{DIGEST}\n", 1)
-    ring = KeyRing(path)
-    path.unlink()
-    ring.refresh()
-    assert ring.find("secret") is not None
+    assert (ring.find("secret"), ring.find("other") is not None, len(ring)) == (None, True, 1)
 
 
 def test_the_command_prints_a_key_and_the_line_that_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,12 +116,9 @@ def test_a_name_that_no_line_could_hold_is_refused() -> None:
         main(["al:ice"])
 
 
-def test_new_keys_are_long_and_all_different() -> None:
+def test_new_keys_are_long_and_all_different_and_a_line_holds_only_the_limits_that_are_given() -> None:
     keys = {new_key() for _ in range(100)}
     assert len(keys) == 100
     assert {len(key) for key in keys} == {46}
-
-
-def test_limits_that_are_not_given_leave_no_trace_in_the_line() -> None:
     assert line_of(KeyConfig(name="a"), "secret") == f"a:{DIGEST}"
     assert line_of(KeyConfig(name="a", requests_per_minute=5), "secret") == f"a:{DIGEST}:5"

@@ -14,11 +14,6 @@ from paceline.gateway.fleet.prefixes import DENSE_BLOCKS, PrefixIndex, covered_t
 TOKENS = [random.Random(0).randrange(150_000) for _ in range(5_000)]
 
 
-def test_a_text_shorter_than_a_block_has_no_name() -> None:
-    assert prefix_blocks("m", TOKENS[:15]) == ()
-    assert len(prefix_blocks("m", TOKENS[:16])) == 1
-
-
 @given(st.integers(0, 4_000), st.integers(0, 1_000))
 def test_a_longer_text_has_the_names_of_its_beginning_first(length: int, more: int) -> None:
     short, long = prefix_blocks("m", TOKENS[:length]), prefix_blocks("m", TOKENS[: length + more])
@@ -35,10 +30,6 @@ def test_a_changed_token_changes_all_names_that_cover_it_and_no_others(changed: 
     ]
 
 
-def test_the_same_text_for_another_model_has_other_names() -> None:
-    assert not set(prefix_blocks("m", TOKENS)) & set(prefix_blocks("n", TOKENS))
-
-
 @given(st.integers(1, 2_000))
 def test_names_lie_a_block_apart_at_first_and_a_32nd_of_the_text_later(number: int) -> None:
     step = covered_tokens(number + 1) - covered_tokens(number)
@@ -46,26 +37,22 @@ def test_names_lie_a_block_apart_at_first_and_a_32nd_of_the_text_later(number: i
     assert step == BLOCK_SIZE if number < DENSE_BLOCKS else 0 < step <= covered_tokens(number) / 32
 
 
-def test_the_number_of_names_grows_with_the_logarithm_of_the_length() -> None:
+def test_names_are_of_one_model_and_their_number_grows_with_the_logarithm_of_the_length() -> None:
+    assert not set(prefix_blocks("m", TOKENS)) & set(prefix_blocks("n", TOKENS))
+    assert [len(prefix_blocks("m", TOKENS[:length])) for length in (15, 16)] == [0, 1]
     counts = [len(prefix_blocks("m", [7] * (1_024 << doublings))) for doublings in range(8)]
     assert counts == [64, 96, 128, 160, 192, 224, 256, 288]
 
 
-def test_the_longest_known_prefix_of_each_verifier_is_found() -> None:
+def test_the_longest_known_prefix_of_each_verifier_is_found_until_the_verifier_is_forgotten() -> None:
     index = PrefixIndex()
     index.add("a", [1, 2, 3])
     index.add("b", [1, 2, 9, 10])
     assert index.longest([1, 2, 3, 4]) == {"a": 3, "b": 2}
     assert index.longest([5]) == {}
-
-
-def test_a_forgotten_verifier_is_known_for_nothing_and_others_stay() -> None:
-    index = PrefixIndex()
-    index.add("a", [1, 2])
-    index.add("b", [1])
     index.forget("a")
     index.forget("never seen")
-    assert index.longest([1, 2]) == {"b": 1}
+    assert index.longest([1, 2, 3, 4]) == {"b": 2}
     assert index.replica_ids == ("b",)
 
 

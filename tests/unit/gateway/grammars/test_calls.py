@@ -30,12 +30,15 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def tools(*strict: bool, parallel: bool = True) -> Toolbox:
+NO_OPENING = Opening(reasoning="", prompt_end="", token_of=lambda _: None)
+
+
+def toolbox(*strict: bool, parameters: dict[str, Any] = SCHEMA, parallel: bool = True, choice: Any = "auto") -> Toolbox:
     given = [
-        {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": each}}
+        {"type": "function", "function": {"name": name, "parameters": parameters, "strict": each}}
         for name, each in zip("fg", strict, strict=False)
     ]
-    return read_toolbox(given, "auto", parallel, UnknownFields(strict=False))
+    return read_toolbox(given, choice, parallel, UnknownFields(strict=False))
 
 
 AMID = {
@@ -96,48 +99,38 @@ AMID = {
 }
 
 
-@pytest.mark.parametrize(("family", "text", "ends"), [(family, *case) for family in AMID for case in AMID[family]])
-def test_text_is_free_until_a_call_begins(
-    tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str, text: str, ends: bool | None
-) -> None:
-    grammar = calls_amid_text(tools(True, False), family, opening(tokenizer))
-    assert whole(tokenizer, vocabulary, grammar, text) is ends
+@pytest.mark.parametrize("family", AMID)
+def test_text_is_free_until_a_call_begins(tokenizer: Tokenizer, vocabulary: LLTokenizer, family: str) -> None:
+    grammar = calls_amid_text(toolbox(True, False), family, opening(tokenizer))
+    assert [(text, whole(tokenizer, vocabulary, grammar, text)) for text, _ in AMID[family]] == AMID[family]
 
 
 def test_one_call_is_all_where_calls_are_not_parallel(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
-    grammar = calls_amid_text(tools(True, parallel=False), HERMES, opening(tokenizer))
+    grammar = calls_amid_text(toolbox(True, parallel=False), HERMES, opening(tokenizer))
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert whole(tokenizer, vocabulary, grammar, call) is True
     assert whole(tokenizer, vocabulary, grammar, call + call) is None
 
 
 def test_calls_in_reasoning_are_no_calls(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
-    grammar = calls_amid_text(tools(True), HERMES, opening(tokenizer, QWEN3, "<think>\n"))
+    grammar = calls_amid_text(toolbox(True), HERMES, opening(tokenizer, QWEN3, "<think>\n"))
     text = "I could call it</think>\nWell: <tool_call>\n"
     assert whole(tokenizer, vocabulary, grammar, text) is False
     assert whole(tokenizer, vocabulary, grammar, text + "x") is None
 
 
 def test_a_schema_that_cannot_be_compiled_is_refused_by_the_tools() -> None:
-    given = [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}, "strict": True}}]
-    toolbox = read_toolbox(given, "auto", True, UnknownFields(strict=False))
     with pytest.raises(InvalidRequestError, match=r"tools: .*foo"):
-        calls_amid_text(toolbox, HERMES, Opening(reasoning="", prompt_end="", token_of=lambda _: None))
+        calls_amid_text(toolbox(True, parameters={"type": "foo"}), HERMES, NO_OPENING)
 
 
 def test_where_some_tools_are_allowed_no_other_is_called(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
-    given = [{"type": "function", "function": {"name": name}} for name in "fg"]
-    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": given[1:]}}
-    toolbox = read_toolbox(given, choice, True, UnknownFields(strict=False))
-    assert (toolbox.names, toolbox.bound, toolbox.enforced) == (["g"], True, False)
-    grammar = calls_amid_text(toolbox, HERMES, opening(tokenizer))
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}
+    tools = toolbox(False, False, choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert (tools.names, tools.bound, tools.enforced) == (["g"], True, False)
+    grammar = calls_amid_text(tools, HERMES, opening(tokenizer))
     assert whole(tokenizer, vocabulary, grammar, '<tool_call>{"name": "g", "arguments": {"x": 1}}</tool_call>') is True
     assert whole(tokenizer, vocabulary, grammar, '<tool_call>{"name": "f"') is None
-
-
-def toolbox_of(parameters: dict[str, Any]) -> Toolbox:
-    function = {"name": "f", "parameters": parameters, "strict": True}
-    return read_toolbox([{"type": "function", "function": function}], "auto", False, UnknownFields(strict=False))
 
 
 MANY_KINDS: dict[str, Any] = {
@@ -173,12 +166,12 @@ BEGUN = {
 def test_whatever_a_bound_call_says_is_read_as_arguments_that_validate(family: str, tmp_path) -> None:
     tokenizer = byte_tokenizer(SPELLED)
     vocabulary = grammar_vocabulary(tokenizer, tmp_path)
-    toolbox = toolbox_of(MANY_KINDS)
-    grammar = calls_amid_text(toolbox, family, opening(tokenizer))
+    tools = toolbox(True, parameters=MANY_KINDS, parallel=False)
+    grammar = calls_amid_text(tools, family, opening(tokenizer))
     seen: set[str] = set()
     for seed in range(40):
         text = any_text(tokenizer, vocabulary, grammar, BEGUN[family], random.Random(seed))
-        form = MessageForm(tool_calls=family, types=toolbox.types if family == QWEN3_CODER else {})
+        form = MessageForm(tool_calls=family, types=tools.types if family == QWEN3_CODER else {})
         reader = form.reader()
         parts = [*reader.feed(text), *reader.finish()]
         assert [part.name for part in parts if isinstance(part, CallBegin)] == ["f"], text
@@ -218,8 +211,8 @@ def any_text(tokenizer: Tokenizer, vocabulary: LLTokenizer, grammar: str, begun:
 def test_strings_are_free_and_what_is_required_comes(family: str, text: str, ends: bool | None, tmp_path) -> None:
     tokenizer = byte_tokenizer(SPELLED)
     properties = {"s": {"type": "string"}, "n": {"type": "integer"}}
-    toolbox = toolbox_of({"type": "object", "properties": properties, "required": ["s"]})
-    grammar = calls_amid_text(toolbox, family, opening(tokenizer))
+    parameters = {"type": "object", "properties": properties, "required": ["s"]}
+    grammar = calls_amid_text(toolbox(True, parameters=parameters, parallel=False), family, opening(tokenizer))
     begun = {QWEN3_CODER: "<function=f>\n", PYTHONIC: "[f("}[family]
     assert whole(tokenizer, grammar_vocabulary(tokenizer, tmp_path), grammar, begun + text) is ends
 
@@ -228,22 +221,13 @@ def test_strings_are_free_and_what_is_required_comes(family: str, text: str, end
 @pytest.mark.parametrize("parameters", [{"type": "array"}, {"anyOf": [{"type": "object"}]}, {"properties": []}])
 def test_arguments_that_have_no_names_are_refused_where_each_is_written(family: str, parameters: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"tools: the parameters of 'f', which is strict, must be"):
-        calls_amid_text(toolbox_of(parameters), family, Opening(reasoning="", prompt_end="", token_of=lambda _: None))
+        calls_amid_text(toolbox(True, parameters=parameters), family, NO_OPENING)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        (PYTHONIC, "from"),
-        (PYTHONIC, "a-b"),
-        (PYTHONIC, "é"),
-        (QWEN3_CODER, "a>b"),
-        (QWEN3_CODER, ""),
-        (QWEN3_CODER, " a"),
-    ],
-)
-def test_a_strict_tool_whose_call_could_not_be_read_is_refused(family: str, name: str) -> None:
-    toolbox = toolbox_of({"type": "object", "properties": {name: {"type": "string"}}})
-    with pytest.raises(InvalidRequestError, match=f"tools: this model cannot write a call with the name '{name}'"):
-        calls_amid_text(toolbox, family, Opening(reasoning="", prompt_end="", token_of=lambda _: None))
-    assert calls_amid_text(toolbox, HERMES, Opening(reasoning="", prompt_end="", token_of=lambda _: None))
+@pytest.mark.parametrize(("family", "names"), [(PYTHONIC, ("from", "a-b", "é")), (QWEN3_CODER, ("a>b", "", " a"))])
+def test_a_strict_tool_whose_call_could_not_be_read_is_refused(family: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        tools = toolbox(True, parameters={"type": "object", "properties": {name: {"type": "string"}}})
+        with pytest.raises(InvalidRequestError, match=f"tools: this model cannot write a call with the name '{name}'"):
+            calls_amid_text(tools, family, NO_OPENING)
+        assert calls_amid_text(tools, HERMES, NO_OPENING)

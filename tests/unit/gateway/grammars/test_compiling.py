@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.gateway.api.openai.bodies import CompletionBody, parse_body
 from paceline.gateway.api.openai.structured import grammar_of
 from paceline.gateway.grammars.compiling import (
@@ -62,9 +62,8 @@ def test_every_way_to_ask_makes_a_grammar(fields: dict[str, Any]) -> None:
     assert asked(**fields)
 
 
-@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}])
-def test_whoever_asks_for_nothing_gets_none(fields: dict[str, Any]) -> None:
-    assert asked(**fields) == ""
+def test_whoever_asks_for_nothing_gets_none() -> None:
+    assert asked() == asked(response_format={"type": "text"}) == asked(structured_outputs={}) == ""
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 def test_a_hostile_grammar_takes_a_bounded_time(name: str) -> None:
     grammar_of_regex("a")  # The process that compiles is there.
     started_s = time.monotonic()
-    with suppress(InvalidRequestError):
+    with suppress(InvalidRequestError, UnavailableError):
         assert asked(**HOSTILE[name])
     # A guard against minutes, far above the bound.
     assert time.monotonic() - started_s < 20

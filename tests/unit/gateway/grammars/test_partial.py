@@ -20,7 +20,6 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 
-
 YES_OR_NO = grammar_of_choices(["yes", "no"])
 AN_OBJECT = grammar_of_json_schema(SCHEMA)
 

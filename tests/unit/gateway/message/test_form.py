@@ -140,26 +140,15 @@ TRANSCRIPTS: list[tuple[str, str, list[Part]]] = [
 
 
 @pytest.mark.parametrize(("family", "text", "parts"), TRANSCRIPTS)
-def test_a_transcript_is_read_in_one_piece_and_character_by_character(
+def test_a_transcript_is_read_the_same_however_it_is_cut_and_wherever_it_breaks_off(
     family: str, text: str, parts: list[Part]
 ) -> None:
     assert read(form(family), [text]) == parts
     assert read(form(family), list(text)) == parts
-
-
-@pytest.mark.parametrize(("family", "text", "parts"), TRANSCRIPTS)
-def test_a_transcript_is_read_the_same_whichever_two_places_it_is_cut_at(
-    family: str, text: str, parts: list[Part]
-) -> None:
     for first in range(len(text)):
         for second in range(first, len(text), 7):
             assert read(form(family), [text[:first], text[first:second], text[second:]]) == parts
-
-
-@pytest.mark.parametrize(("family", "text", "parts"), TRANSCRIPTS)
-def test_a_transcript_that_breaks_off_is_read_the_same_in_pieces(family: str, text: str, parts: list[Part]) -> None:
-    for end in range(len(text)):
-        assert read(form(family), [text[:end]]) == read(form(family), list(text[:end]))
+        assert read(form(family), [text[:first]]) == read(form(family), list(text[:first]))
 
 
 SHARDS = [
@@ -212,8 +201,6 @@ def test_families_are_told_by_the_template() -> None:
         assert (told.tool_calls, told.reasoning) == families
     assert Families.of("none", "qwen3", "<tool_call>") == Families(reasoning=QWEN3)
 
-
-def test_a_family_that_nobody_knows_is_refused() -> None:
     check_families("auto", "none")
     with pytest.raises(ConfigError, match="--tool-call-parser must be auto, none, mistral"):
         check_families("klingon", "auto")

@@ -18,9 +18,8 @@ from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.sessions.records import RecordWriter, session_record
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.trail import SessionTrail
-from paceline.store.base import PutSession, Replica, SessionState, SessionWrite, Written
+from paceline.store.base import LoggedSession, PutSession, Replica, SessionState, SessionWrite, Written
 from paceline.store.memory import MemoryStore
-from tests.support.clock import Clock
 
 IDENTITY = ModelIdentity(name="tiny", vocab_hash="h", vocab_size=100, context_len=64)
 PROMPT = (1, 2, 3)
@@ -29,8 +28,9 @@ PROMPT = (1, 2, 3)
 class CountingStore(MemoryStore):
     """Counts exchanges; does not answer while it is `away`."""
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(clock)
+    def __init__(self) -> None:
+        super().__init__(lambda: self.now_s)
+        self.now_s = 0.0
         self.away = False
         self.exchanges: list[list[SessionWrite]] = []
 
@@ -39,6 +39,11 @@ class CountingStore(MemoryStore):
         if self.away:
             raise UnavailableError("no answer")
         return await super().write_sessions(writes)
+
+    async def logged(self, session_id: str = "s") -> LoggedSession:
+        found = await self.session(session_id)
+        assert found is not None
+        return found
 
 
 def request(**changes: Any) -> SessionRequest:
@@ -54,22 +59,17 @@ def request(**changes: Any) -> SessionRequest:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def store() -> CountingStore:
+    return CountingStore()
 
 
 @pytest.fixture
-def store(clock: Clock) -> CountingStore:
-    return CountingStore(clock)
+def writer(store: CountingStore) -> RecordWriter:
+    return RecordWriter(store, ttl_s=60, owner="g1", clock=lambda: store.now_s)
 
 
-@pytest.fixture
-def writer(store: CountingStore, clock: Clock) -> RecordWriter:
-    return RecordWriter(store, ttl_s=60, owner="g1", clock=clock)
-
-
-def verifier(name: str) -> Replica:
-    return Replica(replica_id=name, role="verifier", address=f"{name}:1", identity=IDENTITY)
+def verifier(name: str, **identity: str) -> Replica:
+    return Replica(replica_id=name, role="verifier", address=f"{name}:1", identity=replace(IDENTITY, **identity))
 
 
 def opened(writer: RecordWriter, taken_over: list[str] | None = None, **changes: Any) -> SessionTrail:
@@ -89,41 +89,28 @@ def test_a_record_holds_what_a_resume_needs_but_no_tokens() -> None:
     assert len(record.prompt_hash) == 64
 
 
-async def test_progress_is_written_once_a_flush_whatever_happened_between(
+async def test_progress_is_written_once_a_flush_and_nothing_where_nothing_has_changed(
     writer: RecordWriter, store: CountingStore
 ) -> None:
+    writer.open(request(), lambda: None).end(SessionState.FAILED)
+    await writer.flush()
+    assert not store.exchanges, "it never found a verifier"
     trail = opened(writer)
     trail.extend((10, 11, 12))
     assert await store.session("s") is None
-    await writer.flush()
-    logged = await store.session("s")
-    assert logged is not None
+    for _ in range(3):
+        await writer.flush()
+    logged = await store.logged()
     assert logged.token_ids == (*PROMPT, 10, 11, 12)
     assert (logged.record.committed_len, logged.record.verifier_id) == (3, "v")
     for token_id in range(13, 17):
         trail.extend((token_id,))
     trail.end(SessionState.LENGTH)
     await writer.flush()
-    logged = await store.session("s")
-    assert logged is not None
+    logged = await store.logged()
     assert logged.token_ids == (*PROMPT, *range(10, 17))
     assert logged.record.state is SessionState.LENGTH
     assert [len(exchange) for exchange in store.exchanges] == [1, 1]
-
-
-async def test_nothing_is_written_when_nothing_has_changed(writer: RecordWriter, store: CountingStore) -> None:
-    opened(writer)
-    for _ in range(3):
-        await writer.flush()
-    assert len(store.exchanges) == 1
-
-
-async def test_a_session_that_never_found_a_verifier_leaves_no_trace(
-    writer: RecordWriter, store: CountingStore
-) -> None:
-    writer.open(request(), lambda: None).end(SessionState.FAILED)
-    await writer.flush()
-    assert not store.exchanges
 
 
 async def test_a_session_that_moves_is_written_whole_with_its_new_place(
@@ -135,15 +122,16 @@ async def test_a_session_that_moves_is_written_whole_with_its_new_place(
     trail.placed(2, verifier("v2"))
     trail.extend((12,))
     await writer.flush()
-    logged = await store.session("s")
-    assert logged is not None
+    logged = await store.logged()
     assert (logged.record.epoch, logged.record.verifier_id, logged.token_ids) == (2, "v2", (*PROMPT, 10, 11, 12))
     trail.extend((13,))
     await writer.flush()
     assert not isinstance(store.exchanges[-1][0], PutSession)
 
 
-async def test_what_a_dead_store_misses_is_written_when_it_is_back(writer: RecordWriter, store: CountingStore) -> None:
+async def test_what_a_dead_store_misses_or_forgets_is_written_when_it_is_back(
+    writer: RecordWriter, store: CountingStore
+) -> None:
     trail, other = opened(writer), opened(writer, session_id="other")
     store.away = True
     trail.extend((10,))
@@ -153,11 +141,13 @@ async def test_what_a_dead_store_misses_is_written_when_it_is_back(writer: Recor
     await writer.flush()
     store.away = False
     await writer.flush()
-    logged, ended = await store.session("s"), await store.session("other")
-    assert logged is not None
-    assert ended is not None
-    assert logged.token_ids == (*PROMPT, 10, 11)
-    assert ended.record.state is SessionState.STOP
+    assert (await store.logged()).token_ids == (*PROMPT, 10, 11)
+    assert (await store.logged("other")).record.state is SessionState.STOP
+    store._sessions.clear()
+    trail.extend((12,))
+    await writer.flush()
+    await writer.flush()
+    assert (await store.logged()).token_ids == (*PROMPT, 10, 11, 12), "a store that forgot everything gets it again"
 
 
 async def test_what_a_write_that_was_cut_off_held_is_written_by_the_next(
@@ -179,22 +169,7 @@ async def test_what_a_write_that_was_cut_off_held_is_written_by_the_next(
         with suppress(asyncio.CancelledError):
             await writing
     await writer.flush()
-    logged = await store.session("s")
-    assert logged is not None
-    assert logged.record.state is SessionState.STOP
-
-
-async def test_a_store_that_forgot_everything_gets_it_anew(writer: RecordWriter, store: CountingStore) -> None:
-    trail = opened(writer)
-    trail.extend((10,))
-    await writer.flush()
-    store._sessions.clear()
-    trail.extend((11,))
-    await writer.flush()
-    await writer.flush()
-    logged = await store.session("s")
-    assert logged is not None
-    assert logged.token_ids == (*PROMPT, 10, 11)
+    assert (await store.logged()).record.state is SessionState.STOP
 
 
 async def test_a_gateway_that_lost_a_session_is_told_and_writes_no_more(
@@ -213,20 +188,17 @@ async def test_a_gateway_that_lost_a_session_is_told_and_writes_no_more(
     assert await store.session("s") == claimed
 
 
-async def test_a_session_without_news_is_renewed_before_its_record_expires(
-    writer: RecordWriter, store: CountingStore, clock: Clock
+async def test_a_session_without_news_is_renewed_before_its_record_expires_until_it_ends(
+    writer: RecordWriter, store: CountingStore
 ) -> None:
-    opened(writer)
+    trail = opened(writer)
     for _ in range(10):
-        clock.now_s += 25
+        store.now_s += 25
         await writer.flush()
     assert await store.session("s") is not None
-
-
-async def test_an_ended_session_is_not_renewed(writer: RecordWriter, store: CountingStore, clock: Clock) -> None:
-    opened(writer).end(SessionState.STOP)
+    trail.end(SessionState.STOP)
     await writer.flush()
-    clock.now_s += 61
+    store.now_s += 61
     await writer.flush()
     assert await store.session("s") is None
 
@@ -250,14 +222,8 @@ async def test_a_resumed_session_is_recorded_with_the_tokens_of_its_former_owner
 ) -> None:
     opened(writer, epoch=1 << 16, committed_token_ids=(10, 11)).extend((12,))
     await writer.flush()
-    logged = await store.session("s")
-    assert logged is not None
+    logged = await store.logged()
     assert (logged.token_ids, logged.record.committed_len) == ((*PROMPT, 10, 11, 12), 3)
-
-
-def verifier_of(arithmetic: str) -> Replica:
-    identity = replace(IDENTITY, arithmetic=arithmetic, weights_hash="w")
-    return Replica(replica_id="v", role="verifier", address="h:1", identity=identity)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +233,8 @@ def verifier_of(arithmetic: str) -> Replica:
 def test_a_text_that_vllm_or_a_gpu_had_a_part_in_is_promised_in_law_only(arithmetic: str, law_only: bool) -> None:
     trail = SessionTrail(session_record(request(), "me"), PROMPT, lambda _: None, lambda: None, keeps_tokens=False)
     assert not trail.law_only
-    trail.placed(1, verifier_of(arithmetic))
+    trail.placed(1, verifier("v", arithmetic=arithmetic, weights_hash="w"))
     assert trail.law_only is law_only
     trail.extend((4,))
-    trail.placed(2, verifier_of("cpu x86_64, torch 2"))
+    trail.placed(2, verifier("v", arithmetic="cpu x86_64, torch 2", weights_hash="w"))
     assert trail.law_only is law_only

@@ -73,8 +73,10 @@ def test_without_stop_strings_the_text_is_that_of_the_tokens(token_ids: list[int
     assert run([*token_ids, EOS], [], []) == (CODEC.decode(token_ids), len(token_ids) + 1)
 
 
-def told(token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: int) -> tuple[str, list[TokenText], int]:
-    """Returns text, tokens with their fates, and number of tokens of the same answer where fates are asked for."""
+def with_fates(
+    token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: int
+) -> tuple[str, list[TokenText], int]:
+    """Returns text, tokens with their fates, and number of tokens of the same answer if it asks for fates."""
     fates = [list(TokenFate)[token_id % 4] for token_id in token_ids]
     stream, at = started(stops, min_tokens=min_tokens, token_fates=True), 0
     text, tokens, num_tokens = "", [], 0
@@ -98,7 +100,7 @@ def told(token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: i
 def test_fates_are_one_a_token_in_order_and_their_texts_join_to_the_same_text(
     token_ids: list[int], sizes: list[int], stops: list[str], min_tokens: int
 ) -> None:
-    text, tokens, num_tokens = told(token_ids, sizes, stops, min_tokens)
+    text, tokens, num_tokens = with_fates(token_ids, sizes, stops, min_tokens)
     assert (text, num_tokens) == run(token_ids, sizes, stops, min_tokens)
     assert "".join(token.text for token in tokens) == text
     assert [token.fate for token in tokens] == [list(TokenFate)[each % 4] for each in token_ids[:num_tokens]]
@@ -135,16 +137,12 @@ def test_special_tokens_are_spelled_out_where_they_are_asked_for_but_the_last() 
         assert stream.feed(token_ids).text + stream.finish().text == text
 
 
-def test_a_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
-    _, tokens, _ = told(spelled("a\U0001f600b"), [], [], 0)
-    assert [token.text for token in tokens] == ["a", "", "", "", "\U0001f600", "b"]
-
-
-def test_tokens_of_a_stop_string_have_no_text() -> None:
-    _, tokens, _ = told(spelled("abcde"), [], ["cd"], 0)
-    assert [token.text for token in tokens] == ["a", "b", "", ""]
-
-
-def test_half_a_character_at_the_end_belongs_to_the_last_token() -> None:
-    _, tokens, _ = told(spelled("a\U0001f600")[:-1], [], [], 0)
-    assert [token.text for token in tokens] == ["a", "", "", "\ufffd"]
+def test_a_character_belongs_to_the_last_of_its_tokens_and_those_of_a_stop_string_have_no_text() -> None:
+    face = spelled("a\U0001f600b")
+    for token_ids, stops, texts in (
+        (face, [], ["a", "", "", "", "\U0001f600", "b"]),
+        (face[:-2], [], ["a", "", "", "\ufffd"]),
+        (spelled("abcde"), ["cd"], ["a", "b", "", ""]),
+    ):
+        _, tokens, _ = with_fates(token_ids, [], stops, 0)
+        assert [token.text for token in tokens] == texts

@@ -19,15 +19,8 @@ def test_two_engines_that_died_while_they_ran_it_are_enough(first: PacelineError
     assert once.after(second, ran=True, progressed=False).guilty
 
 
-def test_a_process_that_vanished_may_have_computed_it_without_saying_so() -> None:
+def test_a_process_that_vanished_before_its_first_message_makes_suspects_but_proves_nothing() -> None:
     assert Suspicion().after(LOST, ran=False, unheard=True) == Suspicion(1)
-
-
-def test_a_verifier_that_was_not_reached_or_let_it_wait_says_nothing() -> None:
-    assert Suspicion().after(LOST, ran=False, unheard=False) == Suspicion()
-
-
-def test_a_suspect_is_proven_guilty_only_by_an_engine_that_said_that_it_computes_it() -> None:
     suspect = Suspicion(1)
     for _ in range(5):
         suspect = suspect.after(LOST, ran=False, unheard=True)
@@ -35,7 +28,8 @@ def test_a_suspect_is_proven_guilty_only_by_an_engine_that_said_that_it_computes
     assert suspect.after(LOST, ran=True, progressed=False).guilty
 
 
-def test_a_verifier_that_goes_away_in_order_says_nothing() -> None:
+def test_a_verifier_that_was_not_reached_or_goes_away_in_order_is_no_evidence() -> None:
+    assert Suspicion().after(LOST, ran=False, unheard=False) == Suspicion()
     assert not Suspicion().after(AWAY, ran=True, progressed=False).suspect
 
 

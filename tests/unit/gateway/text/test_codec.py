@@ -46,21 +46,13 @@ def test_a_chat_becomes_the_tokens_that_transformers_makes_of_it(tmp_path: Path,
     assert b"".join(map(codec.token_bytes, token_ids)).decode() == rendered
 
 
-def test_a_template_in_a_file_of_its_own_wins(tmp_path: Path) -> None:
-    folder = tiny_tokenizer.save_folder(tmp_path)
-    (folder / "chat_template.jinja").write_text("own {{ messages[0].content }}")
-    template = TextCodec.from_folder(folder).chat_template
-    assert template is not None
-    assert template.render([{"role": "user", "content": "x"}], {}) == "own x"
-
-
-def test_of_several_templates_the_default_one_is_taken(tmp_path: Path) -> None:
+def test_of_several_templates_the_default_one_is_taken_and_one_in_a_file_of_its_own_wins(tmp_path: Path) -> None:
     folder = tiny_tokenizer.save_folder(tmp_path)
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    template = TextCodec.from_folder(folder).chat_template
-    assert template is not None
-    assert template.render([], {}) == "plain"
+    assert TextCodec.from_folder(folder).template_source == "plain"
+    (folder / "chat_template.jinja").write_text("own")
+    assert TextCodec.from_folder(folder).template_source == "own"
 
 
 def test_a_template_runs_in_a_sandbox() -> None:
@@ -78,19 +70,15 @@ def test_a_developer_is_the_system_to_templates_that_do_not_know_one(knows: str,
     assert template.render(messages, {}) == f"{role} user "
 
 
-def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_a_broken_or_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
         TextCodec.from_folder(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="is not a tokenizer"):
-        TextCodec.from_folder(tmp_path)
-
-
-def test_settings_that_are_not_json_and_templates_with_errors_are_refused(tmp_path: Path) -> None:
     folder = tiny_tokenizer.save_folder(tmp_path)
-    (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
-        TextCodec.from_folder(folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
-    with pytest.raises(ConfigError, match="cannot be compiled"):
-        TextCodec.from_folder(folder)
+    for name, content, problem in (
+        ("tokenizer_config.json", b"{", "is not JSON"),
+        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "cannot be compiled"),
+        ("tokenizer.json", b"\xff", "is not a tokenizer"),
+    ):
+        (folder / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=problem):
+            TextCodec.from_folder(folder)

@@ -73,9 +73,13 @@ def test_what_somebody_spells_out_is_no_special_token(make: Callable[[], Tokeniz
 
 
 @KINDS
-def test_special_tokens_in_variables_of_the_template_are_no_special_tokens(make: Callable[[], Tokenizer]) -> None:
-    found = tokens(codec_of(make()), "the fox", note="<|end|>")
-    assert found.count(b"<|end|>") == 1
+def test_special_tokens_are_read_in_completions_but_not_in_variables_of_a_template(
+    make: Callable[[], Tokenizer],
+) -> None:
+    codec = codec_of(make())
+    assert tokens(codec, "the fox", note="<|end|>").count(b"<|end|>") == 1
+    ids = codec.encode("<|user|>the fox<|end|>", field="prompt", special_tokens=False, context_len=1000)
+    assert [codec.token_bytes(token_id) for token_id in ids].count(b"<|end|>") == 1
 
 
 @KINDS
@@ -92,17 +96,8 @@ def test_a_chat_without_spellings_has_the_tokens_of_its_prompt(make: Callable[[]
     assert own.encode(rendered, "messages", context_len=1000) == plain
 
 
-@KINDS
-def test_a_completion_prompt_is_read_as_it_stands(make: Callable[[], Tokenizer]) -> None:
-    codec = codec_of(make())
-    ids = codec.encode("<|user|>the fox<|end|>", field="prompt", special_tokens=False, context_len=1000)
-    assert [codec.token_bytes(token_id) for token_id in ids].count(b"<|end|>") == 1
-
-
 def test_more_spellings_than_anybody_needs_are_refused() -> None:
     codec = codec_of(byte_level())
-    tokens_of = codec.encode_chat([{"role": "user", "content": "<|end|>"}], {}, field="messages", context_len=99)
-    assert tokens_of
     with pytest.raises(InvalidRequestError, match="messages: spell out more than 10000 special tokens"):
         codec.encode_chat(
             [{"role": "user", "content": "<|end|>" * 5001}] * 2, {}, field="messages", context_len=100_000

@@ -54,15 +54,9 @@ def test_no_more_is_held_back_than_what_may_become_a_stop_string(text: str, stop
     assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_text_without_stop_strings_passes_at_once() -> None:
+def test_text_is_held_until_a_stop_string_is_found_and_named_or_cannot_be_one() -> None:
     assert StopMatcher([]).feed("abc") == ("abc", None)
-
-
-def test_a_stop_string_over_three_pieces_is_found_and_named() -> None:
     matcher = StopMatcher(["END"])
     assert [matcher.feed(piece) for piece in ("text E", "N", "D more")] == [("text ", None), ("", None), ("", "END")]
-
-
-def test_held_text_comes_out_once_it_cannot_become_a_stop_string() -> None:
     matcher = StopMatcher(["END"])
     assert [matcher.feed(letter)[0] for letter in "EEx"] == ["", "E", "Ex"]

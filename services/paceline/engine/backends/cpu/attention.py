@@ -304,6 +304,6 @@ def write_and_attend(
     values: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """See `Attention`."""
+    """Writes keys and values of a batch and attends; an `Attention` once the batch is bound."""
     _write_rows(as_array(keys), as_array(values), batch.slots, new_keys.numpy(), new_values.numpy())
     return paged_attention(query, keys, values, batch, scale)

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from paceline.engine.backends.cpu.attention import attend_rows
 from paceline.engine.backends.cpu.fused_layers import FusedLayers
 from paceline.engine.backends.cpu.kv import CpuKVCache, as_array
 from paceline.engine.backends.cpu.layer_kernels import add_rms_norm_rows, project_rows, rms_norm_rows, silu_mul_rows
 from paceline.engine.backends.cpu.linear import row_counts, rows_computed
-from paceline.engine.backends.interface import Layers, Platform
-from paceline.engine.backends.llama_backend import LlamaBackend
+from paceline.engine.backends.interface import Layers, LlamaBackend, Platform
 from paceline.engine.batch import Batch
 from paceline.engine.config import DecoderConfig, LlamaShape
 from paceline.engine.hidden_states import StateLayout
@@ -39,7 +39,7 @@ class _CompiledLayer:
 
 
 class CpuBackend(LlamaBackend):
-    """See the module docstring; arguments as `LlamaBackend`."""
+    """The Llama family in compiled loops; arguments as `LlamaBackend`."""
 
     def __init__(self, platform: Platform, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> None:
         super().__init__(platform, config, shape, weights)
@@ -57,8 +57,8 @@ class CpuBackend(LlamaBackend):
             for linear in self.weights.layers[0].linears:
                 linear.raw(torch.zeros(count, linear.in_features, dtype=linear.dtype))
 
+    @override
     def forward(self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers = None) -> torch.Tensor:
-        """See `Backend`."""
         assert isinstance(cache, CpuKVCache), "a cache that new_cache made"
         residual, entering = self._enter(batch)
         wanted = range(len(self._layers)) if layers is None else layers

@@ -71,7 +71,7 @@ def _run_layers(
     values: Any,
     query: Any,
 ) -> Any:
-    """See `FusedLayers.run`; `taps` [layers] are rows of `tapped` [taps, rows, hidden], -1: none."""
+    """Runs layers over rows; `taps` [layers] are rows of `tapped` [taps, rows, hidden], -1: none."""
     rows, hidden = residual.shape
     heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[2]
@@ -104,7 +104,7 @@ def _run_layers(
 
 
 class FusedLayers:
-    """See the module docstring.
+    """All layers of a model, run by one compiled call.
 
     Args:
         layers: Of one shape; see `are_possible`.

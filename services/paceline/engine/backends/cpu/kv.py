@@ -40,7 +40,7 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 class CpuKVCache(KVCache):
-    """See `KVCache`.
+    """Keys and values as numpy views for the compiled loops.
 
     Attributes:
         layers: One (keys, values) pair of numpy views a layer.

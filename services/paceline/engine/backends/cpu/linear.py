@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from paceline.engine.backends.cpu import bfloat16_product
 from paceline.engine.backends.cpu.kv import as_array
@@ -83,12 +84,12 @@ class PackedLinear(Linear):
             elif self._packed:
                 self._weight = _pack_weight(self._weight, PACKED_ROWS)
 
+    @override
     def rows_computed(self, count: int) -> int:
-        """See `Linear`."""
         return rows_computed(count, self.dtype) if self._packed else count
 
+    @override
     def raw(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Linear`."""
         if self.product is not None:
             return self.product(rows)
         if self._packed:
@@ -123,7 +124,7 @@ class OwnProduct:
 
 
 class PackedHead(Head):
-    """See `Head`.
+    """A head whose weights are packed once.
 
     bfloat16 weights are kept as float16 (exact to 3e-8) and multiplied with float32 rows by FBGEMM, whose rows are
     independent of one another from one row up; without FBGEMM, or beyond float16's range, as float32.
@@ -142,9 +143,9 @@ class PackedHead(Head):
             self._linear = PackedLinear(weight.to(torch.float32))
             self.nbytes = self._linear.nbytes
 
+    @override
     @torch.inference_mode()
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Head`."""
         if self._half is None:
             return self._linear(rows)
         logits: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._half)

@@ -7,6 +7,7 @@ from functools import partial
 from importlib.metadata import version
 
 import torch
+from typing_extensions import override
 
 from paceline.engine.backends.cpu.attention import write_and_attend
 from paceline.engine.backends.cpu.backend import CpuBackend
@@ -20,7 +21,7 @@ from paceline.engine.llama import LlamaWeights
 
 
 class CpuPlatform(Platform):
-    """See `Platform`."""
+    """Runs on the CPU, with linears that are packed once."""
 
     packs, linear, head = True, PackedLinear, PackedHead
 
@@ -29,7 +30,7 @@ class CpuPlatform(Platform):
 
     @property
     def arithmetic(self) -> str:
-        """See `Platform`.
+        """Names the architecture and the versions.
 
         Two CPUs of one architecture count as one: our kernels fix the order of every sum, whatever instructions they
         use, and oneDNN's float32 products had the same bits with AVX2 and with AVX-512 (torch 2.13; not with SSE4.1
@@ -39,23 +40,23 @@ class CpuPlatform(Platform):
         return f"cpu {platform.machine()}, {kernels}, torch {torch.__version__}"
 
     @property
+    @override
     def emulates_bfloat16(self) -> bool:
-        """See `Platform`."""
         return not has_native_bfloat16()
 
+    @override
     def new_cache(self, config: DecoderConfig, num_blocks: int, dtype: torch.dtype, state_width: int) -> CpuKVCache:
-        """See `Platform`."""
         shape = (config.num_layers, config.num_kv_heads, config.head_dim, num_blocks)
         return CpuKVCache(*shape, dtype, state_width)
 
+    @override
     def rows_computed(self, rows: int, dtype: torch.dtype) -> int:
-        """See `Platform`."""
         return rows_computed(rows, dtype)
 
+    @override
     def attention(self, batch: Batch) -> Attention:
-        """See `Platform`."""
         return partial(write_and_attend, batch)
 
+    @override
     def llama(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> CpuBackend:
-        """See `Platform`."""
         return CpuBackend(self, config, shape, weights)

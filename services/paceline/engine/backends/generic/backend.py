@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from typing_extensions import override
 
 from paceline.checkpoints.families import LENGTH_DEPENDENT
 from paceline.core.errors import ConfigError
@@ -131,16 +132,16 @@ class GenericBackend(Backend):
             backend.weight_bytes = packed + rest - _embedding_bytes(model)
         return backend
 
+    @override
     def rows_computed(self, rows: int) -> int:
-        """See `Backend`."""
         return self.platform.rows_computed(rows, self._model.dtype)
 
+    @override
     def new_cache(self, num_blocks: int, state_width: int) -> KVCache:
-        """See `Backend`."""
         return self.platform.new_cache(self.config, num_blocks, self._model.dtype, state_width)
 
     def check_states(self, layout: StateLayout) -> None:
-        """See `Backend`.
+        """Refuses the output of the last layer.
 
         Raises:
             ConfigError: The output of the last layer is asked for, which transformers does not hand out.
@@ -150,7 +151,7 @@ class GenericBackend(Backend):
 
     @torch.inference_mode()
     def head(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Backend`.
+        """Logits by the model's own head.
 
         Raises:
             ConfigError: The model has no head of its own.
@@ -162,7 +163,7 @@ class GenericBackend(Backend):
         return logits.to(torch.float32)
 
     def forward(self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers = None) -> torch.Tensor:
-        """See `Backend`.
+        """Runs the model's own modules, with our attention.
 
         Raises:
             ConfigError: `layers` names some of them: these modules run as a whole.

@@ -145,7 +145,7 @@ def write_and_attend(
     values: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """See `Attention`; of rows with these slots and this plan."""
+    """Writes keys and values into the slots and attends; an `Attention` once slots and plan are bound."""
     block_size = values.shape[2]
     write_at(keys, values, (slots // block_size, slots % block_size), new_keys, new_values)
     return run_attention(plan, query, keys, values, scale)

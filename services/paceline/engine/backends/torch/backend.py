@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from typing_extensions import override
 
-from paceline.engine.backends.interface import Layers, Platform
-from paceline.engine.backends.llama_backend import LlamaBackend
+from paceline.engine.backends.interface import Layers, LlamaBackend, Platform
 from paceline.engine.backends.torch.attention import plan_attention, run_attention
 from paceline.engine.backends.torch.graphs import Capture, GraphCache
 from paceline.engine.backends.torch.kv import TorchKVCache
@@ -25,7 +25,7 @@ from paceline.engine.llama import LlamaWeights
 
 
 class TorchBackend(LlamaBackend):
-    """See the module docstring.
+    """The Llama family in torch operations.
 
     Args:
         platform: As in `LlamaBackend`, and so the next three.
@@ -57,12 +57,12 @@ class TorchBackend(LlamaBackend):
         """Recorded steps over the cache used last; None without any."""
         return None if self._step is None else self._step.graphs
 
+    @override
     def rows_computed(self, rows: int) -> int:
-        """See `Backend`."""
         return bucket_rows(rows) if self._static else rows
 
+    @override
     def forward(self, batch: Batch, cache: KVCache, kept: StateLayout, layers: Layers = None) -> torch.Tensor:
-        """See `Backend`."""
         assert isinstance(cache, TorchKVCache), "a cache that new_cache made"
         plan = plan_static(batch) if self._static else None
         if plan is not None:

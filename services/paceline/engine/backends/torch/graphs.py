@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +31,19 @@ class Capture(Protocol):
         ...
 
 
-class Unrecorded:
+class Unrecorded(Capture):
     """Runs the work anew every time: what a CPU does."""
 
+    @override
     def warm_up(self, work: Work) -> None:
-        """See `Capture`."""
         work()
 
+    @override
     def record(self, work: Work) -> Work:
-        """See `Capture`."""
         return work
 
 
-class CudaCapture:
+class CudaCapture(Capture):
     """CUDA graphs that share one memory pool: never two run at once, and none needs what another has left."""
 
     def __init__(self, device: torch.device) -> None:
@@ -51,8 +52,8 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
+    @override
     def warm_up(self, work: Work) -> None:
-        """See `Capture`."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -60,7 +61,7 @@ class CudaCapture:
         current.wait_stream(self._stream)
 
     def record(self, work: Work) -> Work:
-        """See `Capture`; other threads may go on using CUDA."""
+        """Records the work; other threads may go on using CUDA."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()

@@ -9,7 +9,7 @@ from paceline.engine.kv import KVCache
 
 
 class TorchKVCache(KVCache):
-    """See `KVCache`.
+    """Keys lie [head_dim] after [head_dim], one block beyond those asked for.
 
     Attributes:
         trash_block: One block more than asked for, where rows write that are only padding.

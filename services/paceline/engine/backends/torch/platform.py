@@ -6,6 +6,7 @@ import platform
 from functools import partial
 
 import torch
+from typing_extensions import override
 
 from paceline.core.messages import CUDA_ARITHMETIC
 from paceline.engine.backends.interface import Attention, Platform
@@ -19,7 +20,7 @@ from paceline.engine.llama import LlamaWeights
 
 
 class TorchPlatform(Platform):
-    """See `Platform`."""
+    """Runs on a device of torch's, with torch's own linears."""
 
     packs, linear, head = False, Linear, Head
 
@@ -27,24 +28,24 @@ class TorchPlatform(Platform):
         self.device = device
 
     @property
+    @override
     def arithmetic(self) -> str:
-        """See `Platform`."""
         if self.device.type == "cuda":
             place = f"{CUDA_ARITHMETIC}{torch.version.cuda} on {torch.cuda.get_device_name(self.device)}"
         else:
             place = f"{self.device.type} {platform.machine()}"
         return f"{place}, torch {torch.__version__}"
 
+    @override
     def new_cache(self, config: DecoderConfig, num_blocks: int, dtype: torch.dtype, state_width: int) -> TorchKVCache:
-        """See `Platform`."""
         shape = (config.num_layers, config.num_kv_heads, config.head_dim, num_blocks)
         return TorchKVCache(*shape, self.device, dtype, state_width)
 
+    @override
     def attention(self, batch: Batch) -> Attention:
-        """See `Platform`."""
         slots = torch.from_numpy(batch.slots).to(self.device)
         return partial(write_and_attend, slots, plan_attention(batch, self.device))
 
+    @override
     def llama(self, config: DecoderConfig, shape: LlamaShape, weights: LlamaWeights) -> TorchBackend:
-        """See `Platform`."""
         return TorchBackend(self, config, shape, weights)

@@ -144,7 +144,7 @@ def plan_static(batch: Batch) -> StaticPlan | None:
 
 
 def bucket_rows(count: int) -> int:
-    """Rows of the bucket for a batch of so many; larger batches are not padded."""
+    """Rows of the bucket for a batch of `count` rows; larger batches are not padded."""
     return _power(count) if count <= MAX_ROWS else count
 
 

@@ -1,4 +1,4 @@
-"""Makes a body of /v1/chat/completions of one of Anthropic's."""
+"""Turns a body of Anthropic's API into one of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def generation_of(body: MessagesBody, unknown: UnknownFields) -> Json:
 
 
 def _is_begun(last: Sequence[Json]) -> bool:
-    """Tells whether a conversation ends with text of the assistant, which the answer goes on with."""
+    """Tells whether a conversation ends with text of the assistant, which the answer continues."""
     return any(each["role"] == "assistant" and each["content"] and "tool_calls" not in each for each in last)
 
 
@@ -83,7 +83,7 @@ def _tool(tool: MessagesTool) -> Json:
 
 
 def _messages(turn: MessageTurn, field: str, unknown: UnknownFields) -> list[Json]:
-    """Returns the messages of one turn: results of tools are messages of their own, before what the user says."""
+    """Returns the messages of one turn: results of tools are messages of their own, before the user's text."""
     # Not checked when the turn was read.
     given: Any = turn.content
     if isinstance(given, str):
@@ -92,7 +92,7 @@ def _messages(turn: MessageTurn, field: str, unknown: UnknownFields) -> list[Jso
         raise InvalidRequestError(f"{field}.content", "must be a string or a list of blocks")
     results: list[Json] = []
     texts: list[str] = []
-    said: Json = {}
+    message: Json = {}
     for at, block in enumerate(given):
         where = f"{field}.content[{at}]"
         kind = block.get("type") if isinstance(block, dict) else None
@@ -100,15 +100,15 @@ def _messages(turn: MessageTurn, field: str, unknown: UnknownFields) -> list[Jso
             texts.append(read_fields(TextBlock, block, unknown, where).text)
         elif kind == "thinking":
             thought = read_fields(ThinkingBlock, block, unknown, where).thinking
-            said["reasoning_content"] = said.get("reasoning_content", "") + thought
+            message["reasoning_content"] = message.get("reasoning_content", "") + thought
         elif kind == "tool_use":
-            said.setdefault("tool_calls", []).append(_call(read_fields(ToolUseBlock, block, unknown, where)))
+            message.setdefault("tool_calls", []).append(_call(read_fields(ToolUseBlock, block, unknown, where)))
         elif kind == "tool_result":
             results.append(_result(read_fields(ToolResultBlock, block, unknown, where), where, unknown))
         elif kind != "redacted_thinking":
             raise InvalidRequestError(f"{where}.type", f"{str(kind)[:80]!r} is not supported by this server")
     content = "\n".join(texts)
-    return [*results, *([{"role": turn.role, "content": content, **said}] if texts or said else [])]
+    return [*results, *([{"role": turn.role, "content": content, **message}] if texts or message else [])]
 
 
 def _call(block: ToolUseBlock) -> Json:

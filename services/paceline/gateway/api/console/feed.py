@@ -1,7 +1,7 @@
-"""The live figures: one task reads the services' metrics while somebody watches, and tells all who do.
+"""The live figures: while there are viewers, one task reads the services' metrics and sends frames to all of them.
 
-Viewers cost the fleet nothing beyond that one task; one that reads slowly loses the oldest frames, and nobody waits
-for it.
+Viewers cost the fleet nothing beyond that one task. A viewer that reads slowly loses the oldest frames and delays
+nobody.
 """
 
 from __future__ import annotations
@@ -10,30 +10,79 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from functools import partial
+
+import httpx
 
 from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.core.messages import GATEWAY
-from paceline.gateway.api.console.figures import Json, Reading
+from paceline.gateway.api.console.figures import Json, Reading, read_page
 from paceline.gateway.api.console.frames import Look, OwnCounts, frame
-from paceline.gateway.api.console.reader import Read, metrics_reader
+from paceline.service.config import is_address
 from paceline.store.base import Replica
 
 INTERVAL_S = 1.0
-# Figures are taken over so many intervals, so that they can be read, and still follow what happens.
+# Figures are averaged over this number of intervals: few enough to follow changes, enough to be readable.
 WINDOW_LOOKS = 3
 MAX_VIEWERS = 32
 # Frames that a viewer may be behind.
 MAX_WAITING_FRAMES = 4
-# Of larger fleets the rest is shown without figures.
+# The rest of a larger fleet is shown without figures.
 MAX_READ_REPLICAS = 256
 MAX_READS_AT_ONCE = 16
+# A page that takes longer, or is longer, counts as missing.
+READ_TIMEOUT_S = 2.0
+MAX_PAGE_BYTES = 4 * 1024 * 1024
 
 _log = logging.getLogger(__name__)
 
+# Returns one replica's metrics; None if they cannot be read.
+Read = Callable[[Replica], Awaitable[Reading | None]]
 # None: there will be no more.
 Frames = asyncio.Queue[Json | None]
+
+
+@asynccontextmanager
+async def metrics_reader(clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Read]:
+    """Yields a reader of metrics; it keeps its connections until the end of the block.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+    # Redirects are not followed, so that only addresses of the registry are read. Certificates are not checked.
+    async with httpx.AsyncClient(
+        trust_env=False, verify=False, timeout=READ_TIMEOUT_S, headers={"accept-encoding": "identity"}
+    ) as client:
+        yield partial(_read, client, clock)
+
+
+async def _read(client: httpx.AsyncClient, clock: Callable[[], float], replica: Replica) -> Reading | None:
+    if not is_address(replica.metrics_address):
+        return None
+    with suppress(httpx.HTTPError, TimeoutError, ValueError):
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            page = await _page(client, f"http://{replica.metrics_address}/metrics")
+        return read_page(page.decode(), clock())
+    return None
+
+
+async def _page(client: httpx.AsyncClient, url: str) -> bytes:
+    """Returns the body of a page.
+
+    Raises:
+        httpx.HTTPError: It cannot be fetched.
+        ValueError: It is too large.
+    """
+    page = bytearray()
+    async with client.stream("GET", url) as response:
+        response.raise_for_status()
+        async for part in response.aiter_raw():
+            page += part
+            if len(page) > MAX_PAGE_BYTES:
+                raise ValueError(f"{url} holds more than {MAX_PAGE_BYTES} bytes")
+    return bytes(page)
 
 
 class ConsoleFeed:
@@ -41,8 +90,8 @@ class ConsoleFeed:
 
     Args:
         replicas: The fleet as the registry has it.
-        own_counts: What this gateway knows of itself.
-        open_reader: Opens what reads replicas' metrics, for as long as somebody watches.
+        own_counts: This gateway's own figures.
+        open_reader: Opens the reader of replicas' metrics, as long as there are viewers.
         interval_s: Pause between two frames.
         clock: Monotonic seconds.
     """
@@ -67,12 +116,12 @@ class ConsoleFeed:
 
     @property
     def num_viewers(self) -> int:
-        """Who watches now."""
+        """Viewers at the moment."""
         return len(self._viewers)
 
     @property
     def polling(self) -> bool:
-        """Whether metrics are read."""
+        """Whether metrics are being read."""
         return self._polling is not None
 
     @contextmanager
@@ -99,9 +148,9 @@ class ConsoleFeed:
                 self._stop_polling()
 
     async def close(self) -> None:
-        """Sends all viewers home; later ones are refused."""
+        """Ends the streams of all viewers and refuses later ones."""
         self._closed = True
-        self._tell(None)
+        self._send(None)
         polling = self._polling
         self._stop_polling()
         if polling is not None:
@@ -118,13 +167,13 @@ class ConsoleFeed:
             async with self._open_reader() as read:
                 while True:
                     now = await self._look(read)
-                    self._tell(frame(looks[0] if looks else None, now))
+                    self._send(frame(looks[0] if looks else None, now))
                     looks.append(now)
                     await asyncio.sleep(self._interval_s)
-        except Exception:  # noqa: BLE001 - a fault of the figures is told in the log, and ends nothing else
+        except Exception:  # noqa: BLE001 - a fault of the figures is logged, and ends nothing else
             _log.exception("the console's figures have ended")
             self._polling = None
-            self._tell(None)
+            self._send(None)
 
     async def _look(self, read: Read) -> Look:
         replicas = list(self._replicas())
@@ -147,11 +196,11 @@ class ConsoleFeed:
             own=self._own_counts(),
         )
 
-    def _tell(self, told: Json | None) -> None:
+    def _send(self, item: Json | None) -> None:
         for frames in self._viewers:
             if frames.full():
                 frames.get_nowait()
-            frames.put_nowait(told)
+            frames.put_nowait(item)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 Json = dict[str, Any]
 
-# Labels that tell samples apart here; over all others samples are summed up.
+# Samples are kept apart by these labels, and summed over all others.
 KEPT_LABELS = ("position", "drafter")
 WANTED = (
     "vllm:spec_decode_num_drafts_total",
@@ -49,7 +49,7 @@ class Reading:
     samples: Mapping[tuple[str, str], float]
 
     def value(self, name: str) -> float:
-        """Returns a sample without label; 0 if there is none, as of a counter that never counted."""
+        """Returns a sample without label; 0 if there is none, as for a counter that never counted."""
         return self.samples.get((name, ""), 0.0)
 
     def by_label(self, name: str) -> dict[str, float]:
@@ -58,7 +58,7 @@ class Reading:
 
 
 def read_page(page: str, taken_s: float) -> Reading:
-    """Returns what a page of metrics says of those wanted here.
+    """Returns the wanted samples of a page of metrics.
 
     Raises:
         ValueError: It is no such page.
@@ -82,7 +82,7 @@ class Rates:
         steps: Forward passes.
         turns: Sessions that decoded, once a step; each got a token of the target's own.
         drafted: Draft tokens verified.
-        accepted: Of these, those that matched.
+        accepted: Those of them that matched.
         rounds: Turns with at least one draft token.
         accepted_by_position: Rounds in which the first, second, ... draft token of the path matched.
         hits: Rounds whose committed tokens were all in the tree.

@@ -15,13 +15,13 @@ from paceline.store.base import Replica
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnCounts:
-    """What a gateway knows of itself.
+    """A gateway's own figures.
 
     Attributes:
         replica_id: Its name in the registry.
         num_sessions: Sessions that it runs.
-        sessions_at: Of these, by the replica id of their verifier.
-        tokens: Tokens it has handed out since it started.
+        sessions_at: The same, by the replica id of their verifier.
+        tokens: Tokens that it has sent since it started.
     """
 
     replica_id: str
@@ -48,7 +48,7 @@ class Look:
 
 
 def frame(before: Look | None, now: Look) -> Json:
-    """Returns what the console shows of two looks; without an earlier one, nothing that takes time to measure."""
+    """Returns what the console shows of two looks; without an earlier one, rates are missing."""
     rates = {} if before is None else _rates(before, now)
     return {
         "status": _status(now.replicas),
@@ -110,7 +110,7 @@ def _sum_of(now: Look, role: str, name: str) -> float | None:
 
 def _replica(replica: Replica, now: Look, rates: Rates | None) -> Json:
     reading = now.readings.get(replica.replica_id)
-    told: Json = {
+    shown: Json = {
         "id": replica.replica_id,
         "role": replica.role,
         "address": replica.address,
@@ -122,15 +122,15 @@ def _replica(replica: Replica, now: Look, rates: Rates | None) -> Json:
         "read": reading is not None or replica.role == GATEWAY,
     }
     if reading is not None:
-        told |= {
+        shown |= {
             "lag_tokens": reading.value("paceline:drafter_lag_tokens"),
             "kv_usage": reading.value("vllm:kv_cache_usage_perc"),
         }
         if replica.role == VERIFIER:
-            told["price"] = reading.value("paceline:price")
+            shown["price"] = reading.value("paceline:price")
     if rates is not None:
-        told |= {name: rates.figures()[name] for name in ("tokens_per_s", "gamma", "batch_size")}
-    return told
+        shown |= {name: rates.figures()[name] for name in ("tokens_per_s", "gamma", "batch_size")}
+    return shown
 
 
 def _edges(now: Look) -> list[Json]:

@@ -1,7 +1,7 @@
 """The console over HTTP: its files, which are the same for everybody, and its stream of figures.
 
-The files say nothing about the fleet and are served without a key; the figures name addresses and need one where keys
-are asked for.
+The files reveal nothing about the fleet and are served without a key. The figures name addresses and need a key where
+keys are required.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
 
 from paceline.gateway.api.console.feed import ConsoleFeed
-from paceline.gateway.http.response import STREAM_HEADERS, Exchange, until_disconnect
+from paceline.gateway.api.endpoints.endpoint import Call, Endpoint, Work
+from paceline.gateway.http.response import STREAM_HEADERS, Exchange
 
 EVENTS_PATH = "/console/events"
 STATIC = Path(__file__).parent / "static"
-# Nothing but these files, and nothing inside them that the page did not bring.
+# Only these files are served.
 FILES: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/console/console.css": ("console.css", "text/css; charset=utf-8"),
@@ -48,7 +49,7 @@ SECURITY_HEADERS = {
 def console_routes(feed: ConsoleFeed) -> list[BaseRoute]:
     """Returns the routes of the console."""
     files = [Route(path, endpoint=_read(*what).respond, methods=["GET"]) for path, what in FILES.items()]
-    return [*files, Route(EVENTS_PATH, endpoint=ConsoleEvents(feed), methods=["GET"])]
+    return [*files, Route(EVENTS_PATH, endpoint=Endpoint(partial(_events, feed)), methods=["GET"])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class _File:
     headers: Mapping[str, str]
 
     async def respond(self, request: Request) -> Response:
-        """Returns the file, or that the browser has it already."""
+        """Returns the file, or status 304 if the browser has it already."""
         if request.headers.get("if-none-match") == self.headers["etag"]:
             return Response(status_code=304, headers=self.headers)
         return Response(self.content, headers=self.headers)
@@ -77,23 +78,14 @@ def _read(name: str, media_type: str) -> _File:
     return _File(content=content, headers=headers)
 
 
-class ConsoleEvents:
-    """GET /console/events: server-sent events, one frame a second until the viewer leaves."""
+async def _events(feed: ConsoleFeed, call: Call) -> Work:
+    """Answers with server-sent events, one frame a second until the viewer leaves."""
+    return _sent(feed, call.exchange)
 
-    def __init__(self, feed: ConsoleFeed) -> None:
-        self._feed = feed
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one viewer; errors become error objects, nothing is raised to the server."""
-        exchange = Exchange(send)
-        try:
-            await until_disconnect(receive, self._tell(exchange))
-        except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
-            await exchange.fail(error)
-
-    async def _tell(self, exchange: Exchange) -> None:
-        with self._feed.watching() as frames:
-            await exchange.begin(200, STREAM_HEADERS)
-            while (told := await frames.get()) is not None:
-                await exchange.event(told)
-        await exchange.write(b"", last=True)
+async def _sent(feed: ConsoleFeed, exchange: Exchange) -> None:
+    with feed.watching() as frames:
+        await exchange.begin(200, STREAM_HEADERS)
+        while (frame := await frames.get()) is not None:
+            await exchange.event(frame)
+    await exchange.write(b"", last=True)

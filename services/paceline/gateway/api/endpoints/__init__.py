@@ -1,1 +1,1 @@
-"""What endpoints of all APIs stand on: reading bodies, answering, tracing."""
+"""What the endpoints of all APIs share: reading bodies, answering, tracing."""

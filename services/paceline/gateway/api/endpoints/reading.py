@@ -1,4 +1,4 @@
-"""Has the bodies of HTTP requests read and understood: within bounds, and off the event loop where that takes long.
+"""Reads and parses the bodies of HTTP requests, within bounds, and off the event loop where that takes long.
 
 It knows no endpoint.
 """
@@ -11,20 +11,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import Counter
-from starlette.requests import Request
 
 from paceline.core.errors import PacelineError
 from paceline.gateway.access.callers import current_caller
 from paceline.gateway.access.fair_shares import Shares
-from paceline.gateway.api.endpoints.workers import Workers
+from paceline.gateway.api.endpoints.endpoint import Call
+from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
 from paceline.gateway.http.body import parse_json_object, read_body
 from paceline.gateway.http.fields import UnknownFields
 from paceline.gateway.http.response import IGNORED_FIELDS, Exchange
 from paceline.gateway.message.tools import MAX_TOOLS
 from paceline.obs.families import Family
 
-# Larger bodies are read in a thread, so that no stream waits for a tokenizer.
-MAX_INLINE_BYTES = 4 * 1024
 # Those that may ask for a grammar, as tools do that are strict.
 _GRAMMAR_FIELDS = frozenset(
     {
@@ -51,8 +49,7 @@ class BodyReader:
         max_bytes: Largest body accepted.
         timeout_s: Time for all of it, in seconds.
         reading: Bytes of all bodies that are read at the moment, at either door.
-        workers: Understand large ones.
-        grammar_workers: Understand those with grammars, for which nobody else should have to wait.
+        workers: Parse and understand them.
         strict_fields: Whether unknown fields are refused instead of ignored.
         ignored_fields: Counts those that were ignored.
     """
@@ -61,24 +58,21 @@ class BodyReader:
     timeout_s: float
     reading: Shares
     workers: Workers
-    grammar_workers: Workers
     strict_fields: bool
     ignored_fields: Family[Counter]
 
     async def read(
         self,
-        request: Request,
-        exchange: Exchange,
+        call: Call,
         understand: Callable[..., ReadT],
         prepare: Callable[[dict[str, Any]], Awaitable[Any]] | None = None,
     ) -> ReadT:
-        """Returns what `understand` makes of a body; the answer will name the fields that it does not know.
+        """Returns what `understand` makes of a body; a header of the answer will name unknown fields.
 
         Args:
-            request: Whose body it is.
-            exchange: Its answer.
-            understand: Takes the JSON object and the fields that nobody knows.
-            prepare: Fetches what `understand` takes before these; None: it needs nothing else.
+            call: Whose body it is.
+            understand: Takes the JSON object and the collection of unknown fields.
+            prepare: Fetches what `understand` takes as its first argument; None: it takes none.
 
         Raises:
             InvalidRequestError: The body is too large, too slow or no JSON object, or is refused by `understand`.
@@ -87,8 +81,8 @@ class BodyReader:
         unknown = UnknownFields(strict=self.strict_fields)
         with self.reading.take(0, current_caller()) as held:
             raw = await read_body(
-                request.stream(),
-                request.headers.get("content-length"),
+                call.request.stream(),
+                call.request.headers.get("content-length"),
                 held.resize,
                 max_bytes=self.max_bytes,
                 timeout_s=self.timeout_s,
@@ -96,9 +90,9 @@ class BodyReader:
             try:
                 understood = await self._understood(raw, understand, unknown, prepare)
             except PacelineError:
-                self._tell(unknown, exchange)
+                self._report(unknown, call.exchange)
                 raise
-            self._tell(unknown, exchange)
+            self._report(unknown, call.exchange)
             return understood
 
     async def _understood(
@@ -109,19 +103,17 @@ class BodyReader:
         prepare: Callable[[dict[str, Any]], Awaitable[Any]] | None,
     ) -> ReadT:
         small = len(raw) <= MAX_INLINE_BYTES
-        fields = parse_json_object(raw) if small else await self.workers.run(partial(parse_json_object, raw))
+        fields = await self.workers.run(partial(parse_json_object, raw), small=small)
         if prepare is not None:
             prepared = await prepare(fields)
-            # What was fetched may be long.
-            small &= not prepared
             understand = partial(understand, prepared)
+            # What was fetched may be long.
+            small = small and not prepared
         work = partial(understand, fields, unknown)
-        if asks_for_grammar(fields):
-            return await self.grammar_workers.run(work)
-        return work() if small else await self.workers.run(work)
+        return await self.workers.run(work, small=small, compiles=asks_for_grammar(fields))
 
-    def _tell(self, unknown: UnknownFields, exchange: Exchange) -> None:
-        """Names and counts what was ignored; not while a thread may still be at it, after a cancellation."""
+    def _report(self, unknown: UnknownFields, exchange: Exchange) -> None:
+        """Names and counts ignored fields; not called after a cancellation, when a thread may still add some."""
         if not unknown.counts:
             return
         exchange.headers[IGNORED_FIELDS] = unknown.header

@@ -1,4 +1,4 @@
-"""The request span: what a client asked for and got, by the GenAI conventions; its sessions' spans hang below it."""
+"""The request span: what a client requested and got, by the GenAI conventions; the parent of its sessions' spans."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RequestTrace:
         self._endings: dict[int, Ending] = {}
         self._failed = False
 
-    def asked(self, sessions: Sequence[SessionRequest], response_id: str, samples_per_prompt: int = 1) -> None:
-        """The request was understood: these are its sessions, samples of the same prompt side by side."""
+    def understood(self, sessions: Sequence[SessionRequest], response_id: str, samples_per_prompt: int = 1) -> None:
+        """Notes the sessions of a request, samples of the same prompt side by side."""
         if not self.span.is_recording():
             return
         self._num_sessions, self._samples_per_prompt = len(sessions), samples_per_prompt
@@ -47,7 +47,7 @@ class RequestTrace:
                 names.GEN_AI_USAGE_INPUT_TOKENS: sum(
                     len(each.prompt_token_ids) for each in sessions[::samples_per_prompt]
                 ),
-                **_asked_for(sessions[0].sampling),
+                **_requested(sessions[0].sampling),
             }
         )
         if len(sessions) > 1:
@@ -70,16 +70,16 @@ class RequestTrace:
                 yield event
 
     def fail(self, error: BaseException) -> None:
-        """The client is told of an error."""
+        """Notes an error that is reported to the client."""
         self._failed = True
         fail(self.span, error)
 
-    def over(self, *, in_peace: bool) -> None:
-        """The call is over; the HTTP door ends in peace when its client has left, too."""
+    def over(self, *, normally: bool) -> None:
+        """Notes the end of the call; the HTTP door ends normally even when its client has left."""
         if not self.span.is_recording():
             return
         self.span.set_attributes(self._answered())
-        if in_peace and not self._failed and len(self._endings) < self._num_sessions:
+        if normally and not self._failed and len(self._endings) < self._num_sessions:
             self.span.set_attribute(names.CANCELLED, True)
 
     def _answered(self) -> Attributes:
@@ -103,7 +103,7 @@ def traced_request(tracer: Tracer, operation: str, traceparent: str, request_id:
     """Starts the span of a client's call, and ends it with the block, saying how the request went.
 
     Args:
-        tracer: Records the span, if it does.
+        tracer: Records the span, if tracing is on.
         operation: `chat` or `text_completion`.
         traceparent: Trace context of the client; empty: none.
         request_id: The client's name for the request; empty: none.
@@ -116,18 +116,18 @@ def traced_request(tracer: Tracer, operation: str, traceparent: str, request_id:
     }
     with ended(start_span(tracer, operation, parent=traceparent, attributes=attributes)) as span:
         trace = RequestTrace(span, operation)
-        in_peace = False
+        normally = False
         try:
             yield trace
-            in_peace = True
+            normally = True
         finally:
-            trace.over(in_peace=in_peace)
+            trace.over(normally=normally)
 
 
-def _asked_for(sampling: SamplingParams) -> Attributes:
+def _requested(sampling: SamplingParams) -> Attributes:
     # OTLP's whole numbers have a sign; a seed's upper half goes out as the negative one that asks for the same.
     seed = sampling.seed if sampling.seed <= MAX_SEED >> 1 else sampling.seed - MAX_SEED - 1
-    asked: dict[str, int | float] = {
+    requested: dict[str, int | float] = {
         names.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_tokens,
         names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
         names.GEN_AI_REQUEST_TOP_P: sampling.top_p,
@@ -138,4 +138,4 @@ def _asked_for(sampling: SamplingParams) -> Attributes:
         names.GEN_AI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
         names.GEN_AI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
     }
-    return {**asked, **{name: value for name, value in optional.items() if value}}
+    return {**requested, **{name: value for name, value in optional.items() if value}}

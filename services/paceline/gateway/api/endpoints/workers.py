@@ -1,6 +1,6 @@
-"""Threads for what takes long without waiting: reading large bodies, templates, tokenizing.
+"""Threads for work that takes long without waiting: reading large bodies, templates, tokenizing, compiling grammars.
 
-A few, so that the event loop gets the interpreter back soon; requests beyond wait in a bounded queue.
+There are few of them, so that the event loop gets the interpreter back soon; further requests wait in bounded queues.
 """
 
 from __future__ import annotations
@@ -16,34 +16,48 @@ from paceline.gateway.access.fair_shares import Shares
 
 NUM_THREADS = 2
 MAX_JOBS = 64
+# Larger requests are read in a thread, so that no stream waits for a tokenizer.
+MAX_INLINE_BYTES = 4 * 1024
 
 ResultT = TypeVar("ResultT")
 
 
-class Workers:
-    """Runs functions in threads; a context manager that ends them."""
+class _Pool:
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="reader")
+        self.jobs = Shares(MAX_JOBS, "requests being read")
 
-    def __init__(self, num_threads: int = NUM_THREADS, max_jobs: int = MAX_JOBS) -> None:
-        """Starts no thread yet.
+
+class Workers:
+    """Runs functions of requests; a context manager that ends the threads.
+
+    Grammars have threads of their own, so that no other request waits for them.
+    """
+
+    def __init__(self) -> None:
+        """Starts no thread yet."""
+        self._reading, self._compiling = _Pool(), _Pool()
+
+    async def run(self, function: Callable[[], ResultT], *, small: bool, compiles: bool = False) -> ResultT:
+        """Returns the result of a function, in a thread unless it is quick; either way in the request's context.
 
         Args:
-            num_threads: Functions that run at once.
-            max_jobs: Those and the ones that wait, of all callers.
-        """
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="reader")
-        self._jobs = Shares(max_jobs, "requests being read")
-
-    async def run(self, function: Callable[[], ResultT]) -> ResultT:
-        """Returns what a function returns that runs in a thread, in the context of the request.
+            function: Reads a request, or a part of it.
+            small: Whether it reads so little that no thread is needed.
+            compiles: Whether it may compile a grammar.
 
         Raises:
-            OverloadedError: Too many wait already.
+            OverloadedError: Too many requests wait already.
         """
-        with self._jobs.take(1, current_caller()):
-            return await asyncio.wrap_future(self._executor.submit(copy_context().run, function))
+        if small and not compiles:
+            return function()
+        pool = self._compiling if compiles else self._reading
+        with pool.jobs.take(1, current_caller()):
+            return await asyncio.wrap_future(pool.executor.submit(copy_context().run, function))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._reading, self._compiling):
+            pool.executor.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""The gRPC door: a call is let in by what its head says, and only then is its message read, within bounds.
+"""The gRPC door: a call is admitted by its metadata alone, and only then is its message read, within bounds.
 
-gRPC receives the one message of a unary call before it tells anybody of the call. So every method is served as one
-that takes a stream, whose messages come when they are asked for: what is refused sends nothing but its head.
+gRPC receives the message of a unary call before it reports the call. So every method is served as one that takes a
+stream, whose messages are read on demand: a call that is refused has sent nothing but its metadata.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from paceline.service.interceptors import HEALTH_METHODS, WrappingInterceptor, b
 
 FIELD = "request"
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-# Of one stream that nobody reads at the moment, so that calls that wait for their turn hold little.
+# Of a stream that is not read at the moment, so that calls that wait for their turn hold little.
 UNREAD_BYTES = 64 * 1024
-# Health has no key: few of its messages are read at once, and one more ends the read that has waited longest.
+# Health checks need no key, so few of their messages are read at once: one more ends the read that has waited longest.
 MAX_HEALTH_READS = 8
 MAX_HEALTH_CALLS = 256
 HEALTH_TIMEOUT_S = 5.0
-# A connection without calls; clients dial anew when they have something to ask.
+# Of a connection without calls; clients reconnect when they need one.
 MAX_IDLE_MS = 120_000
 HANDSHAKE_TIMEOUT_MS = 10_000
 
 
 def door_options(max_calls: int) -> tuple[tuple[str, int], ...]:
-    """Returns the settings of a gRPC server that strangers can reach: so many connections, and calls on each."""
+    """Returns the settings of a gRPC server that strangers can reach: limits of connections, and of calls on each."""
     return (
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_concurrent_streams", max_calls),
         ("grpc.max_allowed_incoming_connections", max_calls),
         ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        # Otherwise a fast sender earns itself megabytes of room that nobody reads.
+        # Otherwise a fast sender gets a window of megabytes that nobody reads.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
     )
 
 
 class GrpcDoor(WrappingInterceptor):
-    """Lets calls in.
+    """Admits calls.
 
     Args:
-        admit: Is given metadata and method of a call, and makes its sender the current caller, or raises.
-        calls: Of which every call holds one.
-        reading: Of which every message holds its bytes until the first answer.
+        admit: Takes metadata and method of a call, and makes its sender the current caller, or raises.
+        calls: Places for calls.
+        reading: Room for messages, held until the first answer.
         timeout_s: Time for a message to arrive, its turn included.
     """
 
@@ -98,7 +98,7 @@ class GrpcDoor(WrappingInterceptor):
         return serve
 
     async def _each(self, handler: Any, messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        """Yields the messages of a stream, each of which comes in time."""
+        """Yields the messages of a stream, each within the time limit."""
         while True:
             try:
                 with await self._received(messages) as message:
@@ -108,7 +108,7 @@ class GrpcDoor(WrappingInterceptor):
             yield request
 
     async def _received(self, messages: AsyncIterator[bytes]) -> _Received:
-        """Returns the next message, for which room was kept before it was asked for."""
+        """Reserves room, then returns the next message."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 held = await self._reading.wait(MAX_MESSAGE_BYTES, current_caller())
@@ -126,7 +126,7 @@ class GrpcDoor(WrappingInterceptor):
 
 
 class Turnover:
-    """So many at once: one more ends the one that has been there longest."""
+    """A limited number of places: one more holder ends the one that has been there longest."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -137,7 +137,7 @@ class Turnover:
         """Holds a place while a block runs.
 
         Raises:
-            OverloadedError: Somebody else has it now.
+            OverloadedError: A later holder needed the place.
         """
         if len(self._scopes) >= self._limit:
             eldest = next(iter(self._scopes))
@@ -161,14 +161,14 @@ class _EndOfStreamError(InvalidRequestError):
 
 
 class _Received:
-    """A message and the room it takes; a context manager that gives the room back."""
+    """A message and the room it takes; a context manager that frees the room."""
 
     def __init__(self, data: bytes, held: Held) -> None:
         self._data = data
         self.held = held
 
     def parsed(self, handler: Any, method: str) -> Any:
-        """Returns the message that the bytes are, which are given up."""
+        """Parses the message; its bytes are dropped."""
         data, self._data = self._data, b""
         check_message(method, data)
         return _parse(handler, data)
@@ -210,13 +210,13 @@ async def _deadline(timeout_s: float) -> AsyncIterator[None]:
 
 
 async def _answer(handler: Any, request: Any, context: Any, held: Held | None = None) -> Any:
-    """Serves a call; the room of its message is given back with the first answer.
+    """Serves a call; the room of its message is freed with the first answer.
 
     Raises:
         UnavailableError: The client is there but reads nothing.
     """
     serving = behaviour_of(handler)(request, context)
-    # Or a stream would hold its request to its end.
+    # Otherwise a stream would hold its request to its end.
     del request
     if not handler.response_streaming:
         return await serving

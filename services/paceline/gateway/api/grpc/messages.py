@@ -1,4 +1,4 @@
-"""Looks at the bytes of a large message before it is parsed, which nothing can interrupt.
+"""Checks the bytes of a large message before it is parsed, as nothing can interrupt the parser.
 
 A prompt costs next to nothing to parse, however long; millions of tiny fields hold the interpreter for 0.1 s. It knows
 the numbers of the fields that may be long, nothing else of the message.
@@ -16,7 +16,7 @@ GENERATE = "/paceline.rpc.v1.Gateway/Generate"
 SMALL_BYTES = 64 * 1024
 # More ids than any context holds take 25 ms to parse.
 MAX_TOKEN_IDS = 1 << 20
-# A prompt stands among so many fields, or it is not found.
+# A prompt behind more fields than these is not found.
 MAX_FIELDS = 64
 _FIELD = "request"
 _PROMPT = gateway_pb2.GatewayGenerateRequest.PROMPT_FIELD_NUMBER

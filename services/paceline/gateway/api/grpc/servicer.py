@@ -13,9 +13,8 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.messages import SpeculationRecord
 from paceline.core.params import SamplingParams, SpeculationParams
 from paceline.gateway.access.callers import current_caller
-from paceline.gateway.api.endpoints.reading import MAX_INLINE_BYTES
 from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
-from paceline.gateway.api.endpoints.workers import Workers
+from paceline.gateway.api.endpoints.workers import MAX_INLINE_BYTES, Workers
 from paceline.gateway.fleet.fleet import Fleet
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.grammars.compiling import grammar_of_lark
@@ -23,14 +22,10 @@ from paceline.gateway.sessions.output import Ending, Piece
 from paceline.gateway.sessions.request import (
     DEFAULT_MAX_TOKENS,
     SessionRequest,
-    check_judged,
-    check_prompt,
+    check_prompt_logprobs,
     check_salt,
     check_stops,
-    encode_text,
     new_seed,
-    room_for_output,
-    tokens_kept,
 )
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
@@ -58,12 +53,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         fleet: Fleet,
         resumption: Resumption,
         workers: Workers,
-        grammar_workers: Workers,
         tracer: Tracer = OFF,
     ) -> None:
         self._sessions = sessions
         self._workers = workers
-        self._grammar_workers = grammar_workers
         self._tracer = tracer
         self._fleet = fleet
         self._resumption = resumption
@@ -71,11 +64,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Generate(
         self, request: gateway_pb2.GatewayGenerateRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
-        """Streams one completion; a client that sets a deadline is not made to wait beyond it for its turn."""
+        """Streams one completion; a client with a deadline does not wait beyond it for a place."""
         with traced_request(self._tracer, TEXT_COMPLETION, incoming(context)) as trace:
             with self._sessions.errors_counted():
                 session = replace(await self._read(request), max_wait_s=context.time_remaining(), span=trace.span)
-                # Or the stream would hold a prompt of megabytes to its end.
+                # Otherwise the stream would hold a prompt of megabytes to its end.
                 del request
             with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
                 async with aclosing(self._stream(session, trace)) as responses:
@@ -85,8 +78,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Resume(
         self, request: gateway_pb2.ResumeRequest, context: Any
     ) -> AsyncIterator[gateway_pb2.GatewayGenerateResponse]:
-        """Streams what is left of a completion, in the trace that it began in unless the client names another."""
-        # A gateway that has no place for the session must not take it from whoever runs it.
+        """Streams the rest of a completion, in the trace that it began in unless the client names another."""
+        # A gateway that has no place for the session must not take it from the gateway that runs it.
         with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
             session = await self._resumption.claim(
                 request.session_id, request.offset, request.digest, current_caller().name
@@ -101,7 +94,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def _stream(
         self, session: SessionRequest, trace: RequestTrace
     ) -> AsyncGenerator[gateway_pb2.GatewayGenerateResponse, None]:
-        trace.asked([session], session.session_id)
+        trace.understood([session], session.session_id)
         # At once, so that a client knows what to resume even if it never gets a token from here.
         yield gateway_pb2.GatewayGenerateResponse(session_id=session.session_id)
         async with aclosing(trace.watch(self._sessions.run(session))) as events:
@@ -109,7 +102,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 yield _response(session.session_id, event)
 
     async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Any) -> gateway_pb2.ListModelsResponse:
-        """Names the models that a verifier serves at the moment."""
+        """Lists the models that a verifier serves at the moment."""
         del request, context
         identities = [self._fleet.identity(name) for name in self._fleet.own_names]
         return gateway_pb2.ListModelsResponse(
@@ -117,11 +110,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         )
 
     async def _read(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
-        if request.sampling.grammar:
-            return await self._grammar_workers.run(partial(self._session, request))
-        if request.ByteSize() <= MAX_INLINE_BYTES:
-            return self._session(request)
-        return await self._workers.run(partial(self._session, request))
+        return await self._workers.run(
+            partial(self._session, request),
+            small=request.ByteSize() <= MAX_INLINE_BYTES,
+            compiles=bool(request.sampling.grammar),
+        )
 
     def _session(self, request: gateway_pb2.GatewayGenerateRequest) -> SessionRequest:
         model = self._sessions.model(request.model)
@@ -148,16 +141,15 @@ def _prompt(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel) -> 
     field = request.WhichOneof("input")
     if field is None:
         raise InvalidRequestError("prompt", "is required")
-    asked = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
-    keep_last = tokens_kept(model, asked, request.sampling.max_tokens or None)
-    if field == "prompt":
-        return encode_text(model, request.prompt, field="prompt", keep_last=keep_last)
-    return check_prompt(model, request.prompt_token_ids.ids, field="prompt_token_ids", keep_last=keep_last)
+    truncate_to = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+    keep_last = model.prompt_limit(truncate_to, request.sampling.max_tokens or None)
+    given = request.prompt if field == "prompt" else request.prompt_token_ids.ids
+    return model.prompt_tokens(given, field=field, keep_last=keep_last)
 
 
 def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, prompt_len: int) -> SamplingParams:
     if not request.HasField("sampling"):
-        room = room_for_output(model, prompt_len, None, unasked=DEFAULT_MAX_TOKENS, field="max_tokens")
+        room = model.output_limit(prompt_len, None, default=DEFAULT_MAX_TOKENS, field="max_tokens")
         return SamplingParams(max_tokens=room, seed=new_seed(), **model.defaults.sampling)
     given = request.sampling
     named = {field.name for field, _ in given.ListFields()}
@@ -168,9 +160,9 @@ def _sampling(request: gateway_pb2.GatewayGenerateRequest, model: ServedModel, p
         sampling = replace(sampling, grammar=grammar)
     if not given.HasField("seed"):
         sampling = replace(sampling, seed=new_seed())
-    room_for_output(model, prompt_len, sampling.max_tokens, unasked=0, field="sampling.max_tokens")
+    model.output_limit(prompt_len, sampling.max_tokens, default=0, field="sampling.max_tokens")
     if sampling.prompt_logprobs is not None:
-        check_judged(prompt_len, sampling.prompt_logprobs, field="sampling.prompt_logprobs")
+        check_prompt_logprobs(prompt_len, sampling.prompt_logprobs, field="sampling.prompt_logprobs")
     sampling.check_vocabulary(model.identity.vocab_size, model.identity.eos_token_ids)
     return sampling
 

@@ -39,7 +39,7 @@ from paceline.gateway.sessions.request import (
 
 BodyT = TypeVar("BodyT", bound="CommonBody")
 
-# Fields that change nothing about the tokens; clients send them for book-keeping.
+# Fields that change nothing about the tokens; clients send them for bookkeeping.
 NO_EFFECT = frozenset(
     {
         "metadata",
@@ -79,7 +79,7 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-# Of these, what chats have.
+# Those of them that chats have.
 OF_CHATS = frozenset({"parallel_tool_calls", "reasoning_effort", "tool_choice", "tools"})
 MAX_EFFORT_CHARACTERS = 32
 # More than these are refused before they are looked at one by one.
@@ -89,7 +89,7 @@ _LIMITS = {
     "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
     "bad_words": MAX_BAD_WORDS,
 }
-# Variables of a chat template that the server sets.
+# Variables of a chat template that only the server sets.
 TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _Text = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -99,11 +99,11 @@ _Prompt = _Text | _TokenIds | Annotated[list[_Text], _SOME] | Annotated[list[_To
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)]
-# Of variables of a chat template that a request brings.
+# Limits of the variables of a chat template that a request brings.
 TEMPLATE_LIMITS: Mapping[str, Any] = {"propertyNames": {"not": {"enum": sorted(TEMPLATE_NAMES)}}}
 
 
-def _told(default: Any = ..., **limits: Any) -> Any:
+def _described(default: Any = ..., **limits: Any) -> Any:
     """Returns a field whose limits are described here and checked, for both doors, where sessions are made."""
     return Field(default, json_schema_extra=limits)
 
@@ -124,11 +124,11 @@ class SpeculationBody(Fields):
     """What the request asks of speculation; our own field."""
 
     enabled: bool = True
-    max_draft_tokens: int | None = _told(None, minimum=0, maximum=MAX_DRAFT_TOKENS)
-    acceptance: str = _told(
+    max_draft_tokens: int | None = _described(None, minimum=0, maximum=MAX_DRAFT_TOKENS)
+    acceptance: str = _described(
         "", maxLength=MAX_METHOD_CHARS, pattern=rf"^({NAME_PATTERN})?$", examples=[*ACCEPTANCE_RULES]
     )
-    method: str = _told(
+    method: str = _described(
         "", maxLength=MAX_METHOD_CHARS, pattern=rf"^({NAME_PATTERN}(\+{NAME_PATTERN})*)?$", examples=[*METHODS]
     )
     token_fates: bool = False
@@ -138,13 +138,13 @@ class SharedBody(Fields):
     """Fields that bodies of all APIs have."""
 
     model: str = ""
-    # Where these are absent, the model's own hold: see `paceline.gateway.fleet.generation_config`.
-    temperature: float | None = _told(None, minimum=0, maximum=100)
-    top_p: float | None = _told(None, exclusiveMinimum=0, maximum=1)
-    top_k: int | None = _told(None, minimum=-1, maximum=2**32 - 1)
-    priority: int = _told(0, minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
-    cache_salt: str = _told("", maxLength=MAX_SALT_CHARACTERS)
-    seed: int | None = _told(None, minimum=-(2**63), maximum=MAX_SEED)
+    # Where these are absent, the model's own apply: see `paceline.gateway.fleet.generation_config`.
+    temperature: float | None = _described(None, minimum=0, maximum=100)
+    top_p: float | None = _described(None, exclusiveMinimum=0, maximum=1)
+    top_k: int | None = _described(None, minimum=-1, maximum=2**32 - 1)
+    priority: int = _described(0, minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+    cache_salt: str = _described("", maxLength=MAX_SALT_CHARACTERS)
+    seed: int | None = _described(None, minimum=-(2**63), maximum=MAX_SEED)
     stream: bool = False
     speculation: SpeculationBody = SpeculationBody()
 
@@ -157,37 +157,37 @@ class CommonBody(SharedBody):
     objects = {"stream_options": StreamOptions, "speculation": SpeculationBody}  # noqa: RUF012 - a class variable
 
     n: int = Field(default=1, ge=1, json_schema_extra={"maximum": MAX_CHOICES})
-    max_tokens: int | None = _told(None, minimum=1)
-    min_p: float | None = _told(None, minimum=0, maximum=1)
-    repetition_penalty: float | None = _told(None, minimum=0.01, maximum=100)
-    presence_penalty: float = _told(0.0, minimum=-2, maximum=2)
-    frequency_penalty: float = _told(0.0, minimum=-2, maximum=2)
-    logit_bias: dict[str, float] = _told(
+    max_tokens: int | None = _described(None, minimum=1)
+    min_p: float | None = _described(None, minimum=0, maximum=1)
+    repetition_penalty: float | None = _described(None, minimum=0.01, maximum=100)
+    presence_penalty: float = _described(0.0, minimum=-2, maximum=2)
+    frequency_penalty: float = _described(0.0, minimum=-2, maximum=2)
+    logit_bias: dict[str, float] = _described(
         {},
         maxProperties=MAX_LOGIT_BIAS_ENTRIES,
         propertyNames={"pattern": "^[0-9]{1,20}$"},
         additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
     )
-    min_tokens: int = _told(0, minimum=0)
+    min_tokens: int = _described(0, minimum=0)
     stop: SkipValidation[Stop | Stops | None] = None
-    stop_token_ids: list[_TokenId] = _told([], maxItems=MAX_STOP_TOKEN_IDS)
-    allowed_token_ids: _TokenIds | None = _told(None, maxItems=MAX_ALLOWED_TOKEN_IDS)
-    bad_words: list[_BadWord] = _told([], maxItems=MAX_BAD_WORDS)
+    stop_token_ids: list[_TokenId] = _described([], maxItems=MAX_STOP_TOKEN_IDS)
+    allowed_token_ids: _TokenIds | None = _described(None, maxItems=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: list[_BadWord] = _described([], maxItems=MAX_BAD_WORDS)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
-    response_format: dict[str, Any] | None = _told(
+    response_format: dict[str, Any] | None = _described(
         None, properties={"type": {"enum": ["text", "json_object", "json_schema"]}}, required=["type"]
     )
     structured_outputs: dict[str, Any] | None = None
     guided_json: SkipValidation[dict[str, Any] | str | None] = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = _told(None, minItems=1)
+    guided_choice: list[str] | None = _described(None, minItems=1)
     guided_grammar: str | None = None
-    truncate_prompt_tokens: int | None = _told(
+    truncate_prompt_tokens: int | None = _described(
         None, anyOf=[{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]
     )
-    prompt_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = _described(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
     return_token_ids: bool = False
     stream_options: StreamOptions | None = None
 
@@ -196,9 +196,9 @@ class CompletionBody(CommonBody):
     """Body of /v1/completions."""
 
     prompt: SkipValidation[_Prompt]
-    max_tokens: int | None = _told(None, minimum=0)
+    max_tokens: int | None = _described(None, minimum=0)
     echo: bool = False
-    logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+    logprobs: int | None = _described(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
 
 
 class TextPart(TextFields):
@@ -227,13 +227,13 @@ class ChatMessage(Fields):
 class ChatFields(Fields):
     """What becomes the prompt of a chat; each of `messages` is read by itself."""
 
-    messages: list[SkipValidation[ChatMessage]] = _told(minItems=1)
-    tools: list[SkipValidation[Tool]] = _told([], maxItems=MAX_TOOLS)
-    # Where it is absent: unless the last message is to be gone on with.
+    messages: list[SkipValidation[ChatMessage]] = _described(minItems=1)
+    tools: list[SkipValidation[Tool]] = _described([], maxItems=MAX_TOOLS)
+    # Absent: yes, unless the last message is to be continued.
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template: str | None = _told(None, maxLength=MAX_TEMPLATE_CHARACTERS)
-    chat_template_kwargs: dict[str, Any] = _told({}, **TEMPLATE_LIMITS)
+    chat_template: str | None = _described(None, maxLength=MAX_TEMPLATE_CHARACTERS)
+    chat_template_kwargs: dict[str, Any] = _described({}, **TEMPLATE_LIMITS)
 
 
 class ChatBody(CommonBody, ChatFields):
@@ -246,10 +246,10 @@ class ChatBody(CommonBody, ChatFields):
 
     tool_choice: SkipValidation[Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None] = None
     parallel_tool_calls: bool = True
-    reasoning_effort: str | None = _told(None, maxLength=MAX_EFFORT_CHARACTERS)
-    max_completion_tokens: int | None = _told(None, minimum=1)
+    reasoning_effort: str | None = _described(None, maxLength=MAX_EFFORT_CHARACTERS)
+    max_completion_tokens: int | None = _described(None, minimum=1)
     logprobs: bool = False
-    top_logprobs: int | None = _told(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = _described(None, minimum=0, maximum=MAX_TOP_LOGPROBS)
 
 
 class TokenizeTextBody(Fields):

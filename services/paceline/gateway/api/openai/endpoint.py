@@ -1,45 +1,75 @@
-"""The two completion endpoints as ASGI applications: from bytes of a body to bytes of an answer.
+"""The two completion endpoints: from the fields of a body to the events of an answer.
 
-What they say stands in `paceline.gateway.api.openai.answers`, how it is sent in `paceline.gateway.http.response`.
+`paceline.gateway.api.openai.answer` builds the answers, `paceline.gateway.http.response` sends them.
 """
 
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
-
-from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.access.callers import current_caller
+from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.endpoints.reading import BodyReader
-from paceline.gateway.api.endpoints.request_trace import RequestTrace, traced_request
-from paceline.gateway.api.openai.answers import Answer, Json
-from paceline.gateway.api.openai.bodies import ChatBody, CommonBody, CompletionBody, StreamOptions, parse_body
+from paceline.gateway.api.openai.answer import Answer, Json
+from paceline.gateway.api.openai.bodies import ChatBody, CompletionBody, StreamOptions, parse_body
 from paceline.gateway.api.openai.choices import chat_sessions, completion_sessions
-from paceline.gateway.api.openai.event_ids import EventId
 from paceline.gateway.api.openai.merge_streams import merged
 from paceline.gateway.http.fields import UnknownFields
-from paceline.gateway.http.response import DONE, LAST_EVENT_ID, STREAM_HEADERS, Exchange, request_id, until_disconnect
+from paceline.gateway.http.response import DONE, LAST_EVENT_ID, STREAM_HEADERS, Exchange
 from paceline.gateway.sessions.output import Ending, Event, Piece
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
-from paceline.obs.attributes import CHAT, TEXT_COMPLETION
-from paceline.obs.tracing import TRACEPARENT, Tracer
 
 Events = AsyncGenerator[tuple[int, Event], None]
+
+MAX_OFFSET_DIGITS = 10
+_SEPARATOR = ":"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventId:
+    """A place in the stream of one session, for `id:` and `Last-Event-ID` of server-sent events.
+
+    A client that has the id of the last event can continue from there at any gateway.
+
+    Attributes:
+        session_id: The session.
+        offset: Generated tokens up to there.
+        digest: Of these; see `paceline.core.token_digest`.
+    """
+
+    session_id: str
+    offset: int = 0
+    digest: str = ""
+
+    def __str__(self) -> str:
+        """Returns it as it is written in a stream."""
+        return _SEPARATOR.join((self.session_id, str(self.offset), self.digest))
+
+    @classmethod
+    def parse(cls, text: str) -> EventId:
+        """Reads what a client sends back.
+
+        Raises:
+            InvalidRequestError: It is no id of ours.
+        """
+        session_id, _, rest = text.partition(_SEPARATOR)
+        offset, separator, digest = rest.partition(_SEPARATOR)
+        well_formed = offset.isascii() and offset.isdigit() and len(offset) <= MAX_OFFSET_DIGITS
+        if not separator or not session_id or not well_formed:
+            raise InvalidRequestError(LAST_EVENT_ID, f"must be the id of an event of the stream, got {text[:80]!r}")
+        return cls(session_id=session_id, offset=int(offset), digest=digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """A checked request; its body, which may be long, is given up."""
+    """A checked request, without its body, which may be long."""
 
     stream: bool
     options: StreamOptions
@@ -48,115 +78,89 @@ class _Order:
 
     @property
     def place(self) -> EventId | None:
-        """Where its stream begins; None where nobody asked for places, or could go on from them."""
+        """Where its stream begins; None where places are not wanted, or the stream could not be resumed."""
         first = self.requests[0]
-        asked = first.resumed or self.options.include_event_ids
-        named = asked and len(self.requests) == 1 and first.resumable
+        wanted = first.resumed or self.options.include_event_ids
+        named = wanted and len(self.requests) == 1 and first.resumable
         return EventId(session_id=first.session_id) if named else None
 
 
 class CompletionEndpoint:
-    """POST /v1/completions or /v1/chat/completions."""
+    """POST /v1/completions or /v1/chat/completions.
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        resumption: Resumption,
-        reader: BodyReader,
-        tracer: Tracer,
-        *,
-        chat: bool,
-    ) -> None:
+    Args:
+        sessions: Runs the sessions.
+        resumption: Takes over sessions whose streams broke off.
+        reader: Reads bodies.
+        chat: Which of the two.
+    """
+
+    def __init__(self, sessions: Sessions, resumption: Resumption, reader: BodyReader, *, chat: bool) -> None:
         self._sessions = sessions
         self._resumption = resumption
         self._reader = reader
-        self._tracer = tracer
         self._chat = chat
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; errors become error objects, nothing is raised to the server."""
-        request = Request(scope, receive)
-        operation = CHAT if self._chat else TEXT_COMPLETION
-        given, own = request_id(request.headers), f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
-        with traced_request(self._tracer, operation, request.headers.get(TRACEPARENT, ""), given) as trace:
-            exchange = Exchange(send, trace.fail, given_id=given, own_id=own)
-            try:
-                with self._sessions.errors_counted():
-                    work = await self._work(request, exchange, trace)
-                await until_disconnect(receive, work)
-            except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
-                await exchange.fail(error)
-
-    async def _work(self, request: Request, exchange: Exchange, trace: RequestTrace) -> Coroutine[Any, Any, None]:
+    async def __call__(self, call: Call) -> Work:
         """Reads a request; returns what answers it."""
-        last_event_id = request.headers.get(LAST_EVENT_ID)
+        last_event_id = call.request.headers.get(LAST_EVENT_ID)
         if last_event_id is None:
-            order = await self._reader.read(request, exchange, partial(self._order, exchange.own_id, trace))
-            return self._answer(order, exchange, trace)
+            order = await self._reader.read(call, partial(self._order, call))
+            return self._answer(order, call)
         place = EventId.parse(last_event_id)
-        return self._go_on(place, await self._reader.read(request, exchange, self._options), exchange, trace)
+        return self._resume(place, await self._reader.read(call, self._options), call)
 
     def _options(self, fields: Json, unknown: UnknownFields) -> StreamOptions:
-        """Returns how a stream is to go on; all else that a body says is known of the session."""
+        """Returns how a stream continues; everything else in the body is known from the session."""
         body = parse_body(ChatBody if self._chat else CompletionBody, fields, unknown)
         if not body.stream or body.n != 1:
-            raise InvalidRequestError(LAST_EVENT_ID, "goes on with a stream of one choice: stream must be true, n 1")
+            raise InvalidRequestError(LAST_EVENT_ID, "resumes a stream of one choice: stream must be true, n 1")
         return body.stream_options or StreamOptions()
 
-    def _order(self, own_id: str, trace: RequestTrace, fields: Json, unknown: UnknownFields) -> _Order:
-        body: CommonBody
+    def _order(self, call: Call, fields: Json, unknown: UnknownFields) -> _Order:
+        body: ChatBody | CompletionBody
+        request_id = call.exchange.own_id
         if self._chat:
-            body = chat = parse_body(ChatBody, fields, unknown)
-            model = self._sessions.model(body.model)
-            requests = chat_sessions(chat, model, own_id, unknown)
+            body = parse_body(ChatBody, fields, unknown)
+            requests = chat_sessions(body, self._sessions.model(body.model), request_id, unknown)
         else:
-            body = completion = parse_body(CompletionBody, fields, unknown)
-            model = self._sessions.model(body.model)
-            requests = completion_sessions(completion, model, own_id)
-        requests = [replace(request, api_key=current_caller().name, span=trace.span) for request in requests]
-        trace.asked(requests, own_id, body.n)
-        options = body.stream_options or StreamOptions()
-        answer = self._empty_answer(requests, own_id, body.n)
-        return _Order(stream=body.stream, options=options, requests=requests, answer=answer)
+            body = parse_body(CompletionBody, fields, unknown)
+            requests = completion_sessions(body, self._sessions.model(body.model), request_id)
+        requests = [replace(request, api_key=current_caller().name, span=call.trace.span) for request in requests]
+        return self._ordered(call, requests, body.stream_options or StreamOptions(), body.stream, body.n)
 
-    def _empty_answer(self, requests: Sequence[SessionRequest], own_id: str, samples_per_prompt: int) -> Answer:
-        return Answer(
+    def _ordered(
+        self, call: Call, requests: Sequence[SessionRequest], options: StreamOptions, stream: bool, num_samples: int
+    ) -> _Order:
+        request_id = call.exchange.own_id
+        call.trace.understood(requests, request_id, num_samples)
+        answer = Answer(
             chat=self._chat,
-            request_id=own_id,
+            request_id=request_id,
             created_s=int(time.time()),
             model_name=requests[0].model.shown_name,
             requests=requests,
-            samples_per_prompt=samples_per_prompt,
+            samples_per_prompt=num_samples,
         )
+        return _Order(stream=stream, options=options, requests=requests, answer=answer)
 
-    async def _answer(self, order: _Order, exchange: Exchange, trace: RequestTrace) -> None:
-        try:
-            with self._sessions.errors_counted(), self._sessions.admitted(len(order.requests), current_caller()):
-                await self._run(order, exchange, trace)
-        except Exception as error:  # noqa: BLE001 - told to the client while the session still counts as running
-            await exchange.fail(error)
+    async def _answer(self, order: _Order, call: Call) -> None:
+        with self._sessions.admitted(len(order.requests), current_caller()):
+            await self._run(order, call)
 
-    async def _go_on(self, place: EventId, options: StreamOptions, exchange: Exchange, trace: RequestTrace) -> None:
+    async def _resume(self, place: EventId, options: StreamOptions, call: Call) -> None:
         """Streams what follows a place in the stream of a session."""
-        try:
-            with self._sessions.errors_counted(), self._sessions.admitted(1, current_caller()):
-                caller = current_caller().name
-                session = await self._resumption.claim(place.session_id, place.offset, place.digest, caller)
-                requests = [replace(session, span=trace.span)]
-                exchange.own_id = session.session_id.rpartition("-")[0]
-                trace.asked(requests, exchange.own_id, 1)
-                answer = self._empty_answer(requests, exchange.own_id, 1)
-                await self._run(_Order(stream=True, options=options, requests=requests, answer=answer), exchange, trace)
-        except Exception as error:  # noqa: BLE001 - told to the client while the session still counts as running
-            await exchange.fail(error)
+        caller = current_caller()
+        with self._sessions.admitted(1, caller):
+            session = await self._resumption.claim(place.session_id, place.offset, place.digest, caller.name)
+            call.exchange.own_id = session.session_id.rpartition("-")[0]
+            requests = [replace(session, span=call.trace.span)]
+            await self._run(self._ordered(call, requests, options, stream=True, num_samples=1), call)
 
-    async def _run(self, order: _Order, exchange: Exchange, trace: RequestTrace) -> None:
-        runs = [trace.watch(self._sessions.run(request)) for request in order.requests]
+    async def _run(self, order: _Order, call: Call) -> None:
+        runs = [call.trace.watch(self._sessions.run(request)) for request in order.requests]
         async with aclosing(merged(runs)) as events:
-            if order.stream:
-                await _stream(order, events, exchange)
-            else:
-                await _collect(order, events, exchange)
+            await (_stream if order.stream else _collect)(order, events, call.exchange)
 
 
 async def _collect(order: _Order, events: Events, exchange: Exchange) -> None:

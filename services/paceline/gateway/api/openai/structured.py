@@ -1,4 +1,4 @@
-"""What a request says about the form of its answer, in OpenAI's fields or in vLLM's: a grammar, or none."""
+"""The grammar that a request wants for its answer, in OpenAI's fields or in vLLM's."""
 
 from __future__ import annotations
 

@@ -5,56 +5,44 @@ They run no session: a tokenizer and a chat template do all of it.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
-
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import check_token_ids
+from paceline.gateway.api.endpoints.endpoint import Call, Work
 from paceline.gateway.api.endpoints.reading import BodyReader
 from paceline.gateway.api.openai.bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
-from paceline.gateway.api.openai.choices import chat_tokens, is_token_list
+from paceline.gateway.api.openai.prompts import chat_tokens, is_token_list
 from paceline.gateway.api.openai.tools import read_toolbox
 from paceline.gateway.http.fields import UnknownFields, read_fields
-from paceline.gateway.http.response import Exchange, request_id
 from paceline.gateway.sessions.sessions import Sessions
 
 Json = dict[str, Any]
 
 
 class TokenizerEndpoint:
-    """One of the two.
+    """One of the operations that run no session.
 
     Args:
         sessions: Knows the models.
         reader: Reads bodies.
-        answer: `tokenized` or `detokenized`.
+        answer: `tokenize`, `detokenize`, or the same of another API.
     """
 
     def __init__(
         self, sessions: Sessions, reader: BodyReader, answer: Callable[[Sessions, Json, UnknownFields], Json]
     ) -> None:
-        self._sessions = sessions
         self._reader = reader
         self._answer = partial(answer, sessions)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; errors become error objects, nothing is raised to the server."""
-        request = Request(scope, receive)
-        exchange = Exchange(send, given_id=request_id(request.headers), own_id=f"tok-{uuid.uuid4().hex}")
-        try:
-            with self._sessions.errors_counted():
-                answer = await self._reader.read(request, exchange, self._answer)
-            await exchange.whole(answer)
-        except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
-            await exchange.fail(error)
+    async def __call__(self, call: Call) -> Work:
+        """Reads a request; returns what answers it."""
+        return call.exchange.whole(await self._reader.read(call, self._answer))
 
 
-def tokenized(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:
+def tokenize(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:
     """Returns the tokens of a prompt, or of a chat by the model's template.
 
     Raises:
@@ -74,7 +62,7 @@ def tokenized(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:
     return {"count": len(token_ids), "max_model_len": model.context_len, "tokens": token_ids, "token_strs": None}
 
 
-def detokenized(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:
+def detokenize(sessions: Sessions, fields: Json, unknown: UnknownFields) -> Json:
     """Returns the text of tokens, special ones spelled out.
 
     Raises:

@@ -81,13 +81,13 @@ class AllowedChoice(Fields):
 
 
 def read_toolbox(tools: Sequence[Any], choice: Any, parallel: bool, unknown: UnknownFields) -> Toolbox:
-    """Returns the tools of a body, with what it says about calling them.
+    """Returns the tools of a body, and whether they may or must be called.
 
     Args:
         tools: The field `tools`.
         choice: The field `tool_choice`.
         parallel: The field `parallel_tool_calls`.
-        unknown: Collects fields that nobody here knows.
+        unknown: Collects unknown fields.
 
     Raises:
         InvalidRequestError: A field is wrong, or the tool to call is not among the tools.
@@ -123,7 +123,7 @@ def _listed(tool: Tool) -> Json:
 
 
 def _allowed(tools: Sequence[Tool], choice: Any, unknown: UnknownFields) -> tuple[list[Tool], str]:
-    """Returns the tools that a choice allows, and what it says of calling them."""
+    """Returns the tools that a choice allows, and its mode."""
     allowed = read_fields(AllowedChoice, choice, unknown, "tool_choice").allowed_tools
     field = "tool_choice.allowed_tools.tools"
     names = [

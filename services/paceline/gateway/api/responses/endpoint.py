@@ -1,35 +1,32 @@
-"""POST /v1/responses, and what can be asked of responses that are kept."""
+"""POST /v1/responses, and the operations on responses that are kept."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from starlette.requests import Request
-from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from paceline.core.errors import InvalidRequestError, SessionNotFoundError
 from paceline.gateway.access.callers import current_caller
-from paceline.gateway.api.endpoints.reading import BodyReader
-from paceline.gateway.api.openai.translated import Asked, TranslatedEndpoint, stream, told
+from paceline.gateway.api.endpoints.endpoint import Call, Work
+from paceline.gateway.api.openai.translated import ChatApi, Translated, answer_steps, stream
+from paceline.gateway.api.responses.answer import ResponseAnswer, parts_of
 from paceline.gateway.api.responses.bodies import ResponsesBody
 from paceline.gateway.api.responses.keeping import KeptResponse, ResponseShelf
 from paceline.gateway.api.responses.requests import chat_of, output_messages
-from paceline.gateway.api.responses.telling import ResponseTelling, parts_of
 from paceline.gateway.http.errors import HttpError
 from paceline.gateway.http.fields import UnknownFields, read_fields
-from paceline.gateway.http.response import ErrorForm, Exchange, request_id, until_disconnect
+from paceline.gateway.http.response import ErrorForm, Exchange
 from paceline.gateway.message.growing import Message
 from paceline.gateway.sessions.request import SessionRequest
 from paceline.gateway.sessions.sessions import Sessions
 from paceline.gateway.sessions.take_over import Resumption
-from paceline.obs.tracing import Tracer
 
 Json = dict[str, Any]
 
@@ -41,7 +38,7 @@ NUM_CLAIMS, CLAIM_PAUSE_S = 21, 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Context:
-    """What a response says of its request.
+    """What a response repeats of its request.
 
     Attributes:
         body: The request.
@@ -61,16 +58,14 @@ def error_shape(error: HttpError, request_id: str) -> Json:
 ERRORS = ErrorForm(shape=error_shape, named=True)
 
 
-class ResponsesDoor:
+class ResponsesApi(ChatApi):
     """OpenAI's newer API.
 
     Args:
         shelf: Keeps responses.
     """
 
-    id_prefix = "resp_"
-    errors = ERRORS
-    names: Mapping[str, str] = {
+    names: ClassVar[Mapping[str, str]] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "response_format.json_schema": "text.format",
@@ -83,8 +78,8 @@ class ResponsesDoor:
     def __init__(self, shelf: ResponseShelf) -> None:
         self._shelf = shelf
 
+    @override
     async def prepare(self, fields: Json) -> list[Json]:
-        """Returns the messages of the responses that a request goes on from."""
         previous = fields.get("previous_response_id")
         if previous is None:
             return []
@@ -95,31 +90,28 @@ class ResponsesDoor:
             raise InvalidRequestError("previous_response_id", f"names a response that is {kept.response['status']}")
         return [*kept.messages, *output_messages(kept.response["output"])]
 
-    def understand(self, prepared: list[Json], fields: Json, unknown: UnknownFields) -> Asked:
-        """Reads a body."""
+    @override
+    def translate(self, prepared: Any, fields: Json, unknown: UnknownFields) -> Translated:
         body = read_fields(ResponsesBody, fields, unknown)
         chat = chat_of(body, prepared, unknown)
         messages = chat["messages"][0 if body.instructions is None else 1 :]
-        return Asked(chat=chat, stream=body.stream, context=_Context(body=body, messages=messages))
+        return Translated(chat=chat, stream=body.stream, context=_Context(body=body, messages=messages))
 
-    def telling(self, asked: Asked, request: SessionRequest, message: Message, own_id: str) -> ResponseTelling:
-        """Returns what tells an answer."""
-        del message
-        return ResponseTelling(_response(asked.context.body, request, own_id), request.session_id)
+    @override
+    def answer(self, translated: Translated, request: SessionRequest, message: Message, own_id: str) -> ResponseAnswer:
+        return ResponseAnswer(_response(translated.context.body, request, own_id), request.session_id)
 
-    async def begun(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
-        """From now on any gateway can go on with it."""
-        if asked.context.body.store:
-            telling.document = await self._shelf.keep(_kept(asked, telling, request))
-
-    async def ended(self, asked: Asked, telling: ResponseTelling, request: SessionRequest) -> None:
-        """From now on others can go on from it."""
-        if asked.context.body.store:
-            await self._shelf.change(_kept(asked, telling, request), telling.document)
-
-
-def _kept(asked: Asked, telling: ResponseTelling, request: SessionRequest) -> KeptResponse:
-    return KeptResponse(api_key=request.api_key, response=telling.response, messages=asked.context.messages)
+    @override
+    async def keep(self, translated: Translated, answer: ResponseAnswer, request: SessionRequest) -> None:
+        # Once it is kept, any gateway can resume it; once it has ended, it can be a `previous_response_id`.
+        context: _Context = translated.context
+        if not context.body.store:
+            return
+        kept = KeptResponse(api_key=request.api_key, response=answer.response, messages=context.messages)
+        if answer.document:
+            await self._shelf.change(kept, answer.document)
+        else:
+            answer.document = await self._shelf.keep(kept)
 
 
 def _response(body: ResponsesBody, request: SessionRequest, own_id: str) -> Json:
@@ -152,34 +144,8 @@ def _response(body: ResponsesBody, request: SessionRequest, own_id: str) -> Json
     }
 
 
-class _KeptEndpoint:
-    """One thing that can be asked of a kept response.
-
-    Args:
-        answer: Answers, given the id in the path.
-    """
-
-    def __init__(self, answer: Callable[[str, Request, Exchange], Awaitable[None]]) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; errors become error objects, nothing is raised to the server."""
-        request = Request(scope, receive)
-        exchange = Exchange(send, given_id=request_id(request.headers), form=ERRORS)
-        try:
-            await until_disconnect(receive, self._asked(request, exchange))
-        except Exception as error:  # noqa: BLE001 - the edge: whatever happens, the client is told
-            await exchange.fail(error)
-
-    async def _asked(self, request: Request, exchange: Exchange) -> None:
-        try:
-            await self._answer(request.path_params["response_id"], request, exchange)
-        except Exception as error:  # noqa: BLE001 - told to the client while the session still counts as running
-            await exchange.fail(error)
-
-
 class KeptResponses:
-    """What can be asked of kept responses: to be shown, streamed, cancelled, or deleted.
+    """The operations on kept responses: they are shown, streamed, cancelled, or deleted.
 
     Args:
         sessions: Runs what is left of one.
@@ -192,53 +158,52 @@ class KeptResponses:
         self._resumption = resumption
         self._shelf = shelf
 
-    async def show(self, response_id: str, request: Request, exchange: Exchange) -> None:
-        """Tells a response: as it is, or as a stream, behind the last event that the client has."""
-        kept = await self._shelf.find(response_id, current_caller().name)
-        if request.query_params.get("stream") != "true":
-            await exchange.whole(kept.response)
-            return
-        after = _number(request.query_params.get("starting_after"))
+    async def show(self, call: Call) -> Work:
+        """Answers with a response: as it is, or as a stream from the last event on that the client has."""
+        query, kept = call.request.query_params, await self._found(call)
+        if query.get("stream") != "true":
+            return call.exchange.whole(kept.response)
+        after = _number(query.get("starting_after"))
         if kept.response["status"] == IN_PROGRESS:
-            await self._go_on(kept, after, exchange)
-        else:
-            await stream(_replayed(kept, after), exchange)
+            return self._resume(kept, after, call.exchange)
+        return stream(_replayed(kept, after), call.exchange)
 
-    async def _go_on(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
-        """Runs the rest of the session here; whoever ran it is told that it goes on elsewhere."""
-        caller = current_caller()
-        with self._sessions.errors_counted(), self._sessions.admitted(1, caller):
+    async def _resume(self, kept: KeptResponse, after: int, exchange: Exchange) -> None:
+        """Runs the rest of the session here; the call that ran it ends with an error."""
+        with self._sessions.admitted(1, current_caller()):
             session = await self._claim(kept)
-            telling = ResponseTelling(kept.response, session.session_id, after)
+            answer = ResponseAnswer(kept.response, session.session_id, after)
             ended = partial(self._shelf.change, kept, kept.document)
             message = Message(session.form, session.session_id)
-            async with aclosing(told(self._sessions.run(session), telling, message, ended)) as steps:
+            async with aclosing(answer_steps(self._sessions.run(session), answer, message, ended)) as steps:
                 await stream(steps, exchange)
 
-    async def cancel(self, response_id: str, request: Request, exchange: Exchange) -> None:
-        """Ends a response that is in progress, by taking its session and not going on with it."""
-        del request
-        kept = await self._shelf.find(response_id, current_caller().name)
+    async def cancel(self, call: Call) -> Work:
+        """Ends a response that is in progress, by taking its session and not running it."""
+        kept = await self._found(call)
         if kept.response["status"] == IN_PROGRESS:
             cancelled = replace(kept, response={**kept.response, "status": CANCELLED})
             await self._claim(kept)
-            stands = await self._shelf.change(cancelled, kept.document)
-            kept = cancelled if stands else await self._shelf.find(response_id, kept.api_key)
-        await exchange.whole(kept.response)
+            changed = await self._shelf.change(cancelled, kept.document)
+            kept = cancelled if changed else await self._found(call)
+        return call.exchange.whole(kept.response)
+
+    async def delete(self, call: Call) -> Work:
+        """Deletes a response; one in progress is still sent to the client that reads it."""
+        response_id = call.request.path_params["response_id"]
+        await self._shelf.forget(response_id, current_caller().name)
+        return call.exchange.whole({"id": response_id, "object": "response", "deleted": True})
+
+    async def _found(self, call: Call) -> KeptResponse:
+        return await self._shelf.find(call.request.path_params["response_id"], current_caller().name)
 
     async def _claim(self, kept: KeptResponse) -> SessionRequest:
-        """Takes the session of a response, whose record may be written a moment after its first event is told."""
+        """Takes the session of a response, whose record may be written a moment after its first event is sent."""
         for _ in range(NUM_CLAIMS - 1):
             with suppress(SessionNotFoundError):
                 return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
             await asyncio.sleep(CLAIM_PAUSE_S)
         return await self._resumption.claim(_session_id(kept), 0, "", kept.api_key)
-
-    async def delete(self, response_id: str, request: Request, exchange: Exchange) -> None:
-        """Forgets a response."""
-        del request
-        await self._shelf.forget(response_id, current_caller().name)
-        await exchange.whole({"id": response_id, "object": "response", "deleted": True})
 
 
 def _session_id(kept: KeptResponse) -> str:
@@ -248,11 +213,11 @@ def _session_id(kept: KeptResponse) -> str:
 async def _replayed(kept: KeptResponse, after: int) -> AsyncGenerator[list[Json], None]:
     """Yields the events of a response that has ended."""
     begun = {**kept.response, "status": IN_PROGRESS, "output": [], "usage": None, "incomplete_details": None}
-    telling = ResponseTelling(begun, _session_id(kept), after)
-    yield telling.opening()
-    yield telling.further(parts_of(kept.response["output"]))
-    telling.response |= {name: value for name, value in kept.response.items() if name != "output"}
-    yield telling.closing()
+    answer = ResponseAnswer(begun, _session_id(kept), after)
+    yield answer.opening()
+    yield answer.further(parts_of(kept.response["output"]))
+    answer.response |= {name: value for name, value in kept.response.items() if name != "output"}
+    yield answer.closing()
 
 
 def _number(given: str | None) -> int:
@@ -262,17 +227,3 @@ def _number(given: str | None) -> int:
     if not (given.isascii() and given.isdigit() and len(given) <= MAX_DIGITS):
         raise InvalidRequestError("starting_after", "must be the number of an event")
     return int(given)
-
-
-def response_routes(
-    sessions: Sessions, resumption: Resumption, reader: BodyReader, tracer: Tracer, shelf: ResponseShelf
-) -> list[BaseRoute]:
-    """Returns the routes of the API."""
-    kept = KeptResponses(sessions, resumption, shelf)
-    one = "/v1/responses/{response_id}"
-    return [
-        Route("/v1/responses", TranslatedEndpoint(sessions, reader, tracer, ResponsesDoor(shelf)), methods=["POST"]),
-        Route(one, _KeptEndpoint(kept.show), methods=["GET"]),
-        Route(one, _KeptEndpoint(kept.delete), methods=["DELETE"]),
-        Route(f"{one}/cancel", _KeptEndpoint(kept.cancel), methods=["POST"]),
-    ]

@@ -1,4 +1,4 @@
-"""Keeps responses in the store for a time, so that a later request goes on from them, at any gateway."""
+"""Keeps responses in the store for a time, so that later requests at any gateway can continue them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.errors import SessionNotFoundError, UnavailableError
 from paceline.store.base import Store
 
 Json = dict[str, Any]
-# As the gateway makes them; a store is not asked for others.
+# Ids that gateways make; the store is not asked for others.
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _NAME = "response:{response_id}"
 
@@ -24,10 +24,10 @@ class KeptResponse:
     """A response as it is kept.
 
     Attributes:
-        api_key: Name of the key it was asked for with; empty without keys.
+        api_key: Name of the key of its request; empty without keys.
         response: As clients see it.
         messages: The conversation before it, without instructions.
-        document: What it was read from; empty: it was not read.
+        document: As the store has it; empty: it was not read from there.
     """
 
     api_key: str
@@ -37,8 +37,8 @@ class KeptResponse:
 
     def to_bytes(self) -> bytes:
         """Returns it as it is written."""
-        told = {"api_key": self.api_key, "response": self.response, "messages": self.messages}
-        return json.dumps(told, separators=(",", ":")).encode()
+        fields = {"api_key": self.api_key, "response": self.response, "messages": self.messages}
+        return json.dumps(fields, separators=(",", ":")).encode()
 
 
 class ResponseShelf:
@@ -54,10 +54,10 @@ class ResponseShelf:
         self._ttl_s = ttl_s
 
     async def keep(self, kept: KeptResponse) -> bytes:
-        """Writes a response; a store that does not answer costs what could be asked of it later, no answer.
+        """Writes a response; without a store it cannot be retrieved later, but is answered all the same.
 
         Returns:
-            The document, for whoever changes it later; empty: it is not kept.
+            The document, needed to change it later; empty: it is not kept.
         """
         document = kept.to_bytes()
         try:
@@ -75,7 +75,7 @@ class ResponseShelf:
             document: As it was kept; empty: it was not.
 
         Returns:
-            Whether it stands as it is now.
+            Whether it was written.
         """
         if not document:
             return bool(await self.keep(kept))
@@ -99,7 +99,7 @@ class ResponseShelf:
             UnavailableError: The store does not answer.
         """
         kept = await self._find(response_id)
-        # Whether it is another's is nobody's business.
+        # A caller does not learn whether it exists under another key.
         if kept is None or kept.api_key != api_key:
             raise SessionNotFoundError(f"{field}: {response_id[:80]!r} is not known; it is not kept, or no longer")
         return kept

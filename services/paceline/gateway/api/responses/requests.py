@@ -1,4 +1,4 @@
-"""Makes a body of /v1/chat/completions of one of /v1/responses, and messages of what was answered."""
+"""Turns a body of /v1/responses into one of /v1/chat/completions, and answers into messages."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def chat_of(body: ResponsesBody, earlier: Sequence[Json], unknown: UnknownFields
 
     Args:
         body: Of the request.
-        earlier: Messages of the responses that it goes on from; instructions are not among them.
-        unknown: Told of fields of items that nobody knows.
+        earlier: Messages of the responses that it continues, without instructions.
+        unknown: Collects unknown fields of items.
 
     Raises:
         InvalidRequestError: An item or a tool is wrong, or of a kind that is not served.
@@ -124,7 +124,7 @@ def _called(call_id: str, name: str, arguments: str) -> Json:
 
 
 def output_messages(output: Sequence[Json]) -> list[Json]:
-    """Returns the message that the items of an answer are to a chat."""
+    """Returns the items of an answer as messages of a chat."""
     messages: list[Json] = []
     for item in output:
         if item["type"] == "function_call":
@@ -136,7 +136,7 @@ def output_messages(output: Sequence[Json]) -> list[Json]:
 
 
 def joined_turns(messages: Sequence[Json]) -> list[Json]:
-    """Returns messages with those of the assistant one after another as one: reasoning, text and calls of a turn."""
+    """Joins consecutive messages of the assistant: reasoning, text and calls of one turn."""
     turns: list[Json] = []
     for message in messages:
         last = turns[-1] if turns else {}
@@ -147,5 +147,5 @@ def joined_turns(messages: Sequence[Json]) -> list[Json]:
             continue
         calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
         turns[-1] = {**last, **message, **({"tool_calls": calls} if calls else {})}
-    # Reasoning alone is no message to most templates.
+    # To most templates, reasoning alone is no message.
     return [{"content": "", **turn} for turn in turns]

@@ -15,7 +15,8 @@ from paceline.gateway.message.reader import StatefulReader
 
 ARGUMENTS = ("arguments", "parameters")
 MAX_HEAD_CHARS = 1024
-_decoder = json.JSONDecoder()
+# Up to the bracket of the arguments.
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\[\s\S])*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
 class Extent:
@@ -60,14 +61,6 @@ class Extent:
         return False
 
 
-class _UnfinishedError(Exception):
-    """The text ends too early to tell."""
-
-
-class _OtherError(Exception):
-    """It does not begin with name and arguments."""
-
-
 class JsonCall(StatefulReader):
     """One call, white space before it included.
 
@@ -76,25 +69,32 @@ class JsonCall(StatefulReader):
     """
 
     def __init__(self) -> None:
-        super().__init__(self._head)
+        super().__init__(self._begin)
         self.failed = False
         self._extent = Extent()
         self._num_scanned = 0
 
-    def _head(self) -> bool:
-        try:
-            name, length = _head(self.held)
-        except _UnfinishedError:
-            if not self.final and len(self.held) <= MAX_HEAD_CHARS:
-                return False
-            self.state = self._whole
-        except _OtherError:
-            self.state = self._whole
-        else:
-            self.take(length)
+    def _begin(self) -> bool:
+        head = _HEAD.match(self.held, 0, MAX_HEAD_CHARS)
+        name = None if head is None else _decoded(head[1])
+        if head is not None and isinstance(name, str) and name:
+            self.take(head.end())
             self.parts.append(CallBegin(name))
+            self._extent = Extent()
             self.state = self._arguments
-        return True
+            return True
+        bare = self.held.lstrip()
+        length = self._scan() if bare.startswith("{") else None
+        if length is not None:
+            call = _call(self.held[:length])
+            self.failed = call is None
+            self.take(0 if call is None else length)
+            self.parts += call or ()
+            self._end()
+        elif self.final or not "{".startswith(bare[:1]):
+            self.failed = True
+            self._end()
+        return False
 
     def _arguments(self) -> bool:
         length = self._extent.scan(self.held)
@@ -124,22 +124,6 @@ class JsonCall(StatefulReader):
             self._end()
         return False
 
-    def _whole(self) -> bool:
-        bare = self.held.lstrip()
-        length = self._scan() if bare.startswith("{") else None
-        if length is not None:
-            call = _call(self.held[:length])
-            if call is None:
-                self.failed = True
-            else:
-                self.take(length)
-                self.parts += call
-            self._end()
-        elif self.final or not "{".startswith(bare[:1]):
-            self.failed = True
-            self._end()
-        return False
-
     def _scan(self) -> int | None:
         """Looks at new text; returns the length of the whole value if it has ended."""
         length = self._extent.scan(self.held[self._num_scanned :])
@@ -152,49 +136,21 @@ class JsonCall(StatefulReader):
         self.state = lambda: False
 
 
-def _head(text: str) -> tuple[str, int]:
-    """Returns the name, and where the arguments begin."""
-    at = _expect(text, 0, "{")
-    key, at = _string(text, at)
-    if key != "name":
-        raise _OtherError
-    name, at = _string(text, _expect(text, at, ":"))
-    key, at = _string(text, _expect(text, at, ","))
-    if key not in ARGUMENTS or not name:
-        raise _OtherError
-    return name, _expect(text, _expect(text, at, ":"), "{") - 1
-
-
-def _expect(text: str, at: int, wanted: str) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    if at == len(text):
-        raise _UnfinishedError
-    if text[at] != wanted:
-        raise _OtherError
-    return at + 1
-
-
-def _string(text: str, at: int) -> tuple[str, int]:
-    begin = _expect(text, at, '"')
-    end = begin
-    while end < len(text) and text[end] != '"':
-        end += 2 if text[end] == "\\" else 1
-    if end >= len(text):
-        raise _UnfinishedError
+def _decoded(text: str) -> Any:
+    """Returns a value of JSON; None: it is none, or has numbers that JSON does not have."""
     try:
-        return json.loads(text[begin - 1 : end + 1]), end + 1
-    except ValueError:
-        raise _OtherError from None
+        value = json.loads(text)
+        # Python reads NaN and the like.
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return value
 
 
 def _call(text: str) -> list[CallBegin | CallArguments] | None:
     """Returns the parts of a whole object, which may hold its arguments as a string; None: it is no call."""
-    try:
-        found: Any = _decoder.decode(text)
-        # Python reads NaN and the like, and JSON does not have them.
-        json.dumps(found, allow_nan=False)
-    except (ValueError, RecursionError):
+    found = _decoded(text)
+    if found is None:
         return None
     inner = found.get("function")
     found = inner if isinstance(inner, dict) else found

@@ -10,10 +10,9 @@ import pytest
 
 from paceline.core.errors import OverloadedError, UnavailableError
 from paceline.gateway.api.console import feed as module
-from paceline.gateway.api.console.feed import MAX_WAITING_FRAMES, ConsoleFeed
+from paceline.gateway.api.console.feed import MAX_WAITING_FRAMES, ConsoleFeed, Read
 from paceline.gateway.api.console.figures import Reading
 from paceline.gateway.api.console.frames import OwnCounts
-from paceline.gateway.api.console.reader import Read
 from paceline.store.base import Replica
 
 VERIFIER = Replica(replica_id="v", role="verifier", address="h:1", metrics_address="h:2")

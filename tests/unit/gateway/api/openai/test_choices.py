@@ -9,11 +9,12 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.params import SamplingParams, SpeculationParams
+from paceline.gateway.api.openai.choices import sample_seed
 from paceline.gateway.fleet.generation_config import ModelDefaults
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.http.body import parse_json_object
 from paceline.gateway.http.errors import to_http
-from paceline.gateway.sessions.request import SessionRequest, sample_seed
+from paceline.gateway.sessions.request import SessionRequest
 from tests.support.openai_bodies import (
     CODEC,
     CONTEXT_LEN,

@@ -1,6 +1,6 @@
 """Builds the response objects of the OpenAI API, whole and in chunks.
 
-Pure: it is told ids and times. It knows events of sessions and the tokenizer, no transport.
+Pure: ids and times are passed in. It knows events of sessions and the tokenizer, no transport.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 # JSON has no infinity; vLLM writes this for a token that cannot be.
 LEAST_LOGPROB = -9999.0
-# A token, and how likely it was; None: nothing says, as nothing stands before it.
+# A token, and how likely it was; None: not known, as it is the first of the prompt.
 Judged = tuple[int, PositionLogprobs | None]
 
 
@@ -30,7 +30,7 @@ TOOL_CALLS = "tool_calls"
 
 
 class CharacterCount:
-    """Counts the characters of a text that comes in bytes; what breaks off within one waits for the rest of it."""
+    """Counts the characters of a text that arrives in bytes; a broken one counts once it is complete."""
 
     def __init__(self) -> None:
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
@@ -59,7 +59,7 @@ class ChoiceState:
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended, as OpenAI says it; it has ended."""
+        """Why it ended, in OpenAI's words; it has ended."""
         assert self.ending is not None
         calls = self.message is not None and self.message.calls and self.ending.finish_reason is FinishReason.STOP
         return TOOL_CALLS if calls else self.ending.finish_reason.value
@@ -83,7 +83,7 @@ class ChoiceState:
 
 
 class Answer:
-    """The response to one request; feed it events and take chunks, or the whole at the end."""
+    """The response to one request: takes events, gives chunks, or the whole at the end."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Answer:
         return {} if choice.message is None else choice.message.delta(choice.message.finish())
 
     def opening_chunks(self) -> list[Json]:
-        """Returns what a stream begins with: for a chat, who speaks; a stream that goes on has said it."""
+        """Returns what a stream begins with: the role, for a chat; a resumed stream has sent it already."""
         if not self._chat or any(choice.request.resumed for choice in self._choices):
             return []
         return [
@@ -156,13 +156,13 @@ class Answer:
 
     def ending_chunk(self, index: int, ending: Ending) -> Json:
         """Returns the last chunk of a choice, with its speculation record."""
-        rest = self.add_ending(index, ending)
-        chunk = self._chunk(index, rest, None, self._choices[index].finish_reason)
+        delta = self.add_ending(index, ending)
+        chunk = self._chunk(index, delta, None, self._choices[index].finish_reason)
         chunk["metrics"] = metrics(ending.speculation)
         return chunk
 
     def usage_chunk(self) -> Json:
-        """Returns the last chunk of a stream that asked for usage."""
+        """Returns the last chunk of a stream with usage."""
         return {
             **self._head,
             "object": self._object_name(chunk=True),
@@ -185,7 +185,7 @@ class Answer:
         return whole
 
     def _add_prompt(self, shown: Json, answer: Json, choice: ChoiceState) -> None:
-        """Adds what was asked of the prompt: to each choice, or for a chat, which has one prompt, to the answer."""
+        """Adds what the request wants of the prompt: to the choice, or to the answer of a chat."""
         request = choice.request
         place = answer if self._chat else shown
         if request.return_token_ids and not request.resumed:
@@ -226,8 +226,8 @@ class Answer:
     def _whole_choice(self, index: int, choice: ChoiceState) -> Json:
         assert choice.ending is not None
         text = "".join(choice.texts)
-        said = {"content": text} if choice.message is None else choice.message.whole()
-        body: Json = {"message": {"role": "assistant", **said}} if self._chat else {"text": text}
+        message = {"content": text} if choice.message is None else choice.message.whole()
+        body: Json = {"message": {"role": "assistant", **message}} if self._chat else {"text": text}
         return {
             "index": index,
             **body,
@@ -269,7 +269,7 @@ def metrics(record: SpeculationRecord | None) -> Json:
 
 
 def _fates(choice: ChoiceState, tokens: Sequence[TokenText]) -> Json:
-    """Returns how tokens came about, as a field of a choice, where that was asked for."""
+    """Returns how tokens came about, as a field of a choice, if the request wants it."""
     if not choice.request.token_fates:
         return {}
     return {
@@ -280,7 +280,7 @@ def _fates(choice: ChoiceState, tokens: Sequence[TokenText]) -> Json:
 
 
 def _token_ids(choice: ChoiceState, token_ids: Sequence[int]) -> Json:
-    """Returns generated tokens, as a field of a choice, where that was asked for."""
+    """Returns generated tokens, as a field of a choice, if the request wants them."""
     return {"token_ids": list(token_ids)} if choice.request.return_token_ids else {}
 
 
@@ -289,7 +289,7 @@ def _judged(piece: Piece) -> list[Judged]:
 
 
 def _by_token_id(codec: TextCodec, position: PositionLogprobs) -> Json:
-    """Returns the alternatives at a position of the prompt, and the token that stands there, by their ids."""
+    """Returns the alternatives at a position of the prompt and its own token, by their ids."""
     ranked = [(*each, rank) for rank, each in enumerate(position.top, 1)]
     return {
         str(token_id): {
@@ -319,7 +319,7 @@ def _completion_logprobs(codec: TextCodec, choice: ChoiceState, judged: Sequence
     spelled = [codec.token_bytes(token_id) for token_id, _ in judged]
     offsets: list[int] = []
     for (token_id, _), data in zip(judged, spelled, strict=True):
-        # Where the character begins that the token is part of; special tokens stand in no text.
+        # Where the character begins that the token is part of; special tokens have no text.
         offsets.append(choice.characters.num_whole)
         if codec.is_visible(token_id):
             choice.characters.add(data)

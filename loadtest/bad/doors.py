@@ -1,11 +1,10 @@
-"""Sends bad messages to the doors of a fleet and tells what each was answered with. It judges nothing."""
+"""Sends bad messages to the doors of a fleet and returns the status of each answer. It judges nothing."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from threading import Event
 from typing import Protocol
 
@@ -14,7 +13,7 @@ import grpc
 from loadtest.bad.kinds import Bad
 
 ANSWER_S = 60.0
-# What stands in the place of a status when there was no answer.
+# Stands for a status when there was no answer.
 NO_ANSWER = "no answer"
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -29,23 +28,20 @@ class Door(Protocol):
 
     async def send(self, bad: Bad) -> str:
         """Sends it, reads the answer to its end, and returns the status; `NO_ANSWER` if there was none."""
-        ...
 
     async def close(self) -> None:
         """Closes connections."""
-        ...
 
 
-@dataclass(slots=True)
 class HttpDoor:
-    """One HTTP connection at a time, dialled anew when the gateway has closed it."""
+    """One HTTP connection at a time, opened again when the gateway has closed it."""
 
-    host: str
-    port: int
-    _streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    def __init__(self, address: str) -> None:
+        self._host, _, self._port = address.rpartition(":")
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def send(self, bad: Bad) -> str:
-        """See `Door`."""
+        """Sends one request."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._exchange(bad.parts[0])
@@ -55,7 +51,7 @@ class HttpDoor:
 
     async def _exchange(self, request: bytes) -> str:
         if self._streams is None:
-            self._streams = await asyncio.open_connection(self.host, self.port)
+            self._streams = await asyncio.open_connection(self._host, int(self._port))
         reader, writer = self._streams
         writer.write(request)
         await writer.drain()
@@ -70,41 +66,14 @@ class HttpDoor:
         return status.split()[1]
 
     async def close(self) -> None:
-        """See `Door`."""
+        """Closes the connection."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
 
 
-@dataclass(slots=True)
-class CallDoor:
-    """Calls with one message, over a channel of its own."""
-
-    address: str
-    _channel: grpc.aio.Channel = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Opens the channel."""
-        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
-
-    async def send(self, bad: Bad) -> str:
-        """See `Door`."""
-        call = self._channel.unary_stream(bad.kind.method, None, None)(bad.parts[0], timeout=ANSWER_S)
-        try:
-            async for _ in call:
-                pass
-            code = await call.code()
-        except grpc.aio.AioRpcError as error:
-            code = error.code()
-        return NO_ANSWER if code is grpc.StatusCode.DEADLINE_EXCEEDED else code.name
-
-    async def close(self) -> None:
-        """See `Door`."""
-        await self._channel.close(None)
-
-
-class StreamDoor:
-    """Calls with a stream of messages, each in a thread.
+class GrpcDoor:
+    """Calls of one message or several, each in a thread, over a channel of its own.
 
     Where a service ends a call while there is still something to write, gRPC's asyncio client puts an error of its own
     in the place of the service's status; the one for threads does not.
@@ -115,18 +84,18 @@ class StreamDoor:
         self._executor = executor
 
     async def send(self, bad: Bad) -> str:
-        """See `Door`."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._talk, bad)
+        """Makes one call."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._call, bad)
 
-    def _talk(self, bad: Bad) -> str:
+    def _call(self, bad: Bad) -> str:
         ended = Event()
 
-        def words() -> Iterator[bytes]:
+        def messages() -> Iterator[bytes]:
             yield from bad.parts
             if bad.kind.ends_call:
                 ended.wait()
 
-        call = self._channel.stream_stream(bad.kind.method, None, None)(words(), timeout=ANSWER_S)
+        call = self._channel.stream_stream(bad.kind.method, None, None)(messages(), timeout=ANSWER_S)
         try:
             for _ in call:
                 pass
@@ -138,22 +107,22 @@ class StreamDoor:
         return NO_ANSWER if code is grpc.StatusCode.DEADLINE_EXCEEDED else str(code.name)
 
     async def close(self) -> None:
-        """See `Door`."""
+        """Closes the channel."""
         self._channel.close()
 
 
-async def send_all(doors: Sequence[Door], messages: Iterator[Bad], told: Callable[[Bad, str], None]) -> None:
+async def send_all(doors: Sequence[Door], messages: Iterator[Bad], on_answer: Callable[[Bad, str], None]) -> None:
     """Sends messages, as many at a time as there are doors, and closes the doors.
 
     Args:
         doors: Ways into the same service.
         messages: What to send.
-        told: Called with every message and its answer's status.
+        on_answer: Called with every message and its answer's status.
     """
 
     async def work(door: Door) -> None:
         for bad in messages:
-            told(bad, await door.send(bad))
+            on_answer(bad, await door.send(bad))
 
     try:
         await asyncio.gather(*map(work, doors))

@@ -1,4 +1,4 @@
-"""Chromium as the system has it, driven by playwright; nothing is downloaded, and it speaks to nobody by itself."""
+"""Chromium as the system has it, driven by playwright; nothing is downloaded, and it sends nothing of its own."""
 
 from __future__ import annotations
 

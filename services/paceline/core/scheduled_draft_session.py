@@ -9,14 +9,14 @@ from paceline.core.features import FeatureBuffer, Features, TokensAfterFirst
 from paceline.core.messages import Commit, CommittedStates, DraftNodes, LaggingSession, OpenSession
 from paceline.core.pages import BLOCK_SIZE, BlockPool, SessionPages, SlotPool, block_hash, salted_root
 from paceline.core.session import DrafterSession
-from paceline.core.tree import Node, NodeState, Pruning
+from paceline.core.tree import Node, Pruning, path_to
 
 
-class DraftedSession(DrafterSession):
+class ScheduledDraftSession(DrafterSession):
     """A session from open to close.
 
     Args:
-        opened: What the verifier told of it.
+        opened: The message that opened it.
         pool: Pages for committed tokens.
         scratch: Slots for tree nodes.
         context_len: Most tokens that the draft model takes.
@@ -25,9 +25,9 @@ class DraftedSession(DrafterSession):
     Attributes:
         slots: Of expanded nodes, by their ids.
         computed_to: Rows of its pages whose KV is there when the step under way ends.
-        touched_s: When its verifier last said something of it.
+        touched_s: When its verifier last sent something for it.
         parked: It found no place, and waits for its next commit or for another one's end.
-        given_up: The draft model gave nothing to choose from: features are not asked for again.
+        given_up: The draft model's logits were unusable: features are not requested again.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DraftedSession(DrafterSession):
             return SessionPages(self.tokens, pool, before=root)
         return SessionPages(TokensAfterFirst(self.tokens), pool, before=block_hash(root, self.tokens[:1]))
 
-    # What it hears
+    # Messages
 
     def apply(self, commit: Commit, moves: list[tuple[int, int]]) -> Pruning | LaggingSession | None:
         """Applies a commit; KV of the nodes on the committed path moves from scratch to the session's pages.
@@ -117,7 +117,7 @@ class DraftedSession(DrafterSession):
 
     @property
     def lags(self) -> bool:
-        """True when tokens are to be computed, and that has a chance."""
+        """True when tokens are to be computed, and can be."""
         missing = self.pages.num_missing > 0 and self.computable_to > self.pages.num_computed
         return not self.parked and missing and len(self.tokens) < self._context_len
 
@@ -132,7 +132,7 @@ class DraftedSession(DrafterSession):
         return self._growth.frontier(limit, self._context_len)
 
     def prefix_features(self, start: int, stop: int) -> Features | None:
-        """Features of so many rows of its pages, if the draft model takes any."""
+        """Features of the rows `start` to `stop` - 1 of its pages, if the draft model takes any."""
         return None if self.features is None else self.features.rows(start, stop)
 
     def parent_slot(self, node: Node) -> int:
@@ -144,12 +144,7 @@ class DraftedSession(DrafterSession):
 
     def ancestor_slots(self, node: Node) -> list[int]:
         """Scratch slots of a node's ancestors below the root, oldest first."""
-        path: list[int] = []
-        above = node.parent
-        while above is not None and above.state is NodeState.LIVE:
-            path.append(self.slots[above.node_id])
-            above = above.parent
-        return path[::-1]
+        return [self.slots[above.node_id] for above in path_to(node)[:-1]]
 
     # What was computed
 
@@ -158,7 +153,7 @@ class DraftedSession(DrafterSession):
         self._growth.offer(node, guesses)
 
     def wants_guesses(self, node: Node) -> bool:
-        """Whether none are at hand below a node; a chain takes one, drawn once for all, or it had another chance."""
+        """Whether guesses below a node are still to be drawn; below a node of a chain they are drawn only once."""
         return not self.chain or not (node.children or self._growth.knows(node))
 
     def grow_known(self, node: Node) -> None:
@@ -179,7 +174,7 @@ class DraftedSession(DrafterSession):
     # Room
 
     def fits(self, num_blocks: int) -> bool:
-        """True when so many pages hold all its tokens."""
+        """True when `num_blocks` pages hold all its tokens."""
         return len(self.pages.tokens) <= num_blocks * BLOCK_SIZE
 
     def take_pages(self) -> bool:
@@ -206,16 +201,6 @@ class DraftedSession(DrafterSession):
         self.slots.clear()
 
 
-def path_tokens(node: Node) -> list[int]:
-    """Tokens of the live nodes from below the root down to the node."""
-    path: list[int] = []
-    step: Node | None = node
-    while step is not None and step.state is NodeState.LIVE:
-        path.append(step.token_id)
-        step = step.parent
-    return path[::-1]
-
-
-def quietest(sessions: Sequence[DraftedSession]) -> DraftedSession:
-    """The one whose verifier has been silent of it for longest."""
+def quietest(sessions: Sequence[ScheduledDraftSession]) -> ScheduledDraftSession:
+    """The one that has gone longest without a message."""
     return min(sessions, key=lambda session: session.touched_s)

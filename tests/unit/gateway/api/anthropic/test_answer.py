@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paceline.core.messages import FinishReason
-from paceline.gateway.api.anthropic.telling import MessageTelling
+from paceline.gateway.api.anthropic.answer import MessageAnswer
 from paceline.gateway.message.form import MessageForm
 from paceline.gateway.message.growing import Message
 from paceline.gateway.sessions.output import Ending
@@ -16,10 +16,10 @@ from paceline.gateway.sessions.output import Ending
 @pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": 1', "[1]"])
 def test_arguments_that_are_no_object_of_json_leave_the_answer_one(arguments: str) -> None:
     message = Message(MessageForm(enforced=True, named="f"), "session")
-    telling = MessageTelling("msg_1", "m", 3, message)
-    telling.further(message.read(arguments))
-    telling.further(message.finish())
-    telling.ending(Ending(finish_reason=FinishReason.STOP, num_prompt_tokens=3, num_generated_tokens=1))
-    [block] = telling.whole()["content"]
+    answer = MessageAnswer("msg_1", "m", 3, message)
+    answer.further(message.read(arguments))
+    answer.further(message.finish())
+    answer.ending(Ending(finish_reason=FinishReason.STOP, num_prompt_tokens=3, num_generated_tokens=1))
+    [block] = answer.whole()["content"]
     assert block["input"] == {"INVALID_JSON": arguments}
-    assert json.dumps(telling.whole(), allow_nan=False)
+    assert json.dumps(answer.whole(), allow_nan=False)

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.messages import PositionLogprobs
 from paceline.core.params import SamplingParams, SpeculationParams
-from paceline.gateway.api.openai.answers import Answer
+from paceline.gateway.api.openai.answer import Answer
 from paceline.gateway.fleet.served_model import ServedModel
 from paceline.gateway.sessions.output import Piece
 from paceline.gateway.sessions.request import SessionRequest

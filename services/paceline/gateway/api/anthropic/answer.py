@@ -1,4 +1,4 @@
-"""Tells an answer as Anthropic's API does: blocks of text, thinking and tool use, whole or as events."""
+"""An answer in Anthropic's words: blocks of text, thinking and tool use, whole or as events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.messages import FinishReason
-from paceline.gateway.api.openai.answers import metrics
+from paceline.gateway.api.openai.answer import metrics
 from paceline.gateway.message.growing import Message
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.gateway.sessions.output import Ending
@@ -15,19 +15,19 @@ from paceline.gateway.sessions.output import Ending
 Json = dict[str, Any]
 
 
-class MessageTelling:
+class MessageAnswer:
     """One message.
 
     Args:
         message_id: Of the answer.
         model: Its name.
         num_prompt_tokens: Of the prompt.
-        message: Reads the text; what it has found is what is told whole.
+        message: What the text has turned out to hold.
     """
 
     def __init__(self, message_id: str, model: str, num_prompt_tokens: int, message: Message) -> None:
         self._message = message
-        self._told: Json = {
+        self._whole: Json = {
             "id": message_id,
             "type": "message",
             "role": "assistant",
@@ -43,7 +43,7 @@ class MessageTelling:
 
     def opening(self) -> list[Json]:
         """The message, still empty."""
-        return [{"type": "message_start", "message": self._told}, {"type": "ping"}]
+        return [{"type": "message_start", "message": self._whole}, {"type": "ping"}]
 
     def further(self, parts: Sequence[Part]) -> list[Json]:
         """Blocks begin, grow and end."""
@@ -86,7 +86,7 @@ class MessageTelling:
             self._blocks[at]["input"] = _input("".join(pieces))
         reason = {"stop_reason": self._stop_reason(ending), "stop_sequence": ending.stop}
         usage = _usage(ending.num_prompt_tokens, ending.num_generated_tokens, ending.num_cached_tokens)
-        self._told |= {**reason, "usage": usage, "content": self._blocks, "metrics": metrics(ending.speculation)}
+        self._whole |= {**reason, "usage": usage, "content": self._blocks, "metrics": metrics(ending.speculation)}
         delta = {"type": "message_delta", "delta": reason, "usage": usage}
         return [*self._stop(), delta, {"type": "message_stop"}]
 
@@ -99,7 +99,7 @@ class MessageTelling:
 
     def whole(self) -> Json:
         """Returns the message."""
-        return self._told
+        return self._whole
 
 
 def _delta(index: int, delta: Json) -> Json:
@@ -117,7 +117,7 @@ def _usage(num_prompt: int, num_generated: int, num_cached: int) -> Json:
 
 
 def _input(text: str) -> Json:
-    """Returns arguments as an object; those that broke off stand in one under the name that the API has for that."""
+    """Returns arguments as an object; broken ones are wrapped in an object, under the API's name for that."""
     try:
         value = json.loads(text or "{}")
         # What Python reads and JSON does not have, such as NaN, would make the whole answer unreadable.

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, conlist
 
-from paceline.gateway.api.openai.answer_shapes import METRICS, Count, maybe, shape
-from paceline.gateway.api.openai.answer_shapes import Fields as Shown
+from paceline.gateway.api.openai_shapes import METRICS, Count, maybe, shape
+from paceline.gateway.api.openai_shapes import Fields as Shown
 
 _ERROR = shape("ResponseErrorObject", message=str, type=str, param=str | None, code=str | None)
 RESPONSE_ERROR = shape(

@@ -1,6 +1,6 @@
 """What answers look like, as models that the OpenAPI description is made of.
 
-Answers themselves are built as plain objects, in `paceline.gateway.api.openai.answers`.
+Answers themselves are built as plain objects, in `paceline.gateway.api.openai.answer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def shape(name: str, /, **fields: Any) -> type[BaseModel]:
 
 
 def maybe(kind: Any, description: str) -> Any:
-    """Returns a field that may be missing; a factory, unlike a default, is not shown."""
+    """Returns a field that may be missing; a factory, unlike a default, does not appear in the schema."""
     return kind, Field(default_factory=lambda: None, description=description)
 
 
@@ -86,7 +86,7 @@ _OF_PROMPT: Fields = {
     "prompt_token_ids": maybe(list[Count], "The prompt's tokens, as `return_token_ids` asks for."),
     "prompt_logprobs": maybe(
         list[dict[str, _PROMPT_LOGPROB] | None],  # type: ignore[valid-type]
-        "By token ids, at each position of the prompt: null at the first, which nothing stands before.",
+        "By token ids, at each position of the prompt: null at the first, which has none before it.",
     ),
 }
 _TEXT: Fields = {"text": str, "logprobs": _TEXT_LOGPROBS | None, **_OF_PROMPT}
@@ -94,7 +94,7 @@ _CHAT: Fields = {"logprobs": _CHAT_LOGPROBS | None}
 _FUNCTION = shape("CalledFunctionTold", name=str, arguments=str)
 _CALL = shape("ToolCallTold", id=str, type=Literal["function"], function=_FUNCTION)
 _REASONING = dict.fromkeys(
-    ("reasoning_content", "reasoning"), maybe(str, "What led up to the answer, where it is set apart; the same twice.")
+    ("reasoning_content", "reasoning"), maybe(str, "Reasoning, where it is set apart; twice the same.")
 )
 _MESSAGE = shape(
     "Message",
@@ -115,12 +115,12 @@ _CALL_DELTA = shape(
 )
 _DELTA = shape(
     "Delta",
-    role=maybe(Literal["assistant"], "Who speaks."),
+    role=maybe(Literal["assistant"], "The role."),
     content=maybe(str, "Further text."),
     tool_calls=maybe(conlist(_CALL_DELTA), "Further text of calls, or new ones."),
     **_REASONING,
 )
-_MAYBE_USAGE = maybe(_USAGE | None, "As asked for in `stream_options`.")
+_MAYBE_USAGE = maybe(_USAGE | None, "As `stream_options` asks for.")
 _MAYBE_METRICS = maybe(METRICS, "At the end of a choice, and of a stream with usage.")
 
 

@@ -1,16 +1,54 @@
-"""Best-first growth: of all guesses that could come next, the likeliest finds its place in the tree first."""
+"""What sources inside the verifier have in common: guesses from a row of logits, and growing a tree best first."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar
 
+import numpy as np
+
+from paceline.core.confidence import NUM_RANKED, confidences
+from paceline.core.processors import UnusableLogitsError
 from paceline.core.tree import DraftTree, Node
+from paceline.engine.source_interface import Followed, Follower
 
 # What a source needs to know of a node to guess its children.
 State = TypeVar("State")
+
+
+@dataclass(frozen=True, slots=True)
+class StatelessFollower(Follower):
+    """A follower without state of its own: all it needs lies in the session's tokens and pages."""
+
+    session: Followed
+
+    @property
+    def root_is_next(self) -> bool:
+        """Whether KV and states of all tokens but the root are there."""
+        return self.session.pages.num_missing == 1 and len(self.session.tokens) > 1
+
+
+def best_guesses(
+    session: Followed, logits: np.ndarray, position: int, path: Sequence[int], count: int
+) -> list[tuple[int, float]]:
+    """The `count` best guesses at a position, best first, each with its confidence; none from unusable logits.
+
+    Args:
+        session: Whose noise and processors apply.
+        logits: float32 [vocab].
+        position: Absolute position of the token to guess.
+        path: Guessed tokens between the committed ones and that position.
+        count: Most guesses.
+    """
+    try:
+        token_ids, shares = session.rank(logits, position, NUM_RANKED, path)
+    except UnusableLogitsError:
+        return []
+    sure = confidences(shares, greedy=session.greedy)
+    return list(zip(token_ids, sure, strict=True))[:count]
 
 
 def grow_best_first(
@@ -22,7 +60,7 @@ def grow_best_first(
     limit: int,
     least: float,
 ) -> list[float]:
-    """Grows a tree from its root by one source.
+    """Grows a tree from its root by one source: of all guesses that could come next, the likeliest is hung first.
 
     Args:
         tree: The tree.

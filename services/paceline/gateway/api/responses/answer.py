@@ -1,7 +1,7 @@
-"""Tells an answer as /v1/responses does: items of reasoning, text and calls, whole or as events.
+"""An answer of /v1/responses: items of reasoning, text and calls, whole or as events.
 
-Events are numbered by what they tell: one for each, and one for each character of a delta. So the same place of an
-answer has the same number however its tokens were grouped, at whichever gateway, and a stream goes on behind any.
+An event counts as one, a delta as the number of its characters. So the same place of an answer has the same number
+however its tokens were grouped, at any gateway, and a stream can be resumed after any event.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.core.messages import FinishReason
-from paceline.gateway.api.openai.answers import metrics
+from paceline.gateway.api.openai.answer import metrics
 from paceline.gateway.message.form import call_id
 from paceline.gateway.message.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.gateway.sessions.output import Ending
@@ -25,12 +25,12 @@ DELTAS = (TEXT_DELTA, REASONING_DELTA, ARGUMENTS_DELTA)
 _ENDINGS: Mapping[str, str] = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
-class ResponseTelling:
+class ResponseAnswer:
     """One response.
 
     Args:
         response: As it is before the first token.
-        session_id: What ids of calls are made of.
+        session_id: Ids of calls are derived from it.
         after: Number of the last event that the client has; -1: none.
 
     Attributes:
@@ -84,7 +84,7 @@ class ResponseTelling:
         return self.response
 
     def _numbered(self, events: Iterator[Json] | Sequence[Json]) -> list[Json]:
-        """Returns events with their numbers, as far as the client does not have them."""
+        """Returns events with their numbers, without those that the client has already."""
         out: list[Json] = []
         for event in events:
             is_delta = event["type"] in DELTAS
@@ -147,8 +147,8 @@ class ResponseTelling:
         item = self._output[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            yield {"type": "response.function_call_arguments.done", **self._place(), **told}
+            called = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **self._place(), **called}
         else:
             part = dict(item["content"][0])
             kind = "output_text" if item["type"] == "message" else "reasoning_text"

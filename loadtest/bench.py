@@ -1,0 +1,104 @@
+"""What all benches share: their command line, their table, and the last line with all figures."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+import uvloop
+
+MIB = 1024 * 1024
+LEAST_WIDTH = 9
+
+
+def bench_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """A bench's parser; its help is the docstring of the module, line by line."""
+    return argparse.ArgumentParser(prog=name, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_round_flags(parser: argparse.ArgumentParser, least: int, most: int) -> None:
+    """Adds `--rounds` and `--most-rounds` with these defaults."""
+    parser.add_argument("--rounds", type=int, default=least, help=f"least rounds (default {least})")
+    parser.add_argument("--most-rounds", type=int, default=most, help=f"most rounds (default {most})")
+
+
+def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Awaitable[bool]]) -> NoReturn:
+    """Parses the command line and runs a bench; exit status 0 if it is met."""
+    arguments = parser.parse_args()
+
+    async def measured() -> bool:
+        return await measure(arguments)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        raise SystemExit(0 if runner.run(measured()) else 1)
+
+
+class Table:
+    """Prints rows as they come, under the names of their figures; the members of an object stand side by side."""
+
+    def __init__(self) -> None:
+        self._widths: list[int] = []
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Prints a row; the first one prints the names too, and all rows have the same."""
+        flat = dict(_flat(row))
+        cells = [_cell(value) for value in flat.values()]
+        if not self._widths:
+            self._widths = [max(LEAST_WIDTH, len(name), len(cell)) for name, cell in zip(flat, cells, strict=True)]
+            self._print(list(flat))
+        self._print(cells)
+
+    def _print(self, cells: list[str]) -> None:
+        line = "  ".join(cell.rjust(width) for cell, width in zip(cells, self._widths, strict=True))
+        print(line, flush=True)
+
+
+def show(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Prints a table of rows that are all there."""
+    table = Table()
+    for row in rows:
+        table.add(row)
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in row.items():
+        title = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{title} ")
+        else:
+            yield title, value
+
+
+def _cell(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "NO"
+        case float():
+            return f"{value:.7g}"
+        case list() | tuple():
+            return " ".join(map(_cell, value))
+        case _:
+            return str(value)
+
+
+def report(bench: str, *, ok: bool, **figures: Any) -> bool:
+    """Prints the last line, one JSON object; returns `ok`."""
+    print(json.dumps({"bench": bench, "machine": machine(), **figures, "ok": ok}))
+    return ok
+
+
+def machine() -> str:
+    """This machine in a few words."""
+    model = "unknown CPU"
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{os.cpu_count()} cores, {model}"

@@ -1,0 +1,191 @@
+"""The two doors of a gateway, HTTP and gRPC: what they may hold, how they open, and how they close."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from paceline.core.errors import ConfigError
+from paceline.gateway.access.doors import Access, DoorTls, load_door_tls
+from paceline.gateway.access.fair_shares import Shares
+from paceline.gateway.api.app import ERROR_FORMS
+from paceline.gateway.api.grpc.door import MAX_MESSAGE_BYTES, GrpcDoor, door_options
+from paceline.gateway.api.grpc.servicer import SERVICE_NAME, GatewayServicer
+from paceline.gateway.api.guarded import GuardedApp
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.http.connection import BoundedConnection, Connections
+from paceline.gateway.http.front import with_front
+from paceline.gateway.sessions.sessions import Sessions
+from paceline.rpc.v1 import gateway_pb2_grpc
+from paceline.service.process import GrpcServer, start_grpc_server
+
+BACKLOG = 2048
+# Time to deliver the error that ends a session at the deadline.
+FAREWELL_S = 2.0
+# Connections beyond two for every session that may run: health checks, scrapers, clients about to get status 429.
+SPARE_CONNECTIONS = 256
+# Bodies and messages that are read at once, counted in largest ones.
+MAX_BODIES = 16
+HEALTH_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorLimits:
+    """What both doors together, or each of them, may hold.
+
+    Attributes:
+        max_connections: Of each door; also calls on one connection.
+        calls: GRPC calls under way.
+        reading: Bytes of bodies and messages that are read, at both doors.
+    """
+
+    max_connections: int
+    calls: Shares
+    reading: Shares
+
+    @classmethod
+    def of(cls, config: GatewayConfig) -> DoorLimits:
+        """Returns the limits that follow from the settings."""
+        max_connections = 2 * config.max_sessions + SPARE_CONNECTIONS
+        largest = max(config.max_body_bytes, MAX_MESSAGE_BYTES)
+        return cls(
+            max_connections=max_connections,
+            calls=Shares(max_connections, "calls"),
+            reading=Shares(MAX_BODIES * largest, "bytes of requests being read", unit=largest),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where a started gateway listens, `host:port`."""
+
+    http: str
+    grpc: str
+
+
+@asynccontextmanager
+async def open_doors(
+    config: GatewayConfig,
+    app: ASGIApp,
+    servicer: GatewayServicer,
+    sessions: Sessions,
+    access: Access | None,
+    limits: DoorLimits,
+) -> AsyncIterator[tuple[Addresses, GrpcServer]]:
+    """Opens both doors while a block runs; running sessions finish before the doors close."""
+    tls = load_door_tls(config.tls_cert, config.tls_key)
+    with listening_socket(config.host, config.port) as listener:
+        grpc_server = await _start_grpc(config, servicer, access, limits, tls)
+        try:
+            fronted = with_front(
+                GuardedApp(app, access, ERROR_FORMS),
+                allowed_origins=config.allowed_origins,
+                access_log=config.access_log,
+            )
+            async with _http_server(fronted, listener, limits.max_connections, tls):
+                http = f"{config.host}:{listener.getsockname()[1]}"
+                yield Addresses(http=http, grpc=grpc_server.address), grpc_server
+                # Health checks fail and new requests are refused, but both doors stay open to answer them.
+                await grpc_server.drain()
+                await sessions.finish(config.grace_s, FAREWELL_S)
+        finally:
+            await grpc_server.stop(FAREWELL_S)
+
+
+async def _start_grpc(
+    config: GatewayConfig, servicer: GatewayServicer, access: Access | None, limits: DoorLimits, tls: DoorTls | None
+) -> GrpcServer:
+    door = GrpcDoor(
+        admit_anyone if access is None else access.admit_call,
+        calls=limits.calls,
+        reading=limits.reading,
+        timeout_s=config.body_timeout_s,
+    )
+    try:
+        return await start_grpc_server(
+            host=config.host,
+            port=config.grpc_port,
+            add_servicers=lambda it: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, it),
+            service_names=[SERVICE_NAME],
+            interceptors=(door,),
+            options=door_options(limits.max_connections),
+            credentials=None if tls is None else tls.server_credentials(),
+        )
+    except ConfigError as error:
+        # The other services have one port; here the flag of that name is the HTTP door's.
+        raise ConfigError(str(error).replace("--port", "--grpc-port")) from error
+
+
+async def admit_anyone(*_: object) -> None:
+    """Requires no key."""
+
+
+async def follow_health(server: GrpcServer, ready: Callable[[], bool]) -> None:
+    """Keeps health over gRPC up to date."""
+    while True:
+        await (server.ready() if ready() else server.not_ready())
+        await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+@contextmanager
+def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
+    """Listens for HTTP while a block runs; port 0 picks a free one.
+
+    Raises:
+        ConfigError: The port is in use, or the address does not belong to this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port (0 picks a free one)"
+            ) from error
+        yield listener
+
+
+@asynccontextmanager
+async def _http_server(
+    app: ASGIApp, listener: socket.socket, max_connections: int, tls: DoorTls | None
+) -> AsyncIterator[None]:
+    """Serves the application in this event loop while a block runs."""
+    settings = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        loop="none",
+        # One connection more than these closes an idle one; uvicorn's own limit would refuse the new one.
+        http=partial(BoundedConnection, connections=Connections(max_connections)),  # type: ignore[arg-type]
+        ws="none",
+        timeout_graceful_shutdown=5,
+        server_header=False,
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
+    )
+    server = _HttpServer(settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to the process, which serves gRPC as well."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

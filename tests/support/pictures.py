@@ -1,0 +1,91 @@
+"""Pictures of the console for its page, light and dark: `python -m tests.support.pictures --seconds 40 --streams 3`.
+
+A real fleet under a load that comes and goes; after a while the playground runs in the page, and what Chromium shows
+then goes into docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Literal
+
+from loadtest.bench import bench_parser, run
+from loadtest.fleet import bench_fleet
+from loadtest.prompts import unseen_prompts
+from loadtest.streams import Ask, HttpDoor
+
+from tests.support.browser import browsing, chromium, problems_of
+
+WIDTH, HEIGHT = 1320, 1200
+MAX_TOKENS = 72
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+PLAYGROUND_TIMEOUT_MS = 300_000
+
+
+def main() -> None:
+    """Parses the command line and takes the pictures."""
+    parser = bench_parser("pictures", __doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the pictures (default docs)")
+    parser.add_argument("--seconds", type=float, default=90.0, help="load before the pictures (default 90)")
+    parser.add_argument("--streams", type=int, default=6, help="most streams at once (default 6)")
+    parser.add_argument("--url", help="a gateway that serves already; without it a fleet of its own")
+    run(parser, take)
+
+
+async def take(options: argparse.Namespace) -> bool:
+    """Takes both pictures; returns whether the page worked."""
+    program = chromium()
+    if program is None:
+        sys.stderr.write("no Chromium is installed here\n")
+        return False
+    async with AsyncExitStack() as stack:
+        url = options.url
+        if url is None:
+            fleet = bench_fleet(num_verifiers=2, num_drafters=2, dtype="float32", pin=False, lend=False)
+            url = (await stack.enter_async_context(fleet)).gateway_url
+        browser = await stack.enter_async_context(browsing(program))
+        page = await browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        problems = problems_of(page)
+        await page.goto(url)
+        streams = [asyncio.create_task(stream(url, index, options.streams)) for index in range(options.streams)]
+        await asyncio.sleep(options.seconds)
+        await page.fill("#max-tokens", str(MAX_TOKENS))
+        await page.click("#run")
+        await page.wait_for_selector("#verdict[data-state]:not([data-state=''])", timeout=PLAYGROUND_TIMEOUT_MS)
+        for scheme in SCHEMES:
+            await page.emulate_media(color_scheme=scheme)
+            # One more frame, so that all is drawn in the new colours.
+            await asyncio.sleep(1.5)
+            path = options.out / f"console-{scheme}.png"
+            await page.screenshot(path=path, full_page=True)
+            sys.stdout.write(f"{path}\n")
+        for each in streams:
+            each.cancel()
+            with suppress(asyncio.CancelledError):
+                await each
+    sys.stdout.writelines(f"{problem}\n" for problem in problems)
+    return not problems
+
+
+async def stream(url: str, index: int, num_streams: int) -> None:
+    """One stream that comes and goes without end."""
+    chance, door = random.Random(index), HttpDoor(url)
+    prompts = unseen_prompts(4 * num_streams)
+    while True:
+        await asyncio.sleep(chance.uniform(0.0, 3.0))
+        ask = Ask(
+            prompt=chance.choice(prompts),
+            max_tokens=chance.randrange(64, 320),
+            temperature=chance.choice([0.0, 0.0, 0.8]),
+            seed=chance.randrange(1000),
+        )
+        await door.ask(ask)
+
+
+if __name__ == "__main__":
+    main()
