@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.client.resuming import _Progress
+from paceline.client.resuming import Progress
 from paceline.core.errors import EndsEnginesError, OverloadedError, ResumeMismatchError, UnavailableError
 from paceline.rpc.v1 import gateway_pb2
 
@@ -21,7 +21,7 @@ def piece(start: int, stop: int) -> gateway_pb2.GatewayGenerateResponse:
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(1, 5), max_size=4)), max_size=8))
 def test_streams_that_break_off_anywhere_join_to_the_whole(attempts: list[tuple[bool, list[int]]]) -> None:
     """Each attempt resumes or begins anew, brings pieces of some lengths, and breaks off; the last one does not."""
-    progress = _Progress()
+    progress = Progress()
     got: list[int] = []
     text = ""
     for resumes, lengths in [*attempts, (True, [26])]:
@@ -42,7 +42,7 @@ def test_streams_that_break_off_anywhere_join_to_the_whole(attempts: list[tuple[
 
 
 def test_a_gap_ends_the_stream_so_that_it_is_asked_for_again() -> None:
-    progress = _Progress()
+    progress = Progress()
     progress.take(piece(0, 3))
     with pytest.raises(UnavailableError, match="token 5 where 3 was to come"):
         progress.take(piece(5, 7))
@@ -50,7 +50,7 @@ def test_a_gap_ends_the_stream_so_that_it_is_asked_for_again() -> None:
 
 
 def test_a_new_beginning_that_brings_another_text_is_never_joined_to_the_first() -> None:
-    progress = _Progress()
+    progress = Progress()
     progress.take(piece(0, 3))
     progress.begin_anew()
     progress.take(piece(0, 2))
@@ -61,7 +61,7 @@ def test_a_new_beginning_that_brings_another_text_is_never_joined_to_the_first()
 
 
 def test_a_session_that_has_begun_waits_for_its_place_and_a_new_one_is_the_callers_to_send_again() -> None:
-    progress, full = _Progress(), OverloadedError("full", retry_after_s=2.5)
+    progress, full = Progress(), OverloadedError("full", retry_after_s=2.5)
     with pytest.raises(OverloadedError):
         progress.wait_s(full)
     progress.take(piece(0, 3))

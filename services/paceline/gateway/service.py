@@ -8,13 +8,13 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 from prometheus_client import CollectorRegistry
 
 from paceline.core.messages import GATEWAY, REPLICA_ROLES, VERIFIER
-from paceline.gateway.access.doors import guarded
+from paceline.gateway.access.doors import Access, guarded
 from paceline.gateway.api.app import create_app
 from paceline.gateway.api.console.feed import ConsoleFeed, closed_at_end
 from paceline.gateway.api.console.frames import OwnCounts
@@ -105,12 +105,7 @@ async def _serve(
     metrics = GatewayMetrics(registry, codecs)
     placer = _placer(config, fleet, client, metrics, tracer)
     sessions = Sessions(
-        fleet=fleet,
-        client=client,
-        placer=placer,
-        records=records,
-        metrics=metrics,
-        max_sessions=config.max_sessions,
+        fleet=fleet, client=client, placer=placer, records=records, metrics=metrics, max_sessions=config.max_sessions
     )
     limits = DoorLimits.of(config)
     console = _console(config, replica_id, fleet, sessions, placer, registry)
@@ -130,20 +125,17 @@ async def _serve(
     servicer = GatewayServicer(sessions, fleet, resumption, workers, tracer)
     follow_fleet = partial(_follow_fleet, metrics, store, fleet, sessions, placer, replica_id)
 
-    def ready() -> bool:
-        return readiness(sessions, fleet, supervisor.failing).ready
-
     async with (
         _background(config, fleet, client, records, follow_fleet, supervisor),
-        guarded(
-            config.api_keys_file,
-            config.redis_url,
-            sessions.count_error,
-            supervisor,
-            plain_text=config.tls_cert is None and config.host not in LOOPBACK,
-        ) as access,
+        _guarded(config, sessions, supervisor) as access,
         open_doors(config, app, servicer, sessions, access, limits) as (addresses, grpc_server),
-        supervisor.kept({"health": partial(follow_health, grpc_server, ready)}),
+        supervisor.kept(
+            {
+                "health": partial(
+                    follow_health, grpc_server, lambda: readiness(sessions, fleet, supervisor.failing).ready
+                )
+            }
+        ),
         announced(store, lambda: _replica(replica_id, config, addresses, sessions), supervisor),
         # Endless streams would delay the end of the HTTP server.
         closed_at_end(console),
@@ -151,6 +143,13 @@ async def _serve(
         tell_replica(registry, role=GATEWAY, replica_id=replica_id, address=addresses.grpc)
         on_ready(addresses)
         await stop.wait()
+
+
+def _guarded(
+    config: GatewayConfig, sessions: Sessions, supervisor: Supervisor
+) -> AbstractAsyncContextManager[Access | None]:
+    plain_text = config.tls_cert is None and config.host not in LOOPBACK
+    return guarded(config.api_keys_file, config.redis_url, sessions.count_error, supervisor, plain_text=plain_text)
 
 
 def _fleet(
