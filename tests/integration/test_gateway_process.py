@@ -1,4 +1,4 @@
-"""The gateway as a process: what stops it from starting, in one line, and how it ends."""
+"""What stops a gateway from starting, and how its process ends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import pytest
 
+from paceline.core.errors import ConfigError
+from paceline.gateway import __main__ as main
+from paceline.gateway.config import GatewayConfig, model_folders
+from paceline.service.config import load
 from tests.support import tiny_tokenizer
 
 SERVICES = Path(__file__).parents[2] / "services"
@@ -37,13 +42,12 @@ def gateway(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def refusal(*arguments: str) -> str:
-    """Returns the last line that a gateway prints which cannot start."""
-    with gateway(*arguments) as process:
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "Traceback" not in errors
-    return errors.splitlines()[-1]
+async def refusal(*arguments: str) -> str:
+    """Starts a gateway in this process; returns why it cannot start."""
+    config = load(GatewayConfig, arguments, {}, "gateway", "")
+    with patch.object(main, "settle_heap"), pytest.raises(ConfigError) as refused:
+        await main.serve_until_signal(config, model_folders(config.model, config.model_name))
+    return str(refused.value)
 
 
 @pytest.fixture
@@ -51,42 +55,48 @@ def folder(tmp_path: Path) -> str:
     return str(tiny_tokenizer.save_folder(tmp_path / "tiny"))
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    line = refusal("--model", str(tmp_path), "--redis-url", "memory://")
+def test_a_folder_without_a_tokenizer_ends_the_process_in_one_line(tmp_path: Path) -> None:
+    with gateway("--model", str(tmp_path), "--redis-url", "memory://") as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "Traceback" not in errors
+    line = errors.splitlines()[-1]
     assert line.startswith("python -m paceline.gateway: error: ")
     assert "holds no tokenizer.json" in line
 
 
-def test_broken_sampling_defaults_are_refused_unless_nobody_asks_for_them(folder: str) -> None:
+async def test_broken_sampling_defaults_are_refused_unless_nobody_asks_for_them(folder: str) -> None:
     (Path(folder) / "generation_config.json").write_text('{"top_p": 2}')
-    line = refusal("--model", folder, "--redis-url", "memory://")
+    line = await refusal("--model", folder, "--redis-url", "memory://")
     assert "generation_config.json: top_p: must be a number from 0 to 1, got 2" in line
-    line = refusal("--model", folder, "--redis-url", "memory://", "--generation-config", "vllm", "--tls-dir", folder)
+    line = await refusal(
+        "--model", folder, "--redis-url", "memory://", "--generation-config", "vllm", "--tls-dir", folder
+    )
     assert "generation_config" not in line
 
 
-def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+async def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "is not a tokenizer" in refusal("--model", str(tmp_path), "--redis-url", "memory://")
+    assert "is not a tokenizer" in await refusal("--model", str(tmp_path), "--redis-url", "memory://")
 
 
-def test_a_store_that_cannot_be_reached_is_named(folder: str) -> None:
+async def test_a_store_that_cannot_be_reached_is_named(folder: str) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        line = refusal("--model", folder, "--redis-url", f"redis://127.0.0.1:{port}")
+        line = await refusal("--model", folder, "--redis-url", f"redis://127.0.0.1:{port}")
     assert f"127.0.0.1:{port}" in line
     assert "--redis-url" in line
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
-def test_a_port_in_use_is_named(folder: str, flag: str) -> None:
+async def test_a_port_in_use_is_named(folder: str, flag: str) -> None:
     other = {"--port": "--grpc-port", "--grpc-port": "--port"}[flag]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        line = refusal("--model", folder, "--redis-url", "memory://", flag, str(port), other, "0")
+        line = await refusal("--model", folder, "--redis-url", "memory://", flag, str(port), other, "0")
     assert f"cannot listen on 127.0.0.1:{port}" in line
     assert f"with {flag} (0 picks a free one)" in line
 

@@ -33,7 +33,8 @@ def test_the_demo_and_a_fleet_need_what_serves_and_tests_need_the_rest(tmp_path:
     for target in ("demo", "up"):
         assert f"tools/set_up.py serve --venv {tmp_path}\n" in planned(target, tmp_path)
         assert "set_up.py dev" not in planned(target, tmp_path)
-    assert f"tools/set_up.py dev --venv {tmp_path}\n" in planned("test", tmp_path)
+    for target in ("test", "test-all"):
+        assert f"tools/set_up.py dev --venv {tmp_path}\n" in planned(target, tmp_path)
 
 
 def test_all_that_is_missing_is_said_at_once_and_nothing_is_run(

@@ -51,14 +51,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "gpt2",
-        "mixtral",
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("gemma", "gpt_neox", "phi", "stablelm")),
-    ],
-)
+@pytest.mark.parametrize("model_type", sorted(SERVED))
 def test_other_families_equal_transformers_in_chunks_and_trees_and_greedily(model_type, tmp_path):
     model = save_tiny(tmp_path, model_type, SERVED[model_type])
     decoder = model.load()

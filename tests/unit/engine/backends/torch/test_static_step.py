@@ -37,12 +37,10 @@ from tests.unit.engine.tiny_models import (
 )
 from tests.unit.engine.traffic import ALL_BLOCKS, Traffic
 
-each_family = pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in sorted(FAMILIES) if name != "llama")]
-)
+each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", range(4))
 @each_family
 def test_recorded_steps_give_the_logits_and_kv_of_the_compiled_path_in_any_batch(family, seed, tiny):
     tape = TapeCapture()
