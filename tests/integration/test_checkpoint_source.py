@@ -234,6 +234,7 @@ def test_a_terminal_sees_a_bar_and_a_log_one_line(hub: Hub, tmp_path: Path) -> N
     assert re.fullmatch(r"fetching hf://org/tiny at [0-9a-f]{12}: 5 files, 0.0103 GB\n", ended.stdout)
 
 
+@pytest.mark.full
 def test_a_service_that_cannot_fetch_its_model_says_so_in_one_line(hub: Hub, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline", "gateway", "--model", "org/none"]
     ended = subprocess.run(

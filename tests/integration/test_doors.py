@@ -207,7 +207,7 @@ async def test_a_greedy_key_leaves_a_place_to_others(fleet: ScriptedFleet) -> No
     paused = [await fleet.verifier.paused.get() for _ in range(7)]
     refused = await complete(fleet, ALICE)
     assert refused.status_code == 429
-    assert "would take places of other keys" in refused.json()["error"]["message"]
+    assert "reserved for other keys" in refused.json()["error"]["message"]
     other = asyncio.create_task(complete(fleet, BOB))
     paused.append(await fleet.verifier.paused.get())
     for session_id in paused:

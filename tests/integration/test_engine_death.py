@@ -291,7 +291,8 @@ async def verifier_process(folder: Path) -> AsyncIterator[tuple[subprocess.Popen
             process.kill()
 
 
-@pytest.mark.parametrize("stopping", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("stopping", [False, True])
 async def test_a_process_whose_engine_hangs_says_so_hands_its_sessions_on_and_ends(tiny_pair, stopping: bool) -> None:
     async with verifier_process(tiny_pair[0]) as (process, address), grpc.aio.insecure_channel(address) as channel:
         await asyncio.wait_for(channel.channel_ready(), 60)

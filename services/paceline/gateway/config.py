@@ -129,7 +129,7 @@ def model_aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
         names: Those of the models.
 
     Raises:
-        ConfigError: It is open which model is meant, it is not served, or a name has two meanings.
+        ConfigError: It is unclear which model is meant, the model is not served, or a name has two meanings.
     """
     aliases: dict[str, str] = {}
     for each in given:

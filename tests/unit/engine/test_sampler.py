@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import LocalProtocolError
@@ -168,8 +168,9 @@ def test_a_ranking_is_the_order_of_the_reference_scores_with_the_path_as_history
 @given(cases().filter(usable), st.data())
 def test_law_and_choice_behind_a_path_are_those_of_the_reference(case: Case, data: st.DataObject) -> None:
     path = tuple(data.draw(st.lists(st.integers(0, len(case.logits) - 1), max_size=3)))
-    outputs = (*case.history.output_token_ids, *path)
-    weights = process(case.logits, case.params, replace(case.history, output_token_ids=outputs))
+    history = replace(case.history, output_token_ids=(*case.history.output_token_ids, *path))
+    assume(usable(replace(case, history=history)))
+    weights = process(case.logits, case.params, history)
     if case.params.temperature < 1e-5:
         expected = (np.arange(len(weights)) == np.argmax(weights)).astype(float)
     else:

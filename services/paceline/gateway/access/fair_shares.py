@@ -113,10 +113,11 @@ class Shares:
             OverloadedError: There is not that much, or it is reserved for other callers.
         """
         if change > 0 and not self._fits(change, caller):
-            taken = f"{self.num_held} of {self.total} {self.what} are taken, {change} more "
-            reserved = self.num_held + change <= self.total
-            problem = "would take places of other keys" if reserved else "were asked for"
-            raise OverloadedError(taken + problem, retry_after_s=RETRY_AFTER_S)
+            problem = f"{self.num_held} of {self.total} {self.what} are taken, {change} more were asked for"
+            if self.num_held + change <= self.total:
+                mine = f"API key {caller.name!r} has {self.held_by(caller)}"
+                problem += f"; {mine}, and what is left is reserved for other keys"
+            raise OverloadedError(problem, retry_after_s=RETRY_AFTER_S)
         self._held[caller.name] += change
         if change < 0:
             # Callers come and go; those that hold nothing are forgotten.

@@ -76,7 +76,8 @@ class RunningCall:
         """Takes in a message of the verifier.
 
         Raises:
-            RemoteProtocolError: Tokens before these are missing, were sent twice, or are not in the model's vocabulary.
+            RemoteProtocolError: Tokens are missing before these, or these were sent before or are not in the
+                vocabulary.
         """
         self.heard_s = now_s
         self.num_heard += 1

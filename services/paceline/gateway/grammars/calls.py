@@ -206,7 +206,7 @@ def _is_python_name(name: str) -> bool:
 
 
 def _keywords(arguments: list[tuple[str, Json, bool]], at: int) -> Iterator[str]:
-    """Yields the rules of the arguments in order, each for the case that it is the first one written, and a further."""
+    """Yields the rules of the arguments in order, each as the first one written and as a further one."""
     for number, (key, _, due) in enumerate(arguments):
         for place, comma in (("first", ""), ("further", ", ")):
             written = f"{_literal(f'{comma}{key}=')} @tool_{at}_{number} further_{at}_{number + 1}"

@@ -158,17 +158,17 @@ def to_json(value: Any) -> bytes:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs work to its end, or until the HTTP client has left; waits for its cleanup."""
+    """Runs work to its end, or until the HTTP client has left; waits for its cleanup and raises what that raises."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
     finally:
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -96,7 +96,7 @@ class SessionRequest:
 
     @property
     def resumable(self) -> bool:
-        """Whether another call can go on with it: all that the client is told is logged."""
+        """Whether another call can continue it: everything that is sent to the client is logged."""
         sampling = self.sampling
         return sampling.logprobs is None and sampling.prompt_logprobs is None and not self.token_fates
 

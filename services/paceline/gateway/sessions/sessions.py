@@ -85,7 +85,7 @@ class Sessions:
 
     @contextmanager
     def errors_counted(self) -> Iterator[None]:
-        """Counts by type the error that ends a request; goes around all that can refuse or fail it."""
+        """Counts by type the error that ends a gRPC call; HTTP endpoints call `count_error`."""
         try:
             yield
         except Exception as error:

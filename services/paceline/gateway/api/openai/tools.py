@@ -72,7 +72,7 @@ class AllowedTools(Fields):
 
 
 class AllowedChoice(Fields):
-    """The choice of some tools; the model is told of no others."""
+    """The choice of some tools; the model sees no others."""
 
     objects = {"allowed_tools": AllowedTools}  # noqa: RUF012 - a class variable
 

@@ -97,7 +97,7 @@ class ChosenFunction(Fields):
 
 
 class AllowedFunctions(Fields):
-    """The choice of some tools; the model is told of no others."""
+    """The choice of some tools; the model sees no others."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]

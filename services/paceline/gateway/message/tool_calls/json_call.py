@@ -86,7 +86,8 @@ class JsonCall(StatefulReader):
         bare = self.held.lstrip()
         length = self._scan() if bare.startswith("{") else None
         if length is not None:
-            call = _call(self.held[:length])
+            # JSON knows fewer kinds of white space than Python.
+            call = _call(self.held[:length].lstrip())
             self.failed = call is None
             self.take(0 if call is None else length)
             self.parts += call or ()
