@@ -42,7 +42,7 @@ WORDS = (
     ("tracing.endpoint", "otlp_traces_endpoint", ""),
     ("tracing.sampleRatio", "trace_sample_ratio", ""),
 )
-SCALES = "drafter.autoscaling.enabled"
+SCALES, MOST_DRAFTERS = "drafter.autoscaling.enabled", "drafter.autoscaling.maxReplicas"
 VLLM_ARGS = "verifier.vllmArgs"
 # All that is read, on one machine and on Ray; besides these the `settings` of services.
 READ = frozenset((*(value for value, name, _ in WORDS if name), VLLM_ARGS))
@@ -181,9 +181,15 @@ class FleetFile:
         return found
 
     def on_ray(self) -> dict[str, Any]:
-        """Returns the document that `parse_spec` takes."""
+        """Returns the document that `parse_spec` takes.
+
+        Raises:
+            ConfigError: Drafters are to be scaled, and it does not say up to which number.
+        """
         tiers: dict[str, dict[str, Any]] = {role: {} for role in ROLES}
         document: dict[str, Any] = dict(tiers)
+        if self.values.get(SCALES) and not self._says(MOST_DRAFTERS):
+            raise ConfigError(f"{MOST_DRAFTERS} must be a number of replicas where {SCALES} is true")
         left_out = "drafter.replicas" if self.values.get(SCALES) else "drafter.autoscaling."
         for value, _, key in WORDS:
             if key and self._says(value) and not value.startswith(left_out):

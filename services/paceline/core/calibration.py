@@ -67,7 +67,7 @@ class Calibration:
         """Begins with what a predecessor has learned.
 
         Raises:
-            ValueError: It cannot be that.
+            ValueError: It is not what `learned` returns.
         """
         slope, intercept, var_slope, var_intercept, covariance = map(float, learned)
         if not (math.isfinite(slope + intercept) and covariance**2 < var_slope * var_intercept < math.inf):
@@ -158,7 +158,7 @@ class CalibrationStore(Generic[Key]):
         """Begins with what a predecessor has learned, before the first session.
 
         Raises:
-            TypeError, ValueError: It cannot be that.
+            TypeError, ValueError: It is not what `learned` returns.
         """
         for each in learned.values():
             Calibration().resume(each)

@@ -196,7 +196,7 @@ class SessionLink:
         self.address, self._drafter = address, drafter
         return closed
 
-    # What it receives
+    # To the drafter
 
     def look_ahead(self, price: float, cap: int, step_s: float) -> None:
         """What is drafted now is verified by a later step, as many on as an answer takes.
@@ -257,7 +257,7 @@ class SessionLink:
     def _mark_sent(self) -> None:
         self.sent_len, self._sent_price = self._session.committed_len, self.price
 
-    # What it sends
+    # From the drafter
 
     def receive(self, message: DraftNodes, arrived_s: float) -> tuple[GraftOutcome, float | None]:
         """Takes in guesses.

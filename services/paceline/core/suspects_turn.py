@@ -1,4 +1,4 @@
-"""Whose turn the next step is: that of a suspect alone, or that of all sessions that are no suspects.
+"""Whose turn the next step is: that of a suspect alone, or that of all sessions that are not suspects.
 
 A suspect ran in an engine that died, so it may end this one too; a step that it ends is its own. Suspects and others
 take turns, so neither delays the other without end. Its gateway learns that it runs before it does: a process that

@@ -54,7 +54,13 @@ class Fleet:
             raise ConfigError(f"num_drafters must be at least 1 with a {Way.TIER.value} and 0 otherwise")
 
     def cell(self) -> Fleet:
-        """The least fleet that shows what this one does: a drafter with its verifiers, or a verifier alone."""
+        """The least fleet that shows what this one does: a drafter with its verifiers, or a verifier alone.
+
+        Raises:
+            ConfigError: There are more drafters than verifiers.
+        """
+        if self.num_drafters > self.num_verifiers:
+            raise ConfigError(f"drafters must be at most as many as verifiers, got {self.num_drafters}")
         if self.way is not Way.TIER:
             return Fleet(way=self.way)
         return Fleet(way=self.way, num_verifiers=-(-self.num_verifiers // self.num_drafters), num_drafters=1)

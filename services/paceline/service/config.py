@@ -381,9 +381,12 @@ def _parser(options: Sequence[_Option], prog: str, description: str) -> argparse
     return parser
 
 
-def _to_type(base_type: type, raw: str | bool) -> Any:
+def _to_type(base_type: type, raw: str | bool | float) -> Any:
     if base_type is bool:
-        return raw if isinstance(raw, bool) else _to_bool(raw)
+        return raw if isinstance(raw, bool) else _to_bool(str(raw))
+    if base_type is int and isinstance(raw, float) and raw.is_integer():
+        # Programs that write JSON may give whole numbers a decimal point.
+        return int(raw)
     text = str(raw)
     if base_type is Path:
         if not text:

@@ -189,6 +189,9 @@ class Speculation:
 
     def _check_rules(self) -> None:
         for rule in (each for each in (*LAWFUL, *self.rules.more) if each.name in self.acceptance.split("+")):
+            if rule.drafts not in ACCEPTANCE_RULES:
+                known = ", ".join(ACCEPTANCE_RULES)
+                raise ConfigError(f"{NAME}: acceptance {rule.name} drafts for {rule.drafts!r}; drafters know {known}")
             if rule.drafts in CHAIN_RULES and not set(self.methods) & set(TIER_METHODS):
                 one = " or ".join(TIER_METHODS)
                 raise ConfigError(f"{NAME}: acceptance {rule.name} needs the method {one}, got {self.method}")

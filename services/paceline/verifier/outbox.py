@@ -23,7 +23,7 @@ SILENCE_S = 1.0
 class Outbox:
     """One session's tokens until its gateway takes them; bounded by the session's `max_tokens`.
 
-    The first tokens and the last go out at once. A gap between tokens ends the session with an error.
+    The first tokens and the last go out at once. Missing tokens end the session with an error.
 
     Args:
         whole: The client gets the text in one piece.

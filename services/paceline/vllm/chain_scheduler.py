@@ -246,10 +246,10 @@ class ChainScheduler:
         """
         if not learned:
             return
-        if learned[CALIBRATION] is not None:
-            self._calibrations.resume({CALIBRATION: learned[CALIBRATION]})
         self._clock.resume(learned["plain"])
         self._policy.resume(learned["policy"])
+        if learned[CALIBRATION] is not None:
+            self._calibrations.resume({CALIBRATION: learned[CALIBRATION]})
         self._learned = dict(learned)
 
     def _calibrations_for(self, address: str) -> Calibrations:
