@@ -34,13 +34,13 @@ from typing import Any
 
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.fleet import lone_drafter, say, widened_target
-from loadtest.peers.environments import environment
 from loadtest.peers.inside.protocol import Case, Job
-from loadtest.peers.processes import CommandFailedError
 from loadtest.peers.run import VLLM, PeerFigure, encoded_prompts, run_job
 from loadtest.trial import Trial, rounded_error, take_turns
 from paceline.cluster.checkpoints import DEMO_DRAFTER, WIDENED_SIZES
 from paceline.cluster.spec import available_cpus
+from tools.environments import environment
+from tools.processes import CommandFailedError
 
 ENVIRONMENT = "vllm-test"
 MAX_TOKENS = 128

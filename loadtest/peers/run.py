@@ -16,10 +16,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from loadtest.peers.environments import child_environ, converted, environment
 from loadtest.peers.inside.protocol import Case, Job
-from loadtest.peers.processes import CommandFailedError, run_command
 from loadtest.prompts import unseen_prompts
+from tools.environments import child_environ, converted, environment
+from tools.processes import CommandFailedError, run_command
 
 INSIDE = Path(__file__).parent / "inside"
 OPENVINO, VLLM, OUR_ENGINE = "openvino-genai", "vllm", "paceline-engine"

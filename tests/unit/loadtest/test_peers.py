@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from loadtest.peers.bench import num_different
-from loadtest.peers.environments import child_environ, recipe_of
 from loadtest.peers.inside.protocol import About, Case, Job, TokenIds, Wave, WaveClock, measure
-from loadtest.peers.processes import CommandFailedError, last_words, run_command
 from loadtest.peers.run import PeerBench, PeerFigure, figures_of, parse_answer
+
+from tools.environments import child_environ, recipe_of
+from tools.processes import CommandFailedError, last_words, run_command
 
 ENV = dict(os.environ)
 PROMPTS = [[0, number] for number in range(32)]
