@@ -1,8 +1,8 @@
 """Peers side by side on the demo pair: `make bench NAME=peers`.
 
 OpenVINO GenAI and vLLM decode the same prompts greedily, plain and with the draft model as their own draft model, on
-the same cores in bf16; then our engine in one process as they are, and our fleet over HTTP: as `paceline up` starts it,
-and with the drafter inside the verifier, where both take turns as theirs do. The first run sets each peer up in the
+the same cores in bf16; then our fleet over HTTP: as `paceline up` starts it, and with the drafter inside the verifier,
+where both take turns as theirs do. The first run sets each peer up in the
 user's cache folder (minutes); one that cannot be set up is left out with its reason. In the table
 
   decode, total   tokens/s while all streams decoded, and with prefill and stragglers
@@ -28,11 +28,11 @@ from pathlib import Path
 from loadtest.bench import bench_parser, report, run, show
 from loadtest.client import BatchResult, asks_of, run_batch
 from loadtest.fleet import bench_fleet, say
-from loadtest.peers.run import OUR_ENGINE, PEERS, PeerBench, PeerFigure, encoded_prompts, measure_peers
+from loadtest.peers.run import PEERS, PeerBench, PeerFigure, encoded_prompts, measure_peers
 from loadtest.streams import Ask
 from loadtest.trial import Trial
 from paceline.cluster.checkpoints import DEMO_DRAFTER, widened_demo_target
-from paceline.verifier.config import DEFAULT_DRAFT_TOKENS, DEFAULT_METHODS, IN_VERIFIER
+from paceline.verifier.config import DEFAULT_METHODS, IN_VERIFIER
 
 FLEET, FLEET_IN_TURN = "paceline", "paceline in turn"
 OUR_FLEETS = (FLEET, FLEET_IN_TURN)
@@ -82,10 +82,9 @@ async def measure(arguments: argparse.Namespace) -> bool:
         least_prompts=arguments.least_prompts,
         passes=arguments.passes,
     )
-    drafting = replace(bench, drafted={streams: [DEFAULT_DRAFT_TOKENS] for streams in bench.plain})
     rounds = [
         # Blocks the loop: nothing else is to run here, and a signal that ends the bench ends this at once.
-        [*measure_peers(arguments.peers, bench), *measure_peers([OUR_ENGINE], drafting), *await measure_ours(bench)]
+        [*measure_peers(arguments.peers, bench), *await measure_ours(bench)]
         for _ in range(arguments.rounds)
     ]
     by_case = cases_of(rounds)
@@ -105,11 +104,10 @@ async def measure(arguments: argparse.Namespace) -> bool:
         for row, case in zip(rows, by_case.values(), strict=True)
     )
     trials = ratios(by_case)
-    found = {name: {at: round(trial.ratio, 3) for at, trial in each.items()} for name, each in trials.items()}
-    show({"ratio": name, **each} for name, each in found.items() if each)
-    fleet = trials["to_best_peer"]
-    ok = bool(fleet) and all(trial.meets(least=1.0) for trial in fleet.values())
-    return report("peers", model=target.name, figures=rows, **found, ok=ok)
+    found = {at: round(trial.ratio, 3) for at, trial in trials.items()}
+    show([{"ratio to the best peer at": found}])
+    ok = bool(trials) and all(trial.meets(least=1.0) for trial in trials.values())
+    return report("peers", model=target.name, figures=rows, to_best_peer=found, ok=ok)
 
 
 async def measure_ours(bench: PeerBench) -> list[PeerFigure]:
@@ -186,12 +184,11 @@ def median_figure(case: Sequence[PeerFigure]) -> PeerFigure:
     )
 
 
-def ratios(cases: Rounds) -> dict[str, dict[str, Trial]]:
-    """Ours over the best peer by the number of streams; peers have neither server nor client on the same cores.
+def ratios(cases: Rounds) -> dict[str, Trial]:
+    """The fleet over the best peer by the number of streams; peers have neither server nor client on the same cores.
 
-    The whole fleet as served (with speculation on, by the better placement of the drafter) is compared with a peer's
-    best at 1 stream, and with its plain figure at more; so is our engine alone, in one process as the peers are, and it
-    is compared plain with plain as well.
+    The fleet as served (with speculation on, by the better placement of the drafter) is compared with a peer's best at
+    1 stream, and with its plain figure at more.
     """
 
     def best(peers: Sequence[str], streams: int, *modes: str) -> list[float]:
@@ -203,22 +200,11 @@ def ratios(cases: Rounds) -> dict[str, dict[str, Trial]]:
         ]
         return max(fitting, key=statistics.median, default=[])
 
-    trials: dict[str, dict[str, Trial]] = {
-        "to_best_peer": {},
-        "engine_to_best_peer": {},
-        "speculating_engine_to_best_peer": {},
-    }
+    trials: dict[str, Trial] = {}
     for streams in sorted({at for peer, _, at, _ in cases if peer in OUR_FLEETS}):
-        plain = best(PEERS, streams, "plain")
-        base = best(PEERS, streams, "plain", "draft") if streams == 1 else plain
-        pairs = (
-            (best(OUR_FLEETS, streams, "draft"), base),
-            (best([OUR_ENGINE], streams, "plain"), plain),
-            (best([OUR_ENGINE], streams, "draft"), base),
-        )
-        for each, (mine, its) in zip(trials.values(), pairs, strict=True):
-            if mine and its:
-                each[str(streams)] = Trial.of(mine, its)
+        mine, its = best(OUR_FLEETS, streams, "draft"), best(PEERS, streams, "plain", *["draft"] * (streams == 1))
+        if mine and its:
+            trials[str(streams)] = Trial.of(mine, its)
     return trials
 
 

