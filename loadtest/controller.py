@@ -39,8 +39,8 @@ GAMMAS = (0, 1, 2, 3, 4, 6, 8, 12)
 MOST_REGRET = 0.05
 LEAST_OF_FIXED = 0.98
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 16, 160
-# Share of the time at a load that is not counted: sessions begin together.
-WARM_UP = 0.2
+# Share of the time at a load that is not counted: sessions begin together, and the controller meets a new load.
+WARM_UP = 0.5
 CONTROLLER, OPTIMUM, CLAIRVOYANT = "controller", "optimum", "clairvoyant"
 
 
