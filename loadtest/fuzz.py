@@ -39,12 +39,12 @@ from loadtest.bad.kinds import Bad, Kind, Target, bad_messages
 from loadtest.bench import MIB, bench_parser, report, run, show
 from loadtest.client import completed
 from loadtest.fleet import DEMO_PAIR, bench_fleet
-from loadtest.procfs import keep_to, resident_bytes
-from loadtest.scrape import scrape, sessions_left
 from loadtest.streams import Ask
 from paceline.cluster.local import LocalFleet
 from paceline.core.messages import GATEWAY
 from paceline.rpc.v1 import gateway_pb2, gateway_pb2_grpc
+from tools.procfs import keep_to, resident_bytes
+from tools.scrape import scrape, sessions_left
 
 GROWTH_SHARE, GROWTH_MIB = 0.03, 4.0
 KINDS: Mapping[str, Sequence[Kind]] = {

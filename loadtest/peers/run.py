@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from loadtest.peers.inside.protocol import Case, Job
-from loadtest.prompts import unseen_prompts
+from paceline.checkpoints.corpus import unseen_prompts
 from tools.environments import child_environ, converted, environment
 from tools.processes import CommandFailedError, run_command
 
