@@ -81,9 +81,6 @@ class FakePeer:
         token_ids = [[7] * max_new_tokens for _ in prompts]
         return Wave(token_ids=token_ids, seconds=0.010 + seconds, decode_tokens=decoded, decode_s=seconds)
 
-    def close(self) -> None:
-        pass
-
 
 def test_a_case_is_warmed_up_and_then_measured_in_waves() -> None:
     peer = FakePeer()
